@@ -1,0 +1,1 @@
+"""Measurements of what interception costs; see README.md here."""

@@ -1,0 +1,62 @@
+"""See, check and change every matrix multiplication that a PyTorch program runs.
+
+    with intercept(hooks.Print()):
+        model(x).sum().backward()
+
+Importing this does not import torch: every public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opintercept import hooks as hooks
+    from opintercept._call import CallRecord as CallRecord
+    from opintercept._call import Gemm as Gemm
+    from opintercept._call import OpCall as OpCall
+    from opintercept._call import TensorMeta as TensorMeta
+    from opintercept._errors import HookError as HookError
+    from opintercept._errors import OpInterceptError as OpInterceptError
+    from opintercept._errors import OpInterceptWarning as OpInterceptWarning
+    from opintercept._intercept import Interceptor as Interceptor
+    from opintercept._intercept import intercept as intercept
+    from opintercept._pipeline import Handle as Handle
+    from opintercept._pipeline import Hook as Hook
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CallRecord": "_call",
+    "Gemm": "_call",
+    "Handle": "_pipeline",
+    "Hook": "_pipeline",
+    "HookError": "_errors",
+    "Interceptor": "_intercept",
+    "OpCall": "_call",
+    "OpInterceptError": "_errors",
+    "OpInterceptWarning": "_errors",
+    "TensorMeta": "_call",
+    "hooks": "",
+    "intercept": "_intercept",
+}
+
+__all__ = [  # noqa: PLE0604 - computed, so that a name stands in one place
+    "__version__",
+    *_HOMES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = import_module(f"opintercept.{home}").__dict__[name] if home else import_module(f"opintercept.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,318 @@
+"""What a hook is given (`OpCall`, alive) and what may be kept of it (`CallRecord`, plain data).
+
+Invariant: building an OpCall computes nothing; a CallRecord holds no tensor.
+Must not import torch: the pipeline is tested without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from opintercept._errors import OpInterceptError
+
+if TYPE_CHECKING:
+    import torch
+
+    from opintercept._pipeline import Pipeline
+
+Phase = Literal["forward", "backward"]
+
+
+class Gemm(NamedTuple):
+    """The matrix product behind a call: `batch` times `[m, k] @ [k, n]`.
+
+    `dtypes` and `transposes` are those of lhs and rhs; a transpose is true where the operand as the
+    product reads it has its rows, not its columns, one step apart in memory.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtypes: tuple[str, str]
+    transposes: tuple[bool, bool]
+
+    def __str__(self) -> str:
+        batch = f"{self.batch}x" if self.batch != 1 else ""
+        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
+
+
+class OpSpec(Protocol):
+    """What the op table knows of one operator; `_ops.Op` is the implementation."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def opaque(self) -> bool: ...
+    def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
+    def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
+    def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
+
+
+class OpCall:
+    """One operator call while it runs. Everything but `phase` and the counters is computed when asked for.
+
+    A hook may read any attribute; to change the call it returns a value instead of assigning one.
+    Keep `call.record()`, not the call, beyond the hook: a call holds its tensors.
+
+    Attributes:
+        func: What torch handed over: an `OpOverload`, or the function the program called.
+        args: Positional arguments, as the operator gets them.
+        kwargs: Keyword arguments, as the operator gets them.
+        output: What the operator returned; None in `pre` and `error`.
+        phase: `"forward"`, or `"backward"` while an autograd graph runs.
+        index: 0-based number of the call in its interceptor, in the order in which calls started.
+        step: The interceptor's step when the call started.
+        elapsed: Host time of the operator in seconds; None before it has returned. Says nothing about
+            work that is queued on a device.
+    """
+
+    __slots__ = (
+        "_pipeline",
+        "_spec",
+        "_verdicts",
+        "args",
+        "elapsed",
+        "func",
+        "index",
+        "kwargs",
+        "output",
+        "phase",
+        "step",
+    )
+
+    _verdicts: dict[Any, bool]
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        spec: OpSpec,
+        func: Any,
+        phase: Phase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._pipeline: Pipeline | None = pipeline  # None when the call is over
+        self._spec = spec
+        self.func = func
+        self.phase = phase
+        self.args = args
+        self.kwargs = kwargs
+        self.output: Any = None
+        self.elapsed: float | None = None
+        self.index: int = pipeline.next_index()
+        self.step: int = pipeline.steps
+
+    @property
+    def op(self) -> str:
+        """The operator without its overload, `"aten::addmm"`, or the function's public name."""
+        return self._spec.name
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the operator hides matmuls that cannot be seen one by one."""
+        return self._spec.opaque
+
+    @property
+    def lhs(self) -> torch.Tensor | None:
+        """The left operand, `[*b, m, k]`; the query of an attention; None where the table names none."""
+        return self._operand("lhs")
+
+    @property
+    def rhs(self) -> torch.Tensor | None:
+        """The right operand, `[*b, k, n]`; a linear's weight is `[n, k]`; the key of an attention."""
+        return self._operand("rhs")
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added to the product, or None."""
+        return self._operand("bias")
+
+    def _operand(self, role: str) -> torch.Tensor | None:
+        tensor: torch.Tensor | None = self._spec.operand(role, self.args, self.kwargs)
+        # Below torch's conjugate and negative keys arrive lazily flipped views, and arithmetic on those is
+        # silently wrong in a dispatch mode.
+        if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
+            return tensor.resolve_conj().resolve_neg()
+        return tensor
+
+    @property
+    def gemm(self) -> Gemm | None:
+        """The matrix product's shape, or None where there is no single one."""
+        return self._spec.gemm(self.args, self.kwargs)
+
+    @property
+    def flops(self) -> int | None:
+        """Floating-point operations of the products, 2 a multiply-add, sparse operands as if dense.
+
+        None where no formula is known. Bias and scaling are not counted, as in `FlopCounterMode`.
+        """
+        return self._spec.flops(self.args, self.kwargs)
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of the operands and the output; None where a layout has no plain size."""
+        sizes = [nbytes(t) for t in (self.lhs, self.rhs, self.bias, *_tensors(self.output))]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype that autocast runs this call in, or None.
+
+        Raises:
+            OpInterceptError: The call is over, and with it the state that this reads.
+        """
+        if self._pipeline is None:
+            raise OpInterceptError(
+                "autocast can only be read while the operator runs, got a call that is over; "
+                "keep call.record() instead of the call"
+            )
+        dtype: torch.dtype | None = self._pipeline.autocast(self.lhs)
+        return dtype
+
+    def record(self) -> CallRecord:
+        """Summarise the call as plain data that may be kept and written as JSON."""
+        outputs = [TensorMeta.of(t) for t in _tensors(self.output)]
+        autocast = self.autocast
+        return CallRecord(
+            index=self.index,
+            step=self.step,
+            op=self.op,
+            func=str(self.func) if hasattr(self.func, "_schema") else self.op,
+            phase=self.phase,
+            lhs=TensorMeta.of(self.lhs),
+            rhs=TensorMeta.of(self.rhs),
+            bias=TensorMeta.of(self.bias),
+            output=outputs[0] if len(outputs) == 1 else tuple(outputs) or None,
+            gemm=self.gemm,
+            flops=self.flops,
+            bytes=self.bytes,
+            autocast=None if autocast is None else dtype_name(autocast),
+            opaque=self.opaque,
+            elapsed=self.elapsed,
+        )
+
+    def __str__(self) -> str:
+        shown = ", ".join(describe(value) for value in (*self.args, *self.kwargs.values()))
+        return f"{self.op}({shown})"
+
+    def __repr__(self) -> str:
+        return f"<OpCall {self.index}: {self}>"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor without its values. `stride` is None for layouts that have none."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    stride: tuple[int, ...] | None
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Any) -> TensorMeta | None:
+        """Describe `tensor`; None for what is not a tensor."""
+        if not is_tensor(tensor):
+            return None
+        return cls(
+            shape_of(tensor),
+            dtype_name(tensor.dtype),
+            str(tensor.device),
+            tuple(tensor.stride()) if is_strided(tensor) else None,
+            bool(tensor.requires_grad),
+        )
+
+    def __str__(self) -> str:
+        device = "" if self.device == "cpu" else f"@{self.device}"
+        return f"{self.dtype}{list(self.shape)}{device}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """What may be kept of a call; the fields are those of `OpCall`, tensors as `TensorMeta`."""
+
+    index: int
+    step: int
+    op: str
+    func: str
+    phase: Phase
+    lhs: TensorMeta | None
+    rhs: TensorMeta | None
+    bias: TensorMeta | None
+    output: TensorMeta | tuple[TensorMeta | None, ...] | None
+    gemm: Gemm | None
+    flops: int | None
+    bytes: int | None
+    autocast: str | None
+    opaque: bool
+    elapsed: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as a dict that `json.dumps` takes as it is."""
+        plain = asdict(self)
+        plain["gemm"] = None if self.gemm is None else self.gemm._asdict()
+        return plain
+
+    def __str__(self) -> str:
+        operands = " @ ".join(str(t) for t in (self.lhs, self.rhs) if t is not None)
+        bias = f" + {self.bias}" if self.bias is not None else ""
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        result = ", ".join(str(t) for t in outputs if t is not None)
+        return f"{self.op} {operands}{bias} -> {result}"
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell a tensor by its look, so that no torch has to be imported."""
+    return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "requires_grad")
+
+
+def is_strided(tensor: Any) -> bool:
+    """Whether the tensor is one dense, strided array."""
+    return str(tensor.layout) == "torch.strided" and not tensor.is_nested
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """The shape; a ragged dimension of a nested tensor is -1."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    dims = []
+    for dim in range(tensor.dim()):
+        try:
+            dims.append(int(tensor.size(dim)))
+        except (RuntimeError, TypeError, ValueError):
+            dims.append(-1)
+    return tuple(dims)
+
+
+def nbytes(tensor: Any) -> int | None:
+    """Bytes of a tensor's elements; 0 for no tensor, None for a layout without a plain size."""
+    if not is_tensor(tensor):
+        return 0
+    return int(tensor.numel() * tensor.element_size()) if is_strided(tensor) else None
+
+
+def dtype_name(dtype: Any) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: Any) -> str:
+    """Write a value for a message: `float32[2, 3]@cuda:0`, a list by its elements, the rest by repr."""
+    meta = TensorMeta.of(value)
+    if meta is not None:
+        return str(meta)
+    if isinstance(value, (list, tuple)):
+        shown = [describe(item) for item in value[:4]] + (["..."] if len(value) > 4 else [])
+        return f"[{', '.join(shown)}]"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _tensors(output: Any) -> list[Any]:
+    if is_tensor(output):
+        return [output]
+    return [t for t in output if is_tensor(t)] if isinstance(output, (list, tuple)) else []

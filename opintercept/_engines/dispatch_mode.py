@@ -1,0 +1,137 @@
+"""The dispatch-mode engine: a TorchDispatchMode, every operator below autograd as one stream.
+
+Invariant: an unwatched operator leaves in the first lines.
+ATen takes other branches while any dispatch mode is on (`isTensorSubclassLike`), so this is not the default.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opintercept import _origin
+from opintercept._call import Phase
+from opintercept._engines import scope as _scope
+from opintercept._engines.modes import ModeEngine
+from opintercept._engines.scope import KEY, Watch, require, require_scope
+from opintercept._pipeline import run
+
+_INSTEAD = 'use engine="kernel" or level="function"'
+
+# The thread's stack of dispatch modes; private, and `available` names what is missing.
+_depth: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_at: Any = getattr(torch._C, "_get_dispatch_stack_at", None)
+_pop: Any = getattr(torch._C, "_pop_torch_dispatch_stack", None)
+_push: Any = getattr(torch._C, "_push_on_torch_dispatch_stack", None)
+
+
+def available() -> None:
+    """Refuse a torch that the engine cannot run on.
+
+    Raises:
+        OpInterceptError: See `scope.require`.
+    """
+    require_scope("mode", _INSTEAD)
+    require(
+        "mode",
+        _INSTEAD,
+        {
+            "torch._C._len_torch_dispatch_stack": _depth,
+            "torch._C._get_dispatch_stack_at": _at,
+            "torch._C._pop_torch_dispatch_stack": _pop,
+            "torch._C._push_on_torch_dispatch_stack": _push,
+        },
+    )
+
+
+# Private: tells Dynamo to leave a code object alone. Where it is missing, torch's own wrapper is used.
+_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_CAN_SKIP = all(hasattr(_eval_frame, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction"))
+
+
+class DispatchMode(TorchDispatchMode):
+    """Hands watched operators to the pipeline; entered and left by `ENGINE`."""
+
+    # torch.cond, while_loop and flex_attention raise under a mode that does not say so (#158077).
+    supports_higher_order_operators = True
+
+    keys: Any = frozenset()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code would be skipped otherwise, also after the mode has gone (#190286)."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the handler to keep Dynamo out of it, at 0.5 us an operator and with an import
+        # of torch._dynamo at the first one. Below the class the code object is marked instead.
+        return not _CAN_SKIP
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:
+            deferred = _deferred(types)
+            if deferred is not None:
+                return NotImplemented if deferred else func(*args, **(kwargs or {}))
+        name = func._name
+        if name not in self.keys:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        scope = _scope.current()
+        watch = scope.overloads[name]
+        if watch is None or _unreal(args):
+            return func(*args, **(kwargs or {}))
+        phase: Phase = "forward" if _origin.graph_task() == -1 else "backward"
+        _scope.stash(KEY, watch.hidden)
+        try:
+            return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs or {})
+        finally:
+            _scope.stash(KEY, scope)
+
+    def out_from_under(self, above: Any) -> None:
+        """Hand what `__exit__` would have restored to the mode above, which was entered after this one."""
+        for flags in (
+            "old_dispatch_mode_flags",
+            "old_non_infra_dispatch_mode_flags",
+            "old_without_ignore_compile_internals_dispatch_mode_flags",
+        ):
+            getattr(above, flags)[-1] = getattr(self, flags).pop()
+
+
+if _CAN_SKIP:
+    _skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(
+        DispatchMode.__torch_dispatch__.__code__, _eval_frame._FrameExecStrategy(_skip, _skip)
+    )
+
+
+def _step_inside(watch: Watch, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    _scope.stash(KEY, watch.inner)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _scope.stash(KEY, watch.hidden)
+
+
+def _deferred(types: Any) -> bool | None:
+    """True to let a wrapper subclass take the call apart first, False to pass it on unseen, None to look.
+
+    A wrapper (DTensor, a quantised weight) runs plain operators inside, and those are the ones that compute.
+    Fake tensors must not be refused: DTensor's sharding propagation breaks (torch-facts 2.3).
+    """
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None and any(issubclass(kind, fake.FakeTensor) for kind in types):
+        return False
+    return True if any(hasattr(kind, "__tensor_flatten__") for kind in types) else None
+
+
+def _unreal(args: tuple[Any, ...]) -> bool:
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return value.is_meta
+    return False
+
+
+ENGINE = ModeEngine("mode", DispatchMode, _depth, _at, _pop, _push)

@@ -1,0 +1,108 @@
+"""The function level: a TorchFunctionMode, calls as the program wrote them, above autograd.
+
+Invariant: an unwatched function leaves in the first line.
+Torch takes the mode away inside the functions that it shows, so nothing is seen within them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from opintercept import _origin
+from opintercept._call import Phase
+from opintercept._engines import scope as _scope
+from opintercept._engines.modes import ModeEngine
+from opintercept._engines.scope import KEY, Watch, require, require_scope
+from opintercept._errors import OpInterceptWarning
+from opintercept._pipeline import run
+
+_INSTEAD = 'use level="dispatch"'
+
+# The thread's stack of function modes; private, and `available` names what is missing.
+_depth: Any = getattr(torch._C, "_len_torch_function_stack", None)
+_at: Any = getattr(torch._C, "_get_function_stack_at", None)
+_pop: Any = getattr(torch._C, "_pop_torch_function_stack", None)
+_push: Any = getattr(torch._C, "_push_on_torch_function_stack", None)
+
+
+def available() -> None:
+    """Refuse a torch that the level cannot run on.
+
+    Raises:
+        OpInterceptError: See `scope.require`.
+    """
+    require_scope("function", _INSTEAD)
+    require(
+        "function",
+        _INSTEAD,
+        {
+            "torch._C._len_torch_function_stack": _depth,
+            "torch._C._get_function_stack_at": _at,
+            "torch._C._pop_torch_function_stack": _pop,
+            "torch._C._push_on_torch_function_stack": _push,
+        },
+    )
+
+
+class FunctionMode(TorchFunctionMode):
+    """Hands watched functions to the pipeline; entered and left by `ENGINE`."""
+
+    keys: Any = frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self.keys or torch.compiler.is_compiling():
+            # Dynamo traces this handler into the graph: the plain call is all that it may find.
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._watched(func, args, kwargs or {})
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        scope = _scope.current()
+        watch = scope.functions[func]
+        if watch is None or getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+            return func(*args, **kwargs)
+        if func is torch.nn.functional.multi_head_attention_forward:
+            _warn_of_fast_path(args, kwargs)
+        phase: Phase = "forward" if _origin.graph_task() == -1 else "backward"
+        _scope.stash(KEY, watch.hidden)
+        try:
+            return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)
+        finally:
+            _scope.stash(KEY, scope)
+
+    def out_from_under(self, above: Any) -> None:
+        """Nothing to hand over: torch keeps no state beside this stack."""
+
+
+def _step_inside(watch: Watch, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    _scope.stash(KEY, watch.inner)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _scope.stash(KEY, watch.hidden)
+
+
+_warned = False
+
+
+def _warn_of_fast_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say once that this call would have been fused: `has_torch_function` is true under any function mode."""
+    global _warned
+    if _warned or kwargs.get("training", True) or not torch.backends.mha.get_fastpath_enabled():
+        return
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return
+    _warned = True
+    warnings.warn(
+        "function level turns off the fused path of nn.MultiheadAttention and nn.TransformerEncoder, whose results "
+        'differ in the last bits, and in padded rows by more; level="dispatch" leaves it on (pytorch #106302)',
+        OpInterceptWarning,
+        stacklevel=2,
+    )
+
+
+ENGINE = ModeEngine("function", FunctionMode, _depth, _at, _pop, _push)

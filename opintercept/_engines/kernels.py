@@ -1,0 +1,221 @@
+"""The kernel engine: kernels at BackendSelect, below autograd and above every backend.
+
+Invariant: kernels are installed once, gated by the scope, and removed only when the process is quiet:
+torch calls a freed kernel if one goes while another thread runs operators (torch-facts 4.4).
+An operator that nobody watches has no kernel, and so costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+
+from opintercept import _origin
+from opintercept._call import Phase
+from opintercept._engines import scope as _scope
+from opintercept._engines.scope import KEY, Block, Scope, Watch, Watcher, require, require_scope, state
+from opintercept._pipeline import run
+
+_INSTEAD = 'use engine="mode"'
+
+# Each is private; `available` names what is missing.
+_key: Any = getattr(torch._C, "DispatchKey", None)
+_full_after: Any = getattr(torch._C, "_dispatch_keyset_full_after", None)
+_has_kernel: Any = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+_find_schema: Any = getattr(torch._C, "_dispatch_find_schema_or_throw", None)
+_has_scope: Any = _scope._has
+_get_scope: Any = _scope._get
+_stash: Any = _scope.stash
+
+_BELOW: Any = None if _key is None or _full_after is None else _full_after(_key.BackendSelect)
+
+# No kernel runs for these: shapes only (meta, and fake tensors, which are meta below), or wrappers that
+# another key takes apart before the operator comes by again with plain tensors.
+_UNREAL = (
+    "Meta",
+    "Functionalize",
+    "FuncTorchBatched",
+    "FuncTorchGradWrapper",
+    "FuncTorchVmapMode",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+    "PythonTLSSnapshot",
+)
+
+# Key set of a call, by its bits, to the part below ours. A `&` of key sets costs 350 ns, this 30.
+_below: dict[int, Any] = {}
+
+_lock = threading.Lock()
+_installed: dict[str, Any] = {}  # overload name to kernel
+_libraries: dict[str, torch.library.Library] = {}
+_users = 0
+_kernel_code: CodeType | None = None
+
+
+def available() -> None:
+    """Refuse a torch that the engine cannot run on.
+
+    Raises:
+        OpInterceptError: See `scope.require`.
+    """
+    require_scope("kernel", _INSTEAD)
+    require(
+        "kernel",
+        _INSTEAD,
+        {
+            "torch._C.DispatchKey": _key,
+            "torch._C._dispatch_keyset_full_after": _full_after,
+            "torch._C._dispatch_has_kernel_for_dispatch_key": _has_kernel,
+            "torch._C._dispatch_find_schema_or_throw": _find_schema,
+        },
+    )
+
+
+def registered(overload: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher knows the overload; TorchScript has some of its own."""
+    try:
+        _find_schema(overload._schema.name, overload._schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def composite(overload: torch._ops.OpOverload) -> bool:
+    """Whether the overload is taken apart above autograd, before a kernel of ours could see it."""
+    return bool(_has_kernel(overload.name(), "CompositeImplicitAutograd"))
+
+
+def selects_backend(overload: torch._ops.OpOverload) -> bool:
+    """Whether torch itself has a kernel where ours would go: factories, which choose a device there."""
+    name = overload.name()
+    return name not in _installed and bool(_has_kernel(name, "BackendSelect"))
+
+
+def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload]) -> None:
+    """Install what is missing for `watcher` and enter its block in this thread."""
+    global _users
+    scope = _scope.current()
+    block = Block(watcher)
+    with _lock:
+        for name, overload in overloads.items():
+            if name not in _installed:
+                _install(name, overload)
+        _users += 1
+        if watcher.everywhere:
+            state.watch_everywhere((*state.everywhere.blocks, block))
+    _stash(KEY, scope.with_blocks((*scope.blocks, block)))
+
+
+def leave(scope: Scope, position: int) -> None:
+    """Leave the block at `position`, and take the kernels out if it was the last and all is quiet."""
+    global _users
+    block = scope.blocks[position]
+    _stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+    with _lock:
+        if position < scope.live:
+            return  # entered by a parent process, which counts for itself
+        _users -= 1
+        if block.watcher.everywhere:
+            state.watch_everywhere(tuple(b for b in state.everywhere.blocks if b is not block))
+        if not _users and _quiet():
+            _remove()
+
+
+def _install(name: str, overload: torch._ops.OpOverload) -> None:
+    namespace = overload.namespace
+    library = _libraries.get(namespace)
+    if library is None:
+        library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    kernel = _make_kernel(name, overload)
+    library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    _installed[name] = kernel
+
+
+def _remove() -> None:
+    for library in _libraries.values():
+        library._destroy()
+    _libraries.clear()
+    _installed.clear()
+
+
+def _quiet() -> bool:
+    """Whether no kernel of ours can be running: no other Python thread, none on this thread's stack."""
+    frames = sys._current_frames()
+    if len(frames) > 1:
+        return False
+    frame = frames.get(threading.get_ident())
+    while frame is not None:
+        if frame.f_code is _kernel_code:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _descend(keyset: Any) -> tuple[Any, bool]:
+    """The key set below ours, and whether the call is of real tensors; remembered if so."""
+    below = keyset & _BELOW
+    real = not any(keyset.has(getattr(_key, name)) for name in _UNREAL if hasattr(_key, name))
+    if real:
+        _below[keyset.raw_repr()] = below
+    return below, real
+
+
+def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    global _kernel_code
+    # OpOverload.redispatch without its Python frame.
+    redispatch = overload._handle.redispatch_boxed
+    below_of = _below.get
+    graph_task = _origin.graph_task
+    has_scope, get_scope, stash = _has_scope, _get_scope, _stash
+
+    def kernel(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        below = below_of(keyset.raw_repr())
+        if below is None:
+            below, real = _descend(keyset)
+            if not real:
+                return redispatch(below, *args, **kwargs)
+        scope = get_scope(KEY) if has_scope(KEY) else state.idle
+        if scope.everywhere is not state.everywhere:
+            scope = scope.refreshed()
+            stash(KEY, scope)
+        watch = scope.kernels[name]
+        if watch is None:
+            return redispatch(below, *args, **kwargs)
+        hidden = watch.hidden
+        phase: Phase = "forward" if graph_task() == -1 else "backward"
+        stash(KEY, hidden)
+        try:
+            if watch.inner is hidden:
+                return run(watch.pipelines, watch.row, overload, phase, redispatch, (below,), args, kwargs)
+            head = (watch, redispatch, below)
+            return run(watch.pipelines, watch.row, overload, phase, _step_inside, head, args, kwargs)
+        finally:
+            stash(KEY, scope)
+
+    _kernel_code = kernel.__code__
+    return kernel
+
+
+def _step_inside(watch: Watch, redispatch: Callable[..., Any], below: Any, /, *args: Any, **kwargs: Any) -> Any:
+    _stash(KEY, watch.inner)
+    try:
+        return redispatch(below, *args, **kwargs)
+    finally:
+        _stash(KEY, watch.hidden)
+
+
+def _forget_parent() -> None:
+    # The parent's blocks do not count in a forked child; its kernels stay, idle, until an exit here.
+    global _lock, _users
+    _lock = threading.Lock()
+    _users = 0
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_forget_parent)

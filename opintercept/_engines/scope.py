@@ -1,0 +1,265 @@
+"""What the running thread intercepts: the blocks that it has entered, and those entered for all threads.
+
+Invariant: a Scope is never mutated (its tables only remember what they worked out), so autograd's device
+threads may share it. It lives in torch's own thread-local state, which autograd carries into them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from opintercept._errors import OpInterceptError
+from opintercept._ops import Op, row_of
+from opintercept._pipeline import Pipeline
+
+Engine = Literal["function", "mode", "kernel"]
+
+# Private; `require` turns a torch without them into one clear error before any state has changed.
+_has = getattr(torch._C, "_is_key_in_tls", None)
+_get: Callable[[str], Any] = getattr(torch._C, "_get_obj_in_tls", None)  # type: ignore[assignment]
+stash: Callable[[str, Any], None] = getattr(torch._C, "_stash_obj_in_tls", None)  # type: ignore[assignment]
+KEY = "opintercept"
+
+
+def require(engine: str, instead: str, needed: dict[str, Any]) -> None:
+    """Refuse to run on a torch that lacks the private API that an engine is built on.
+
+    Raises:
+        OpInterceptError: Naming what is missing, the torch version and the engine to use instead.
+    """
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise OpInterceptError(
+            f"the {engine} engine needs {', '.join(missing)}, which torch {torch.__version__} does not have; {instead}"
+        )
+
+
+def require_scope(engine: str, instead: str) -> None:
+    """Refuse a torch without the thread-local stash, which every engine needs."""
+    require(
+        engine,
+        instead,
+        {
+            "torch._C._is_key_in_tls": _has,
+            "torch._C._get_obj_in_tls": _get,
+            "torch._C._stash_obj_in_tls": stash,
+        },
+    )
+
+
+class Watcher:
+    """What an interceptor shows to the engines.
+
+    Attributes:
+        pipeline: Its hooks.
+        engine: The engine that feeds it.
+        keys: What it watches, overloads by name, functions as they are; None for everything.
+        everywhere: Whether it watches all threads.
+    """
+
+    __slots__ = ("engine", "everywhere", "keys", "pipeline")
+
+    def __init__(
+        self, pipeline: Pipeline, engine: Engine, keys: frozenset[Any] | None, everywhere: bool = False
+    ) -> None:
+        self.pipeline = pipeline
+        self.engine = engine
+        self.keys = keys
+        self.everywhere = everywhere
+
+    def watches(self, key: Any) -> bool:
+        """Whether it wants to see `key`."""
+        return self.keys is None or key in self.keys
+
+
+class Block:
+    """One `with` block of a watcher: entered, or paused.
+
+    Attributes:
+        order: Grows with each block of the process.
+        mode: The torch mode that feeds the block, where its engine is one.
+    """
+
+    __slots__ = ("mode", "order", "pauses", "watcher")
+
+    _orders = itertools.count()
+
+    def __init__(self, watcher: Watcher, *, pauses: bool = False, mode: Any = None) -> None:
+        self.order = next(Block._orders)
+        self.watcher = watcher
+        self.pauses = pauses
+        self.mode = mode
+
+
+class Everywhere:
+    """The blocks that watch all threads. Replaced, never mutated, and also replaced in a forked child,
+    so that every thread that finds another one than it knew works its scope out anew."""
+
+    __slots__ = ("blocks", "pid")
+
+    def __init__(self, blocks: tuple[Block, ...] = ()) -> None:
+        self.blocks = blocks
+        self.pid = os.getpid()
+
+
+class _State:
+    __slots__ = ("everywhere", "idle")
+
+    everywhere: Everywhere
+    idle: Scope  # of a thread that has entered nothing
+
+    def watch_everywhere(self, blocks: tuple[Block, ...]) -> None:
+        """Replace the blocks that watch all threads."""
+        self.everywhere = Everywhere(blocks)
+        self.idle = Scope()
+
+
+state = _State()
+
+
+class Watch:
+    """Who sees one operator in one scope, and the scopes to be in meanwhile."""
+
+    __slots__ = ("hidden", "inner", "pipelines", "row")
+
+    def __init__(self, row: Op, pipelines: tuple[Pipeline, ...], hidden: Scope, inner: Scope) -> None:
+        self.row = row
+        self.pipelines = pipelines
+        self.hidden = hidden
+        self.inner = inner
+
+
+class _Table(dict[Any, Watch | None]):
+    """Key to Watch, worked out on first use; None for what nobody watches."""
+
+    __slots__ = ("engine", "scope")
+
+    def __init__(self, scope: Scope, engine: Engine) -> None:
+        self.scope = scope
+        self.engine = engine
+
+    def __missing__(self, key: Any) -> Watch | None:
+        watch = self[key] = self.scope.watch(self.engine, key)
+        return watch
+
+
+class Scope:
+    """The blocks of a thread, innermost last.
+
+    Attributes:
+        blocks: Every block entered and not left.
+        live: How many of the first blocks count for nothing: a parent process entered them.
+        hidden: In a hook: nothing is seen, whatever is entered.
+        inside: Watchers whose operator is running, and which do not see its inner steps.
+        floor: How many of the first blocks may not be left here: a hook runs inside of them.
+    """
+
+    __slots__ = (
+        "_hidden",
+        "blocks",
+        "everywhere",
+        "floor",
+        "functions",
+        "hidden",
+        "inside",
+        "kernels",
+        "live",
+        "overloads",
+    )
+
+    def __init__(
+        self,
+        blocks: tuple[Block, ...] = (),
+        live: int = 0,
+        *,
+        hidden: bool = False,
+        inside: frozenset[Watcher] = frozenset(),
+        floor: int = 0,
+    ) -> None:
+        self.blocks = blocks
+        self.live = live
+        self.hidden = hidden
+        self.inside = inside
+        self.floor = floor
+        self.everywhere = state.everywhere
+        self.kernels = _Table(self, "kernel")
+        self.overloads = _Table(self, "mode")
+        self.functions = _Table(self, "function")
+        self._hidden: Scope | None = None
+
+    def with_blocks(self, blocks: tuple[Block, ...]) -> Scope:
+        """This scope with other blocks."""
+        live = min(self.live, len(blocks))
+        return Scope(blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor)
+
+    def refreshed(self) -> Scope:
+        """This scope as it is now that the blocks for all threads are others, or this is another process."""
+        forked = self.everywhere.pid != state.everywhere.pid
+        live = len(self.blocks) if forked else self.live
+        return Scope(self.blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor)
+
+    def while_hooks_run(self) -> Scope:
+        """The scope for hooks: their own operators are seen by nobody."""
+        if self._hidden is None:
+            self._hidden = Scope(self.blocks, self.live, hidden=True, floor=len(self.blocks))
+        return self._hidden
+
+    def active(self) -> list[Watcher]:
+        """The watchers that see calls here, each once, in the order in which they were entered."""
+        if self.hidden:
+            return []
+        blocks = self.blocks[self.live :]
+        if self.everywhere.blocks:
+            merged = {id(block): block for block in (*blocks, *self.everywhere.blocks)}
+            blocks = tuple(sorted(merged.values(), key=lambda block: block.order))
+        paused = {block.watcher for block in blocks if block.pauses}
+        return list(dict.fromkeys(b.watcher for b in blocks if b.watcher not in paused))
+
+    def watch(self, engine: Engine, key: Any) -> Watch | None:
+        """Who sees `key`, or None."""
+        active = self.active()
+        found = [w for w in active if w.engine == engine and w not in self.inside and w.watches(key)]
+        if not found:
+            return None
+        hidden = self.while_hooks_run()
+        if engine != "kernel":  # torch takes a mode out of the way while it handles a call
+            inner = self
+        elif len(active) == len(found) and key.startswith("aten::"):
+            inner = hidden  # saves two switches; no Python runs in there that could enter a block
+        else:
+            # Those who see this operator do not see its inner steps, the others do.
+            inner = Scope(self.blocks, self.live, inside=self.inside | set(found), floor=len(self.blocks))
+        return Watch(row_of(key), tuple(w.pipeline for w in found), hidden, inner)
+
+    def position(self, watcher: Watcher, pauses: bool) -> int | None:
+        """Where the innermost such block is that may be left here, or None."""
+        for position in range(len(self.blocks) - 1, self.floor - 1, -1):
+            block = self.blocks[position]
+            if block.watcher is watcher and block.pauses is pauses:
+                return position
+        return None
+
+
+state.watch_everywhere(())
+
+
+def current() -> Scope:
+    """The scope of the running thread."""
+    scope: Scope = _get(KEY) if _has is not None and _has(KEY) else state.idle
+    if scope.everywhere is not state.everywhere:
+        scope = scope.refreshed()
+        stash(KEY, scope)
+    return scope
+
+
+def _forget_parent() -> None:
+    state.watch_everywhere(())
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_forget_parent)

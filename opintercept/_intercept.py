@@ -1,0 +1,378 @@
+"""`intercept` and the `Interceptor` it makes: context manager and decorator over one pipeline.
+
+Invariant: everything that can be refused is refused before any state has changed, and every way out of a
+block restores what its way in changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
+
+from opintercept import _origin
+from opintercept._engines import dispatch_mode, function_mode, kernels
+from opintercept._engines import scope as _scope
+from opintercept._engines.scope import KEY, Block, Watcher
+from opintercept._errors import OpInterceptError
+from opintercept._ops import parts, row_of, select
+from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+EngineChoice = Literal["auto", "kernel", "mode"]
+Threads = Literal["current", "all"]
+
+
+def intercept(
+    hooks: Hook | Iterable[Hook] = (),
+    *,
+    ops: Any = "matmul",
+    level: Level = "dispatch",
+    engine: EngineChoice = "auto",
+    threads: Threads = "current",
+    on_error: OnError = "raise",
+) -> Interceptor:
+    """Show every matmul that a program runs to `hooks`, as a context manager or a decorator.
+
+    Args:
+        hooks: One hook or an iterable of them. A plain callable `hook(call)` runs after each operator.
+        ops: `"matmul"`, the whole family; `"all"`, every operator; or one or more names (`"bmm"`,
+            `"aten::mm.out"`), `OpOverloadPacket`s or `OpOverload`s; at function level also functions of
+            torch (`torch.bmm`).
+        level: `"dispatch"`: what runs, below autograd and autocast, forward and backward. `"function"`: what
+            the program calls, above autograd.
+        engine: At dispatch level: `"kernel"` for a finite set of ops, `"mode"` for any; `"auto"` takes
+            the kernel engine where it can.
+        threads: `"current"`: the threads that enter, and autograd's on their behalf. `"all"`: the process
+            (kernel engine only).
+        on_error: `"raise"`, or `"warn"`: a hook that raises is switched off with one warning.
+
+    Returns:
+        An interceptor that does nothing until it is entered.
+
+    Raises:
+        TypeError: A hook or an op of a kind that cannot be used.
+        ValueError: An unknown name, or a combination that does not exist.
+        OpInterceptError: This torch lacks what the engine is built on.
+
+    Example:
+        >>> import torch
+        >>> with intercept(lambda call: print(call.record())):
+        ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
+        aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4]
+    """
+    return Interceptor(hooks, ops=ops, level=level, engine=engine, threads=threads, on_error=on_error)
+
+
+class Interceptor:
+    """What `intercept` returns. Reusable, nests, and may be entered in several threads at once."""
+
+    def __init__(
+        self,
+        hooks: Hook | Iterable[Hook],
+        *,
+        ops: Any,
+        level: Level,
+        engine: EngineChoice,
+        threads: Threads,
+        on_error: OnError,
+    ) -> None:
+        _one_of("level", level, Level)
+        _one_of("engine", engine, EngineChoice)
+        _one_of("threads", threads, Threads)
+        _one_of("on_error", on_error, OnError)
+        chosen = _engine(ops, level, engine, threads)
+        hooks = _hooks(hooks, level)
+        {"kernel": kernels, "mode": dispatch_mode, "function": function_mode}[chosen].available()
+        selection = select(ops, level)
+        self._overloads: dict[str, Any] = {}
+        keys = selection
+        if level == "dispatch" and selection is not None:
+            self._overloads = _watchable(selection, chosen, whole_family=isinstance(ops, str) and ops == "matmul")
+            keys = frozenset(self._overloads)
+        self._pipeline = Pipeline(hooks, level, on_error, _origin.autocast)
+        self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
+
+    def register(self, hook: Hook) -> Handle:
+        """Append a hook; it takes part from the next call on.
+
+        Raises:
+            TypeError, ValueError: As `intercept` does for its hooks.
+        """
+        check_hook(hook, self._pipeline.level)
+        return self._pipeline.register(hook)
+
+    def step(self) -> None:
+        """Count a step of the program, a batch say; `call.step` has the number, from 0."""
+        self._pipeline.steps += 1
+
+    def paused(self) -> Pause:
+        """A context manager in which this interceptor sees nothing of the thread that enters it."""
+        return Pause(self._watcher)
+
+    @property
+    def opaque(self) -> dict[str, int]:
+        """What was seen but not into: operators that hide matmuls, by name, and how often they ran."""
+        return dict(self._pipeline.opaque)
+
+    def __enter__(self) -> Interceptor:
+        self._pipeline.enter()
+        try:
+            self._enter()
+        except BaseException:
+            self._pipeline.exit(program_failed=True)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        inherited = self._inherited()
+        try:
+            self._leave()
+        finally:
+            if not inherited:
+                self._pipeline.exit(program_failed=kind is not None)
+
+    def _enter(self) -> None:
+        if self._watcher.engine == "kernel":
+            kernels.enter(self._watcher, self._overloads)
+        elif self._watcher.engine == "mode":
+            dispatch_mode.ENGINE.enter(self._watcher)
+        else:
+            function_mode.ENGINE.enter(self._watcher)
+
+    def _inherited(self) -> bool:
+        """Whether the block to leave was entered by the process that this one was forked from."""
+        scope = _scope.current()
+        return _position(scope, self._watcher, pauses=False) < scope.live
+
+    def _leave(self) -> None:
+        scope = _scope.current()
+        position = _position(scope, self._watcher, pauses=False)
+        if self._watcher.engine == "kernel":
+            kernels.leave(scope, position)
+        elif self._watcher.engine == "mode":
+            dispatch_mode.ENGINE.leave(scope, position)
+        else:
+            function_mode.ENGINE.leave(scope, position)
+        _check_order(scope, position)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Intercept a function, method, generator, async function or async generator while its body runs.
+
+        Raises:
+            TypeError: Not a function, such as a class, or the interceptor was used without its brackets.
+        """
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(
+                f"an interceptor decorates functions, got {function!r}; write @intercept(...) with brackets over a "
+                "function, or use it in a with block"
+            )
+        wrapper: Any
+        if inspect.isasyncgenfunction(function):
+            wrapper = self._wrap_async_generator(function)
+        elif inspect.iscoroutinefunction(function):
+            wrapper = self._wrap_coroutine(function)
+        elif inspect.isgeneratorfunction(function):
+            wrapper = self._wrap_generator(function)
+        else:
+
+            def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+                with self:
+                    return function(*args, **kwargs)
+
+        return cast(Callable[P, R], functools.wraps(function)(wrapper))
+
+    def _wrap_generator(self, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            with _Life(self._pipeline):
+                return (yield from self._drive(function(*args, **kwargs)))
+
+        return wrapper
+
+    def _wrap_coroutine(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with _Life(self._pipeline):
+                return await self._awaited(function(*args, **kwargs))
+
+        return wrapper
+
+    def _wrap_async_generator(self, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
+        async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            with _Life(self._pipeline):
+                inner = function(*args, **kwargs)
+                step = inner.asend(None)
+                while True:
+                    try:
+                        item = await self._awaited(step)
+                    except StopAsyncIteration:
+                        return
+                    try:
+                        step = inner.asend((yield item))
+                    except GeneratorExit:
+                        await self._awaited(inner.aclose())
+                        raise
+                    except BaseException as exception:
+                        step = inner.athrow(exception)
+
+        return wrapper
+
+    @types.coroutine
+    def _awaited(self, awaitable: Any) -> Generator[Any, Any, Any]:
+        return (yield from self._drive(awaitable))
+
+    def _drive(self, body: Any) -> Generator[Any, Any, Any]:
+        """Run a generator-like body, active only between its suspensions."""
+        resume: Callable[..., Any] = body.send
+        value: Any = None
+        while True:
+            self._enter()
+            try:
+                yielded = resume(value)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                self._leave()
+            try:
+                value = yield yielded
+                resume = body.send
+            except GeneratorExit:
+                self._enter()
+                try:
+                    body.close()
+                finally:
+                    self._leave()
+                raise
+            except BaseException as exception:
+                resume, value = body.throw, exception
+
+
+class _Life:
+    """Runs the hooks' `enter` and `exit` once for a body that is resumed many times."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def __enter__(self) -> None:
+        self._pipeline.enter()
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: object) -> None:
+        self._pipeline.exit(program_failed=kind is not None and not issubclass(kind, GeneratorExit))
+
+
+class Pause:
+    """The context manager of `Interceptor.paused`."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def __enter__(self) -> None:
+        scope = _scope.current()
+        _scope.stash(KEY, scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
+
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
+        scope = _scope.current()
+        position = _position(scope, self._watcher, pauses=True)
+        _scope.stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+        _check_order(scope, position)
+
+
+def _position(scope: _scope.Scope, watcher: Watcher, *, pauses: bool) -> int:
+    position = scope.position(watcher, pauses)
+    if position is None:
+        raise OpInterceptError(
+            "a block must be left in the thread that entered it, and not from inside a hook, got a block that this "
+            "thread has not entered or has left; use one with statement for both"
+        )
+    return position
+
+
+def _check_order(scope: _scope.Scope, position: int) -> None:
+    later = len(scope.blocks) - 1 - position
+    if later:
+        raise OpInterceptError(
+            f"blocks must be left in the reverse of the order they were entered in, got one with {later} entered "
+            "later and still active; this block was left, they stay"
+        )
+
+
+def _one_of(name: str, value: object, allowed: Any) -> None:
+    if value not in get_args(allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(allowed)))}, got {value!r}")
+
+
+def _engine(ops: Any, level: Level, engine: EngineChoice, threads: Threads) -> _scope.Engine:
+    everything = isinstance(ops, str) and ops == "all"
+    if level == "function":
+        if engine != "auto":
+            raise ValueError(f'engine must be left at "auto" at function level, which has one engine, got {engine!r}')
+        chosen: _scope.Engine = "function"
+    elif everything:
+        if engine == "kernel":
+            raise ValueError(
+                'the kernel engine needs a finite set of ops, got ops="all"; name the ops, or use engine="mode"'
+            )
+        chosen = "mode"
+    else:
+        chosen = "kernel" if engine == "auto" else engine
+    if threads == "all" and chosen != "kernel":
+        raise ValueError(
+            f'threads="all" needs the kernel engine, torch\'s modes are bound to a thread, got {level} level with the '
+            f'{chosen} engine; use level="dispatch" with a finite set of ops, or enter the interceptor in each thread'
+        )
+    return chosen
+
+
+def _hooks(hooks: Any, level: Level) -> list[Hook]:
+    if not isinstance(hooks, (str, type)) and not is_hook(hooks) and isinstance(hooks, Iterable):
+        found = list(hooks)
+    else:
+        found = [hooks]
+    for hook in found:
+        check_hook(hook, level)
+    return found
+
+
+def _watchable(overloads: frozenset[Any], engine: _scope.Engine, *, whole_family: bool) -> dict[str, Any]:
+    """The overloads that can be watched at dispatch level, by name.
+
+    Raises:
+        ValueError: One that was asked for by name cannot.
+    """
+    chosen = {}
+    for overload in sorted(overloads, key=lambda overload: str(overload._name)):
+        name = overload._name
+        row = row_of(name)
+        if not kernels.registered(overload):
+            continue
+        if whole_family:
+            # A dispatch mode gets composites whole under inference_mode, and fused operators always.
+            if engine == "mode" or (row.kind == "leaf" and not kernels.composite(overload)):
+                chosen[name] = overload
+        elif kernels.composite(overload):
+            if (
+                any(
+                    o._overloadpacket is overload._overloadpacket and not kernels.composite(o)
+                    for o in overloads
+                    if kernels.registered(o)
+                )
+                and row.kind != "composite"
+            ):
+                continue  # sspaddmm: its out= form is the one that computes
+            raise ValueError(
+                f"{name} is taken apart before dispatch level can see it; watch {parts(row)} instead, "
+                "or use level='function'"
+            )
+        elif engine == "kernel" and kernels.selects_backend(overload):
+            raise ValueError(
+                f"{name} chooses a device in the place where the kernel engine would see it; use engine='mode'"
+            )
+        else:
+            chosen[name] = overload
+    return chosen

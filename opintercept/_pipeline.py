@@ -1,0 +1,433 @@
+"""Hooks, their order, and the one loop that runs them around an operator.
+
+Invariant: `run` is flat (no context manager, closure or formatting on the way of a call that goes well),
+and the tuples of hooks are replaced, never mutated, so that hooks may come and go while they run.
+Pure Python: must not import torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeAlias
+
+from opintercept._call import OpCall, OpSpec, Phase, describe, is_tensor
+from opintercept._errors import HookError, OpInterceptWarning
+
+OnError = Literal["raise", "warn"]
+Level = Literal["function", "dispatch"]
+
+
+class PreHook(Protocol):
+    """Runs before the operator; may return `(args, kwargs)` to run it with instead."""
+
+    def pre(self, call: OpCall, /) -> tuple[Sequence[Any], Mapping[str, Any]] | None: ...
+
+
+class PostHook(Protocol):
+    """Runs after the operator; may return an output to take the place of `call.output`."""
+
+    def post(self, call: OpCall, /) -> Any: ...
+
+
+class ErrorHook(Protocol):
+    """Runs when the operator raised; the exception goes on to the program in any case."""
+
+    def error(self, call: OpCall, exception: BaseException, /) -> None: ...
+
+
+Hook: TypeAlias = PreHook | PostHook | ErrorHook | Callable[[OpCall], Any]
+"""An object with any of `pre`, `post`, `error`, `enter` and `exit`, or a callable, which is a `post`."""
+
+_PHASES = ("pre", "post", "error", "enter", "exit")
+
+
+class Handle:
+    """One registration of a hook. `remove()` ends it, as with `torch.utils.hooks.RemovableHandle`.
+
+    Removing twice is fine, and as a context manager the handle removes on the way out. A hook that was
+    registered twice has two handles, and each removes its own.
+    """
+
+    __slots__ = ("_pipeline", "enter", "error", "exit", "hook", "post", "pre", "removed")
+
+    def __init__(self, pipeline: Pipeline, hook: Hook) -> None:
+        self._pipeline = pipeline
+        self.hook = hook
+        self.removed = False
+        found = {name: _method(hook, name) for name in _PHASES}
+        if not any(found.values()) and callable(hook):
+            found["post"] = hook
+        self.pre, self.post, self.error, self.enter, self.exit = (found[name] for name in _PHASES)
+
+    def remove(self) -> None:
+        """Take the hook out; it is not called again, not even later in the call that is running."""
+        self._pipeline.remove(self)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _method(hook: Hook, name: str) -> Any:
+    method = getattr(hook, name, None)
+    return method if callable(method) else None
+
+
+def is_hook(value: Any) -> bool:
+    """Whether `value` can be registered as it is."""
+    return callable(value) or any(_method(value, name) for name in _PHASES)
+
+
+def check_hook(hook: Any, level: Level) -> None:
+    """Refuse what is no hook, or none at this level.
+
+    Raises:
+        TypeError: It has nothing to call, or is a class instead of an instance.
+        ValueError: It wants gradients, which this level does not have.
+    """
+    if isinstance(hook, type):
+        raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
+    if _method(hook, "backward"):
+        raise ValueError(
+            f"a hook with a backward method cannot run at {level} level, got {hook!r}; autograd's own calls "
+            "are seen at dispatch level by pre and post, with call.phase == 'backward'"
+        )
+    if not is_hook(hook):
+        raise TypeError(
+            f"a hook must be callable or have one of {', '.join(_PHASES)}, got {hook!r}; write def hook(call): ..."
+        )
+
+
+class Pipeline:
+    """The ordered hooks of one interceptor, with its counters.
+
+    Args:
+        hooks: Checked already, see `check_hook`.
+        level: Decides how a replaced output reaches the program.
+        on_error: `"raise"`, or `"warn"`: switch a failing hook off with one warning.
+        autocast: Reads the autocast state for a call; injected, since it needs torch.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_entered",
+        "_handles",
+        "_lock",
+        "autocast",
+        "error",
+        "level",
+        "next_index",
+        "on_error",
+        "opaque",
+        "post",
+        "pre",
+        "steps",
+    )
+
+    def __init__(
+        self,
+        hooks: Iterable[Hook],
+        level: Level = "dispatch",
+        on_error: OnError = "raise",
+        autocast: Callable[[Any], Any] = lambda lhs: None,
+    ) -> None:
+        self.level = level
+        self.on_error = on_error
+        self.autocast = autocast
+        self.steps = 0
+        self.next_index: Callable[[], int] = itertools.count().__next__  # atomic, also between threads
+        self.opaque: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self._entered = 0
+        self._handles: tuple[Handle, ...] = ()
+        self.pre: tuple[Handle, ...] = ()
+        self.post: tuple[Handle, ...] = ()
+        self.error: tuple[Handle, ...] = ()
+        for hook in hooks:
+            self.register(hook)
+        _pipelines.add(self)
+
+    def register(self, hook: Hook) -> Handle:
+        """Append a hook; while the interceptor is active its `enter` runs at once."""
+        handle = Handle(self, hook)
+        with self._lock:
+            if self._entered and handle.enter:
+                handle.enter()
+            self._set((*self._handles, handle))
+        return handle
+
+    def remove(self, handle: Handle) -> None:
+        """Remove by identity; does nothing the second time."""
+        failure = self._take_out(handle)
+        if failure is not None:
+            raise failure
+
+    def _take_out(self, handle: Handle) -> Exception | None:
+        with self._lock:
+            if handle.removed:
+                return None
+            handle.removed = True
+            self._set(tuple(h for h in self._handles if h is not handle))
+            return self._exit_hook(handle) if self._entered else None
+
+    def _set(self, handles: tuple[Handle, ...]) -> None:
+        self._handles = handles
+        self.pre = tuple(h for h in handles if h.pre)
+        self.post = tuple(h for h in handles if h.post)
+        self.error = tuple(h for h in handles if h.error)
+
+    def enter(self) -> None:
+        """Run the hooks' `enter` if this is the first block in; undo them if one fails."""
+        with self._lock:
+            self._entered += 1
+            if self._entered > 1:
+                return
+            done: list[Handle] = []
+            try:
+                for handle in self._handles:
+                    if handle.enter:
+                        handle.enter()
+                    done.append(handle)
+            except BaseException as exception:
+                self._entered -= 1
+                exception.add_note(f"opintercept: raised by the enter of hook {handle.hook!r}")
+                for entered in reversed(done):
+                    self._exit_hook(entered)
+                raise
+
+    def exit(self, program_failed: bool) -> None:
+        """Run the hooks' `exit` if this is the last block out; every one of them, whatever one raises.
+
+        Args:
+            program_failed: An exception of the program is on its way and must not be replaced.
+        """
+        with self._lock:
+            self._entered -= 1
+            if self._entered:
+                return
+            failures = [f for f in map(self._exit_hook, self._handles) if f is not None]
+        if not failures:
+            return
+        if program_failed or self.on_error == "warn":
+            for failure in failures:
+                warnings.warn(f"a hook failed on exit: {failure!r}", OpInterceptWarning, stacklevel=3)
+        else:
+            raise failures[0]
+
+    @staticmethod
+    def _exit_hook(handle: Handle) -> Exception | None:
+        try:
+            if handle.exit:
+                handle.exit()
+        except Exception as exception:
+            exception.add_note(f"opintercept: raised by the exit of hook {handle.hook!r}")
+            return exception
+        return None
+
+    def survives(self, handle: Handle, phase: str, call: OpCall, exception: Exception) -> bool:
+        """Deal with a hook that raised: say where in a note, or switch it off and go on."""
+        where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {call}"
+        if self.on_error == "raise":
+            exception.add_note(f"opintercept: raised by {where}")
+            return False
+        failure = self._take_out(handle)
+        if failure is not None:
+            where += f"; its exit raised {failure!r}"
+        warnings.warn(
+            f"switched off a hook that raised {type(exception).__name__}: {exception}; {where}",
+            OpInterceptWarning,
+            stacklevel=3,
+        )
+        return True
+
+
+def run(
+    pipelines: tuple[Pipeline, ...],
+    spec: OpSpec,
+    func: Any,
+    phase: Phase,
+    invoke: Callable[..., Any],
+    head: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `invoke(*head, *args, **kwargs)` with the hooks of all `pipelines` around it.
+
+    Each pipeline gets a call of its own, so that each counts for itself; a replacement by one is what the
+    next one sees.
+    """
+    calls = []
+    given_args, given_kwargs = args, kwargs
+    for pipeline in pipelines:
+        call = OpCall(pipeline, spec, func, phase, args, kwargs)
+        calls.append(call)
+        for handle in pipeline.pre:
+            if handle.removed:
+                continue
+            try:
+                inputs = handle.pre(call)
+                if inputs is not None:
+                    args, kwargs = _checked_inputs(inputs)
+                    for seen in calls:
+                        seen.args, seen.kwargs = args, kwargs
+            except Exception as exception:
+                if not pipeline.survives(handle, "pre", call, exception):
+                    raise
+    if spec.opaque:
+        for pipeline in pipelines:
+            with pipeline._lock:
+                pipeline.opaque[spec.name] += 1
+    started = perf_counter()
+    try:
+        output = invoke(*head, *args, **kwargs)
+    except BaseException as exception:
+        _report(calls, exception)
+        raise
+    elapsed = perf_counter() - started
+    if args is not given_args or kwargs is not given_kwargs:
+        output = _written_back(spec.written(func, given_args, given_kwargs), output)
+    for call in calls:
+        call.output = output
+        call.elapsed = elapsed
+    for call, pipeline in zip(calls, pipelines):  # noqa: B905 - equally long, and strict costs 40 ns
+        for handle in pipeline.post:
+            if handle.removed:
+                continue
+            try:
+                replacement = handle.post(call)
+                if replacement is not None and replacement is not output:
+                    check_replacement(output, replacement)
+                    if pipeline.level == "dispatch" or spec.written(func, given_args, given_kwargs):
+                        # Below autograd, and for out= and in-place forms, the caller keeps the tensor that
+                        # it has; the new values go into it, and its strides and aliases stay.
+                        copy_into(output, replacement)
+                    else:
+                        output = replacement
+                        for seen in calls:
+                            seen.output = output
+            except Exception as exception:
+                if not pipeline.survives(handle, "post", call, exception):
+                    raise
+    for call in calls:
+        call._pipeline = None
+    return output
+
+
+def _report(calls: list[OpCall], exception: BaseException) -> None:
+    # The program's exception must get through, so a failing error hook can only be reported.
+    for call in calls:
+        pipeline = call._pipeline
+        if pipeline is None:
+            continue
+        for handle in pipeline.error:
+            if handle.removed:
+                continue
+            try:
+                handle.error(call, exception)
+            except Exception as failure:
+                pipeline._take_out(handle)
+                warnings.warn(
+                    f"switched off an error hook that raised {failure!r}; hook {handle.hook!r} on call "
+                    f"{call.index}: {call}",
+                    OpInterceptWarning,
+                    stacklevel=4,
+                )
+
+
+def _checked_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if (
+        not isinstance(inputs, tuple)
+        or len(inputs) != 2
+        or not isinstance(inputs[0], (tuple, list))
+        or not isinstance(inputs[1], Mapping)
+    ):
+        raise HookError(
+            f"a pre hook must return None or (args, kwargs), got {describe(inputs)}; "
+            "return call.args, call.kwargs with the change made"
+        )
+    return tuple(inputs[0]), dict(inputs[1])
+
+
+def _written_back(targets: list[Any], output: Any) -> Any:
+    """Bring the result to the tensors that the caller will read, after a hook put others in their place."""
+    if not targets:
+        return output
+    results = output if isinstance(output, (tuple, list)) else (output,)
+    for target, result in zip(targets, results, strict=False):
+        if is_tensor(result):
+            if tuple(target.shape) != tuple(result.shape):
+                target.resize_(result.shape)
+            copy_into(target, result)
+    return targets[0] if not isinstance(output, (tuple, list)) else type(output)(targets)
+
+
+def check_replacement(output: Any, replacement: Any) -> None:
+    """Refuse what cannot take the place of `output`.
+
+    Raises:
+        HookError: Another structure, shape, dtype, device or layout.
+    """
+    if isinstance(output, (tuple, list)):
+        if not isinstance(replacement, (tuple, list)) or len(replacement) != len(output):
+            raise HookError(
+                f"a replaced output must have {len(output)} parts like the operator's, got {describe(replacement)}"
+            )
+        for part, new in zip(output, replacement, strict=True):
+            if is_tensor(part):
+                check_replacement(part, new)
+        return
+    if not is_tensor(replacement):
+        raise HookError(
+            f"a post hook must return None or an output like {describe(output)}, got {describe(replacement)}; "
+            "end it with return None if it only looks"
+        )
+    for name in ("shape", "dtype", "device", "layout"):
+        if getattr(output, name) != getattr(replacement, name):
+            raise HookError(
+                f"a replaced output must have the {name} of the operator's, {describe(output)}, "
+                f"got {describe(replacement)}"
+            )
+
+
+def copy_into(target: Any, source: Any) -> None:
+    """Give `target` the values of `source`, which may be a view of it."""
+    if isinstance(target, (tuple, list)):
+        for part, new in zip(target, source, strict=True):
+            if is_tensor(part):
+                copy_into(part, new)
+    elif target is not source:
+        # A view of `target` (its transpose, say) must be read whole before any of it is overwritten.
+        target.copy_(source.clone() if _share_memory(target, source) else source)
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    try:
+        return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
+        return True
+
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    # In a forked child no block of the parent is active, and its threads' locks are nobody's.
+    for pipeline in _pipelines:
+        pipeline._lock = threading.RLock()
+        pipeline._entered = 0
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,141 @@
+"""The command line. `demo`: the main job on real text, in seconds and without a download.
+
+Imports torch only inside the commands, so that `--help` and a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from opintercept._call import CallRecord
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = argparse.ArgumentParser(prog="opintercept", description="See every matmul that a PyTorch program runs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="train a small Transformer and show its matmuls")
+    demo.add_argument("--steps", type=_positive, default=20, help="training steps (default 20)")
+    arguments = parser.parse_args(argv)
+    return _demo(arguments.steps)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _demo(steps: int) -> int:
+    """Train a character-level Transformer on a source file of the standard library."""
+    import textwrap as text_source
+
+    import torch
+
+    from opintercept import hooks, intercept
+
+    torch.manual_seed(0)
+    with open(text_source.__file__, encoding="utf-8") as file:
+        text = file.read()
+    alphabet = sorted(set(text))
+    data = torch.tensor([alphabet.index(character) for character in text])
+    context, batch = 64, 16
+    model = _decoder(len(alphabet), context)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"A decoder of {parameters:,} parameters learns {text_source.__name__}.py ({len(text):,} characters).")
+    print("The first matmuls, forward, and the first three backward:")
+
+    recorder = hooks.Recorder()
+    shown = [
+        hooks.when(hooks.Print(), phase="forward", first=6),
+        hooks.when(hooks.Print(), phase="backward", first=3),
+    ]
+    started = time.perf_counter()
+    with intercept([recorder, *shown]) as interceptor:
+        for step in range(steps):
+            starts = torch.randint(len(data) - context - 1, (batch,))
+            chunk = torch.stack([data[start : start + context + 1] for start in starts.tolist()])
+            logits = model(chunk[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            interceptor.step()
+            if step in (0, steps - 1):
+                print(f"step {step:3}  loss {loss.item():.3f}")
+    elapsed = time.perf_counter() - started
+    print()
+    print(_by_shape(recorder.records, elapsed))
+    opaque = interceptor.opaque
+    if opaque:
+        print("opaque, seen but not into: " + ", ".join(f"{name} x{count}" for name, count in opaque.items()))
+    return 0
+
+
+def _decoder(alphabet: int, context: int) -> torch.nn.Module:
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__()
+            self.heads = heads
+            self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # [b, s, 3 * width] -> three of [b, heads, s, width / heads]
+            q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).flatten(2))
+            hidden: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+            return hidden
+
+    class Decoder(nn.Module):
+        def __init__(self, width: int = 96, depth: int = 3, heads: int = 4) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(alphabet, width), nn.Embedding(context, width)
+            self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+            self.head = nn.Linear(width, alphabet)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            logits: torch.Tensor = self.head(self.blocks(self.tokens(tokens) + self.places(places)))
+            return logits
+
+    return Decoder()
+
+
+def _by_shape(records: Sequence[CallRecord], elapsed: float) -> str:
+    """A table of the calls by operator and GEMM shape, the most expensive first."""
+    rows: dict[tuple[str, str], list[CallRecord]] = defaultdict(list)
+    for record in records:
+        shape = str(record.gemm) if record.gemm is not None else f"{record.lhs}"
+        rows[record.op.removeprefix("aten::"), shape].append(record)
+    seconds = {key: sum(record.elapsed or 0.0 for record in group) for key, group in rows.items()}
+    total = sum(seconds.values())
+    width = max(len(op) for op, _ in rows)
+    lines = [f"{'operator':{width}}  {'shape':32}{'calls':>7}{'MFLOP':>10}{'ms':>9}{'share':>8}"]
+    for key in sorted(rows, key=lambda key: -seconds[key]):
+        op, shape = key
+        flops = sum(record.flops or 0 for record in rows[key])
+        lines.append(
+            f"{op:{width}}  {shape:32}{len(rows[key]):7}{flops / 1e6:10.1f}{seconds[key] * 1e3:9.1f}"
+            f"{seconds[key] / total:8.1%}"
+        )
+    flops = sum(record.flops or 0 for record in records)
+    lines.append(
+        f"{'all':{width}}  {'':32}{len(records):7}{flops / 1e6:10.1f}{total * 1e3:9.1f}"
+        f"{total / elapsed:8.1%} of the {elapsed:.1f} s that training took"
+    )
+    return "\n".join(lines)

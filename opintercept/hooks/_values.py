@@ -1,0 +1,82 @@
+"""What `Print` and `Log` say of a tensor's values. Reading them waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from opintercept._call import is_strided
+
+
+class Summary(NamedTuple):
+    """Range and moments of a tensor's finite and non-finite values; those of the moduli if complex.
+
+    Attributes:
+        std: Population standard deviation, in float64.
+        nonfinite: How many values are NaN or infinite; they are left out of the rest.
+    """
+
+    min: float
+    max: float
+    mean: float
+    std: float
+    nonfinite: int
+
+    def __str__(self) -> str:
+        text = f"min {self.min:.4g} max {self.max:.4g} mean {self.mean:.4g} std {self.std:.4g}"
+        return f"{text} NONFINITE {self.nonfinite}" if self.nonfinite else text
+
+
+def real_values(tensor: Any) -> torch.Tensor | None:
+    """The values as a flat float64 tensor, or None where there are none to read.
+
+    Without values are fake, meta and functorch's wrapped tensors; a sparse tensor's zeros count.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return None
+    try:
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.is_quantized:
+            tensor = tensor.dequantize()
+        elif not is_strided(tensor):
+            tensor = tensor.to_dense() if not tensor.is_nested else torch.cat([t.flatten() for t in tensor.unbind()])
+        if tensor.is_complex():
+            tensor = tensor.abs()
+        values: torch.Tensor = tensor.to("cpu", torch.float64).reshape(-1)
+        return values
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def summarize(tensor: Any) -> Summary | None:
+    """Summarise a tensor; None if it has no values to read."""
+    values = real_values(tensor)
+    if values is None or values.numel() == 0:
+        return None
+    try:
+        finite = values[torch.isfinite(values)]
+        nonfinite = values.numel() - finite.numel()
+        if finite.numel() == 0:
+            return Summary(float("nan"), float("nan"), float("nan"), float("nan"), nonfinite)
+        low, high = torch.aminmax(finite)
+        return Summary(low.item(), high.item(), finite.mean().item(), finite.std(correction=0).item(), nonfinite)
+    except RuntimeError:  # vmap: one value for a whole batch cannot be read
+        return None
+
+
+def sample(tensor: Any, count: int, generator: torch.Generator) -> list[float]:
+    """`count` values drawn with replacement from a generator of the caller's; none if there are none."""
+    values = real_values(tensor)
+    if values is None or values.numel() == 0:
+        return []
+    try:
+        places = torch.randint(values.numel(), (count,), generator=generator)
+        return [float(value) for value in values[places].tolist()]
+    except RuntimeError:
+        return []
+
+
+def first_output(output: Any) -> Any:
+    """The output, or the first of several: an attention's result, not its log-sum-exp."""
+    return output[0] if isinstance(output, (tuple, list)) and output else output

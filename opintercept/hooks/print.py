@@ -1,0 +1,35 @@
+"""`Print`: one readable line a call."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from opintercept._call import OpCall
+from opintercept.hooks._values import first_output, summarize
+
+
+class Print:
+    """Prints a line for every call: number, pass, operator, shapes, and the output's range and moments.
+
+    Reads the values, and so waits for the device at each call: for looking, not for leaving on.
+
+    Args:
+        file: Where to; standard output as it is when the line is printed, if None.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> with intercept(hooks.Print()):
+        ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
+        0 forward aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4] | min 3 max 3 mean 3 std 0
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self.file = file
+
+    def post(self, call: OpCall) -> None:
+        """Print the line."""
+        summary = summarize(first_output(call.output))
+        values = f" | {summary}" if summary is not None else ""
+        print(f"{call.index} {call.phase} {call.record()}{values}", file=self.file or sys.stdout)

@@ -1,0 +1,148 @@
+"""`when`: a hook for some calls only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+from opintercept._call import OpCall, dtype_name
+from opintercept._pipeline import Hook, is_hook
+
+
+def when(
+    hook: Hook,
+    *,
+    op: str | Iterable[str] | None = None,
+    phase: str | None = None,
+    dtype: Any = None,
+    min_numel: int | None = None,
+    every: int | None = None,
+    first: int | None = None,
+    steps: int | Container[int] | None = None,
+    predicate: Callable[[OpCall], bool] | None = None,
+) -> Hook:
+    """Return `hook` for those calls only that pass every filter given.
+
+    The verdict falls once a call, before it runs if the hook has a `pre`, and holds for all its methods.
+
+    Args:
+        hook: Any hook, also another `when`.
+        op: One or more operators: `"mm"`, `"aten::mm"`, `"torch.nn.functional.linear"` or `"linear"`.
+        phase: `"forward"` or `"backward"`.
+        dtype: Of the left or the right operand, `torch.bfloat16` or `"bfloat16"`.
+        min_numel: The larger operand has at least so many elements.
+        every: The first of so many calls, counted after the filters above and `predicate`.
+        first: Only so many calls, counted after `every`.
+        steps: The step, or a container of steps: `range(100, 200)`.
+        predicate: Any test of the call.
+
+    Raises:
+        TypeError: `hook` is no hook, or `predicate` cannot be called.
+        ValueError: An unknown phase, or a count below 1.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> with intercept(hooks.when(hooks.Print(), op="bmm", first=1)):
+        ...     x = torch.ones(2, 3, 3)
+        ...     _ = torch.mm(x[0], x[1]), torch.bmm(x, x), torch.bmm(x, x)
+        1 forward aten::bmm float32[2, 3, 3] @ float32[2, 3, 3] -> float32[2, 3, 3] | min 3 max 3 mean 3 std 0
+    """
+    return _When(hook, op, phase, dtype, min_numel, every, first, steps, predicate)
+
+
+class _When:
+    """Has those methods that the hook has, so that the pipeline asks for no others."""
+
+    def __init__(
+        self,
+        hook: Hook,
+        op: str | Iterable[str] | None,
+        phase: str | None,
+        dtype: Any,
+        min_numel: int | None,
+        every: int | None,
+        first: int | None,
+        steps: int | Container[int] | None,
+        predicate: Callable[[OpCall], bool] | None,
+    ) -> None:
+        if not is_hook(hook) or isinstance(hook, type):
+            raise TypeError(f"when must be given a hook, got {hook!r}")
+        if predicate is not None and not callable(predicate):
+            raise TypeError(f"predicate must be callable, got {predicate!r}")
+        if phase is not None and phase not in ("forward", "backward"):
+            raise ValueError(f"phase must be 'forward' or 'backward', got {phase!r}")
+        for name, value in (("every", every), ("first", first), ("min_numel", min_numel)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.hook = hook
+        self._ops = None if op is None else frozenset([op] if isinstance(op, str) else op)
+        self._phase = phase
+        self._dtype = None if dtype is None else dtype_name(dtype)
+        self._min_numel = min_numel
+        self._every = every
+        self._first = first
+        self._steps = steps
+        self._predicate = predicate
+        self._passed = 0
+        self._admitted = 0
+        self._lock = threading.Lock()
+        methods = [name for name in ("pre", "post", "error") if callable(getattr(hook, name, None))]
+        if not methods and callable(hook):
+            self.post = self._filtered(hook)
+        for name in methods:
+            setattr(self, name, self._filtered(getattr(hook, name)))
+        for name in ("enter", "exit", "backward"):
+            if callable(method := getattr(hook, name, None)):
+                setattr(self, name, method)
+
+    def __repr__(self) -> str:
+        return f"when({self.hook!r})"
+
+    def _filtered(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def filtered(call: OpCall, *more: Any) -> Any:
+            return method(call, *more) if self._verdict(call) else None
+
+        return filtered
+
+    def _verdict(self, call: OpCall) -> bool:
+        try:
+            verdicts = call._verdicts
+        except AttributeError:  # not made with the call: most calls meet no filter
+            verdicts = call._verdicts = {}
+        verdict = verdicts.get(self)
+        if verdict is None:
+            verdict = verdicts[self] = self._passes(call) and self._counted()
+        return verdict
+
+    def _passes(self, call: OpCall) -> bool:
+        return (
+            (self._phase is None or call.phase == self._phase)
+            and (self._ops is None or not self._ops.isdisjoint(_names(call.op)))
+            and (self._steps is None or self._in_steps(call.step))
+            and (self._dtype is None or any(dtype_name(t.dtype) == self._dtype for t in _operands(call)))
+            and (self._min_numel is None or any(t.numel() >= self._min_numel for t in _operands(call)))
+            and (self._predicate is None or bool(self._predicate(call)))
+        )
+
+    def _in_steps(self, step: int) -> bool:
+        return step == self._steps if isinstance(self._steps, int) else step in self._steps  # type: ignore[operator]
+
+    def _counted(self) -> bool:
+        with self._lock:
+            turn = self._every is None or self._passed % self._every == 0
+            self._passed += 1
+            if not turn or (self._first is not None and self._admitted >= self._first):
+                return False
+            self._admitted += 1
+            return True
+
+
+def _names(op: str) -> tuple[str, str]:
+    """The full name and the short one."""
+    return op, op.rpartition("::")[2].rpartition(".")[2]
+
+
+def _operands(call: OpCall) -> list[Any]:
+    return [t for t in (call.lhs, call.rhs) if t is not None]
