@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -26,7 +25,4 @@ def clean_torch() -> Iterator[None]:
     before = dispatcher_state()
     torch.manual_seed(0)
     yield
-    for thread in threading.enumerate():  # a test's own threads keep the kernels in place until they end
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(10)
     assert dispatcher_state() == before

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
+from opintercept._engines.dynamo import CAN_MARK, keep_out
 from opintercept._engines.modes import ModeEngine
 from opintercept._engines.scope import KEY, Watch, require, require_scope
 from opintercept._pipeline import run
@@ -47,11 +48,6 @@ def available() -> None:
     )
 
 
-# Private: tells Dynamo to leave a code object alone. Where it is missing, torch's own wrapper is used.
-_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-_CAN_SKIP = all(hasattr(_eval_frame, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction"))
-
-
 class DispatchMode(TorchDispatchMode):
     """Hands watched operators to the pipeline; entered and left by `ENGINE`."""
 
@@ -68,8 +64,8 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # torch would wrap the handler to keep Dynamo out of it, at 0.5 us an operator and with an import
-        # of torch._dynamo at the first one. Below the class the code object is marked instead.
-        return not _CAN_SKIP
+        # of torch._dynamo at the first one. It is marked below the class instead.
+        return not CAN_MARK
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types:
@@ -100,11 +96,8 @@ class DispatchMode(TorchDispatchMode):
             getattr(above, flags)[-1] = getattr(self, flags).pop()
 
 
-if _CAN_SKIP:
-    _skip = _eval_frame._FrameAction.SKIP
-    _eval_frame.set_code_exec_strategy(
-        DispatchMode.__torch_dispatch__.__code__, _eval_frame._FrameExecStrategy(_skip, _skip)
-    )
+if CAN_MARK:
+    keep_out(DispatchMode.__torch_dispatch__)
 
 
 def _step_inside(watch: Watch, func: Any, /, *args: Any, **kwargs: Any) -> Any:

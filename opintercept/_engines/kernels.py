@@ -7,11 +7,15 @@ An operator that nobody watches has no kernel, and so costs nothing.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import multiprocessing.connection
 import os
+import queue
+import selectors
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ import torch
 from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
+from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, Block, Scope, Watch, Watcher, require, require_scope, state
 from opintercept._pipeline import run
 
@@ -144,16 +149,25 @@ def _remove() -> None:
     _installed.clear()
 
 
+# A thread whose innermost frame is in one of these waits for something (tqdm's monitor, a DataLoader's
+# pin-memory thread, an idle pool worker); it is not inside of an operator, and while the GIL is held here it
+# cannot enter one.
+_WAITING = frozenset(
+    module.__file__ for module in (threading, selectors, queue, concurrent.futures.thread, multiprocessing.connection)
+)
+
+
 def _quiet() -> bool:
-    """Whether no kernel of ours can be running: no other Python thread, none on this thread's stack."""
-    frames = sys._current_frames()
-    if len(frames) > 1:
-        return False
-    frame = frames.get(threading.get_ident())
-    while frame is not None:
-        if frame.f_code is _kernel_code:
+    """Whether no kernel of ours can be running: no other thread at work, none on any thread's stack."""
+    here = threading.get_ident()
+    for thread, innermost in sys._current_frames().items():
+        if thread != here and innermost.f_code.co_filename not in _WAITING:
             return False
-        frame = frame.f_back
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is _kernel_code:
+                return False
+            frame = frame.f_back
     return True
 
 
@@ -199,7 +213,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
             stash(KEY, scope)
 
     _kernel_code = kernel.__code__
-    return kernel
+    return keep_out(kernel)
 
 
 def _step_inside(watch: Watch, redispatch: Callable[..., Any], below: Any, /, *args: Any, **kwargs: Any) -> Any:
