@@ -647,7 +647,7 @@ def _functions_of(entry: Any) -> list[Any]:
 
 
 def _unknown(name: str, known: list[str]) -> ValueError:
-    close = difflib.get_close_matches(name.removeprefix("aten::"), known, n=3)
+    close = difflib.get_close_matches(name.removeprefix("aten::"), known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}" if close else "; see torch.ops for the names there are"
     return ValueError(f"ops must be names of operators, got unknown op {name!r}{hint}")
 

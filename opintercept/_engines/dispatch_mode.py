@@ -6,10 +6,13 @@ ATen takes other branches while any dispatch mode is on (`isTensorSubclassLike`)
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opintercept import _origin
@@ -46,6 +49,10 @@ def available() -> None:
             "torch._C._push_on_torch_dispatch_stack": _push,
         },
     )
+
+
+_flags_lock = threading.Lock()
+_active = 0  # modes of ours in all threads
 
 
 class DispatchMode(TorchDispatchMode):
@@ -86,14 +93,38 @@ class DispatchMode(TorchDispatchMode):
         finally:
             _scope.stash(KEY, scope)
 
+    def __enter__(self) -> DispatchMode:
+        global _active
+        with _flags_lock:
+            super().__enter__()
+            _active += 1
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        global _active
+        with _flags_lock:
+            super().__exit__(kind, value, trace)
+            _active -= 1
+            # Torch's flags are the process's, each mode saves and restores them, and threads do not leave in
+            # the reverse of the order they came in: what is restored may be another thread's truth.
+            if _active:
+                _python_dispatch._is_in_torch_dispatch_mode = True
+                _python_dispatch._is_in_non_infra_torch_dispatch_mode = True
+            elif _depth() == 0:
+                _python_dispatch._is_in_torch_dispatch_mode = False
+                _python_dispatch._is_in_non_infra_torch_dispatch_mode = False
+
     def out_from_under(self, above: Any) -> None:
         """Hand what `__exit__` would have restored to the mode above, which was entered after this one."""
+        global _active
         for flags in (
             "old_dispatch_mode_flags",
             "old_non_infra_dispatch_mode_flags",
             "old_without_ignore_compile_internals_dispatch_mode_flags",
         ):
             getattr(above, flags)[-1] = getattr(self, flags).pop()
+        with _flags_lock:
+            _active -= 1
 
 
 if CAN_MARK:
@@ -127,4 +158,14 @@ def _unreal(args: tuple[Any, ...]) -> bool:
     return False
 
 
-ENGINE = ModeEngine("mode", DispatchMode, _depth, _at, _pop, _push)
+def _forget_parent() -> None:
+    global _flags_lock
+    _flags_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_forget_parent)
+
+
+# The argument is a mode key, which only torch's own infra modes have.
+ENGINE = ModeEngine("mode", DispatchMode, _depth, _at, lambda: _pop(None), _push)

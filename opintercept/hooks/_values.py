@@ -24,7 +24,7 @@ class Summary(NamedTuple):
     nonfinite: int
 
     def __str__(self) -> str:
-        text = f"min {self.min:.4g} max {self.max:.4g} mean {self.mean:.4g} std {self.std:.4g}"
+        text = f"min {self.min:.3g} max {self.max:.3g} mean {self.mean:.3g} std {self.std:.3g}"
         return f"{text} NONFINITE {self.nonfinite}" if self.nonfinite else text
 
 

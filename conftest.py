@@ -1,0 +1,81 @@
+"""Runs the code of the README and of the docstrings as tests.
+
+A `text` block after a `python` block is what that printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sybil import Document, Example, Region, Sybil
+from sybil.parsers.rest import DocTestParser
+
+_FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _run_python(example: Example) -> str | None:
+    """Run a block as somebody would who pastes it; functions named test_ are run by pytest."""
+    code, line = example.parsed
+    example.namespace.setdefault("printed", "")
+    if re.search(r"^def test_", code, re.MULTILINE):
+        example.namespace["printed"] = _run_pytest(code)
+        return None
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile("\n" * line + code, example.path, "exec"), example.namespace)
+    example.namespace["printed"] = out.getvalue()
+    return None
+
+
+def _run_pytest(code: str) -> str:
+    import subprocess
+    import sys
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        test = Path(folder, "test_readme_block.py")
+        test.write_text("import torch\n" + code)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stdout
+    return ""
+
+
+def _compare_text(example: Example) -> str | None:
+    expected, printed = example.parsed[0], example.namespace.get("printed", "")
+    return None if expected == printed else f"expected:\n{expected}\ngot:\n{printed}"
+
+
+def _no_check(example: Example) -> None:
+    # .ci/run runs every console block, and tests/test_readme.py checks that it does.
+    return None
+
+
+_EVALUATORS = {"python": _run_python, "text": _compare_text, "console": _no_check}
+
+
+def _fences(document: Document) -> Any:
+    for match in _FENCE.finditer(document.text):
+        line = document.text.count("\n", 0, match.start("code"))
+        language = match["language"]
+        if language == "text" and not document.text[: match.start()].rstrip().endswith("```"):
+            continue  # a drawing, not an output
+        yield Region(match.start(), match.end(), (match["code"], line), _EVALUATORS[language])
+
+
+_readme = Sybil(parsers=[_fences], patterns=["README.md"]).pytest()
+_docstrings = Sybil(parsers=[DocTestParser()], patterns=["opintercept/**/*.py"], document_types={}).pytest()
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Hand each file to the Sybil that knows it."""
+    for collect in (_readme, _docstrings):
+        if (found := collect(file_path, parent)) is not None:
+            return found
+    return None

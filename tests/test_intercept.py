@@ -1,0 +1,773 @@
+"""`intercept` as a block and as a decorator: nesting, threads, processes, coroutines, and every wrong use."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import pytest
+import torch
+
+import opintercept._intercept as intercept_module
+from opintercept import Interceptor, OpCall, OpInterceptError, OpInterceptWarning, intercept
+from opintercept._engines import kernels, scope
+
+ENGINES = [
+    pytest.param({}, id="kernel"),
+    pytest.param({"engine": "mode"}, id="mode"),
+    pytest.param({"level": "function"}, id="function"),
+]
+
+A = torch.randn(4, 4)
+
+
+class Seen(list[str]):
+    """A hook that keeps the operators' names."""
+
+    def post(self, call: OpCall) -> None:
+        self.append(call.op.rpartition("::")[2].rpartition(".")[2])
+
+
+def multiply() -> torch.Tensor:
+    return torch.mm(A, A)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_block_sees_what_runs_inside_and_nothing_else(engine: dict[str, Any]) -> None:
+    seen = Seen()
+    multiply()
+    with intercept(seen, **engine) as interceptor:
+        assert isinstance(interceptor, Interceptor)
+        multiply()
+    multiply()
+    assert seen == ["mm"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_interceptor_is_reusable_and_counts_on(engine: dict[str, Any]) -> None:
+    indices: list[int] = []
+    interceptor = intercept(lambda call: indices.append(call.index), **engine)
+    for _ in range(2):
+        with interceptor:
+            multiply()
+    assert indices == [0, 1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_recursion_counts_a_call_once(engine: dict[str, Any]) -> None:
+    seen = Seen()
+    interceptor = intercept(seen, **engine)
+
+    @interceptor
+    def recurse(depth: int) -> None:
+        multiply()
+        if depth:
+            recurse(depth - 1)
+
+    recurse(2)
+    assert seen == ["mm"] * 3
+
+
+@pytest.mark.parametrize("inner", ENGINES)
+@pytest.mark.parametrize("outer", ENGINES)
+def test_nested_interceptors_each_see_each_call_once(outer: dict[str, Any], inner: dict[str, Any]) -> None:
+    first, second = Seen(), Seen()
+    with intercept(first, **outer):
+        multiply()
+        with intercept(second, **inner):
+            multiply()
+        multiply()
+    assert first == ["mm"] * 3
+    assert second == ["mm"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nested_interceptors_run_in_the_order_they_were_entered(engine: dict[str, Any]) -> None:
+    log: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def pre(self, call: OpCall) -> None:
+            log.append(f"pre {self.name} {call.index}")
+
+        def post(self, call: OpCall) -> None:
+            log.append(f"post {self.name} {call.index}")
+
+    with intercept(Named("a"), **engine):
+        multiply()
+        log.clear()
+        with intercept(Named("b"), **engine):
+            multiply()
+    assert log == ["pre a 1", "pre b 0", "post a 1", "post b 0"]
+
+
+def test_interceptors_do_not_hide_inner_steps_from_each_other() -> None:
+    # addbmm runs addmm_ inside: whoever watches addbmm does not see that, whoever does not watch it does.
+    batch = torch.randn(2, 4, 4)
+    outer, inner, both = Seen(), Seen(), Seen()
+    with intercept(inner, ops=["addmm", "addmm_"]), intercept(outer, ops="addbmm"), intercept(both):
+        torch.addbmm(A, batch, batch)
+    assert outer == ["addbmm"]
+    assert both == ["addbmm"]
+    alone = Seen()
+    with intercept(alone, ops=["addmm", "addmm_"]):
+        torch.addbmm(A, batch, batch)
+    assert inner == alone
+    assert alone
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_operators_of_a_hook_are_seen_by_no_interceptor(engine: dict[str, Any]) -> None:
+    seen: dict[str, Seen] = {"kernel": Seen(), "mode": Seen(), "function": Seen()}
+
+    def multiplies(call: OpCall) -> None:
+        x = torch.randn(3, 3, requires_grad=True)
+        out = torch.nn.functional.linear(x, x)
+        if out.requires_grad:  # only above autograd
+            out.sum().backward()
+
+    with (
+        intercept(seen["kernel"]),
+        intercept(seen["mode"], engine="mode"),
+        intercept(seen["function"], level="function"),
+        intercept(multiplies, **engine),
+    ):
+        multiply()
+    assert seen == {"kernel": ["mm"], "mode": ["mm"], "function": ["mm"]}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_hook_may_enter_an_interceptor_which_sees_nothing(engine: dict[str, Any]) -> None:
+    inner = Seen()
+
+    def enters(call: OpCall) -> None:
+        with intercept(inner, **engine):
+            multiply()
+
+    with intercept(enters, **engine):
+        multiply()
+    assert inner == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_paused_sees_nothing_and_other_interceptors_everything(engine: dict[str, Any]) -> None:
+    seen, other = Seen(), Seen()
+    with intercept(other, **engine), intercept(seen, **engine) as interceptor:
+        with interceptor.paused():
+            multiply()
+        multiply()
+    assert seen == ["mm"]
+    assert other == ["mm"] * 2
+
+
+def test_step_numbers_the_calls() -> None:
+    steps: list[int] = []
+    with intercept(lambda call: steps.append(call.step)) as interceptor:
+        for _ in range(3):
+            multiply()
+            interceptor.step()
+    assert steps == [0, 1, 2]
+
+
+def test_register_in_a_block_takes_part_and_its_handle_ends_it() -> None:
+    seen = Seen()
+    with intercept() as interceptor:
+        multiply()
+        with interceptor.register(seen):
+            multiply()
+        multiply()
+    assert seen == ["mm"]
+
+
+def test_opaque_names_what_was_seen_but_not_into() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with intercept() as interceptor:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        multiply()
+    assert interceptor.opaque == {"aten::_scaled_dot_product_flash_attention_for_cpu": 1}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_of_the_program_gets_through_and_restores(engine: dict[str, Any]) -> None:
+    seen = Seen()
+    with pytest.raises(KeyError, match="mine"), intercept(seen, **engine):
+        raise KeyError("mine")
+    multiply()
+    assert seen == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_of_the_operator_keeps_its_type_and_text(engine: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as plain:
+        torch.mm(A, torch.randn(3, 3))
+    errors: list[BaseException] = []
+
+    class Errors:
+        def error(self, call: OpCall, exception: BaseException) -> None:
+            errors.append(exception)
+
+    with (
+        pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as caught,
+        intercept(Errors(), **engine),
+    ):
+        torch.mm(A, torch.randn(3, 3))
+    assert str(caught.value) == str(plain.value)
+    assert [str(error) for error in errors] == [str(plain.value)]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_a_hook_that_raises_stops_the_program_with_a_note(engine: dict[str, Any], backward: bool) -> None:
+    w = A.clone().requires_grad_()
+
+    def fails(call: OpCall) -> None:
+        if call.phase == ("backward" if backward else "forward"):
+            raise LookupError("in the hook")
+
+    with pytest.raises(LookupError, match="in the hook") as caught, intercept(fails, **engine):
+        torch.mm(w, A).sum().backward()
+    phase = "backward" if backward else "forward"
+    assert f"({phase}): aten::mm(float32[4, 4], float32[4, 4])" in caught.value.__notes__[0]
+    torch.mm(w, A).sum().backward()
+    assert w.grad is not None
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_a_hook_that_raises_is_switched_off_on_warn(engine: dict[str, Any], backward: bool) -> None:
+    w = A.clone().requires_grad_()
+    calls: list[str] = []
+
+    def fails(call: OpCall) -> None:
+        calls.append(call.phase)
+        if call.phase == ("backward" if backward else "forward"):
+            raise LookupError("in the hook")
+
+    with (
+        pytest.warns(OpInterceptWarning, match="switched off a hook that raised LookupError: in the hook"),
+        intercept(fails, on_error="warn", **engine),
+    ):
+        torch.mm(w, A).sum().backward()
+        torch.mm(w, A)
+    assert calls == (["forward", "backward"] if backward else ["forward"])
+    assert w.grad is not None
+
+
+def test_enter_and_exit_of_hooks_frame_the_blocks() -> None:
+    log: list[str] = []
+
+    class Framed:
+        def enter(self) -> None:
+            log.append("enter")
+
+        def exit(self) -> None:
+            log.append("exit")
+
+    interceptor = intercept(Framed())
+    with interceptor, interceptor:
+        log.append("body")
+    assert log == ["enter", "body", "exit"]
+
+
+def test_a_failing_enter_leaves_nothing_behind() -> None:
+    class Failing:
+        def enter(self) -> None:
+            raise LookupError("enter")
+
+    interceptor = intercept(Failing())
+    with pytest.raises(LookupError, match="enter"):
+        interceptor.__enter__()
+    assert scope.current().blocks == ()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_decorated_function_keeps_its_name_arguments_and_result(engine: dict[str, Any]) -> None:
+    seen = Seen()
+
+    @intercept(seen, **engine)
+    def work(x: torch.Tensor, *, times: int = 1) -> torch.Tensor:
+        """Doc."""
+        for _ in range(times):
+            x = torch.mm(x, A)
+        return x
+
+    assert torch.equal(work(A, times=2), torch.mm(torch.mm(A, A), A))
+    assert (work.__name__, work.__doc__) == ("work", "Doc.")
+    assert seen == ["mm"] * 2
+
+
+def test_a_decorated_method_gets_its_instance() -> None:
+    seen = Seen()
+
+    class Model:
+        size = 4
+
+        @intercept(seen)
+        def work(self) -> int:
+            multiply()
+            return self.size
+
+    assert Model().work() == 4
+    assert seen == ["mm"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_decorated_generator_is_seen_only_while_its_body_runs(engine: dict[str, Any]) -> None:
+    seen = Seen()
+    log: list[str] = []
+
+    class Framed(Seen):
+        def enter(self) -> None:
+            log.append("enter")
+
+        def exit(self) -> None:
+            log.append("exit")
+
+    @intercept([seen, Framed()], **engine)
+    def generate() -> Generator[int, str, str]:
+        multiply()
+        got = yield 1
+        multiply()
+        try:
+            yield 2
+        except LookupError:
+            multiply()
+            got += " caught"
+        return got
+
+    assert inspect.isgeneratorfunction(generate)
+    running = generate()
+    assert next(running) == 1
+    torch.bmm(A[None], A[None])
+    assert running.send("sent") == 2
+    torch.bmm(A[None], A[None])
+    with pytest.raises(StopIteration, match="sent caught"):
+        running.throw(LookupError())
+    assert seen == ["mm"] * 3
+    assert log == ["enter", "exit"]
+
+
+def test_a_decorated_generator_that_is_closed_early_cleans_up_under_interception() -> None:
+    seen = Seen()
+
+    @intercept(seen)
+    def generate() -> Generator[int, None, None]:
+        try:
+            yield 1
+        finally:
+            multiply()
+
+    running = generate()
+    next(running)
+    multiply()
+    running.close()
+    assert seen == ["mm"]
+    assert scope.current().blocks == ()
+
+
+def test_decorated_coroutines_that_interleave_see_their_own_body_only() -> None:
+    first, second = Seen(), Seen()
+
+    @intercept(first)
+    async def one() -> str:
+        for _ in range(3):
+            torch.mm(A, A)
+            await asyncio.sleep(0)
+        return "one"
+
+    @intercept(second)
+    async def two() -> str:
+        for _ in range(2):
+            torch.bmm(A[None], A[None])
+            await asyncio.sleep(0)
+        return "two"
+
+    async def main() -> list[str]:
+        return await asyncio.gather(one(), two())
+
+    assert inspect.iscoroutinefunction(one)
+    assert asyncio.run(main()) == ["one", "two"]
+    assert first == ["mm"] * 3
+    assert second == ["bmm"] * 2
+
+
+def test_a_decorated_coroutine_that_is_cancelled_leaves_nothing_behind() -> None:
+    seen = Seen()
+
+    @intercept(seen)
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            multiply()
+
+    async def main() -> None:
+        task = asyncio.create_task(waits())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError, match="^$"):
+            await task
+
+    asyncio.run(main())
+    assert seen == ["mm"]
+    assert scope.current().blocks == ()
+
+
+def test_a_decorated_async_generator_passes_values_exceptions_and_its_end() -> None:
+    seen = Seen()
+
+    @intercept(seen)
+    async def generate() -> AsyncGenerator[str, str]:
+        multiply()
+        got = yield "first"
+        await asyncio.sleep(0)
+        multiply()
+        try:
+            yield got
+        except LookupError:
+            multiply()
+            yield "caught"
+
+    async def main() -> list[str]:
+        running = generate()
+        items = [await running.asend(None)]  # type: ignore[arg-type]
+        multiply()
+        items.append(await running.asend("sent"))
+        items.append(await running.athrow(LookupError()))
+        await running.aclose()
+        return items
+
+    assert inspect.isasyncgenfunction(generate)
+    assert asyncio.run(main()) == ["first", "sent", "caught"]
+    assert seen == ["mm"] * 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_threads_are_not_seen(engine: dict[str, Any]) -> None:
+    seen = Seen()
+    with intercept(seen, **engine):
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    assert seen == []
+
+
+def test_all_threads_are_seen_on_request() -> None:
+    seen = Seen()
+    with intercept(seen, threads="all"):
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+        multiply()
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    thread.join()
+    assert seen == ["mm"] * 2
+
+
+def test_all_threads_and_one_thread_run_in_the_order_they_were_entered() -> None:
+    log: list[str] = []
+    with (
+        intercept(lambda call: log.append("own first")),
+        intercept(lambda call: log.append("all"), threads="all"),
+        intercept(lambda call: log.append("own last")),
+    ):
+        multiply()
+    assert log == ["own first", "all", "own last"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_interceptor_in_eight_threads_loses_no_call(engine: dict[str, Any]) -> None:
+    indices: list[int] = []
+    interceptor = intercept(lambda call: indices.append(call.index), **engine)
+    barrier = threading.Barrier(8)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            barrier.wait()
+            for _ in range(50):
+                with interceptor:
+                    assert torch.equal(multiply(), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    expected = multiply()
+    with intercept(ops="mm"):  # keeps the kernels in place while threads come and go
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert sorted(indices) == list(range(400))
+
+
+def test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit() -> None:
+    stop, started = threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        while not stop.is_set():
+            multiply()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    with intercept():
+        pass
+    installed = dict(kernels._installed)
+    stop.set()
+    thread.join()
+    assert installed
+    with intercept():
+        pass
+    assert not kernels._installed
+
+
+def test_kernels_go_beside_a_thread_that_waits() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    while "wait" not in sys._current_frames()[thread.ident].f_code.co_name:  # type: ignore[index]
+        pass
+    with intercept():
+        pass
+    installed = dict(kernels._installed)
+    stop.set()
+    thread.join()
+    assert not installed
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_leaving_out_of_order_is_an_error_and_takes_the_right_block_out(engine: dict[str, Any]) -> None:
+    first, second = Seen(), Seen()
+    a, b = intercept(first, **engine), intercept(second, **engine)
+    a.__enter__()
+    b.__enter__()
+    with pytest.raises(OpInterceptError, match="blocks must be left in the reverse of the order"):
+        a.__exit__(None, None, None)
+    multiply()
+    b.__exit__(None, None, None)
+    multiply()
+    assert first == []
+    assert second == ["mm"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_leaving_from_another_thread_is_an_error_and_changes_nothing(engine: dict[str, Any]) -> None:
+    seen = Seen()
+    errors: list[BaseException] = []
+    interceptor = intercept(seen, **engine)
+
+    def leave() -> None:
+        try:
+            interceptor.__exit__(None, None, None)
+        except BaseException as error:
+            errors.append(error)
+
+    with interceptor:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        multiply()
+    assert seen == ["mm"]
+    with pytest.raises(OpInterceptError, match="a block must be left in the thread that entered it"):
+        raise errors[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_leaving_twice_is_an_error(engine: dict[str, Any]) -> None:
+    interceptor = intercept(**engine)
+    with interceptor:
+        pass
+    with pytest.raises(OpInterceptError, match="a block must be left in the thread that entered it"):
+        interceptor.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_hook_cannot_leave_the_block_that_it_runs_in(engine: dict[str, Any]) -> None:
+    interceptor = intercept(**engine)
+    interceptor.register(lambda call: interceptor.__exit__(None, None, None))
+    with pytest.raises(OpInterceptError, match="not from inside a hook"), interceptor:
+        multiply()
+
+
+def test_a_torch_mode_left_out_of_order_is_named_and_stays() -> None:
+    class Mine(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    interceptor = intercept(engine="mode")
+    interceptor.__enter__()
+    mine = Mine()
+    mine.__enter__()
+    with pytest.raises(OpInterceptError, match=r"got modes entered later that are still active: \['Mine'\]"):
+        interceptor.__exit__(None, None, None)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is mine
+    mine.__exit__(None, None, None)
+
+
+def test_a_torch_mode_that_popped_ours_is_reported() -> None:
+    class Mine(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    mine = Mine()
+    mine.__enter__()
+    interceptor = intercept(level="function")
+    interceptor.__enter__()
+    mine.__exit__(None, None, None)  # torch pops the top, which is ours
+    with pytest.raises(OpInterceptError, match=r"got a stack of \['Mine'\]; another mode was left out of order"):
+        interceptor.__exit__(None, None, None)
+    torch.overrides._pop_mode()
+
+
+@pytest.mark.parametrize("engine", [{}, {"threads": "all"}, *ENGINES[1:]], ids=["kernel", "all", "mode", "function"])
+def test_a_forked_child_does_not_run_the_hooks_of_its_parent(engine: dict[str, Any]) -> None:
+    seen = Seen()
+    read, write = os.pipe()
+    with intercept(seen, **(engine if isinstance(engine, dict) else {})):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                own = Seen()
+                multiply()
+                with intercept(own):
+                    multiply()
+                status = 0 if (list(seen), list(own)) == ([], ["mm"]) else 2
+            finally:
+                os._exit(status)
+        os.close(read)
+        os.close(write)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        multiply()
+    assert seen == ["mm"]
+
+
+def test_a_forked_child_may_leave_the_block_of_its_parent() -> None:
+    log: list[str] = []
+
+    class Framed:
+        def exit(self) -> None:
+            log.append("exit")
+
+    def child() -> None:
+        interceptor.__exit__(None, None, None)
+        os._exit(0 if not log else 3)
+
+    with intercept(Framed()) as interceptor:
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(60)
+    assert process.exitcode == 0
+    assert log == ["exit"]
+
+
+@pytest.mark.parametrize("way", ["pass", "sys.exit(0)", "raise SystemExit(0)"], ids=["end", "sys.exit", "raise"])
+def test_the_interpreter_may_end_inside_a_block(way: str) -> None:
+    script = f"""
+        import sys, torch
+        from opintercept import intercept
+        interceptor = intercept(print)
+        interceptor.__enter__()
+        {way}
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_results_and_gradients_of_batched_matmul_are_right() -> None:
+    # The wrapper that people write by hand: right for matrices, wrong for batches.
+    class Naive(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = ctx.saved_tensors
+            return grad @ b.transpose(0, 1), a.transpose(0, 1) @ grad
+
+    a = torch.randn(3, 3, 3, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(3, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert not torch.autograd.gradcheck(Naive.apply, (a, b), raise_exception=False)
+    for engine in ({}, {"engine": "mode"}, {"level": "function"}):
+        seen = Seen()
+        with intercept(seen, **engine):  # type: ignore[arg-type]
+            assert torch.autograd.gradcheck(torch.matmul, (a, b))
+        assert seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"ops": ["mn"]}, ValueError, r"got unknown op 'mn'; did you mean 'mv' or 'mm'"),
+        ({"ops": "nothing_like_it_zzz"}, ValueError, "got unknown op 'nothing_like_it_zzz'; see torch.ops"),
+        ({"ops": "mn", "level": "function"}, ValueError, "got unknown op 'mn'"),
+        ({"ops": []}, ValueError, r"ops must name at least one operator, got \[\]"),
+        ({"ops": [torch.mm]}, TypeError, "ops at dispatch level must be names, OpOverloadPackets or OpOverloads"),
+        ({"ops": [3], "level": "function"}, TypeError, "ops at function level must be names or functions of torch"),
+        ({"ops": "linear"}, ValueError, "aten::linear is taken apart before dispatch level can see it; watch 'mm'"),
+        ({"ops": ["empty"]}, ValueError, r"aten::empty.\w+ chooses a device .*use engine='mode'"),
+        ({"level": "kernel"}, ValueError, "level must be one of 'function', 'dispatch', got 'kernel'"),
+        ({"engine": "fast"}, ValueError, "engine must be one of 'auto', 'kernel', 'mode', got 'fast'"),
+        ({"threads": 8}, ValueError, "threads must be one of 'current', 'all', got 8"),
+        ({"on_error": "ignore"}, ValueError, "on_error must be one of 'raise', 'warn', got 'ignore'"),
+        ({"ops": "all", "engine": "kernel"}, ValueError, "the kernel engine needs a finite set of ops"),
+        ({"level": "function", "engine": "kernel"}, ValueError, 'engine must be left at "auto" at function level'),
+        ({"level": "function", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),
+        ({"engine": "mode", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),
+        ({"ops": "all", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),
+        ({"hooks": 5}, TypeError, "a hook must be callable or have one of"),
+        ({"hooks": [print, 5]}, TypeError, "a hook must be callable or have one of .*, got 5"),
+        ({"hooks": Seen}, TypeError, "a hook must be an instance, got the class Seen"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_misuse_is_refused_before_any_state_changes(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        intercept(**arguments)
+    assert not kernels._installed
+
+
+def test_a_class_or_a_forgotten_bracket_is_refused() -> None:
+    class Model:
+        pass
+
+    with pytest.raises(TypeError, match="an interceptor decorates functions, got <class"):
+        intercept()(Model)
+    with pytest.raises(TypeError, match=r"write @intercept\(\.\.\.\) with brackets"):
+        intercept(multiply)(A)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "name", "message"),
+    [
+        ({}, kernels, "_full_after", r"the kernel engine needs torch._C._dispatch_keyset_full_after, .*engine=\"mode\""),
+        ({}, scope, "stash", r"the kernel engine needs torch._C._stash_obj_in_tls, which torch 2"),
+        ({"engine": "mode"}, intercept_module.dispatch_mode, "_pop", r"the mode engine needs .*engine=\"kernel\""),
+        ({"level": "function"}, intercept_module.function_mode, "_at", r"the function engine .*level=\"dispatch\""),
+    ],
+    ids=["kernel", "scope", "mode", "function"],
+)
+def test_a_torch_without_the_private_api_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], module: Any, name: str, message: str
+) -> None:
+    monkeypatch.setattr(module, name, None)
+    with pytest.raises(OpInterceptError, match=message):
+        intercept(**engine)
