@@ -41,7 +41,10 @@ def _run_pytest(code: str) -> str:
         test = Path(folder, "test_readme_block.py")
         test.write_text("import torch\n" + code)
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert done.returncode == 0, done.stdout
     return ""

@@ -45,6 +45,7 @@ class OpSpec(Protocol):
     def name(self) -> str: ...
     @property
     def opaque(self) -> bool: ...
+    def argument(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
@@ -154,9 +155,15 @@ class OpCall:
     @property
     def bytes(self) -> int | None:
         """Bytes of the operands and the output; None where a layout has no plain size."""
-        sizes = [nbytes(t) for t in (self.lhs, self.rhs, self.bias, *_tensors(self.output))]
+        sizes = [nbytes(t) for t in (*self._inputs(), *_tensors(self.output))]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
+
+    def _inputs(self) -> list[Any]:
+        spec, args, kwargs = self._spec, self.args, self.kwargs
+        lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
+        found = [*_tensors(lhs), *([] if rhs is lhs else _tensors(rhs)), self.bias]
+        return found
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -283,7 +290,7 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     for dim in range(tensor.dim()):
         try:
             dims.append(int(tensor.size(dim)))
-        except (RuntimeError, TypeError, ValueError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             dims.append(-1)
     return tuple(dims)
 

@@ -18,7 +18,7 @@ from opintercept._engines import dispatch_mode, function_mode, kernels
 from opintercept._engines import scope as _scope
 from opintercept._engines.scope import KEY, Block, Watcher
 from opintercept._errors import OpInterceptError
-from opintercept._ops import parts, row_of, select
+from opintercept._ops import HIGHER_ORDER, parts, row_of, select
 from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
 
 P = ParamSpec("P")
@@ -93,9 +93,13 @@ class Interceptor:
         self._overloads: dict[str, Any] = {}
         keys = selection
         if level == "dispatch" and selection is not None:
-            self._overloads = _watchable(selection, chosen, whole_family=isinstance(ops, str) and ops == "matmul")
+            family = isinstance(ops, str) and ops == "matmul"
+            self._overloads = _watchable(selection, chosen, whole_family=family)
             keys = frozenset(self._overloads)
-        self._pipeline = Pipeline(hooks, level, on_error, _origin.autocast)
+            if family and chosen == "mode":
+                keys |= HIGHER_ORDER
+        autocast = _origin.autocast_below if level == "dispatch" else _origin.autocast_above
+        self._pipeline = Pipeline(hooks, level, on_error, autocast)
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
 
     def register(self, hook: Hook) -> Handle:
@@ -124,8 +128,8 @@ class Interceptor:
         self._pipeline.enter()
         try:
             self._enter()
-        except BaseException:
-            self._pipeline.exit(program_failed=True)
+        except BaseException as exception:
+            self._pipeline.exit(exception)
             raise
         return self
 
@@ -137,7 +141,7 @@ class Interceptor:
             self._leave()
         finally:
             if not inherited:
-                self._pipeline.exit(program_failed=kind is not None)
+                self._pipeline.exit(value)
 
     def _enter(self) -> None:
         if self._watcher.engine == "kernel":
@@ -191,21 +195,21 @@ class Interceptor:
 
     def _wrap_generator(self, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            with _Life(self._pipeline):
+            with _Life(self):
                 return (yield from self._drive(function(*args, **kwargs)))
 
         return wrapper
 
     def _wrap_coroutine(self, function: Callable[..., Any]) -> Callable[..., Any]:
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _Life(self._pipeline):
+            with _Life(self):
                 return await self._awaited(function(*args, **kwargs))
 
         return wrapper
 
     def _wrap_async_generator(self, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            with _Life(self._pipeline):
+            with _Life(self):
                 inner = function(*args, **kwargs)
                 step = inner.asend(None)
                 while True:
@@ -254,16 +258,20 @@ class Interceptor:
 
 
 class _Life:
-    """Runs the hooks' `enter` and `exit` once for a body that is resumed many times."""
+    """Of a body that is resumed many times: its hooks enter and exit once, and its kernels stay in between."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._interceptor = interceptor
 
     def __enter__(self) -> None:
-        self._pipeline.enter()
+        self._interceptor._pipeline.enter()
+        if self._interceptor._watcher.engine == "kernel":
+            kernels.hold(self._interceptor._overloads)
 
-    def __exit__(self, kind: type[BaseException] | None, value: object, trace: object) -> None:
-        self._pipeline.exit(program_failed=kind is not None and not issubclass(kind, GeneratorExit))
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
+        if self._interceptor._watcher.engine == "kernel":
+            kernels.release()
+        self._interceptor._pipeline.exit(None if isinstance(value, GeneratorExit) else value)
 
 
 class Pause:
@@ -285,6 +293,11 @@ class Pause:
 
 def _position(scope: _scope.Scope, watcher: Watcher, *, pauses: bool) -> int:
     position = scope.position(watcher, pauses)
+    if position is not None and scope.blocks[position].task != _origin.graph_task():
+        raise OpInterceptError(
+            "a block must be left in the backward pass that it was entered in, or outside of all if it was entered "
+            "outside, got another one; autograd would bring the block back after this node"
+        )
     if position is None:
         raise OpInterceptError(
             "a block must be left in the thread that entered it, and not from inside a hook, got a block that this "
@@ -348,31 +361,27 @@ def _watchable(overloads: frozenset[Any], engine: _scope.Engine, *, whole_family
     chosen = {}
     for overload in sorted(overloads, key=lambda overload: str(overload._name)):
         name = overload._name
-        row = row_of(name)
         if not kernels.registered(overload):
             continue
         if whole_family:
             # A dispatch mode gets composites whole under inference_mode, and fused operators always.
-            if engine == "mode" or (row.kind == "leaf" and not kernels.composite(overload)):
+            leaf = row_of(name).kind == "leaf" and not kernels.composite(overload) and kernels.runnable(overload)
+            if engine == "mode" or leaf:
                 chosen[name] = overload
         elif kernels.composite(overload):
-            if (
-                any(
-                    o._overloadpacket is overload._overloadpacket and not kernels.composite(o)
-                    for o in overloads
-                    if kernels.registered(o)
+            siblings = [o for o in overloads if o._schema.name == overload._schema.name and kernels.registered(o)]
+            if row_of(name).kind == "composite" or all(map(kernels.composite, siblings)):
+                raise ValueError(
+                    f"{name} is taken apart before dispatch level can see it; watch {parts(row_of(name))} instead, "
+                    "or use level='function'"
                 )
-                and row.kind != "composite"
-            ):
-                continue  # sspaddmm: its out= form is the one that computes
-            raise ValueError(
-                f"{name} is taken apart before dispatch level can see it; watch {parts(row)} instead, "
-                "or use level='function'"
-            )
         elif engine == "kernel" and kernels.selects_backend(overload):
             raise ValueError(
-                f"{name} chooses a device in the place where the kernel engine would see it; use engine='mode'"
+                f"{name} has a kernel already in the place where the kernel engine would see it, as operators that "
+                "choose a device do; use engine='mode'"
             )
         else:
             chosen[name] = overload
+    if not chosen:
+        raise ValueError("ops must name operators of the dispatcher, got none that it has; see torch.ops")
     return chosen

@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, Literal
 
@@ -69,6 +69,8 @@ class Op:
         if where is None:
             return None
         position, keyword = where
+        if self.gemm_rule is _einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
+            args = (args[0], *args[1])  # the operands come one by one or in a list
         if position < len(args):
             return args[position]
         if keyword == "input":  # torch's C functions take either spelling
@@ -126,7 +128,7 @@ def _transposed(tensor: torch.Tensor) -> bool:
     return column != 1 and row == 1
 
 
-def _shape(op: Op, args: Args, kwargs: Kwargs, batch: int, m: int, n: int, k: int, *, flip: bool = False) -> Gemm:
+def _shape(op: Op, args: Args, kwargs: Kwargs, batch: int, m: int, n: int, k: int, *, linear: bool = False) -> Gemm:
     lhs, rhs = op.operand("lhs", args, kwargs), op.operand("rhs", args, kwargs)
     return Gemm(
         int(batch),
@@ -134,7 +136,7 @@ def _shape(op: Op, args: Args, kwargs: Kwargs, batch: int, m: int, n: int, k: in
         int(n),
         int(k),
         (dtype_name(lhs.dtype), dtype_name(rhs.dtype)),
-        (_transposed(lhs), _transposed(rhs) != flip),
+        (_transposed(lhs), _transposed(rhs.mT if linear and is_strided(rhs) and rhs.dim() == 2 else rhs)),
     )
 
 
@@ -159,7 +161,7 @@ def _linear(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
     if not lhs or not rhs:
         return None
     n = rhs[0] if len(rhs) > 1 else 1
-    return _shape(op, args, kwargs, 1, math.prod(lhs[:-1]), n, lhs[-1], flip=True)
+    return _shape(op, args, kwargs, 1, math.prod(lhs[:-1]), n, lhs[-1], linear=True)
 
 
 def _inner(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
@@ -167,7 +169,7 @@ def _inner(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
     lhs, rhs = _pair(op, args, kwargs)
     if not lhs or not rhs:
         return None
-    return _shape(op, args, kwargs, 1, math.prod(lhs[:-1]), math.prod(rhs[:-1]), lhs[-1], flip=True)
+    return _shape(op, args, kwargs, 1, math.prod(lhs[:-1]), math.prod(rhs[:-1]), lhs[-1], linear=True)
 
 
 def _vecdot(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
@@ -183,7 +185,7 @@ def _tensordot(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
     lhs, rhs = _pair(op, args, kwargs)
     dims: Any = args[2] if len(args) > 2 else kwargs.get("dims", kwargs.get("dims_self", 2))
     if isinstance(dims, torch.Tensor):
-        dims = dims.tolist()
+        dims = dims.tolist() if dims.numel() > 1 else int(dims.item())
     if isinstance(dims, int):
         k = math.prod(lhs[len(lhs) - dims :])
     else:
@@ -258,7 +260,7 @@ def _attention(products: int) -> FlopsRule:
     def flops(op: Op, args: Args, kwargs: Kwargs) -> int | None:
         # q: [*b, s_q, d], k: [*b, s_k, d], v: [*b, s_k, d_v]; the backward pass has the gradient first.
         query, key, value = (op.argument(role, args, kwargs) for role in ("lhs", "rhs", "value"))
-        if not all(is_tensor(t) and t.dim() >= 3 for t in (query, key, value)):
+        if not all(is_tensor(t) and t.dim() >= 2 for t in (query, key, value)):
             return None
         *batch, s_q, d = query.shape
         s_k, d_v = value.shape[-2:]
@@ -311,10 +313,18 @@ _add("addmm addmm_ _addmm_activation", "bias:input lhs:mat1 rhs:mat2", gemm=_mat
 _add("baddbmm baddbmm_ addbmm addbmm_", "bias:input lhs:batch1 rhs:batch2", gemm=_matmul)
 _add("mv", "lhs:input rhs:vec", gemm=_matmul)
 _add("addmv addmv_", "bias:input lhs:mat rhs:vec", gemm=_matmul)
-_add("dot vdot", "lhs:input rhs:other", gemm=_matmul)
+_add("dot", "lhs:input rhs:tensor", gemm=_matmul)
+_add("vdot", "lhs:input rhs:other", gemm=_matmul)
 _add("_foreach_mm _native::_foreach_mm_native_0", "lhs:self rhs:mat2", flops=_foreach)
 _add("inductor::_mm_plus_mm", "lhs:a rhs:b", kind="seen", opaque=True)
 _add("symm_mem::_async_input_mm", "lhs:a rhs:b", gemm=_matmul)
+# Registered from Python once torch.distributed._symmetric_memory or torch.onnx are imported.
+_add(
+    "symm_mem::fused_all_gather_matmul symm_mem::fused_all_gather_scaled_matmul"
+    " symm_mem::fused_matmul_reduce_scatter symm_mem::fused_scaled_matmul_reduce_scatter onnx::Attention",
+    kind="seen",
+    opaque=True,
+)
 
 _add("matmul linalg_matmul", "lhs:input rhs:other", kind="composite", gemm=_matmul)
 _add("linear", "lhs:input rhs:weight bias:bias", kind="composite", gemm=_linear)
@@ -324,7 +334,7 @@ _add("inner", "lhs:input rhs:other", kind="composite", gemm=_inner)
 _add("linalg_vecdot", "lhs:x rhs:y", kind="composite", gemm=_vecdot)
 _add("chain_matmul linalg_multi_dot", "lhs:tensors", kind="composite")
 _add("matrix_power linalg_matrix_power", "lhs:input", kind="composite")
-_add("bilinear", "lhs:input1 rhs:weight bias:bias", kind="composite", opaque=True)
+_add("bilinear", "lhs:input1 _ rhs:weight bias:bias", kind="composite", opaque=True)
 _add("_trilinear", "lhs:i1 rhs:i2", kind="seen", opaque=True)
 _add("cdist", "lhs:x1 rhs:x2", kind="composite", opaque=True)
 _add("_euclidean_dist", "lhs:x1 rhs:x2", kind="seen", opaque=True)
@@ -347,10 +357,11 @@ _add(
 )
 _add("_weight_int8pack_mm", "lhs:input rhs:mat2", family="low precision", gemm=_linear)
 _add(
-    "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros _mixed_dtypes_linear",
+    "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros",
     "lhs:input rhs:mat2",
     family="low precision",
 )
+_add("_mixed_dtypes_linear", "lhs:input rhs:weight", family="low precision")
 _add("_dyn_quant_matmul_4bit", "lhs:inp rhs:packed_weights", family="low precision")
 _add(
     "fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_fp16_weight"
@@ -383,15 +394,16 @@ _add(
     family="low precision",
     opaque=True,
 )
-_add("onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16", "lhs:X", family="low precision")
+_add("onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16", "lhs:x", family="low precision")
 _add("onednn::qlinear_pointwise", "lhs:qx", family="low precision")
 
 _add("hspmm", "lhs:mat1 rhs:mat2", family="sparse", gemm=_matmul)
-_add("_sparse_mm smm", "lhs:sparse rhs:dense", family="sparse", kind="composite", gemm=_matmul)
+_add("_sparse_mm", "lhs:sparse rhs:dense", family="sparse", kind="composite", gemm=_matmul)
+_add("smm", "lhs:input rhs:mat2", family="sparse", kind="composite", gemm=_matmul)
 _add("_sparse_addmm sspaddmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=_matmul)
 _add("sparse_sampled_addmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=_matmul)
 _add("_sparse_sparse_matmul _sparse_mm_reduce_impl", "lhs:input rhs:other", family="sparse", gemm=_matmul)
-_add("_sparse_mm_reduce_impl_backward", "lhs:self rhs:weight", family="sparse", opaque=True)
+_add("_sparse_mm_reduce_impl_backward", "lhs:self rhs:grad_out", family="sparse", opaque=True)
 _add("_cslt_sparse_mm", "lhs:compressed_A rhs:dense_B bias:bias", family="sparse")
 _add("_sparse_semi_structured_linear", "lhs:input rhs:weight", family="sparse")
 _add("_sparse_semi_structured_mm", "lhs:mat1 _ rhs:mat2", family="sparse")
@@ -408,20 +420,20 @@ _add(
 _add(
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-    " _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps"
-    " _triton_scaled_dot_attention",
+    " _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps",
     "lhs:query rhs:key value:value",
     family="attention",
     opaque=True,
     flops=_attention(2),
 )
 _add(
-    "_flash_attention_forward _flash_attention_forward_no_dropout_inplace _efficient_attention_forward"
-    " _cudnn_attention_forward",
+    "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward",
     "lhs:query rhs:key value:value",
     family="attention",
     opaque=True,
 )
+_add("_flash_attention_forward_no_dropout_inplace", "_ lhs:query rhs:key value:value", family="attention", opaque=True)
+_add("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", family="attention", opaque=True, flops=_attention(2))
 _add(
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"
     " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
@@ -449,7 +461,8 @@ _add("_transformer_encoder_layer_fwd", "lhs:src", family="fused", kind="seen", o
 _add("mkldnn_rnn_layer", "lhs:input rhs:weight0", family="fused", opaque=True, flops=_lstm_layer)
 _add("mkldnn_rnn_layer_backward", "lhs:input rhs:weight1", family="fused", opaque=True, flops=_lstm_layer_backward)
 _add("_cudnn_rnn miopen_rnn _lstm_mps", "lhs:input", family="fused", opaque=True)
-_add("_cudnn_rnn_backward miopen_rnn_backward lstm_mps_backward", "lhs:input", family="fused", opaque=True)
+_add("_cudnn_rnn_backward miopen_rnn_backward", "lhs:input", family="fused", opaque=True)
+_add("lstm_mps_backward", "_ _ _ _ _ lhs:input", family="fused", opaque=True)
 _add("quantized_lstm quantized_gru", "lhs:input", family="fused", opaque=True)
 _add(
     "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell quantized_lstm_cell"
@@ -464,8 +477,20 @@ _add("mkldnn_linear_backward", "lhs:self _ rhs:weight", family="fused", opaque=T
 _add("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight", family="fused")
 _add("mkldnn_linear_backward_weights", "lhs:grad_output rhs:input", family="fused")
 # The packed weight of these has no shape of its own.
-_add("mkl::_mkl_linear", "lhs:X _ rhs:ori_weight bias:bias", family="fused", gemm=_linear)
+_add("mkl::_mkl_linear", "lhs:X _ rhs:ORI_W bias:B", family="fused", gemm=_linear)
 _add("mkldnn::_linear_pointwise", "lhs:X rhs:W bias:B", family="fused", gemm=_linear)
+
+# Operators that take Python functions: a dispatch mode gets them whole, the kernel engine what they run.
+HIGHER_ORDER = frozenset(
+    name
+    for names in (
+        "associative_scan cond flex_attention flex_attention_backward hints_wrapper",
+        "invoke_subgraph map_impl scan while_loop wrap",
+    )
+    for name in names.split()
+)
+for _name in HIGHER_ORDER:
+    _TABLE[f"higher_order::{_name}"] = Op(f"higher_order::{_name}", "fused", "seen", opaque=True)
 
 MATMUL: dict[str, Op] = _TABLE
 """Packet name to row, the whole family."""
@@ -495,7 +520,8 @@ NOT_MATMUL: dict[str, str] = {
             " quantized::linear_prepack quantized::linear_prepack_fp16 quantized::linear_prepack_fp16_legacy"
             " quantized::linear_prepack_legacy quantized::linear_unpack quantized::linear_unpack_fp16"
             " sparse::qlinear_prepack sparse::qlinear_unpack _cudnn_rnn_flatten_weight"
-            " _use_cudnn_rnn_flatten_weight fbgemm_pack_quantized_matrix"
+            " _use_cudnn_rnn_flatten_weight fbgemm_pack_quantized_matrix _convert_weight_to_int4pack"
+            " _convert_weight_to_int4pack_for_cpu _dyn_quant_pack_4bit_weight"
         ),
         "chooses an algorithm, the caller keeps no product": "_cslt_sparse_mm_search _fused_sdp_choice",
         "a backward formula built of other operators": "matrix_exp_backward",
@@ -511,7 +537,9 @@ def overloads(packet_name: str) -> list[torch._ops.OpOverload]:
     """Every overload of a packet; none where this torch build lacks the operator."""
     namespace, _, name = packet_name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None)
-    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]
 
 
 # Where the function level finds the functions of a row, and what it calls them in public.
@@ -576,12 +604,12 @@ def functions() -> dict[Callable[..., Any], Op]:
     return found
 
 
-@cache
+@lru_cache(maxsize=4096)
 def row_of(key: Any) -> Op:
     """The row of an overload, its name, or a function; one without operands for what is no matmul."""
     name = key if isinstance(key, str) else getattr(key, "_name", None)
     if name is not None:
-        packet = name.partition(".")[0]
+        packet = f"higher_order::{name}" if name in HIGHER_ORDER else name.partition(".")[0]
         return _TABLE.get(packet) or Op(packet)
     return functions().get(key) or Op(torch.overrides.resolve_name(key) or getattr(key, "__qualname__", repr(key)))
 
@@ -637,17 +665,17 @@ def _functions_of(entry: Any) -> list[Any]:
         ]
         if not found:
             places = [getattr(owner, short, None) for _, owner, _ in _PLACES]
-            found = [place for place in places if callable(place)]
+            found = [place for place in places if callable(place) and torch.overrides.resolve_name(place)]
         if not found:
             raise _unknown(entry, [row.name.rpartition(".")[2] for row in functions().values()])
         return found
-    if callable(entry):
+    if entry in functions() or (callable(entry) and torch.overrides.resolve_name(entry)):
         return [entry]
     raise TypeError(f"ops at function level must be names or functions of torch, got {entry!r}")
 
 
 def _unknown(name: str, known: list[str]) -> ValueError:
-    close = difflib.get_close_matches(name.removeprefix("aten::"), known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name.removeprefix("aten::"), sorted(set(known)), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}" if close else "; see torch.ops for the names there are"
     return ValueError(f"ops must be names of operators, got unknown op {name!r}{hint}")
 

@@ -1,6 +1,6 @@
 """Where a call comes from: the pass it belongs to and the state it ran under.
 
-Invariant: what cannot be told is None, never a guess; nothing here keeps a tensor or a graph alive.
+Invariant: what cannot be told is None; nothing here keeps a tensor or a graph alive.
 The one file outside `_engines/` that reads torch's private state: autograd's and autocast's.
 """
 
@@ -15,21 +15,30 @@ import torch
 graph_task = torch._C._current_graph_task_id
 
 
-def autocast(lhs: Any) -> torch.dtype | None:
-    """The dtype that autocast runs the current call in, or None.
+def autocast_below(lhs: Any) -> torch.dtype | None:
+    """The dtype that autocast has cast the operands to, or None; for calls below autocast.
 
-    Below autocast's own kernel its switch reads as off, like inside `autocast(enabled=False)`. What tells
-    the two apart is that autocast's kernel has cast the operand.
+    Autocast's kernel turns its switch off for what it calls. So where the switch is on, autocast has no kernel
+    for the operator, and where it is off inside of an `autocast` block, the operands tell whether they were cast:
+    bfloat16 operands under `autocast(enabled=False)`, alone, look the same.
     """
     # The nesting depth has no getter; raising and lowering it has no other effect.
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    if depth == 0:
+    if depth == 0 or lhs is None:
         return None
-    device = torch.device("cpu").type if lhs is None else lhs.device.type
     try:
-        dtype = torch.get_autocast_dtype(device)
-        on = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(lhs.device.type)
+        on = torch.is_autocast_enabled(lhs.device.type)
     except RuntimeError:  # a device without autocast
         return None
-    return dtype if on or (lhs is not None and lhs.dtype == dtype) else None
+    return dtype if not on and lhs.dtype == dtype else None
+
+
+def autocast_above(lhs: Any) -> torch.dtype | None:
+    """The dtype that autocast will cast to, or None; for calls above autocast, where its switch can be read."""
+    device = "cpu" if lhs is None else lhs.device.type
+    try:
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    except RuntimeError:
+        return None

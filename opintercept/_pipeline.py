@@ -1,6 +1,6 @@
-"""Hooks, their order, and the one loop that runs them around an operator.
+"""Hooks, their order, and the loop that runs them around an operator.
 
-Invariant: `run` is flat (no context manager, closure or formatting on the way of a call that goes well),
+Invariant: no context manager, closure or formatting on the way of a call that goes well,
 and the tuples of hooks are replaced, never mutated, so that hooks may come and go while they run.
 Pure Python: must not import torch.
 """
@@ -59,17 +59,19 @@ class Handle:
     __slots__ = ("_pipeline", "enter", "error", "exit", "hook", "post", "pre", "removed")
 
     def __init__(self, pipeline: Pipeline, hook: Hook) -> None:
-        self._pipeline = pipeline
+        self._pipeline = weakref.ref(pipeline)  # no cycle: hooks, and what they hold, go with the last block
         self.hook = hook
         self.removed = False
         found = {name: _method(hook, name) for name in _PHASES}
-        if not any(found.values()) and callable(hook):
+        if not any(found[name] for name in ("pre", "post", "error")) and callable(hook):
             found["post"] = hook
         self.pre, self.post, self.error, self.enter, self.exit = (found[name] for name in _PHASES)
 
     def remove(self) -> None:
         """Take the hook out; it is not called again, not even later in the call that is running."""
-        self._pipeline.remove(self)
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.remove(self)
 
     def __enter__(self) -> Handle:
         return self
@@ -207,11 +209,11 @@ class Pipeline:
                     self._exit_hook(entered)
                 raise
 
-    def exit(self, program_failed: bool) -> None:
+    def exit(self, failed: BaseException | None) -> None:
         """Run the hooks' `exit` if this is the last block out; every one of them, whatever one raises.
 
         Args:
-            program_failed: An exception of the program is on its way and must not be replaced.
+            failed: The program's exception that is on its way, and must not be replaced.
         """
         with self._lock:
             self._entered -= 1
@@ -220,7 +222,10 @@ class Pipeline:
             failures = [f for f in map(self._exit_hook, self._handles) if f is not None]
         if not failures:
             return
-        if program_failed or self.on_error == "warn":
+        if failed is not None:
+            for failure in failures:
+                _warn_beside(failed, f"a hook failed on exit: {failure!r}")
+        elif self.on_error == "warn":
             for failure in failures:
                 warnings.warn(f"a hook failed on exit: {failure!r}", OpInterceptWarning, stacklevel=3)
         else:
@@ -236,9 +241,18 @@ class Pipeline:
             return exception
         return None
 
+    def count_opaque(self, name: str) -> None:
+        """Count an operator that was seen but not into."""
+        with self._lock:
+            self.opaque[name] += 1
+
     def survives(self, handle: Handle, phase: str, call: OpCall, exception: Exception) -> bool:
         """Deal with a hook that raised: say where in a note, or switch it off and go on."""
-        where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {call}"
+        try:
+            shown = str(call)
+        except Exception:  # an exotic tensor must not hide what the hook raised
+            shown = call.op
+        where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {shown}"
         if self.on_error == "raise":
             exception.add_note(f"opintercept: raised by {where}")
             return False
@@ -259,70 +273,120 @@ def run(
     func: Any,
     phase: Phase,
     invoke: Callable[..., Any],
-    head: tuple[Any, ...],
+    head: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run `invoke(*head, *args, **kwargs)` with the hooks of all `pipelines` around it.
+    """Run `invoke(head, *args, **kwargs)` with the hooks of all `pipelines` around it.
 
     Each pipeline gets a call of its own, so that each counts for itself; a replacement by one is what the
     next one sees.
     """
-    calls = []
+    if len(pipelines) > 1:
+        return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+    # What follows is _run_several for one, without its lists, which cost half a microsecond.
+    (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
-    for pipeline in pipelines:
-        call = OpCall(pipeline, spec, func, phase, args, kwargs)
-        calls.append(call)
-        for handle in pipeline.pre:
-            if handle.removed:
-                continue
-            try:
-                inputs = handle.pre(call)
-                if inputs is not None:
-                    args, kwargs = _checked_inputs(inputs)
-                    for seen in calls:
-                        seen.args, seen.kwargs = args, kwargs
-            except Exception as exception:
-                if not pipeline.survives(handle, "pre", call, exception):
-                    raise
-    if spec.opaque:
-        for pipeline in pipelines:
-            with pipeline._lock:
-                pipeline.opaque[spec.name] += 1
-    started = perf_counter()
+    call = OpCall(pipeline, spec, func, phase, args, kwargs)
     try:
-        output = invoke(*head, *args, **kwargs)
-    except BaseException as exception:
-        _report(calls, exception)
-        raise
-    elapsed = perf_counter() - started
-    if args is not given_args or kwargs is not given_kwargs:
-        output = _written_back(spec.written(func, given_args, given_kwargs), output)
-    for call in calls:
+        if pipeline.pre:
+            args, kwargs = _before(pipeline, call)
+        if spec.opaque:
+            pipeline.count_opaque(spec.name)
+        started = perf_counter()
+        try:
+            output = invoke(head, *args, **kwargs) if kwargs else invoke(head, *args)
+        except BaseException as exception:
+            _report([call], exception)
+            raise
+        call.elapsed = perf_counter() - started
+        if args is not given_args or kwargs is not given_kwargs:
+            output = _written_back(spec.written(func, given_args, given_kwargs), output)
         call.output = output
-        call.elapsed = elapsed
-    for call, pipeline in zip(calls, pipelines):  # noqa: B905 - equally long, and strict costs 40 ns
-        for handle in pipeline.post:
-            if handle.removed:
-                continue
-            try:
-                replacement = handle.post(call)
-                if replacement is not None and replacement is not output:
-                    check_replacement(output, replacement)
-                    if pipeline.level == "dispatch" or spec.written(func, given_args, given_kwargs):
-                        # Below autograd, and for out= and in-place forms, the caller keeps the tensor that
-                        # it has; the new values go into it, and its strides and aliases stay.
-                        copy_into(output, replacement)
-                    else:
-                        output = replacement
-                        for seen in calls:
-                            seen.output = output
-            except Exception as exception:
-                if not pipeline.survives(handle, "post", call, exception):
-                    raise
-    for call in calls:
+        return _after(pipeline, call, given_args, given_kwargs) if pipeline.post else output
+    finally:
         call._pipeline = None
-    return output
+
+
+def _run_several(
+    pipelines: tuple[Pipeline, ...],
+    spec: OpSpec,
+    func: Any,
+    phase: Phase,
+    invoke: Callable[..., Any],
+    head: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    given_args, given_kwargs = args, kwargs
+    calls: list[OpCall] = []
+    try:
+        for pipeline in pipelines:
+            call = OpCall(pipeline, spec, func, phase, args, kwargs)
+            calls.append(call)
+            args, kwargs = _before(pipeline, call)
+            if spec.opaque:
+                pipeline.count_opaque(spec.name)
+        for call in calls:
+            call.args, call.kwargs = args, kwargs
+        started = perf_counter()
+        try:
+            output = invoke(head, *args, **kwargs)
+        except BaseException as exception:
+            _report(calls, exception)
+            raise
+        elapsed = perf_counter() - started
+        if args is not given_args or kwargs is not given_kwargs:
+            output = _written_back(spec.written(func, given_args, given_kwargs), output)
+        for pipeline, call in zip(pipelines, calls, strict=True):
+            call.output = output
+            call.elapsed = elapsed
+            output = _after(pipeline, call, given_args, given_kwargs)
+        return output
+    finally:
+        for call in calls:
+            call._pipeline = None
+
+
+def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run the pre hooks and return the inputs to go on with."""
+    for handle in pipeline.pre:
+        if handle.removed:
+            continue
+        try:
+            inputs = handle.pre(call)
+            if inputs is not None:
+                args, kwargs = _checked_inputs(inputs)
+                if pipeline.level == "dispatch":
+                    _check_alike(call, args, kwargs)
+                call.args, call.kwargs = args, kwargs
+        except Exception as exception:
+            if not pipeline.survives(handle, "pre", call, exception):
+                raise
+    return call.args, call.kwargs
+
+
+def _after(pipeline: Pipeline, call: OpCall, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]) -> Any:
+    """Run the post hooks and return the output to go on with."""
+    for handle in pipeline.post:
+        if handle.removed:
+            continue
+        try:
+            replacement = handle.post(call)
+            if replacement is not None and replacement is not call.output:
+                check_replacement(call.output, replacement)
+                if getattr(call.func, "is_view", False):
+                    raise HookError(f"the output of {call.op} cannot be replaced, it is a view of an input")
+                if pipeline.level == "dispatch" or call._spec.written(call.func, given_args, given_kwargs):
+                    # Below autograd, and for out= and in-place forms, the caller keeps the tensor that it
+                    # has; the new values go into it, and its strides and aliases stay.
+                    copy_into(call.output, replacement)
+                else:
+                    call.output = replacement
+        except Exception as exception:
+            if not pipeline.survives(handle, "post", call, exception):
+                raise
+    return call.output
 
 
 def _report(calls: list[OpCall], exception: BaseException) -> None:
@@ -338,12 +402,17 @@ def _report(calls: list[OpCall], exception: BaseException) -> None:
                 handle.error(call, exception)
             except Exception as failure:
                 pipeline._take_out(handle)
-                warnings.warn(
-                    f"switched off an error hook that raised {failure!r}; hook {handle.hook!r} on call "
-                    f"{call.index}: {call}",
-                    OpInterceptWarning,
-                    stacklevel=4,
-                )
+                text = f"switched off an error hook that raised {failure!r}; hook {handle.hook!r} on call {call.index}"
+                _warn_beside(exception, text)
+
+
+def _warn_beside(exception: BaseException | None, text: str) -> None:
+    """Warn without taking the place of the program's exception, also where warnings are errors."""
+    try:
+        warnings.warn(text, OpInterceptWarning, stacklevel=4)
+    except OpInterceptWarning:
+        if exception is not None:
+            exception.add_note(f"opintercept: {text}")
 
 
 def _checked_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -358,6 +427,14 @@ def _checked_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "return call.args, call.kwargs with the change made"
         )
     return tuple(inputs[0]), dict(inputs[1])
+
+
+def _check_alike(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Below autograd the program goes on with the shapes and dtypes that it knows."""
+    pairs = [*zip(call.args, args, strict=False), *((call.kwargs[k], kwargs[k]) for k in call.kwargs if k in kwargs)]
+    for old, new in pairs:
+        if is_tensor(old) and is_tensor(new):
+            _check_like("a replaced input at dispatch level", old, new)
 
 
 def _written_back(targets: list[Any], output: Any) -> Any:
@@ -380,25 +457,32 @@ def check_replacement(output: Any, replacement: Any) -> None:
         HookError: Another structure, shape, dtype, device or layout.
     """
     if isinstance(output, (tuple, list)):
-        if not isinstance(replacement, (tuple, list)) or len(replacement) != len(output):
+        if type(replacement) is not type(output) or len(replacement) != len(output):
             raise HookError(
-                f"a replaced output must have {len(output)} parts like the operator's, got {describe(replacement)}"
+                f"a replaced output must be a {type(output).__name__} of {len(output)} parts like the operator's, "
+                f"got {describe(replacement)}"
             )
         for part, new in zip(output, replacement, strict=True):
-            if is_tensor(part):
-                check_replacement(part, new)
+            check_replacement(part, new)
+        return
+    if not is_tensor(output):
+        if replacement is not output and replacement != output:
+            raise HookError(
+                f"a replaced output must keep what is no tensor, {describe(output)}, got {describe(replacement)}"
+            )
         return
     if not is_tensor(replacement):
         raise HookError(
             f"a post hook must return None or an output like {describe(output)}, got {describe(replacement)}; "
             "end it with return None if it only looks"
         )
+    _check_like("a replaced output", output, replacement)
+
+
+def _check_like(what: str, old: Any, new: Any) -> None:
     for name in ("shape", "dtype", "device", "layout"):
-        if getattr(output, name) != getattr(replacement, name):
-            raise HookError(
-                f"a replaced output must have the {name} of the operator's, {describe(output)}, "
-                f"got {describe(replacement)}"
-            )
+        if getattr(old, name) != getattr(new, name):
+            raise HookError(f"{what} must have the {name} of the operator's, {describe(old)}, got {describe(new)}")
 
 
 def copy_into(target: Any, source: Any) -> None:

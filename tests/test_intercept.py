@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,7 +420,7 @@ def test_a_decorated_coroutine_that_is_cancelled_leaves_nothing_behind() -> None
         task = asyncio.create_task(waits())
         await asyncio.sleep(0)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError, match="^$"):
+        with pytest.raises(asyncio.CancelledError, match=r"^$"):
             await task
 
     asyncio.run(main())
@@ -526,7 +531,7 @@ def test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit() -> Non
     started.wait()
     with intercept():
         pass
-    installed = dict(kernels._installed)
+    installed = set(kernels._installed)
     stop.set()
     thread.join()
     assert installed
@@ -535,18 +540,58 @@ def test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit() -> Non
     assert not kernels._installed
 
 
-def test_kernels_go_beside_a_thread_that_waits() -> None:
+def test_kernels_go_beside_the_monitor_of_tqdm() -> None:
+    class Monitor(threading.Thread):
+        __module__ = "tqdm._monitor"
+
     stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    while "wait" not in sys._current_frames()[thread.ident].f_code.co_name:  # type: ignore[index]
-        pass
+    monitor = Monitor(target=stop.wait)
+    monitor.start()
     with intercept():
         pass
-    installed = dict(kernels._installed)
+    installed = set(kernels._installed)
     stop.set()
-    thread.join()
+    monitor.join()
     assert not installed
+
+
+BESIDE_C_THREADS = """
+    import concurrent.futures, torch
+    from opintercept import intercept
+    q = torch.linalg.qr(torch.randn(200, 200))[0]
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    futures = [pool.submit(torch.linalg.matrix_power, q, 1500) for _ in range(2)]
+    while not all(future.done() for future in futures):
+        with intercept(lambda call: None, ops=["mm", "bmm"]):
+            pass
+    for future in futures:
+        future.result()
+"""
+
+BESIDE_FORKED_TASKS = """
+    import torch
+    from opintercept import intercept
+    @torch.jit.script
+    def body(x, n: int):
+        for _ in range(n):
+            x = torch.mm(x, x) * 0.5
+        return x
+    @torch.jit.script
+    def launch(x, n: int):
+        return torch.jit.fork(body, x, n)
+    for _ in range(10):
+        with intercept(lambda call: None):
+            future = launch(torch.eye(3), 4000)
+        future.wait()
+"""
+
+
+@pytest.mark.parametrize("script", [BESIDE_C_THREADS, BESIDE_FORKED_TASKS], ids=["pool", "torch.jit.fork"])
+def test_kernels_do_not_go_under_the_feet_of_a_thread_without_frames_of_its_own(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"  # torch.jit.script wants to read its source
+    file.write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, "-W", "ignore", file], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -721,7 +766,7 @@ def test_results_and_gradients_of_batched_matmul_are_right() -> None:
         ({"ops": [torch.mm]}, TypeError, "ops at dispatch level must be names, OpOverloadPackets or OpOverloads"),
         ({"ops": [3], "level": "function"}, TypeError, "ops at function level must be names or functions of torch"),
         ({"ops": "linear"}, ValueError, "aten::linear is taken apart before dispatch level can see it; watch 'mm'"),
-        ({"ops": ["empty"]}, ValueError, r"aten::empty.\w+ chooses a device .*use engine='mode'"),
+        ({"ops": ["empty"]}, ValueError, r"aten::empty.\w+ has a kernel already .*use engine='mode'"),
         ({"level": "kernel"}, ValueError, "level must be one of 'function', 'dispatch', got 'kernel'"),
         ({"engine": "fast"}, ValueError, "engine must be one of 'auto', 'kernel', 'mode', got 'fast'"),
         ({"threads": 8}, ValueError, "threads must be one of 'current', 'all', got 8"),
@@ -758,7 +803,12 @@ def test_a_class_or_a_forgotten_bracket_is_refused() -> None:
 @pytest.mark.parametrize(
     ("engine", "module", "name", "message"),
     [
-        ({}, kernels, "_full_after", r"the kernel engine needs torch._C._dispatch_keyset_full_after, .*engine=\"mode\""),
+        (
+            {},
+            kernels,
+            "_full_after",
+            r"the kernel engine needs torch._C._dispatch_keyset_full_after, .*engine=\"mode\"",
+        ),
         ({}, scope, "stash", r"the kernel engine needs torch._C._stash_obj_in_tls, which torch 2"),
         ({"engine": "mode"}, intercept_module.dispatch_mode, "_pop", r"the mode engine needs .*engine=\"kernel\""),
         ({"level": "function"}, intercept_module.function_mode, "_at", r"the function engine .*level=\"dispatch\""),
@@ -771,3 +821,93 @@ def test_a_torch_without_the_private_api_is_one_clear_error(
     monkeypatch.setattr(module, name, None)
     with pytest.raises(OpInterceptError, match=message):
         intercept(**engine)
+
+
+def test_a_kernel_of_somebody_else_is_not_bypassed() -> None:
+    with intercept() as outer:
+        pass
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    theirs = torch.library.Library("aten", "IMPL")
+
+    def kernel(keyset: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.mm.default.redispatch(keyset & after, x, y) * 2
+
+    theirs.impl("mm", kernel, "BackendSelect", with_keyset=True)
+    try:
+        with pytest.raises(OpInterceptError, match=r"got kernels of somebody else for aten::mm; use engine=\"mode\""):
+            outer.__enter__()
+        assert torch.equal(torch.mm(A, A), (A @ A))
+    finally:
+        theirs._destroy()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_block_cannot_be_left_from_within_backward(engine: dict[str, Any]) -> None:
+    interceptor = intercept(**engine)
+    with interceptor:
+        x = A.clone().requires_grad_() * 1.0
+        x.register_hook(lambda grad: interceptor.__exit__(None, None, None))
+        with pytest.raises(OpInterceptError, match="a block must be left in the backward pass that it was entered in"):
+            x.sum().backward()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_interrupt_at_any_moment_leaves_no_thread_hidden(engine: dict[str, Any]) -> None:
+    # A signal may come up right after any call into C, such as the switch of the scope.
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(200):
+            try:
+                with intercept(lambda call: None, ops="mm", **engine):
+                    signal.setitimer(signal.ITIMER_REAL, 0.0002)
+                    while True:
+                        multiply()
+            except Interrupt:
+                pass
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert not scope.current().hidden
+            assert scope.current().blocks == ()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_inner_block_does_not_show_the_inner_steps_to_the_outer() -> None:
+    seen: list[str] = []
+    for inner in (contextlib.nullcontext, lambda: intercept(engine="mode")):
+        with intercept(lambda call: seen.append(call.op), engine="mode", ops="all"):
+            INNER.append(inner)
+            torch.ops.opintercept_intercept_tests.body(A)
+        assert seen == ["opintercept_intercept_tests::body"]
+        seen.clear()
+
+
+INNER: list[Any] = []
+
+
+@torch.library.custom_op("opintercept_intercept_tests::body", mutates_args=())
+def body(x: torch.Tensor) -> torch.Tensor:
+    with INNER.pop()():
+        return torch.mm(x, x)
+
+
+def test_a_block_leaves_no_garbage() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        weak = []
+        for engine in ({}, {"engine": "mode"}, {"level": "function"}):
+            hook = Seen()
+            weak.append(weakref.ref(hook))
+            with intercept(hook, **engine):  # type: ignore[arg-type]
+                multiply()
+            del hook
+        assert [reference() for reference in weak] == [None] * 3
+    finally:
+        gc.enable()

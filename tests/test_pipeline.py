@@ -64,7 +64,7 @@ def add(a: float, b: float = 0) -> float:
 
 
 def call_add(*pipelines: Pipeline, a: Any = 1, b: Any = 2, function: Any = add, spec: Any = None) -> Any:
-    return run(pipelines, spec or Spec(), function, "forward", function, (), (a, b), {})
+    return run(pipelines, spec or Spec(), function, "forward", lambda head, *args: function(*args), None, (a, b), {})
 
 
 def test_run_without_hooks_returns_what_the_operator_returns() -> None:
@@ -74,7 +74,7 @@ def test_run_without_hooks_returns_what_the_operator_returns() -> None:
 def test_run_passes_the_head_to_the_operator_alone() -> None:
     seen: list[Any] = []
     pipeline = Pipeline([lambda call: seen.append(call.args)])
-    assert run((pipeline,), Spec(), add, "forward", lambda *a: a, ("head",), (1,), {}) == ("head", 1)
+    assert run((pipeline,), Spec(), add, "forward", lambda *a: a, "head", (1,), {}) == ("head", 1)
     assert seen == [(1,)]
 
 
@@ -174,14 +174,14 @@ def test_pre_that_returns_something_else_is_refused(inputs: Any) -> None:
 def test_post_at_function_level_returns_its_replacement() -> None:
     old, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new], level="function")
-    assert run((pipeline,), Spec(), None, "forward", lambda: old, (), (), {}) is new
+    assert run((pipeline,), Spec(), None, "forward", lambda head: old, None, (), {}) is new
     assert old.values == [1.0]
 
 
 def test_post_at_dispatch_level_copies_into_the_output() -> None:
     old, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new])
-    assert run((pipeline,), Spec(), None, "forward", lambda: old, (), (), {}) is old
+    assert run((pipeline,), Spec(), None, "forward", lambda head: old, None, (), {}) is old
     assert old.values == [2.0]
 
 
@@ -189,7 +189,7 @@ def test_post_in_place_at_function_level_copies_into_the_tensor_of_the_caller() 
     mine, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new], level="function")
     spec = Spec(lambda func, args, kwargs: [mine])
-    assert run((pipeline,), spec, None, "forward", lambda x: x, (), (mine,), {}) is mine
+    assert run((pipeline,), spec, None, "forward", lambda head, x: x, None, (mine,), {}) is mine
     assert mine.values == [2.0]
 
 
@@ -197,7 +197,7 @@ def test_pre_in_place_brings_the_result_back_to_the_tensor_of_the_caller() -> No
     mine, other = FakeTensor([1.0]), FakeTensor([5.0])
     pipeline = Pipeline([SimpleNamespace(pre=lambda call: ((other,), {}))])
     spec = Spec(lambda func, args, kwargs: [args[0]])
-    assert run((pipeline,), spec, None, "forward", lambda x: x, (), (mine,), {}) is mine
+    assert run((pipeline,), spec, None, "forward", lambda head, x: x, None, (mine,), {}) is mine
     assert mine.values == [5.0]
 
 
@@ -205,7 +205,7 @@ def test_a_later_hook_sees_the_replaced_output() -> None:
     seen: list[Any] = []
     new = FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new, lambda call: seen.append(call.output)], level="function")
-    run((pipeline,), Spec(), None, "forward", lambda: FakeTensor([1.0]), (), (), {})
+    run((pipeline,), Spec(), None, "forward", lambda head: FakeTensor([1.0]), None, (), {})
     assert seen == [new]
 
 
@@ -220,20 +220,29 @@ def test_a_later_hook_sees_the_replaced_output() -> None:
 )
 def test_post_with_an_unlike_replacement_is_refused(replacement: Any, message: str) -> None:
     with pytest.raises(HookError, match=message):
-        run((Pipeline([lambda call: replacement]),), Spec(), None, "forward", lambda: FakeTensor([1.0]), (), (), {})
+        run(
+            (Pipeline([lambda call: replacement]),),
+            Spec(),
+            None,
+            "forward",
+            lambda head: FakeTensor([1.0]),
+            None,
+            (),
+            {},
+        )
 
 
 def test_parts_of_a_tuple_are_replaced_one_by_one() -> None:
     out, lse = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: (FakeTensor([3.0]), call.output[1])])
-    assert run((pipeline,), Spec(), None, "forward", lambda: (out, lse), (), (), {}) == (out, lse)
+    assert run((pipeline,), Spec(), None, "forward", lambda head: (out, lse), None, (), {}) == (out, lse)
     assert (out.values, lse.values) == ([3.0], [2.0])
 
 
 def test_a_tuple_of_another_length_is_refused() -> None:
     pipeline = Pipeline([lambda call: (call.output[0],)])
-    with pytest.raises(HookError, match="a replaced output must have 2 parts like the operator's"):
-        run((pipeline,), Spec(), None, "forward", lambda: (FakeTensor([1.0]), FakeTensor([2.0])), (), (), {})
+    with pytest.raises(HookError, match="a replaced output must be a tuple of 2 parts like the operator's"):
+        run((pipeline,), Spec(), None, "forward", lambda head: (FakeTensor([1.0]), FakeTensor([2.0])), None, (), {})
 
 
 def fail(*_: Any) -> None:
@@ -241,7 +250,7 @@ def fail(*_: Any) -> None:
 
 
 def test_a_hook_that_raises_says_where_in_a_note() -> None:
-    with pytest.raises(ZeroDivisionError, match="^in the hook") as caught:
+    with pytest.raises(ZeroDivisionError, match=r"^in the hook") as caught:
         call_add(Pipeline([fail]))
     (note,) = caught.value.__notes__
     assert note.startswith("opintercept: raised by post hook <function fail")
@@ -270,7 +279,7 @@ def test_on_error_warn_covers_a_bad_replacement() -> None:
     pipeline = Pipeline([lambda call: FakeTensor([1.0, 2.0])], on_error="warn")
     out = FakeTensor([1.0])
     with pytest.warns(OpInterceptWarning, match="switched off a hook that raised HookError"):
-        assert run((pipeline,), Spec(), None, "forward", lambda: out, (), (), {}) is out
+        assert run((pipeline,), Spec(), None, "forward", lambda head: out, None, (), {}) is out
 
 
 def test_keyboard_interrupt_in_a_hook_gets_through_on_warn() -> None:
@@ -289,7 +298,7 @@ def test_error_hooks_see_the_exception_and_the_program_gets_it_untouched() -> No
         raise error
 
     hook = SimpleNamespace(error=lambda call, exception: seen.append((call.index, call.output, exception)))
-    with pytest.raises(ValueError, match="^of the program$") as caught:
+    with pytest.raises(ValueError, match=r"^of the program$") as caught:
         call_add(Pipeline([hook]), function=broken)
     assert caught.value is error
     assert not hasattr(error, "__notes__")
@@ -383,9 +392,9 @@ def test_enter_and_exit_run_for_the_first_block_in_and_the_last_out() -> None:
     pipeline = Pipeline([Lifecycle(log)])
     pipeline.enter()
     pipeline.enter()
-    pipeline.exit(program_failed=False)
+    pipeline.exit(None)
     assert log == ["enter"]
-    pipeline.exit(program_failed=False)
+    pipeline.exit(None)
     assert log == ["enter", "exit"]
 
 
@@ -404,7 +413,7 @@ def test_a_failing_exit_does_not_keep_the_others_from_theirs() -> None:
     pipeline = Pipeline([Lifecycle(log, " a", fails="exit"), Lifecycle(log, " b")])
     pipeline.enter()
     with pytest.raises(ZeroDivisionError, match="in the hook"):
-        pipeline.exit(program_failed=False)
+        pipeline.exit(None)
     assert log == ["enter a", "enter b", "exit a", "exit b"]
 
 
@@ -412,7 +421,7 @@ def test_a_failing_exit_is_a_warning_when_the_program_has_failed() -> None:
     pipeline = Pipeline([Lifecycle([], fails="exit")])
     pipeline.enter()
     with pytest.warns(OpInterceptWarning, match="a hook failed on exit: ZeroDivisionError"):
-        pipeline.exit(program_failed=True)
+        pipeline.exit(ValueError())
 
 
 def test_a_hook_registered_or_removed_in_a_block_enters_and_exits_there() -> None:
@@ -423,7 +432,7 @@ def test_a_hook_registered_or_removed_in_a_block_enters_and_exits_there() -> Non
     assert log == ["enter"]
     handle.remove()
     assert log == ["enter", "exit"]
-    pipeline.exit(program_failed=False)
+    pipeline.exit(None)
     assert log == ["enter", "exit"]
 
 

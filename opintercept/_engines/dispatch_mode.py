@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
-from opintercept._engines.dynamo import CAN_MARK, keep_out
+from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine
-from opintercept._engines.scope import KEY, Watch, require, require_scope
+from opintercept._engines.scope import KEY, UNKNOWN, Watch, require, require_scope
 from opintercept._pipeline import run
 
 _INSTEAD = 'use engine="kernel" or level="function"'
@@ -83,12 +83,14 @@ class DispatchMode(TorchDispatchMode):
         if name not in self.keys:
             return func(*args, **kwargs) if kwargs else func(*args)
         scope = _scope.current()
-        watch = scope.overloads[name]
-        if watch is None or _unreal(args):
+        watch = scope.overloads.get(name, UNKNOWN)
+        if watch is UNKNOWN:
+            watch = scope.watch("mode", name)
+        if watch is None or _unreal(args) or tracing():
             return func(*args, **(kwargs or {}))
         phase: Phase = "forward" if _origin.graph_task() == -1 else "backward"
-        _scope.stash(KEY, watch.hidden)
         try:
+            _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
             return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs or {})
         finally:
             _scope.stash(KEY, scope)
@@ -96,14 +98,14 @@ class DispatchMode(TorchDispatchMode):
     def __enter__(self) -> DispatchMode:
         global _active
         with _flags_lock:
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             _active += 1
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         global _active
         with _flags_lock:
-            super().__exit__(kind, value, trace)
+            super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
             _active -= 1
             # Torch's flags are the process's, each mode saves and restores them, and threads do not leave in
             # the reverse of the order they came in: what is restored may be another thread's truth.
@@ -131,9 +133,10 @@ if CAN_MARK:
     keep_out(DispatchMode.__torch_dispatch__)
 
 
-def _step_inside(watch: Watch, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    _scope.stash(KEY, watch.inner)
+def _step_inside(head: tuple[Watch, Any], /, *args: Any, **kwargs: Any) -> Any:
+    watch, func = head
     try:
+        _scope.stash(KEY, watch.inner)
         return func(*args, **kwargs)
     finally:
         _scope.stash(KEY, watch.hidden)

@@ -1,6 +1,6 @@
-"""Keeps Dynamo out of our frames: around graph breaks it would compile whatever Python runs, hooks included.
+"""Torch's compilers and tracers: keeping Dynamo out of our frames, and telling when a program is being traced.
 
-Invariant: marking costs nothing per call and imports no torch._dynamo.
+Invariant: neither costs anything on the way of an unwatched operator, nor imports torch._dynamo.
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ CAN_MARK = all(hasattr(_eval_frame, name) for name in ("set_code_exec_strategy",
 def keep_out(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` so that Dynamo compiles neither it nor what it calls."""
     if not CAN_MARK:
-        skipped: Callable[..., Any] = torch._disable_dynamo(function, recursive=True)
+        skipped: Callable[..., Any] = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
         return skipped
     skip = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     return function
+
+
+# Private: the modes of make_fx, torch.export and functionalisation. Without them nothing counts as traced.
+_infra_mode: Any = getattr(torch._C, "_get_dispatch_mode", lambda key: None)
+_keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
+_TRACERS = [getattr(_keys, name) for name in ("PROXY", "FUNCTIONAL") if hasattr(_keys, name)]
+
+
+def tracing() -> bool:
+    """Whether a tracer listens below: what a hook computes would end up in the program's graph."""
+    return any(_infra_mode(key) is not None for key in _TRACERS)

@@ -10,13 +10,15 @@ import warnings
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
+from opintercept._engines.dynamo import keep_out, tracing
 from opintercept._engines.modes import ModeEngine
-from opintercept._engines.scope import KEY, Watch, require, require_scope
+from opintercept._engines.scope import KEY, UNKNOWN, Watch, require, require_scope
 from opintercept._errors import OpInterceptWarning
 from opintercept._pipeline import run
 
@@ -54,21 +56,24 @@ class FunctionMode(TorchFunctionMode):
     keys: Any = frozenset()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.keys or torch.compiler.is_compiling():
-            # Dynamo traces this handler into the graph: the plain call is all that it may find.
+        # Dynamo traces this handler into the graph: the plain call is all that it may find, with no look at
+        # the mode's state, which it would have to guard on.
+        if is_compiling() or func not in self.keys:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._watched(func, args, kwargs or {})
 
     def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
         scope = _scope.current()
-        watch = scope.functions[func]
-        if watch is None or getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+        watch = scope.functions.get(func, UNKNOWN)
+        if watch is UNKNOWN:
+            watch = scope.watch("function", func)
+        if watch is None or tracing():
             return func(*args, **kwargs)
         if func is torch.nn.functional.multi_head_attention_forward:
             _warn_of_fast_path(args, kwargs)
         phase: Phase = "forward" if _origin.graph_task() == -1 else "backward"
-        _scope.stash(KEY, watch.hidden)
         try:
+            _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
             return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)
         finally:
             _scope.stash(KEY, scope)
@@ -77,9 +82,14 @@ class FunctionMode(TorchFunctionMode):
         """Nothing to hand over: torch keeps no state beside this stack."""
 
 
-def _step_inside(watch: Watch, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    _scope.stash(KEY, watch.inner)
+# Around a graph break it would compile this, and the hooks; the handler itself it must be able to trace.
+FunctionMode._watched = keep_out(FunctionMode._watched)  # type: ignore[method-assign]
+
+
+def _step_inside(head: tuple[Watch, Any], /, *args: Any, **kwargs: Any) -> Any:
+    watch, func = head
     try:
+        _scope.stash(KEY, watch.inner)
         return func(*args, **kwargs)
     finally:
         _scope.stash(KEY, watch.hidden)

@@ -7,11 +7,8 @@ An operator that nobody watches has no kernel, and so costs nothing.
 
 from __future__ import annotations
 
-import concurrent.futures.thread
-import multiprocessing.connection
+import glob
 import os
-import queue
-import selectors
 import sys
 import threading
 from collections.abc import Callable
@@ -24,7 +21,8 @@ from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import KEY, Block, Scope, Watch, Watcher, require, require_scope, state
+from opintercept._engines.scope import KEY, UNKNOWN, Block, Scope, Watch, Watcher, require, require_scope, state
+from opintercept._errors import OpInterceptError
 from opintercept._pipeline import run
 
 _INSTEAD = 'use engine="mode"'
@@ -57,7 +55,8 @@ _UNREAL = (
 _below: dict[int, Any] = {}
 
 _lock = threading.Lock()
-_installed: dict[str, Any] = {}  # overload name to kernel
+_kernels: dict[str, Callable[..., Any]] = {}  # by overload, made once
+_installed: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
 _users = 0
 _kernel_code: CodeType | None = None
@@ -97,21 +96,60 @@ def composite(overload: torch._ops.OpOverload) -> bool:
 
 
 def selects_backend(overload: torch._ops.OpOverload) -> bool:
-    """Whether torch itself has a kernel where ours would go: factories, which choose a device there."""
+    """Whether somebody has a kernel where ours would go: torch for factories, which choose a device there."""
     name = overload.name()
     return name not in _installed and bool(_has_kernel(name, "BackendSelect"))
 
 
+# Where an operator computes. One that this build of torch has for none of them cannot run.
+_BACKENDS = (
+    *("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU", "CUDA", "MPS", "XPU", "HPU", "XLA"),
+    *("MTIA", "PrivateUse1", "PrivateUse2", "PrivateUse3", "QuantizedCPU", "QuantizedCUDA", "QuantizedPrivateUse1"),
+    *("SparseCPU", "SparseCUDA", "SparsePrivateUse1", "SparseCsrCPU", "SparseCsrCUDA", "SparseCsrPrivateUse1"),
+    *("NestedTensorCPU", "NestedTensorCUDA", "MkldnnCPU", "Vulkan", "Metal", "IPU", "VE", "Lazy"),
+)
+
+
+def runnable(overload: torch._ops.OpOverload) -> bool:
+    """Whether this build of torch has a kernel for the overload; entering a block is the faster for the others."""
+    return any(_has_kernel(overload.name(), key) for key in _BACKENDS)
+
+
+def hold(overloads: dict[str, torch._ops.OpOverload]) -> None:
+    """Install what is missing, and keep it until `release`.
+
+    Raises:
+        OpInterceptError: Somebody else has a kernel where ours would go, and it would not be called.
+    """
+    global _users
+    with _lock:
+        missing = {name: overload for name, overload in overloads.items() if name not in _installed}
+        taken = [name for name in missing if _has_kernel(name, "BackendSelect")]
+        if taken:
+            raise OpInterceptError(
+                f"the kernel engine needs the dispatch key BackendSelect to be free, got kernels of somebody else for "
+                f"{', '.join(taken)}; {_INSTEAD}"
+            )
+        for name, overload in missing.items():
+            _install(name, overload)
+        _users += 1
+
+
+def release() -> None:
+    """End a `hold`, and take the kernels out if it was the last and all is quiet."""
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users and _quiet():
+            _remove()
+
+
 def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload]) -> None:
     """Install what is missing for `watcher` and enter its block in this thread."""
-    global _users
     scope = _scope.current()
     block = Block(watcher)
+    hold(overloads)
     with _lock:
-        for name, overload in overloads.items():
-            if name not in _installed:
-                _install(name, overload)
-        _users += 1
         if watcher.everywhere:
             state.watch_everywhere((*state.everywhere.blocks, block))
     _stash(KEY, scope.with_blocks((*scope.blocks, block)))
@@ -119,17 +157,14 @@ def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload]) -> None
 
 def leave(scope: Scope, position: int) -> None:
     """Leave the block at `position`, and take the kernels out if it was the last and all is quiet."""
-    global _users
     block = scope.blocks[position]
     _stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
-    with _lock:
-        if position < scope.live:
-            return  # entered by a parent process, which counts for itself
-        _users -= 1
-        if block.watcher.everywhere:
+    if position < scope.live:
+        return  # entered by a parent process, which counts for itself
+    if block.watcher.everywhere:
+        with _lock:
             state.watch_everywhere(tuple(b for b in state.everywhere.blocks if b is not block))
-        if not _users and _quiet():
-            _remove()
+    release()
 
 
 def _install(name: str, overload: torch._ops.OpOverload) -> None:
@@ -137,9 +172,11 @@ def _install(name: str, overload: torch._ops.OpOverload) -> None:
     library = _libraries.get(namespace)
     if library is None:
         library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    kernel = _make_kernel(name, overload)
+    kernel = _kernels.get(name)
+    if kernel is None:
+        kernel = _kernels[name] = _make_kernel(name, overload)
     library.impl(name, kernel, "BackendSelect", with_keyset=True)
-    _installed[name] = kernel
+    _installed.add(name)
 
 
 def _remove() -> None:
@@ -149,26 +186,38 @@ def _remove() -> None:
     _installed.clear()
 
 
-# A thread whose innermost frame is in one of these waits for something (tqdm's monitor, a DataLoader's
-# pin-memory thread, an idle pool worker); it is not inside of an operator, and while the GIL is held here it
-# cannot enter one.
-_WAITING = frozenset(
-    module.__file__ for module in (threading, selectors, queue, concurrent.futures.thread, multiprocessing.connection)
-)
-
-
 def _quiet() -> bool:
-    """Whether no kernel of ours can be running: no other thread at work, none on any thread's stack."""
+    """Whether no kernel of ours can be running, nor start before it is gone.
+
+    Any other Python thread might run an operator, and so might torch's pool for `torch.jit.fork`, which has no
+    Python frames. tqdm's monitor, which outlives every progress bar, never does.
+    """
+    names = {thread.ident: type(thread).__module__ for thread in threading.enumerate()}
     here = threading.get_ident()
-    for thread, innermost in sys._current_frames().items():
-        if thread != here and innermost.f_code.co_filename not in _WAITING:
-            return False
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code is _kernel_code:
+    frame: FrameType | None = None
+    try:
+        for thread, frame in sys._current_frames().items():  # noqa: B007 - walked below
+            if thread != here and names.get(thread) != "tqdm._monitor":
                 return False
-            frame = frame.f_back
-    return True
+            while frame is not None:
+                if frame.f_code is _kernel_code:
+                    return False
+                frame = frame.f_back
+    finally:
+        del frame  # our own is among them, and a frame that holds itself is garbage
+    return not _has_forked_tasks()
+
+
+def _has_forked_tasks() -> bool:
+    # Only Linux tells. Elsewhere a fork that is still running when the last block is left is the caller's risk.
+    for comm in glob.glob("/proc/self/task/*/comm"):
+        try:
+            with open(comm) as file:
+                if file.read().strip() == "PTThreadPool":
+                    return True
+        except OSError:  # that thread has just ended
+            continue
+    return False
 
 
 def _descend(keyset: Any) -> tuple[Any, bool]:
@@ -198,15 +247,17 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         if scope.everywhere is not state.everywhere:
             scope = scope.refreshed()
             stash(KEY, scope)
-        watch = scope.kernels[name]
+        watch = scope.kernels.get(name, UNKNOWN)
+        if watch is UNKNOWN:
+            watch = scope.watch("kernel", name)
         if watch is None:
             return redispatch(below, *args, **kwargs)
         hidden = watch.hidden
         phase: Phase = "forward" if graph_task() == -1 else "backward"
-        stash(KEY, hidden)
         try:
+            stash(KEY, hidden)  # in here: a signal's exception may come up right after it
             if watch.inner is hidden:
-                return run(watch.pipelines, watch.row, overload, phase, redispatch, (below,), args, kwargs)
+                return run(watch.pipelines, watch.row, overload, phase, redispatch, below, args, kwargs)
             head = (watch, redispatch, below)
             return run(watch.pipelines, watch.row, overload, phase, _step_inside, head, args, kwargs)
         finally:
@@ -216,9 +267,10 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
     return keep_out(kernel)
 
 
-def _step_inside(watch: Watch, redispatch: Callable[..., Any], below: Any, /, *args: Any, **kwargs: Any) -> Any:
-    _stash(KEY, watch.inner)
+def _step_inside(head: tuple[Watch, Callable[..., Any], Any], /, *args: Any, **kwargs: Any) -> Any:
+    watch, redispatch, below = head
     try:
+        _stash(KEY, watch.inner)
         return redispatch(below, *args, **kwargs)
     finally:
         _stash(KEY, watch.hidden)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from opintercept import _origin
 from opintercept._errors import OpInterceptError
 from opintercept._ops import Op, row_of
 from opintercept._pipeline import Pipeline
@@ -83,9 +84,10 @@ class Block:
     Attributes:
         order: Grows with each block of the process.
         mode: The torch mode that feeds the block, where its engine is one.
+        task: The autograd graph task that it was entered in, -1 for none.
     """
 
-    __slots__ = ("mode", "order", "pauses", "watcher")
+    __slots__ = ("mode", "order", "pauses", "task", "watcher")
 
     _orders = itertools.count()
 
@@ -94,6 +96,7 @@ class Block:
         self.watcher = watcher
         self.pauses = pauses
         self.mode = mode
+        self.task: int = _origin.graph_task()
 
 
 class Everywhere:
@@ -134,18 +137,7 @@ class Watch:
         self.inner = inner
 
 
-class _Table(dict[Any, Watch | None]):
-    """Key to Watch, worked out on first use; None for what nobody watches."""
-
-    __slots__ = ("engine", "scope")
-
-    def __init__(self, scope: Scope, engine: Engine) -> None:
-        self.scope = scope
-        self.engine = engine
-
-    def __missing__(self, key: Any) -> Watch | None:
-        watch = self[key] = self.scope.watch(self.engine, key)
-        return watch
+UNKNOWN: Any = object()  # what a scope's table answers for what it has not worked out yet
 
 
 class Scope:
@@ -187,9 +179,9 @@ class Scope:
         self.inside = inside
         self.floor = floor
         self.everywhere = state.everywhere
-        self.kernels = _Table(self, "kernel")
-        self.overloads = _Table(self, "mode")
-        self.functions = _Table(self, "function")
+        self.kernels: dict[Any, Watch | None] = {}
+        self.overloads: dict[Any, Watch | None] = {}
+        self.functions: dict[Any, Watch | None] = {}
         self._hidden: Scope | None = None
 
     def with_blocks(self, blocks: tuple[Block, ...]) -> Scope:
@@ -221,15 +213,20 @@ class Scope:
         return list(dict.fromkeys(b.watcher for b in blocks if b.watcher not in paused))
 
     def watch(self, engine: Engine, key: Any) -> Watch | None:
-        """Who sees `key`, or None."""
+        """Who sees `key`, or None; remembered in the engine's table."""
+        table = {"kernel": self.kernels, "mode": self.overloads, "function": self.functions}[engine]
+        watch = table[key] = self._watch(engine, key)
+        return watch
+
+    def _watch(self, engine: Engine, key: Any) -> Watch | None:
+        if getattr(key, "__name__", "") in ("__get__", "__set__", "__delete__"):
+            return None  # reading an attribute of a tensor, which function modes see too, is no operator
         active = self.active()
         found = [w for w in active if w.engine == engine and w not in self.inside and w.watches(key)]
         if not found:
             return None
         hidden = self.while_hooks_run()
-        if engine != "kernel":  # torch takes a mode out of the way while it handles a call
-            inner = self
-        elif len(active) == len(found) and key.startswith("aten::"):
+        if engine == "kernel" and len(active) == len(found) and key.startswith("aten::"):
             inner = hidden  # saves two switches; no Python runs in there that could enter a block
         else:
             # Those who see this operator do not see its inner steps, the others do.

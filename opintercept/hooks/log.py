@@ -28,6 +28,7 @@ class Log:
         seed: Seeds the sample's own generator; torch's global one is never drawn from.
 
     Raises:
+        TypeError: A logger or a level of another type.
         ValueError: An unknown `values`, or a size below 1.
     """
 
@@ -42,8 +43,12 @@ class Log:
     ) -> None:
         if values not in get_args(Values):
             raise ValueError(f"values must be one of {', '.join(map(repr, get_args(Values)))}, got {values!r}")
-        if size < 1:
-            raise ValueError(f"size must be at least 1, got {size!r}")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"size must be a whole number of at least 1, got {size!r}")
+        if not isinstance(level, int):
+            raise TypeError(f"level must be a number, logging.INFO say, got {level!r}")
+        if not isinstance(logger, (logging.Logger, str)):
+            raise TypeError(f"logger must be a logging.Logger or its name, got {logger!r}")
         self.logger = logging.getLogger(logger) if isinstance(logger, str) else logger
         self.level = level
         self.values = values
@@ -61,7 +66,7 @@ class Log:
             read, shown = summary._asdict(), f" | {summary}"
         elif self.values == "sample":
             read = sample(output, self.size, self._generator)
-            shown = f" | sample {' '.join(f'{value:.4g}' for value in read)}"
+            shown = f" | sample {' '.join(f'{value:.3g}' for value in read)}"
         record = call.record()
         self.logger.log(
             self.level,

@@ -32,4 +32,4 @@ class Print:
         """Print the line."""
         summary = summarize(first_output(call.output))
         values = f" | {summary}" if summary is not None else ""
-        print(f"{call.index} {call.phase} {call.record()}{values}", file=self.file or sys.stdout)
+        print(f"{call.index} {call.phase} {call.record()}{values}", file=sys.stdout if self.file is None else self.file)

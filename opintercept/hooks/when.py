@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import torch
+
 from opintercept._call import OpCall, dtype_name
 from opintercept._pipeline import Hook, is_hook
 
@@ -38,7 +40,7 @@ def when(
         predicate: Any test of the call.
 
     Raises:
-        TypeError: `hook` is no hook, or `predicate` cannot be called.
+        TypeError: `hook` is no hook, `predicate` cannot be called, or a filter of the wrong type.
         ValueError: An unknown phase, or a count below 1.
 
     Example:
@@ -76,8 +78,12 @@ class _When:
         for name, value in (("every", every), ("first", first), ("min_numel", min_numel)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not (steps is None or isinstance(steps, int) or _is_container(steps)):
+            raise TypeError(f"steps must be a number or a container of numbers, range(100, 200) say, got {steps!r}")
+        if not (dtype is None or isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype)):
+            raise TypeError(f"dtype must be a torch.dtype or its name, 'bfloat16' say, got {dtype!r}")
         self.hook = hook
-        self._ops = None if op is None else frozenset([op] if isinstance(op, str) else op)
+        self._ops = None if op is None else _op_names(op)
         self._phase = phase
         self._dtype = None if dtype is None else dtype_name(dtype)
         self._min_numel = min_numel
@@ -137,6 +143,17 @@ class _When:
                 return False
             self._admitted += 1
             return True
+
+
+def _is_container(value: Any) -> bool:
+    return hasattr(value, "__contains__") and not isinstance(value, str)
+
+
+def _op_names(op: Any) -> frozenset[str]:
+    names = [op] if isinstance(op, str) else list(op) if isinstance(op, Iterable) else []
+    if not names or isinstance(op, torch._ops.OpOverloadPacket) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"op must be the name of an operator, 'mm' or 'aten::mm', or several names, got {op!r}")
+    return frozenset(names)
 
 
 def _names(op: str) -> tuple[str, str]:

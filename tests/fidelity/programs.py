@@ -267,12 +267,19 @@ class Program:
 
 
 def _function(
-    function: Callable[..., Tensor], *shapes: tuple[int, ...], name: str = "", dtype: Any = torch.float32, **options: Any
+    function: Callable[..., Tensor],
+    *shapes: tuple[int, ...],
+    name: str = "",
+    dtype: Any = torch.float32,
+    **options: Any,
 ) -> Program:
     def inputs() -> list[Tensor]:
         if not dtype.is_floating_point and not dtype.is_complex:
             return [torch.randint(-4, 5, shape).to(dtype) for shape in shapes]
-        return [torch.randn(shape).to(dtype) if not dtype.is_complex else torch.randn(shape, dtype=dtype) for shape in shapes]
+        return [
+            torch.randn(shape).to(dtype) if not dtype.is_complex else torch.randn(shape, dtype=dtype)
+            for shape in shapes
+        ]
 
     options.setdefault("differentiable", dtype.is_floating_point or dtype.is_complex)
     return Program(name or function.__name__, lambda: function, inputs, **options)
@@ -369,7 +376,11 @@ PROGRAMS: list[Program] = [
     Program(
         "int8pack",
         lambda: int8pack,
-        lambda: [torch.randn(4, 16).bfloat16(), torch.randint(-9, 9, (8, 16), dtype=torch.int8), torch.rand(8).bfloat16()],
+        lambda: [
+            torch.randn(4, 16).bfloat16(),
+            torch.randint(-9, 9, (8, 16), dtype=torch.int8),
+            torch.rand(8).bfloat16(),
+        ],
         scriptable=False,
         differentiable=False,
     ),

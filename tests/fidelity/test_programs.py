@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from programs import PROGRAMS, Program, assert_same, execute, outermost
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opintercept import Interceptor, OpInterceptWarning, intercept
-from programs import PROGRAMS, Program, assert_same, execute, outermost
 
 CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
     "grad": (nullcontext, True),

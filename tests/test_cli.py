@@ -1,0 +1,98 @@
+"""The command line: the demo, bad options, and an answer to --help without torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from opintercept.cli import main
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_demo_shows_training_by_its_matmuls(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert re.fullmatch(r"A decoder of [\d,]+ parameters learns textwrap\.py \([\d,]+ characters\)\.", lines[0])
+    shown = [line.split(" ", 2)[1] for line in lines if re.match(r"\d+ (forward|backward) aten::", line)]
+    assert shown == ["forward"] * 6 + ["backward"] * 3
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", out, re.MULTILINE)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    opaque = next(line for line in lines if line.startswith("opaque, seen but not into: "))
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu x6" in opaque
+
+
+def test_the_table_of_the_demo_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["demo", "--steps", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("operator "))
+    end = next(i for i, line in enumerate(lines) if line.startswith("all "))
+    row = re.compile(r" (\d+) +(\d+\.\d) +\d+\.\d +\d+\.\d%")
+    parts = [match for line in lines[start + 1 : end] if (match := row.search(line))]
+    total = row.search(lines[end])
+    assert total is not None
+    assert len(parts) == end - start - 1 > 5
+    assert sum(int(part[1]) for part in parts) == int(total[1])
+    # Each figure is rounded to 0.1 MFLOP on its own.
+    assert sum(float(part[2]) for part in parts) == pytest.approx(float(total[2]), abs=0.05 * (len(parts) + 1))
+    # A step: 3 layers of 4 linears and the head, whose backward pass doubles them, and attention both ways.
+    assert int(total[1]) == 3 * (4 * 3 + 2) + 3
+
+
+def test_demo_as_a_module() -> None:
+    done = python("-m", "opintercept", "demo", "--steps", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "The first matmuls, forward, and the first three backward:\n0 forward aten::addmm " in done.stdout
+    assert len(re.findall(r"^step +\d+  loss", done.stdout, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"the following arguments are required: command"),
+        (["fly"], r"invalid choice: 'fly'"),
+        (["demo", "--step-count", "2"], r"unrecognized arguments: --step-count 2"),
+        (["demo", "--steps"], r"--steps: expected one argument"),
+        (["demo", "--steps", "0"], r"--steps: must be .*at least 1, got '?0"),
+        (["demo", "--steps", "-2"], r"--steps: must be .*at least 1, got '?-2"),
+        (["demo", "--steps", "two"], r"--steps: must be .*, got 'two'"),
+    ],
+    ids=["no command", "command", "option", "no steps", "0 steps", "negative steps", "steps in words"],
+)
+def test_bad_options_exit_with_2_and_say_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(message, err)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]], ids=" ".join)
+def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(arguments)
+    assert "demo" in capsys.readouterr().out
+
+
+def imports_torch(code: str) -> bool:
+    done = python("-c", f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('torch' in sys.modules)")
+    return {"True": True, "False": False}[done.stdout.splitlines()[-1]]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--steps", "0"]], ids=["help", "bad option"])
+def test_answers_that_need_no_torch_do_not_import_it(arguments: list[str]) -> None:
+    assert not imports_torch(f"from opintercept.cli import main; main({arguments})")
+
+
+def test_the_check_reports_code_that_does_import_torch() -> None:
+    assert imports_torch("from opintercept.cli import _decoder; _decoder(8, 4); sys.exit(2)")

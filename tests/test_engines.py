@@ -1,0 +1,319 @@
+"""What each engine is built on, and that it leaves torch's machinery as it was."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
+
+from opintercept import OpCall, OpInterceptWarning, hooks, intercept
+from opintercept._engines import function_mode, kernels
+
+A = torch.randn(4, 4)
+
+
+def ops_of(recorder: hooks.Recorder) -> list[str]:
+    return [record.op for record in recorder.records]
+
+
+def ancestors(event: Any) -> list[Any]:
+    return [] if event.cpu_parent is None else [event.cpu_parent, *ancestors(event.cpu_parent)]
+
+
+def test_kernel_engine_touches_only_the_operators_it_watches() -> None:
+    add, mm, bmm = (torch._C._dispatch_dump_table(f"aten::{name}") for name in ("add.Tensor", "mm", "bmm"))
+    with intercept(ops="mm"):
+        assert torch._C._dispatch_dump_table("aten::add.Tensor") == add
+        assert torch._C._dispatch_dump_table("aten::bmm") == bmm
+        assert torch._C._dispatch_dump_table("aten::mm") != mm
+
+
+def test_kernel_engine_restores_every_operator_of_the_family() -> None:
+    names = list(intercept()._overloads)
+    before = {name: torch._C._dispatch_dump_table(name) for name in names}
+    with intercept():
+        assert {name: torch._C._dispatch_dump_table(name) for name in names} != before
+    assert {name: torch._C._dispatch_dump_table(name) for name in names} == before
+
+
+def test_kernel_engine_watches_single_overloads() -> None:
+    recorder = hooks.Recorder()
+    with intercept(recorder, ops=torch.ops.aten.mm.out):
+        torch.mm(A, A)
+        torch.mm(A, A, out=torch.empty(4, 4))
+    assert [record.func for record in recorder.records] == ["aten.mm.out"]
+
+
+@pytest.mark.parametrize("name", ["add", "aten::add", "aten::add.Tensor", "opintercept_tests::twice"])
+def test_kernel_engine_watches_any_operator_by_name(name: str) -> None:
+    recorder = hooks.Recorder()
+    with intercept(recorder, ops=[name]):
+        torch.add(A, A)
+        torch.ops.opintercept_tests.twice(A)
+    assert ops_of(recorder) == [name.partition(".")[0] if "::" in name else f"aten::{name}"]
+
+
+@torch.library.custom_op("opintercept_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, x) * 2
+
+
+def test_kernel_engine_sees_what_vmap_grad_and_jvp_run() -> None:
+    recorder = hooks.Recorder()
+    interceptor = intercept(recorder)
+    watched = {name.partition(".")[0] for name in interceptor._overloads}
+    batch = torch.randn(3, 4, 4)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x @ A).tanh().sum()
+
+    # functorch calls an operator again for each of its levels; the innermost ones compute.
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, interceptor:
+        torch.func.vmap(torch.mm)(batch, batch)
+        torch.func.grad(loss)(A)
+        torch.func.vmap(torch.func.grad(loss))(batch)
+        torch.func.jvp(loss, (A,), (A,))
+        torch.func.hessian(loss)(A[0])
+    events = [event for event in profiler.events() if event.name in watched]
+    above = {ancestor for event in events for ancestor in ancestors(event)}
+    innermost = sorted((event for event in events if event not in above), key=lambda event: event.time_range.start)
+    assert ops_of(recorder) == [event.name for event in innermost]
+    assert len(innermost) > 10
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+def test_tensors_without_values_pass_unseen(engine: dict[str, Any]) -> None:
+    recorder = hooks.Recorder()
+    with intercept(recorder, **engine):
+        meta = torch.randn(2, 3, device="meta") @ torch.randn(3, 4, device="meta")
+        with FakeTensorMode() as fake:
+            faked = fake.from_tensor(A) @ fake.from_tensor(A)
+    assert (meta.shape, faked.shape) == ((2, 4), (4, 4))
+    assert recorder.records == []
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+def test_a_wrapper_subclass_gives_a_call_for_each_product_that_runs(engine: dict[str, Any]) -> None:
+    recorder = hooks.Recorder()
+    pair = TwoTensor(A, A + 1)
+    with intercept(recorder, **engine):
+        out = pair @ pair
+    assert torch.equal(out.b, (A + 1) @ (A + 1))
+    assert ops_of(recorder) == ["aten::mm"] * 2
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+@pytest.mark.parametrize("first", ["inside", "outside"])
+def test_compile_makes_the_same_graph_once(engine: dict[str, Any], first: str) -> None:
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append([node.op.partition("_")[0] for node in graph.graph.nodes])
+        return graph.forward
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (x @ A).sin() + 1
+
+    expected = model(A)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    if first == "outside":
+        compiled(A)
+    with intercept(lambda call: None, **engine):
+        assert torch.equal(compiled(A), expected)
+        assert torch.equal(compiled(A), expected)
+    assert torch.equal(compiled(A), expected)
+    # A function mode is part of what Dynamo guards on: one graph with it, one without, alike.
+    assert len(graphs) == (2 if "level" in engine else 1)
+    assert all(graph == graphs[0] for graph in graphs)
+
+
+def test_dynamo_leaves_hooks_alone_around_a_graph_break() -> None:
+    frames: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        frames.append(" ".join(node.name for node in graph.graph.nodes))
+        return graph.forward
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return torch.linalg.matrix_exp(y).to_sparse().to_dense()
+
+    def hook(call: OpCall) -> None:
+        call.output.cos()
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(A)
+    plain = list(frames)
+    for engine in ({}, {"engine": "mode"}):
+        frames.clear()
+        torch._dynamo.reset()
+        with intercept(hook, **engine):  # type: ignore[arg-type]
+            torch.compile(model, backend=backend)(A)
+        assert frames == plain
+
+
+def test_mode_engine_takes_higher_order_operators() -> None:
+    yes = torch.tensor(True)
+    with intercept(engine="mode") as interceptor:
+        out = torch.cond(yes, lambda x: x @ x, lambda x: x + 1, (A,))
+    assert torch.equal(out, A @ A)
+    assert interceptor.opaque == {"higher_order::cond": 1}
+
+
+def test_mode_engine_sees_every_operator_on_request() -> None:
+    names: list[str] = []
+    with intercept(lambda call: names.append(call.op), ops="all"):
+        torch.relu(A + 1)
+    assert names == ["aten::add", "aten::relu"]
+
+
+def test_mode_engine_gets_composites_whole_under_inference_mode() -> None:
+    recorder = hooks.Recorder()
+    with torch.inference_mode(), intercept(recorder, engine="mode"):
+        F.linear(A, A)
+    assert ops_of(recorder) == ["aten::linear"]
+
+
+def test_mode_engine_calls_a_fused_operator_opaque() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    with torch.no_grad(), intercept(engine="mode") as interceptor:
+        layer(torch.randn(2, 3, 8))
+    assert interceptor.opaque == {"aten::_transformer_encoder_layer_fwd": 1}
+
+
+def test_function_level_sees_every_function_but_no_attribute_on_request() -> None:
+    names: list[str] = []
+    with intercept(lambda call: names.append(call.op), level="function", ops="all"):
+        torch.relu(A).shape  # noqa: B018
+    assert names == ["torch.relu"]
+
+
+@pytest.mark.parametrize("op", [torch.mm, "mm", "torch.mm"], ids=["function", "short", "public"])
+def test_function_level_takes_functions_and_names(op: Any) -> None:
+    names: list[str] = []
+    with intercept(lambda call: names.append(call.op), level="function", ops=[op]):
+        torch.mm(A, A)
+        torch.matmul(A, A)
+    assert names == ["torch.mm"]
+
+
+def test_function_level_replacement_is_differentiated() -> None:
+    x = A.clone().requires_grad_()
+    with intercept(lambda call: call.output * 3, level="function", ops="mm"):
+        torch.mm(x, A).sum().backward()
+    expected = A.clone().requires_grad_()
+    (torch.mm(expected, A) * 3).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+
+
+def test_dispatch_level_replacement_is_a_straight_through_edit() -> None:
+    def triple_forward(call: OpCall) -> torch.Tensor | None:
+        return call.output * 3 if call.phase == "forward" else None
+
+    x, expected = A.clone().requires_grad_(), A.clone().requires_grad_()
+    for engine in ("kernel", "mode"):
+        x.grad = expected.grad = None
+        with intercept(triple_forward, engine=engine, ops="mm"):  # type: ignore[arg-type]
+            out = torch.mm(x, A)
+            out.sum().backward()
+        torch.mm(expected, A).sum().backward()
+        assert torch.equal(out, torch.mm(A, A) * 3)
+        assert torch.equal(x.grad, expected.grad)
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+@pytest.mark.parametrize("form", ["plain", "out", "in place"])
+def test_a_replacement_reaches_the_tensor_that_the_caller_reads(engine: dict[str, Any], form: str) -> None:
+    def transpose_and_shift(call: OpCall) -> torch.Tensor:
+        return call.output.t()  # a view of what it goes into
+
+    expected = torch.addmm(A, A, A).t()
+    with intercept(transpose_and_shift, **engine):
+        if form == "plain":
+            result = torch.addmm(A, A, A)
+        elif form == "out":
+            result = torch.empty(4, 4)
+            torch.addmm(A, A, A, out=result)
+        else:
+            result = A.clone()
+            result.addmm_(A, A)
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+@pytest.mark.parametrize("form", ["plain", "out", "in place"])
+def test_replaced_inputs_are_multiplied_and_the_caller_reads_the_result(engine: dict[str, Any], form: str) -> None:
+    class Doubles:
+        def pre(self, call: OpCall) -> tuple[Any, Any]:
+            out = {"out": torch.empty(4, 4)} if "out" in call.kwargs else {}
+            return tuple(arg * 2 for arg in call.args), {**call.kwargs, **out}
+
+    expected = torch.addmm(A * 2, A * 2, A * 2)
+    with intercept(Doubles(), **engine):
+        if form == "plain":
+            result = torch.addmm(A, A, A)
+        elif form == "out":
+            result = torch.empty(4, 4)
+            torch.addmm(A, A, A, out=result)
+        else:
+            result = A.clone()
+            result.addmm_(A, A)
+    assert torch.equal(result, expected)
+
+
+def test_function_level_warns_once_that_the_fused_path_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(function_mode, "_warned", False)
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 3, 8)
+    with intercept(level="function"), torch.no_grad():
+        with warnings.catch_warnings(action="error"):
+            attention.train()(x, x, x)
+        with pytest.warns(OpInterceptWarning, match="function level turns off the fused path of nn.MultiheadAttention"):
+            attention.eval()(x, x, x)
+        with warnings.catch_warnings(action="error"):
+            attention(x, x, x)
+
+
+def test_idle_kernels_pass_calls_on() -> None:
+    with intercept(lambda call: None):
+        installed = set(kernels._installed)
+        recorder = hooks.Recorder()
+        with intercept(recorder, ops="mm"):
+            torch.bmm(A[None], A[None])
+    assert "aten::bmm" in installed
+    assert recorder.records == []
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+def test_backward_calls_are_told_from_forward_ones(engine: dict[str, Any]) -> None:
+    phases: list[str] = []
+    x = A.clone().requires_grad_()
+    with intercept(lambda call: phases.append(call.phase), **engine):
+        torch.mm(x, x).sum().backward()
+    assert phases == ["forward", "backward", "backward"]
+
+
+def test_a_gradient_is_still_stolen_and_not_copied() -> None:
+    layer = torch.nn.Linear(64, 64)
+    x = torch.randn(8, 64)
+
+    def operators(watch: bool) -> list[str]:
+        layer.zero_grad()
+        loss = layer(x).sum()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            if watch:
+                with intercept(hooks.Recorder()):
+                    loss.backward()
+            else:
+                loss.backward()
+        return sorted(event.name for event in profiler.events())
+
+    assert operators(watch=True) == operators(watch=False)

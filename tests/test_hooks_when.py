@@ -1,0 +1,431 @@
+"""`when`: which calls pass, and that a hook behind it is otherwise as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from opintercept import HookError, OpCall, hooks, intercept
+
+
+def mm(size: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.mm(torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype))
+
+
+def mv() -> torch.Tensor:
+    return torch.mv(torch.ones(2, 2), torch.ones(2))
+
+
+def bmm() -> torch.Tensor:
+    return torch.bmm(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
+
+
+def passed(program: Callable[[], Any], level: Any = "dispatch", **filters: Any) -> list[int]:
+    """The indexes of the calls of `program` that pass."""
+    recorder = hooks.Recorder()
+    with intercept(hooks.when(recorder, **filters), level=level):
+        program()
+    return [record.index for record in recorder.records]
+
+
+def mixed() -> None:
+    mm()
+    mv()
+    bmm()
+    mm()
+
+
+@pytest.mark.parametrize(
+    ("op", "indexes"),
+    [
+        ("mm", [0, 3]),
+        ("aten::mm", [0, 3]),
+        (("mm", "mv"), [0, 1, 3]),
+        (["aten::mv", "bmm"], [1, 2]),
+        ({"mm"}, [0, 3]),
+        ((name for name in ("mv", "mv")), [1]),
+        ("dot", []),
+        ("m", []),
+        ("addmm", []),
+    ],
+    ids=["short", "full", "several", "list", "set", "generator", "absent", "part of a name", "longer name"],
+)
+def test_op_at_dispatch_level(op: Any, indexes: list[int]) -> None:
+    assert passed(mixed, op=op) == indexes
+
+
+@pytest.mark.parametrize(
+    ("op", "indexes"),
+    [
+        ("linear", [0]),
+        ("torch.nn.functional.linear", [0]),
+        ("torch.linear", []),
+        ("matmul", [1, 2, 3]),
+        ("torch.matmul", [1]),
+        ("torch.Tensor.matmul", [2]),
+        ("mm", [4]),
+    ],
+    ids=["short", "full", "wrong module", "every matmul", "function", "operator", "not within a name"],
+)
+def test_op_at_function_level(op: Any, indexes: list[int]) -> None:
+    x = torch.ones(2, 2)
+
+    def program() -> None:
+        F.linear(x, x)
+        torch.matmul(x, x)
+        _ = x @ x
+        torch.linalg.matmul(x, x)
+        torch.mm(x, x)
+
+    assert passed(program, "function", op=op) == indexes
+
+
+def test_phase() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    w = torch.ones(2, 2, requires_grad=True)
+
+    def program() -> None:
+        (x @ w).sum().backward()
+
+    assert passed(program, phase="forward") == [0]
+    assert passed(program, phase="backward") == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, "float64", "torch.float64"], ids=["dtype", "name", "full name"])
+def test_dtype_of_either_operand(dtype: Any) -> None:
+    def program() -> None:
+        mm()
+        mm(dtype=torch.float64)
+        mm(dtype=torch.complex64)
+
+    assert passed(program, dtype=dtype) == [1]
+
+
+def test_dtype_of_the_right_operand_counts_too() -> None:
+    class Call:
+        op, phase, step = "aten::mm", "forward", 0
+        lhs, rhs = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
+
+    seen: list[Any] = []
+    hook: Any = hooks.when(seen.append, dtype=torch.int8)
+    hook.post(Call())
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("min_numel", "indexes"), [(1, [0, 1]), (4, [0, 1]), (5, [1]), (9, [1]), (10, [])], ids=str)
+def test_min_numel_of_the_larger_operand(min_numel: int, indexes: list[int]) -> None:
+    def program() -> None:
+        mv()
+        torch.mm(torch.ones(1, 3), torch.ones(3, 3))
+
+    assert passed(program, min_numel=min_numel) == indexes
+
+
+@pytest.mark.parametrize(
+    ("filters", "indexes"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"every": 1}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"every": 3}, [0, 3, 6]),
+        ({"first": 2}, [0, 1]),
+        ({"every": 3, "first": 2}, [0, 3]),
+        ({"every": 9}, [0]),
+        ({"first": 9}, [0, 1, 2, 3, 4, 5, 6]),
+    ],
+    ids=["none", "every 1", "every 3", "first 2", "every 3 first 2", "every 9", "first 9"],
+)
+def test_every_and_first(filters: dict[str, int], indexes: list[int]) -> None:
+    assert passed(lambda: [mm() for _ in range(7)], **filters) == indexes
+
+
+def test_counters_count_what_the_other_filters_let_through() -> None:
+    def program() -> None:
+        for _ in range(4):
+            mm()
+            mv()
+
+    assert passed(program, op="mv", every=2) == [1, 5]
+    assert passed(program, op="mv", first=3) == [1, 3, 5]
+    assert passed(program, predicate=lambda call: call.index >= 2, every=2, first=2) == [2, 4]
+
+
+def test_counters_go_on_in_the_next_block() -> None:
+    recorder = hooks.Recorder()
+    hook = hooks.when(recorder, first=3)
+    for _ in range(2):
+        with intercept(hook):
+            mm()
+            mm()
+    assert len(recorder.records) == 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(1, [1]), (range(1, 3), [1, 2]), ({0, 3}, [0, 3]), ([], []), (range(2, 100, 2), [2])],
+    ids=["number", "range", "set", "none", "stride"],
+)
+def test_steps(steps: Any, expected: list[int]) -> None:
+    recorder = hooks.Recorder()
+    with intercept(hooks.when(recorder, steps=steps)) as interceptor:
+        for _ in range(4):
+            mm()
+            interceptor.step()
+    assert [record.step for record in recorder.records] == expected
+
+
+def test_predicate_sees_the_call_and_only_those_the_cheaper_filters_pass() -> None:
+    asked: list[int] = []
+
+    def predicate(call: OpCall) -> bool:
+        asked.append(call.index)
+        return call.lhs is not None and call.lhs.shape[0] == 3
+
+    def program() -> None:
+        mv()
+        mm(2)
+        mm(3)
+
+    assert passed(program, op="mm", predicate=predicate) == [2]
+    assert asked == [1, 2]
+
+
+def test_all_filters_must_pass() -> None:
+    x = torch.ones(3, 3, requires_grad=True)
+
+    def program() -> None:
+        mm(3)
+        (x @ torch.ones(3, 3)).sum().backward()
+        torch.mv(x.detach(), torch.ones(3))
+
+    assert passed(program, op="mm", phase="forward", dtype=torch.float32, min_numel=9, steps=0) == [0, 1]
+    assert passed(program, op="mm", phase="backward", min_numel=9) == [2]
+    assert passed(program, op="mv", phase="backward") == []
+
+
+class Both:
+    """Notes the calls that each of its methods gets."""
+
+    def __init__(self) -> None:
+        self.pres: list[int] = []
+        self.posts: list[int] = []
+        self.errors: list[int] = []
+
+    def pre(self, call: OpCall) -> Any:
+        self.pres.append(call.index)
+
+    def post(self, call: OpCall) -> Any:
+        self.posts.append(call.index)
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        self.errors.append(call.index)
+
+
+def test_pre_and_post_share_one_verdict() -> None:
+    hook, asked = Both(), []
+
+    def predicate(call: OpCall) -> bool:
+        asked.append(call.index)
+        return len(asked) % 2 == 1  # a second question would get the other answer
+
+    with intercept(hooks.when(hook, predicate=predicate)):
+        for _ in range(5):
+            mm()
+    assert hook.pres == hook.posts == [0, 2, 4]
+    assert asked == [0, 1, 2, 3, 4]
+
+
+def test_the_verdict_holds_when_pre_changes_what_it_was_based_on() -> None:
+    class Widen(Both):
+        def pre(self, call: OpCall) -> Any:
+            super().pre(call)
+            return [value.double() for value in call.args], call.kwargs
+
+    hook = Widen()
+    with intercept(hooks.when(hook, dtype=torch.float32), level="function"):
+        mm()
+        mm(dtype=torch.float64)
+    assert hook.pres == hook.posts == [0]
+
+
+def test_the_verdict_holds_for_error() -> None:
+    hook = Both()
+    with intercept(hooks.when(hook, every=2)):
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+    assert hook.pres == hook.errors == [0, 2]
+    assert hook.posts == []
+
+
+def test_one_hook_behind_two_filters_is_asked_for_each() -> None:
+    recorder = hooks.Recorder()
+    with intercept([hooks.when(recorder, op="mm"), hooks.when(recorder, op="mv")]):
+        mixed()
+    assert [record.op for record in recorder.records] == ["aten::mm", "aten::mv", "aten::mm"]
+
+
+def test_nested_filters_both_apply_and_the_inner_counts_what_the_outer_passes() -> None:
+    recorder = hooks.Recorder()
+    with intercept(hooks.when(hooks.when(recorder, every=2), every=3)):
+        for _ in range(13):
+            mm()
+    assert [record.index for record in recorder.records] == [0, 6, 12]
+
+
+def test_two_interceptors_with_one_filter_count_together() -> None:
+    recorder = hooks.Recorder()
+    hook = hooks.when(recorder, first=3)
+    with intercept(hook), intercept(hook):
+        mm()
+        mm()
+    assert len(recorder.records) == 3
+
+
+def test_a_replacement_goes_through() -> None:
+    class Double:
+        def post(self, call: OpCall) -> torch.Tensor:
+            return call.output * 2
+
+    with intercept(hooks.when(Double(), first=1)):
+        products = mm(), mm()
+    assert torch.equal(products[0], torch.full((2, 2), 4.0))
+    assert torch.equal(products[1], torch.full((2, 2), 2.0))
+
+
+def test_changed_inputs_go_through() -> None:
+    class Negate:
+        def pre(self, call: OpCall) -> tuple[Any, Any]:
+            return (-call.args[0], call.args[1]), call.kwargs
+
+    with intercept(hooks.when(Negate(), op="mm")):
+        product, vector = mm(), mv()
+    assert torch.equal(product, torch.full((2, 2), -2.0))
+    assert torch.equal(vector, torch.full((2,), 2.0))
+
+
+def test_a_misfit_replacement_is_still_refused() -> None:
+    hook = hooks.when(lambda call: call.output[0], op="mm")
+    with intercept(hook), pytest.raises(HookError, match="must have the shape of the operator's"):
+        mm()
+
+
+def only(*names: str) -> Any:
+    """A hook with these methods and no others."""
+    return type("Only", (), {name: (lambda self, *args: None) for name in names})()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("pre",), ("post",), ("error",), ("pre", "post"), ("enter", "exit"), ("post", "exit"), ("pre", "enter")],
+    ids=" ".join,
+)
+def test_the_filter_has_the_hooks_methods_and_no_others(names: tuple[str, ...]) -> None:
+    hook = hooks.when(only(*names), first=1)
+    every = ("pre", "post", "error", "enter", "exit", "backward")
+    assert [name for name in every if hasattr(hook, name)] == [name for name in every if name in names]
+
+
+def test_a_callable_is_a_post_hook() -> None:
+    hook = hooks.when(lambda call: None)
+    assert [name for name in ("pre", "post", "error") if hasattr(hook, name)] == ["post"]
+
+
+def test_enter_and_exit_are_not_filtered() -> None:
+    ran: list[str] = []
+
+    class Hook:
+        def enter(self) -> None:
+            ran.append("enter")
+
+        def exit(self) -> None:
+            ran.append("exit")
+
+        def post(self, call: OpCall) -> None:
+            ran.append("post")
+
+    with intercept(hooks.when(Hook(), op="dot")):
+        mm()
+    assert ran == ["enter", "exit"]
+
+
+def test_a_callable_with_enter_sees_the_same_calls_with_and_without_a_filter() -> None:
+    class Hook:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, call: OpCall) -> None:
+            self.calls += 1
+
+        def enter(self) -> None: ...
+
+    plain, filtered = Hook(), Hook()
+    with intercept([plain, hooks.when(filtered)]):
+        mm()
+    assert plain.calls == filtered.calls
+
+
+def test_a_hook_with_backward_is_refused_behind_a_filter_too() -> None:
+    with pytest.raises(ValueError, match="a hook with a backward method cannot run"):
+        intercept(hooks.when(only("backward", "post")))
+
+
+def test_the_filter_shows_its_hook() -> None:
+    class Hook:
+        def post(self, call: OpCall) -> None: ...
+
+        def __repr__(self) -> str:
+            return "Hook()"
+
+    assert repr(hooks.when(hooks.when(Hook(), first=1), op="mm")) == "when(when(Hook()))"
+
+
+@pytest.mark.parametrize(
+    ("hook", "filters", "error", "message"),
+    [
+        (3, {}, TypeError, r"^when must be given a hook, got 3$"),
+        (None, {}, TypeError, r"^when must be given a hook, got None$"),
+        (hooks.Recorder, {}, TypeError, r"^when must be given a hook, got <class .*Recorder'>$"),
+        (print, {"predicate": True}, TypeError, r"^predicate must be callable, got True$"),
+        (print, {"phase": "recompute"}, ValueError, r"^phase must be 'forward' or 'backward', got 'recompute'$"),
+        (print, {"every": 0}, ValueError, r"^every must be a whole number of at least 1, got 0$"),
+        (print, {"every": 1.5}, ValueError, r"^every must be a whole number of at least 1, got 1\.5$"),
+        (print, {"first": 0}, ValueError, r"^first must be a whole number of at least 1, got 0$"),
+        (print, {"first": "3"}, ValueError, r"^first must be a whole number of at least 1, got '3'$"),
+        (print, {"min_numel": 0}, ValueError, r"^min_numel must be a whole number of at least 1, got 0$"),
+        (print, {"op": 3}, TypeError, r"^op must be .*, got 3"),
+        (print, {"op": torch.ops.aten.mm}, TypeError, r"^op must be .*, got <OpOverloadPacket"),
+        (print, {"op": [torch.mm]}, TypeError, r"^op must be .*, got \[<built-in method mm"),
+        (print, {"dtype": float}, TypeError, r"^dtype must be .*, got <class 'float'>"),
+        (print, {"steps": 2.5}, TypeError, r"^steps must be .*, got 2\.5"),
+        (print, {"steps": "12"}, TypeError, r"^steps must be .*, got '12'"),
+        (print, {"steps": iter([1])}, TypeError, r"^steps must be .*, got <list_iterator"),
+    ],
+    ids=[
+        "number",
+        "nothing",
+        "class",
+        "predicate",
+        "phase",
+        "every 0",
+        "every 1.5",
+        "first 0",
+        "first string",
+        "min_numel 0",
+        "op number",
+        "op packet",
+        "op function",
+        "dtype type",
+        "steps number",
+        "steps string",
+        "steps iterator",
+    ],
+)
+def test_bad_arguments_are_refused_at_once(
+    hook: Any, filters: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        hooks.when(hook, **filters)

@@ -1,0 +1,190 @@
+"""What importing costs, which names are public, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import opintercept
+
+PACKAGE = Path(opintercept.__file__).parent
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+# A file imports only from lower lines; those of one line know nothing of each other.
+LAYERS = (
+    {"_errors.py"},
+    {"_call.py"},
+    {"_ops.py"},
+    {"_pipeline.py"},
+    {"_origin.py"},
+    {"_engines/__init__.py", "_engines/dynamo.py", "_engines/scope.py"},
+    {"_engines/modes.py"},
+    {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
+    {"_intercept.py"},
+    {"hooks/_values.py"},
+    {name for name in SOURCES if re.fullmatch(r"hooks/[a-z]\w*\.py", name)},
+    {"hooks/__init__.py"},
+    {"cli.py", "pytest_plugin.py"},
+    {"__init__.py", "__main__.py"},
+)
+RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+PRIVATE = re.compile(
+    r"torch\._(?:C|dynamo|subclasses|guards|functorch|inductor)\b|_python_dispatch|from torch import _"
+)
+
+
+def imports_torch(code: str) -> bool:
+    """Whether a fresh interpreter that has run `code` has torch."""
+    probe = f"{code}\nimport sys\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    return {"True": True, "False": False}[done.stdout.strip()]
+
+
+def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that importing a module runs: none in functions or under TYPE_CHECKING."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            yield from run_on_import(statement.orelse)
+            continue
+        yield statement
+        for part in ("body", "orelse", "finalbody"):
+            yield from run_on_import(getattr(statement, part, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from run_on_import(handler.body)
+
+
+def imported(source: str) -> set[str]:
+    """What a module imports when it is imported: files of the package by path, others by their first name."""
+    names: set[str] = set()
+    for statement in run_on_import(ast.parse(source).body):
+        if isinstance(statement, ast.Import):
+            names.update(alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.level == 0, "relative import"
+            inner = {f"{statement.module}.{alias.name}" for alias in statement.names}
+            names.update({name if file_of(name) in SOURCES else str(statement.module) for name in inner})
+    return {file_of(name) if name.partition(".")[0] == "opintercept" else name.partition(".")[0] for name in names}
+
+
+def file_of(module: str) -> str:
+    """The package's file that holds a module."""
+    path = "/".join(module.split(".")[1:])
+    return f"{path}.py" if f"{path}.py" in SOURCES else f"{path}/__init__.py".lstrip("/")
+
+
+def upward(name: str, source: str) -> list[str]:
+    """The imports of a file that do not go to a lower layer."""
+    return sorted(other for other in imported(source) if other in RANKS and RANKS[other] >= RANKS[name])
+
+
+def test_importing_the_package_leaves_torch_out() -> None:
+    assert not imports_torch("import opintercept")
+
+
+def test_importing_the_pytest_plugin_leaves_torch_out() -> None:
+    assert not imports_torch("import opintercept.pytest_plugin")
+
+
+@pytest.mark.parametrize(
+    "code", ["import torch", "from opintercept import intercept", "import opintercept.hooks"], ids=lambda code: code
+)
+def test_the_check_reports_code_that_does_import_torch(code: str) -> None:
+    assert imports_torch(code)
+
+
+@pytest.mark.parametrize("name", opintercept.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    value = getattr(opintercept, name)
+    assert value is getattr(opintercept, name)
+    if hasattr(value, "__qualname__"):
+        assert value.__name__ == name
+
+
+def test_public_names_are_each_listed_once() -> None:
+    assert sorted(opintercept.__all__) == sorted(set(opintercept.__all__))
+
+
+def test_unknown_attribute_names_the_module_and_itself() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'opintercept' has no attribute 'interceptt'$"):
+        _ = opintercept.interceptt
+
+
+def test_dir_lists_public_names_before_their_first_use() -> None:
+    code = "import opintercept; assert set(opintercept.__all__) <= set(dir(opintercept))"
+    assert not imports_torch(code)
+
+
+def test_errors_are_written_with_their_public_path() -> None:
+    for error in (opintercept.OpInterceptError, opintercept.HookError, opintercept.OpInterceptWarning):
+        assert error.__module__ == "opintercept"
+    assert issubclass(opintercept.HookError, opintercept.OpInterceptError)
+
+
+def test_py_typed_ships() -> None:
+    assert importlib.resources.files("opintercept").joinpath("py.typed").is_file()
+
+
+def test_every_file_has_a_layer() -> None:
+    assert sorted(RANKS) == sorted(SOURCES)
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_file_imports_only_from_lower_layers(name: str) -> None:
+    assert upward(name, SOURCES[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "found"),
+    [
+        ("_call.py", "from opintercept._pipeline import Pipeline", ["_pipeline.py"]),
+        ("_ops.py", "from opintercept import _origin", ["_origin.py"]),
+        ("_intercept.py", "import opintercept.hooks.log", ["hooks/log.py"]),
+        ("hooks/log.py", "from opintercept.hooks.print import Print", ["hooks/print.py"]),
+        ("_engines/kernels.py", "from opintercept import intercept", ["__init__.py"]),
+        ("_origin.py", "try:\n    import opintercept.cli\nexcept ImportError:\n    pass", ["cli.py"]),
+        ("_origin.py", "class A:\n    from opintercept import hooks", ["hooks/__init__.py"]),
+        ("_call.py", "if TYPE_CHECKING:\n    from opintercept._pipeline import Pipeline", []),
+        ("_call.py", "def f():\n    from opintercept import hooks", []),
+        ("_call.py", "from opintercept._errors import HookError\nimport json", []),
+    ],
+    ids=["from", "package", "import", "sibling", "public name", "try", "class", "typing", "function", "allowed"],
+)
+def test_the_layer_check_finds_what_it_should(name: str, source: str, found: list[str]) -> None:
+    assert upward(name, source) == found
+
+
+@pytest.mark.parametrize("name", ["_errors.py", "_call.py", "_pipeline.py", "cli.py", "pytest_plugin.py"])
+def test_files_that_do_without_torch_do_not_import_it(name: str) -> None:
+    assert "torch" not in imported(SOURCES[name])
+    assert "torch" in imported(f"{SOURCES[name]}\nimport torch.nn")
+
+
+def test_private_torch_api_stays_in_the_engines_and_origin() -> None:
+    users = {name for name, source in SOURCES.items() if PRIVATE.search(source)}
+    assert {name for name in users if not name.startswith("_engines/")} == {"_origin.py"}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch._C._dispatch_tls", True),
+        ("import torch._dynamo", True),
+        ("from torch.utils._python_dispatch import TorchDispatchMode", True),
+        ("from torch import _C", True),
+        ("torch._ops.OpOverload", False),
+        ("torch.compiler.is_compiling()", False),
+    ],
+    ids=["attribute", "import", "module", "from", "overload type", "public"],
+)
+def test_the_private_api_check_finds_what_it_should(line: str, found: bool) -> None:
+    assert bool(PRIVATE.search(line)) is found
