@@ -59,6 +59,19 @@ def test_kernel_engine_watches_any_operator_by_name(name: str) -> None:
     assert ops_of(recorder) == [name.partition(".")[0] if "::" in name else f"aten::{name}"]
 
 
+def test_kernel_engine_passes_numbers_on_as_numbers() -> None:
+    # A number does not promote a tensor of integers to float64, a tensor would.
+    programs = [lambda x: x + 1.5, lambda x: 2 * x, lambda x: x.float().mul_(3), lambda x: x.add(1, alpha=2)]
+    x = torch.arange(3)
+    expected = [program(x) for program in programs]
+    names: list[str] = []
+    with intercept(lambda call: names.append(call.op), ops=["add", "mul", "mul_"]):
+        results = [program(x) for program in programs]
+    assert [result.dtype for result in results] == [result.dtype for result in expected]
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert names == ["aten::add", "aten::mul", "aten::mul_", "aten::add"]
+
+
 @torch.library.custom_op("opintercept_tests::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, x) * 2

@@ -23,6 +23,7 @@ from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Scope, Watch, Watcher, require, require_scope, state
 from opintercept._errors import OpInterceptError
+from opintercept._ops import MATMUL
 from opintercept._pipeline import run
 
 _INSTEAD = 'use engine="mode"'
@@ -229,10 +230,26 @@ def _descend(keyset: Any) -> tuple[Any, bool]:
     return below, real
 
 
+def _redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """How to go on below with a key set and arguments: `OpOverload.redispatch` without its Python frame."""
+    boxed = overload._handle.redispatch_boxed
+    if name.partition(".")[0] in MATMUL:
+        return boxed
+    # `x + 1` passes the 1 as a tensor that torch hands to Python as a number and `redispatch_boxed` does not
+    # take back; a call by dispatch key does. It promotes types as a number does, where a tensor of ours would not.
+    tensors = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
+
+    def redispatch(below: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if any(i < len(args) and isinstance(args[i], (bool, int, float, complex)) for i in tensors):
+            return overload._op_dk(below.highestPriorityTypeId(), *args, **kwargs)
+        return boxed(below, *args, **kwargs)
+
+    return redispatch
+
+
 def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
     global _kernel_code
-    # OpOverload.redispatch without its Python frame.
-    redispatch = overload._handle.redispatch_boxed
+    redispatch = _redispatcher(name, overload)
     below_of = _below.get
     graph_task = _origin.graph_task
     has_scope, get_scope, stash = _has_scope, _get_scope, _stash
