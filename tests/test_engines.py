@@ -173,6 +173,19 @@ def test_dynamo_leaves_hooks_alone_around_a_graph_break() -> None:
         assert frames == plain
 
 
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+def test_a_traced_graph_has_none_of_the_operators_of_hooks(engine: dict[str, Any]) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, A).relu()
+
+    def hook(call: OpCall) -> None:
+        call.output.abs().mul(2)
+
+    plain = torch.fx.experimental.proxy_tensor.make_fx(model)(A).code
+    with intercept(hook, **engine):
+        assert torch.fx.experimental.proxy_tensor.make_fx(model)(A).code == plain
+
+
 def test_mode_engine_takes_higher_order_operators() -> None:
     yes = torch.tensor(True)
     with intercept(engine="mode") as interceptor:

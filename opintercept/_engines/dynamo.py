@@ -27,6 +27,7 @@ def keep_out(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Private: the modes of make_fx, torch.export and functionalisation. Without them nothing counts as traced.
+_depth: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _infra_mode: Any = getattr(torch._C, "_get_dispatch_mode", lambda key: None)
 _keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _TRACERS = [getattr(_keys, name) for name in ("PROXY", "FUNCTIONAL") if hasattr(_keys, name)]
@@ -34,4 +35,4 @@ _TRACERS = [getattr(_keys, name) for name in ("PROXY", "FUNCTIONAL") if hasattr(
 
 def tracing() -> bool:
     """Whether a tracer listens below: what a hook computes would end up in the program's graph."""
-    return any(_infra_mode(key) is not None for key in _TRACERS)
+    return _depth() > 0 and any(_infra_mode(key) is not None for key in _TRACERS)
