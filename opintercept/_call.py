@@ -6,7 +6,10 @@ Must not import torch: the pipeline is tested without it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from opintercept._errors import OpInterceptError
@@ -16,7 +19,43 @@ if TYPE_CHECKING:
 
     from opintercept._pipeline import Pipeline
 
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "recompute"]
+
+
+class Place:
+    """Where in the program a call comes from.
+
+    Attributes:
+        aliases: The qualified names of the innermost `nn.Module`, `("",)` for the outermost one and outside of
+            all, `()` where it cannot be told. Several for a module that is registered in several places.
+    """
+
+    __slots__ = ("_code", "_instruction", "aliases")
+
+    def __init__(self, aliases: tuple[str, ...], code: CodeType | None, instruction: int) -> None:
+        self.aliases = aliases
+        self._code = code
+        self._instruction = instruction
+
+    @property
+    def module(self) -> str | None:
+        """The first of the names."""
+        return self.aliases[0] if self.aliases else None
+
+    @property
+    def source(self) -> str | None:
+        """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
+        if self._code is None:
+            return None
+        file = self._code.co_filename
+        shown = "<cell>" if file.startswith("<") or "ipykernel" in file else os.path.basename(file)
+        for start, end, line in self._code.co_lines():
+            if start <= self._instruction < end:
+                return f"{shown}:{line} in {self._code.co_name}"
+        return None
+
+
+NOWHERE = Place((), None, -1)
 
 
 class Gemm(NamedTuple):
@@ -45,6 +84,8 @@ class OpSpec(Protocol):
     def name(self) -> str: ...
     @property
     def opaque(self) -> bool: ...
+    @property
+    def roles(self) -> Mapping[str, tuple[int, str]]: ...
     def argument(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
@@ -63,7 +104,8 @@ class OpCall:
         args: Positional arguments, as the operator gets them.
         kwargs: Keyword arguments, as the operator gets them.
         output: What the operator returned; None in `pre` and `error`.
-        phase: `"forward"`, or `"backward"` while an autograd graph runs.
+        phase: `"forward"`; `"backward"` while an autograd graph runs; `"recompute"` where a checkpoint runs a
+            forward call again in there.
         index: 0-based number of the call in its interceptor, in the order in which calls started.
         step: The interceptor's step when the call started.
         elapsed: Host time of the operator in seconds; None before it has returned. Says nothing about
@@ -71,7 +113,9 @@ class OpCall:
     """
 
     __slots__ = (
+        "_kin",
         "_pipeline",
+        "_place",
         "_spec",
         "_verdicts",
         "args",
@@ -97,6 +141,8 @@ class OpCall:
     ) -> None:
         self._pipeline: Pipeline | None = pipeline  # None when the call is over
         self._spec = spec
+        self._place: Place | None = None
+        self._kin: tuple[int | None, str | None] | None = None
         self.func = func
         self.phase = phase
         self.args = args
@@ -172,13 +218,62 @@ class OpCall:
         Raises:
             OpInterceptError: The call is over, and with it the state that this reads.
         """
+        dtype: torch.dtype | None = self._live("autocast").origin.autocast(self.lhs)
+        return dtype
+
+    @property
+    def module(self) -> str | None:
+        """Qualified name of the innermost `nn.Module`, `"encoder.layers.0.linear1"`; `""` outside of all.
+
+        In backward that of the forward call whose gradient is computed; None where that cannot be told. Of a
+        module that is registered in several places, the first name; see `aliases`.
+
+        Raises:
+            OpInterceptError: The call is over, and with it the stack that this reads.
+        """
+        return self._where().module
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Every name of the module, `module` first; raises as `module` does."""
+        return self._where().aliases
+
+    @property
+    def source(self) -> str | None:
+        """The line that made the call, `"model.py:42 in forward"`, outside of torch; else as `module`."""
+        return self._where().source
+
+    @property
+    def forward(self) -> int | None:
+        """In backward, the index of the forward call whose gradient this computes; else, and if unknown, None.
+
+        Raises:
+            OpInterceptError: The call is over.
+        """
+        return self._relation()[0]
+
+    @property
+    def grad_of(self) -> Literal["lhs", "rhs"] | None:
+        """In backward, the operand of `forward` whose gradient this is; None if that cannot be told."""
+        return self._relation()[1]  # type: ignore[return-value]
+
+    def _where(self) -> Place:
+        if self._place is None:
+            self._place = self._live("module").origin.place(self)
+        return self._place
+
+    def _relation(self) -> tuple[int | None, str | None]:
+        if self._kin is None:
+            self._kin = self._live("forward").origin.forward(self)
+        return self._kin
+
+    def _live(self, what: str) -> Pipeline:
         if self._pipeline is None:
             raise OpInterceptError(
-                "autocast can only be read while the operator runs, got a call that is over; "
+                f"{what} can only be read while the operator runs, got a call that is over; "
                 "keep call.record() instead of the call"
             )
-        dtype: torch.dtype | None = self._pipeline.autocast(self.lhs)
-        return dtype
+        return self._pipeline
 
     def record(self) -> CallRecord:
         """Summarise the call as plain data that may be kept and written as JSON."""
@@ -190,6 +285,10 @@ class OpCall:
             op=self.op,
             func=str(self.func) if hasattr(self.func, "_schema") else self.op,
             phase=self.phase,
+            module=self.module,
+            source=self.source,
+            forward=self.forward,
+            grad_of=self.grad_of,
             lhs=TensorMeta.of(self.lhs),
             rhs=TensorMeta.of(self.rhs),
             bias=TensorMeta.of(self.bias),
@@ -247,6 +346,10 @@ class CallRecord:
     op: str
     func: str
     phase: Phase
+    module: str | None
+    source: str | None
+    forward: int | None
+    grad_of: str | None
     lhs: TensorMeta | None
     rhs: TensorMeta | None
     bias: TensorMeta | None

@@ -98,8 +98,7 @@ class Interceptor:
             keys = frozenset(self._overloads)
             if family and chosen == "mode":
                 keys |= HIGHER_ORDER
-        autocast = _origin.autocast_below if level == "dispatch" else _origin.autocast_above
-        self._pipeline = Pipeline(hooks, level, on_error, autocast)
+        self._pipeline = Pipeline(hooks, level, on_error, _origin.Origin(level == "dispatch", _scope.owner))
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
 
     def register(self, hook: Hook) -> Handle:

@@ -1,18 +1,371 @@
-"""Where a call comes from: the pass it belongs to and the state it ran under.
+"""Where a call comes from: module and source line, its pass, the forward call behind it, and autocast's state.
 
-Invariant: what cannot be told is None; nothing here keeps a tensor or a graph alive.
+Invariant: what cannot be told is None; nothing here keeps a tensor, a frame, a module or a graph alive.
 The one file outside `_engines/` that reads torch's private state: autograd's and autocast's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import islice
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
-# -1 outside of `backward`. Private; without it (not seen from torch 2.11 to 2.15) importing fails here,
-# at once and by name.
+from opintercept._call import NOWHERE, OpCall, Phase, Place
+from opintercept._ops import MATMUL, row_of
+
+# -1 outside of `backward`. Private, like the rest below; without them (not seen from torch 2.11 to 2.15)
+# importing fails here, at once and by name.
 graph_task = torch._C._current_graph_task_id
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
+
+_OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
+_INNER_CALL = torch.nn.Module._call_impl.__code__
+_CHECKPOINT = torch.utils.checkpoint.__file__
+_NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+# What torch puts between a module and its parent without the user having written it.
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_PARALLEL = ("DataParallel", "DistributedDataParallel")
+
+
+def backward_phase() -> Phase:
+    """The pass of a call inside of a graph task: backward, or a checkpoint's recomputation of the forward."""
+    # Both a recomputation and `create_graph=True` turn gradients on; only the one has checkpoint's frames.
+    if torch.is_grad_enabled():
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == _CHECKPOINT:
+                return "recompute"
+            frame = frame.f_back
+    return "backward"
+
+
+class _Names(NamedTuple):
+    """The names that a module has under one root, the first one first."""
+
+    module: weakref.ref[torch.nn.Module]
+    names: tuple[str, ...]
+
+
+_by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
+
+# What a code object is on the stack. By identity: hashing a code object reads all of it.
+_SOURCE, _FORWARD, _CALL = 1, 2, 4
+_kinds: dict[int, tuple[CodeType, int]] = {}
+_OURS = 3  # frames of this file and of `OpCall` that are always on top
+
+
+class _LastRoot:
+    """The root that was asked for last, which is nearly always the next one; a weak dictionary costs 1 us."""
+
+    ref: Callable[[], torch.nn.Module | None] = staticmethod(lambda: None)
+    names: dict[int, _Names] | None = None
+
+
+def place(phase: Phase) -> Place:
+    """Walk the Python stack once: the innermost module, its name under the outermost one, and the source line."""
+    source: FrameType | None = None
+    inner: FrameType | None = None
+    outer: FrameType | None = None
+    # Three stretches of the stack, since each look at a frame costs: up to the innermost module, and on to the
+    # source line; up to the outermost; and beyond, where somebody may have called `model.forward` directly.
+    frame: FrameType | None = sys._getframe(_OURS)
+    kind_of = _kinds.get
+    while frame is not None and (inner is None or source is None):
+        code = frame.f_code
+        _, kind = kind_of(id(code)) or _kind(code)
+        if kind:
+            if source is None and kind & _SOURCE:
+                source = frame
+            if inner is None and (kind & _CALL or (kind & _FORWARD and _called_directly(frame))):
+                inner = frame
+        frame = frame.f_back
+    frame = outer = inner
+    while frame is not None:
+        if frame.f_code is _OUTER_CALL:
+            outer = frame
+        frame = frame.f_back
+    frame = None if outer is None else outer.f_back
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and _called_directly(frame):
+            outer = frame
+        frame = frame.f_back
+    try:
+        if inner is None or outer is None:
+            names: tuple[str, ...] = ("",)
+        else:
+            module, root = _module_of(inner), _module_of(outer)
+            assert module is not None
+            assert root is not None
+            names = _find(root, module) or _elsewhere(root, module, inner)
+            if phase == "recompute":
+                # The stack of a recomputation starts at the checkpoint and not at the root.
+                known = [found for other in list(_by_root) if (found := _find(other, module))]
+                names = max(known, key=lambda names: len(names[0]), default=names)
+        return Place(names, None if source is None else source.f_code, -1 if source is None else source.f_lasti)
+    finally:
+        del source, inner, outer, frame  # a frame that reaches itself is garbage
+
+
+def _called_directly(frame: FrameType) -> bool:
+    """Whether a function named forward is a module's, called without the module's own `__call__`."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code is not _INNER_CALL and caller.f_code.co_name in ("wrapper", "inner"):
+        caller = caller.f_back  # a decorator's, or torch's own around its hooks
+    return (caller is None or caller.f_code is not _INNER_CALL) and _module_of(frame) is not None
+
+
+def _module_of(frame: FrameType) -> torch.nn.Module | None:
+    code = frame.f_code
+    module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def _elsewhere(root: torch.nn.Module, module: torch.nn.Module, frame: FrameType) -> tuple[str, ...]:
+    """Name a module that is registered nowhere after the innermost one around it that is."""
+    outer: FrameType | None = frame.f_back
+    try:
+        while outer is not None:
+            if outer.f_code is _OUTER_CALL:
+                around = _module_of(outer)
+                found = None if around is None else _find(root, around)
+                if found is not None:
+                    return (f"{found[0]}.<{type(module).__name__}>".lstrip("."),)
+            outer = outer.f_back
+        return (f"<{type(module).__name__}>",)
+    finally:
+        del frame, outer
+
+
+def _kind(code: CodeType) -> tuple[CodeType, int]:
+    if len(_kinds) > 10_000:  # a program that makes code without end, a notebook say
+        _kinds.clear()
+    kind = _SOURCE * (not code.co_filename.startswith(_NOT_SOURCE))
+    kind |= _FORWARD * (code.co_name == "forward") | _CALL * (code is _OUTER_CALL)
+    known = _kinds[id(code)] = (code, kind)
+    return known
+
+
+def _find(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
+    known = _LastRoot.names
+    if known is None or _LastRoot.ref() is not root:
+        known = _by_root.get(root)
+        if known is None:
+            known = _by_root[root] = _collect(root)
+        _LastRoot.ref, _LastRoot.names = weakref.ref(root), known
+    entry = known.get(id(module))
+    if entry is None or entry.module() is not module:
+        known.update(_collect(root))  # registered since, perhaps
+        entry = known.get(id(module))
+    return entry.names if entry is not None and entry.module() is module else None
+
+
+def _collect(root: torch.nn.Module) -> dict[int, _Names]:
+    names: dict[int, list[str]] = {}
+    modules: dict[int, torch.nn.Module] = {}
+    skip = 1 if type(root).__name__ in _PARALLEL else 0
+    for name, module in root.named_modules(remove_duplicate=False):
+        parts = name.split(".")[skip:] if name else []
+        names.setdefault(id(module), []).append(".".join(part for part in parts if part not in _WRAPPERS))
+        modules[id(module)] = module
+    return {key: _Names(weakref.ref(module), tuple(names[key])) for key, module in modules.items()}
+
+
+class Link(NamedTuple):
+    """What a forward call leaves behind for the backward calls that compute its gradients; no tensor.
+
+    Attributes:
+        index: The call's.
+        op: Its operator.
+        round: How many backward passes there had been.
+        operands: Where its arguments begin in memory, 0 for what is no tensor.
+    """
+
+    index: int  # type: ignore[assignment]
+    op: str
+    round: int
+    operands: tuple[int, ...]
+
+
+class _ThreadLinks:
+    """The links of one thread by autograd's sequence number, which the node of the gradient has too."""
+
+    __slots__ = ("links", "places", "shared")
+
+    def __init__(self) -> None:
+        self.links: dict[int, Link] = {}
+        self.places: dict[int, Place] = {}
+        # Several calls under one node, of a custom Function or inside of a fused operator: which, cannot be told.
+        self.shared: set[int] = set()
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self.links[number]
+            self.places.pop(number, None)
+            self.shared.discard(number)
+
+
+class Links:
+    """The forward calls of one interceptor, for its backward calls to find.
+
+    Attributes:
+        wanted: Whether somebody asks; nothing is noted until then.
+    """
+
+    # Old links go when there are more than so many, those of the last two backward passes excepted, and
+    # the oldest go in any case beyond the second number: a program that never calls backward.
+    SOFT, HARD = 4096, 1 << 16
+    THREADS = 64  # from so many on, those of threads that have ended go
+
+    def __init__(self, owner: Callable[[], int | None]) -> None:
+        self._owner = owner
+        # Autograd's numbers are per thread.
+        self._threads: dict[int, _ThreadLinks] = {}
+        self._round = 0
+        self._in_backward = False
+        self.wanted = False
+
+    def note(self, call: OpCall) -> None:
+        """Remember a call whose gradient autograd may compute."""
+        backward = call.phase == "backward"
+        if backward:
+            self._in_backward = True
+        if not torch.is_grad_enabled() and (backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
+            return  # `no_grad` leaves forward-mode gradients on; a custom Function's forward has both off
+        operands = []
+        needed = False
+        for value in call.args:
+            if isinstance(value, torch.Tensor):
+                needed = needed or value.requires_grad
+                operands.append(_address(value))
+            else:
+                operands.append(0)
+                if isinstance(value, (list, tuple)):
+                    needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
+        if not needed:
+            return
+        mine = self._of_this_thread()
+        links = mine.links
+        number = _sequence_nr() - 1
+        if number in links:
+            mine.shared.add(number)
+            return
+        if links and number < next(reversed(links)):
+            mine.forget(list(links))  # of a thread that has ended, whose identity a new one has
+        if self._in_backward and not backward:
+            self._in_backward = False
+            self._round += 1
+            if len(links) > self.SOFT:
+                mine.forget([n for n, link in links.items() if link.round < self._round - 2])
+        elif len(links) > self.HARD:
+            mine.forget(list(islice(links, self.HARD // 2)))
+        # A tuple of plain values, which the garbage collector does not have to visit.
+        links[number] = Link(call.index, call.op, self._round, tuple(operands))
+        if not backward:
+            mine.places[number] = call._place = place(call.phase)
+        elif (behind := self.find()) is not None:
+            mine.places[number] = behind[1]
+
+    def _of_this_thread(self) -> _ThreadLinks:
+        thread = threading.get_ident()
+        mine = self._threads.get(thread)
+        if mine is None:
+            mine = self._threads[thread] = _ThreadLinks()
+            if len(self._threads) > self.THREADS:
+                for ended in self._threads.keys() - sys._current_frames().keys():
+                    del self._threads[ended]
+        return mine
+
+    def find(self) -> tuple[Link, Place, bool] | None:
+        """The forward call whose gradient is being computed, its place, and whether it shares its node; or None."""
+        node = _current_node()
+        if node is None:
+            return None
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            # A thread of autograd's own works for the one that called backward.
+            thread = self._owner() or thread
+        known = self._threads.get(thread)
+        number = node._sequence_nr()
+        link = None if known is None else known.links.get(number)
+        if known is None or link is None or not _computes(node, link):
+            return None
+        return link, known.places.get(number, NOWHERE), number in known.shared
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a layout without one array
+        return 0
+
+
+_NODES = frozenset(name.partition("::")[2].replace("_", "") for name, row in MATMUL.items() if row.kind == "leaf")
+
+
+def _computes(node: Any, link: Link) -> bool:
+    """Whether the node can be that of the link's operator: another thread's numbers may be the same."""
+    name = node.name().lower().rstrip("0123456789").removesuffix("backward")
+    return name not in _NODES or name == link.op.partition("::")[2].replace("_", "")
+
+
+class Origin:
+    """What an interceptor's calls ask where they come from; injected into its pipeline.
+
+    Args:
+        below: Whether the calls run below autograd and autocast.
+        owner: The thread on whose behalf this one runs, for autograd's device threads.
+    """
+
+    def __init__(self, below: bool, owner: Callable[[], int | None]) -> None:
+        self.links = Links(owner) if below else None
+        self._below = below
+
+    def autocast(self, lhs: Any) -> torch.dtype | None:
+        """The dtype that autocast runs the call in, or None."""
+        return autocast_below(lhs) if self._below else autocast_above(lhs)
+
+    def place(self, call: OpCall) -> Place:
+        """The module and the line of the call, in backward those of the forward call behind it."""
+        behind = self._behind(call)
+        if call.phase != "backward":
+            return place(call.phase)
+        return NOWHERE if behind is None else behind[1]
+
+    def forward(self, call: OpCall) -> tuple[int | None, str | None]:
+        """The forward call whose gradient this one computes, and with respect to which operand."""
+        behind = self._behind(call)
+        if behind is None or behind[2]:
+            return None, None
+        return behind[0].index, _grad_of(call, behind[0])
+
+    def _behind(self, call: OpCall) -> tuple[Link, Place, bool] | None:
+        if self.links is None:
+            return None
+        self.links.wanted = True
+        return self.links.find() if call.phase == "backward" else None
+
+
+def _grad_of(call: OpCall, link: Link) -> str | None:
+    """The gradient of one operand is a product with the other one, which autograd has saved."""
+    roles = row_of(link.op).roles
+    if "lhs" not in roles or "rhs" not in roles:
+        return None
+    lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
+    used = {_address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
+    if (lhs in used) == (rhs in used):
+        return None
+    return "rhs" if lhs in used else "lhs"
 
 
 def autocast_below(lhs: Any) -> torch.dtype | None:

@@ -15,10 +15,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
-from opintercept._call import OpCall, OpSpec, Phase, describe, is_tensor
+from opintercept._call import NOWHERE, OpCall, OpSpec, Phase, Place, describe, is_tensor
 from opintercept._errors import HookError, OpInterceptWarning
 
 OnError = Literal["raise", "warn"]
@@ -56,7 +56,7 @@ class Handle:
     registered twice has two handles, and each removes its own.
     """
 
-    __slots__ = ("_pipeline", "enter", "error", "exit", "hook", "post", "pre", "removed")
+    __slots__ = ("_pipeline", "asks_origin", "enter", "error", "exit", "hook", "post", "pre", "removed")
 
     def __init__(self, pipeline: Pipeline, hook: Hook) -> None:
         self._pipeline = weakref.ref(pipeline)  # no cycle: hooks, and what they hold, go with the last block
@@ -66,6 +66,7 @@ class Handle:
         if not any(found[name] for name in ("pre", "post", "error")) and callable(hook):
             found["post"] = hook
         self.pre, self.post, self.error, self.enter, self.exit = (found[name] for name in _PHASES)
+        self.asks_origin = asks_origin(hook)
 
     def remove(self) -> None:
         """Take the hook out; it is not called again, not even later in the call that is running."""
@@ -85,6 +86,28 @@ class Handle:
 def _method(hook: Hook, name: str) -> Any:
     method = getattr(hook, name, None)
     return method if callable(method) else None
+
+
+def asks_origin(hook: Any) -> bool:
+    """Whether a hook's code mentions what comes from the Python stack, or its `asks_origin` says so.
+
+    The backward pass has no such stack, so the forward calls must note it in advance, which costs, and is done
+    only if somebody asks. A hook that asks in ways that its code does not show is heard from its first question on.
+    """
+    if getattr(hook, "asks_origin", False):
+        return True
+    methods = [hook, *(_method(hook, name) for name in ("pre", "post", "error"))]
+    codes = [getattr(getattr(method, "__func__", method), "__code__", None) for method in methods]
+    while codes:
+        code = codes.pop()
+        if code is not None:
+            if _FROM_THE_STACK.intersection(code.co_names):
+                return True
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
+
+
+_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "module", "record", "source"))
 
 
 def is_hook(value: Any) -> bool:
@@ -112,6 +135,31 @@ def check_hook(hook: Any, level: Level) -> None:
         )
 
 
+class Origin(Protocol):
+    """Where calls come from; `_origin.Origin` is the implementation."""
+
+    @property
+    def links(self) -> Any: ...
+    def autocast(self, lhs: Any) -> Any: ...
+    def place(self, call: OpCall) -> Place: ...
+    def forward(self, call: OpCall) -> tuple[int | None, str | None]: ...
+
+
+class NoOrigin:
+    """Knows nothing of any call."""
+
+    links = None
+
+    def autocast(self, lhs: Any) -> None:
+        return None
+
+    def place(self, call: OpCall) -> Place:
+        return NOWHERE
+
+    def forward(self, call: OpCall) -> tuple[None, None]:
+        return None, None
+
+
 class Pipeline:
     """The ordered hooks of one interceptor, with its counters.
 
@@ -119,7 +167,7 @@ class Pipeline:
         hooks: Checked already, see `check_hook`.
         level: Decides how a replaced output reaches the program.
         on_error: `"raise"`, or `"warn"`: switch a failing hook off with one warning.
-        autocast: Reads the autocast state for a call; injected, since it needs torch.
+        origin: Answers where calls come from; injected, since it needs torch.
     """
 
     __slots__ = (
@@ -127,12 +175,13 @@ class Pipeline:
         "_entered",
         "_handles",
         "_lock",
-        "autocast",
         "error",
         "level",
+        "links",
         "next_index",
         "on_error",
         "opaque",
+        "origin",
         "post",
         "pre",
         "steps",
@@ -143,11 +192,12 @@ class Pipeline:
         hooks: Iterable[Hook],
         level: Level = "dispatch",
         on_error: OnError = "raise",
-        autocast: Callable[[Any], Any] = lambda lhs: None,
+        origin: Origin | None = None,
     ) -> None:
         self.level = level
         self.on_error = on_error
-        self.autocast = autocast
+        self.origin = origin or NoOrigin()
+        self.links = self.origin.links
         self.steps = 0
         self.next_index: Callable[[], int] = itertools.count().__next__  # atomic, also between threads
         self.opaque: Counter[str] = Counter()
@@ -189,6 +239,8 @@ class Pipeline:
         self.pre = tuple(h for h in handles if h.pre)
         self.post = tuple(h for h in handles if h.post)
         self.error = tuple(h for h in handles if h.error)
+        if self.links is not None and any(h.asks_origin for h in handles):
+            self.links.wanted = True
 
     def enter(self) -> None:
         """Run the hooks' `enter` if this is the first block in; undo them if one fails."""
@@ -289,6 +341,9 @@ def run(
     given_args, given_kwargs = args, kwargs
     call = OpCall(pipeline, spec, func, phase, args, kwargs)
     try:
+        links = pipeline.links
+        if links is not None and links.wanted:
+            links.note(call)
         if pipeline.pre:
             args, kwargs = _before(pipeline, call)
         if spec.opaque:
@@ -324,6 +379,8 @@ def _run_several(
         for pipeline in pipelines:
             call = OpCall(pipeline, spec, func, phase, args, kwargs)
             calls.append(call)
+            if pipeline.links is not None and pipeline.links.wanted:
+                pipeline.links.note(call)
             args, kwargs = _before(pipeline, call)
             if spec.opaque:
                 pipeline.count_opaque(spec.name)

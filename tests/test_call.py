@@ -171,12 +171,16 @@ def test_a_record_survives_json() -> None:
     [record] = records_of(lambda: F.linear(x, w, torch.ones(4)))
     plain = json.loads(json.dumps(record.as_dict()))
     assert plain.pop("elapsed") == record.elapsed
+    assert plain.pop("source").startswith("test_call.py:")
     assert plain == {
         "index": 0,
         "step": 0,
         "op": "aten::addmm",
         "func": "aten.addmm.default",
         "phase": "forward",
+        "module": "",
+        "forward": None,
+        "grad_of": None,
         "lhs": {"shape": [2, 3], "dtype": "float32", "device": "cpu", "stride": [3, 1], "requires_grad": True},
         "rhs": {"shape": [3, 4], "dtype": "float32", "device": "cpu", "stride": [1, 3], "requires_grad": False},
         "bias": {"shape": [4], "dtype": "float32", "device": "cpu", "stride": [1], "requires_grad": False},

@@ -71,7 +71,9 @@ def test_the_fixture_changes_the_table_meanwhile(op_calls):
 def record(op: str = "mm", phase: Any = "forward", dtype: str = "float32", index: int = 0) -> CallRecord:
     meta = TensorMeta((2, 2), dtype, "cpu", (2, 1), False)
     nothing: dict[str, Any] = {"gemm": None, "flops": None, "bytes": None, "autocast": None, "elapsed": None}
-    return CallRecord(index, 0, f"aten::{op}", op, phase, meta, meta, None, meta, opaque=False, **nothing)
+    nothing |= {"module": "", "source": None, "forward": None, "grad_of": None, "bias": None}
+    tensors = {"lhs": meta, "rhs": meta, "output": meta}
+    return CallRecord(index, 0, f"aten::{op}", op, phase, opaque=False, **tensors, **nothing)
 
 
 def test_the_fixture_in_tests_that_pass_and_fail(pytester: pytest.Pytester) -> None:

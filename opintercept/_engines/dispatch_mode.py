@@ -88,7 +88,7 @@ class DispatchMode(TorchDispatchMode):
             watch = scope.watch("mode", name)
         if watch is None or _unreal(args) or tracing():
             return func(*args, **(kwargs or {}))
-        phase: Phase = "forward" if _origin.graph_task() == -1 else "backward"
+        phase: Phase = "forward" if _origin.graph_task() == -1 else _origin.backward_phase()
         try:
             _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
             return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs or {})

@@ -71,7 +71,7 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.nn.functional.multi_head_attention_forward:
             _warn_of_fast_path(args, kwargs)
-        phase: Phase = "forward" if _origin.graph_task() == -1 else "backward"
+        phase: Phase = "forward" if _origin.graph_task() == -1 else _origin.backward_phase()
         try:
             _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
             return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)

@@ -251,7 +251,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
     global _kernel_code
     redispatch = _redispatcher(name, overload)
     below_of = _below.get
-    graph_task = _origin.graph_task
+    graph_task, backward_phase = _origin.graph_task, _origin.backward_phase
     has_scope, get_scope, stash = _has_scope, _get_scope, _stash
 
     def kernel(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +270,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         if watch is None:
             return redispatch(below, *args, **kwargs)
         hidden = watch.hidden
-        phase: Phase = "forward" if graph_task() == -1 else "backward"
+        phase: Phase = "forward" if graph_task() == -1 else backward_phase()
         try:
             stash(KEY, hidden)  # in here: a signal's exception may come up right after it
             if watch.inner is hidden:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -149,6 +150,7 @@ class Scope:
         hidden: In a hook: nothing is seen, whatever is entered.
         inside: Watchers whose operator is running, and which do not see its inner steps.
         floor: How many of the first blocks may not be left here: a hook runs inside of them.
+        owner: The thread that entered the blocks; autograd's device threads have the scope of who called backward.
     """
 
     __slots__ = (
@@ -162,6 +164,7 @@ class Scope:
         "kernels",
         "live",
         "overloads",
+        "owner",
     )
 
     def __init__(
@@ -172,6 +175,7 @@ class Scope:
         hidden: bool = False,
         inside: frozenset[Watcher] = frozenset(),
         floor: int = 0,
+        owner: int | None = None,
     ) -> None:
         self.blocks = blocks
         self.live = live
@@ -183,22 +187,24 @@ class Scope:
         self.overloads: dict[Any, Watch | None] = {}
         self.functions: dict[Any, Watch | None] = {}
         self._hidden: Scope | None = None
+        self.owner = owner
 
     def with_blocks(self, blocks: tuple[Block, ...]) -> Scope:
         """This scope with other blocks."""
         live = min(self.live, len(blocks))
-        return Scope(blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor)
+        owner = self.owner or threading.get_ident()
+        return Scope(blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor, owner=owner)
 
     def refreshed(self) -> Scope:
         """This scope as it is now that the blocks for all threads are others, or this is another process."""
         forked = self.everywhere.pid != state.everywhere.pid
         live = len(self.blocks) if forked else self.live
-        return Scope(self.blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor)
+        return Scope(self.blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor, owner=self.owner)
 
     def while_hooks_run(self) -> Scope:
         """The scope for hooks: their own operators are seen by nobody."""
         if self._hidden is None:
-            self._hidden = Scope(self.blocks, self.live, hidden=True, floor=len(self.blocks))
+            self._hidden = Scope(self.blocks, self.live, hidden=True, floor=len(self.blocks), owner=self.owner)
         return self._hidden
 
     def active(self) -> list[Watcher]:
@@ -230,7 +236,8 @@ class Scope:
             inner = hidden  # saves two switches; no Python runs in there that could enter a block
         else:
             # Those who see this operator do not see its inner steps, the others do.
-            inner = Scope(self.blocks, self.live, inside=self.inside | set(found), floor=len(self.blocks))
+            inside = self.inside | set(found)
+            inner = Scope(self.blocks, self.live, inside=inside, floor=len(self.blocks), owner=self.owner)
         return Watch(row_of(key), tuple(w.pipeline for w in found), hidden, inner)
 
     def position(self, watcher: Watcher, pauses: bool) -> int | None:
@@ -252,6 +259,11 @@ def current() -> Scope:
         scope = scope.refreshed()
         stash(KEY, scope)
     return scope
+
+
+def owner() -> int | None:
+    """The thread on whose behalf this one runs; None if it has no scope."""
+    return _get(KEY).owner if _has(KEY) else None  # type: ignore[misc]
 
 
 def _forget_parent() -> None:

@@ -1,13 +1,12 @@
-"""Ready-made hooks, each also an example of how to write one.
-
-Importing this imports torch only with the hooks that read values, when they are first used.
-"""
+"""Ready-made hooks, each also an example of how to write one."""
 
 from __future__ import annotations
 
 from opintercept.hooks.log import Log as Log
 from opintercept.hooks.print import Print as Print
+from opintercept.hooks.profile import Profile as Profile
+from opintercept.hooks.profile import ProfileRow as ProfileRow
 from opintercept.hooks.recorder import Recorder as Recorder
 from opintercept.hooks.when import when as when
 
-__all__ = ["Log", "Print", "Recorder", "when"]
+__all__ = ["Log", "Print", "Profile", "ProfileRow", "Recorder", "when"]

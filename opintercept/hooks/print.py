@@ -10,7 +10,7 @@ from opintercept.hooks._values import first_output, summarize
 
 
 class Print:
-    """Prints a line for every call: number, pass, operator, shapes, and the output's range and moments.
+    """Prints a line for every call: number, pass, operator, shapes, module, and the output's range and moments.
 
     Reads the values, and so waits for the device at each call: for looking, not for leaving on.
 
@@ -32,4 +32,8 @@ class Print:
         """Print the line."""
         summary = summarize(first_output(call.output))
         values = f" | {summary}" if summary is not None else ""
-        print(f"{call.index} {call.phase} {call.record()}{values}", file=sys.stdout if self.file is None else self.file)
+        module = f" in {call.module}" if call.module else ""
+        print(
+            f"{call.index} {call.phase} {call.record()}{module}{values}",
+            file=sys.stdout if self.file is None else self.file,
+        )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 import threading
 from collections.abc import Callable, Container, Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from opintercept._call import OpCall, dtype_name
-from opintercept._pipeline import Hook, is_hook
+from opintercept._call import OpCall, Phase, dtype_name
+from opintercept._pipeline import Hook, asks_origin, is_hook
 
 
 def when(
     hook: Hook,
     *,
     op: str | Iterable[str] | None = None,
+    module: str | re.Pattern[str] | Callable[[str], bool] | None = None,
     phase: str | None = None,
     dtype: Any = None,
     min_numel: int | None = None,
@@ -31,7 +34,10 @@ def when(
     Args:
         hook: Any hook, also another `when`.
         op: One or more operators: `"mm"`, `"aten::mm"`, `"torch.nn.functional.linear"` or `"linear"`.
-        phase: `"forward"` or `"backward"`.
+        module: The module's qualified name: a glob, `"encoder.*.attn"`, in which `*` also stands for dots; a
+            compiled pattern, which must match the whole name; or any test of the name. A module with several
+            names passes if one of them does; a call of no known module does not.
+        phase: `"forward"`, `"backward"` or `"recompute"`.
         dtype: Of the left or the right operand, `torch.bfloat16` or `"bfloat16"`.
         min_numel: The larger operand has at least so many elements.
         every: The first of so many calls, counted after the filters above and `predicate`.
@@ -51,7 +57,7 @@ def when(
         ...     _ = torch.mm(x[0], x[1]), torch.bmm(x, x), torch.bmm(x, x)
         1 forward aten::bmm float32[2, 3, 3] @ float32[2, 3, 3] -> float32[2, 3, 3] | min 3 max 3 mean 3 std 0
     """
-    return _When(hook, op, phase, dtype, min_numel, every, first, steps, predicate)
+    return _When(hook, op, module, phase, dtype, min_numel, every, first, steps, predicate)
 
 
 class _When:
@@ -61,6 +67,7 @@ class _When:
         self,
         hook: Hook,
         op: str | Iterable[str] | None,
+        module: str | re.Pattern[str] | Callable[[str], bool] | None,
         phase: str | None,
         dtype: Any,
         min_numel: int | None,
@@ -73,8 +80,8 @@ class _When:
             raise TypeError(f"when must be given a hook, got {hook!r}")
         if predicate is not None and not callable(predicate):
             raise TypeError(f"predicate must be callable, got {predicate!r}")
-        if phase is not None and phase not in ("forward", "backward"):
-            raise ValueError(f"phase must be 'forward' or 'backward', got {phase!r}")
+        if phase is not None and phase not in get_args(Phase):
+            raise ValueError(f"phase must be one of {', '.join(map(repr, get_args(Phase)))}, got {phase!r}")
         for name, value in (("every", every), ("first", first), ("min_numel", min_numel)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -84,6 +91,8 @@ class _When:
             raise TypeError(f"dtype must be a torch.dtype or its name, 'bfloat16' say, got {dtype!r}")
         self.hook = hook
         self._ops = None if op is None else _op_names(op)
+        self._module = None if module is None else _name_test(module)
+        self.asks_origin = module is not None or asks_origin(hook)
         self._phase = phase
         self._dtype = None if dtype is None else dtype_name(dtype)
         self._min_numel = min_numel
@@ -129,6 +138,7 @@ class _When:
             and (self._steps is None or self._in_steps(call.step))
             and (self._dtype is None or any(dtype_name(t.dtype) == self._dtype for t in _operands(call)))
             and (self._min_numel is None or any(t.numel() >= self._min_numel for t in _operands(call)))
+            and (self._module is None or any(self._module(name) for name in call.aliases))
             and (self._predicate is None or bool(self._predicate(call)))
         )
 
@@ -147,6 +157,16 @@ class _When:
 
 def _is_container(value: Any) -> bool:
     return hasattr(value, "__contains__") and not isinstance(value, str)
+
+
+def _name_test(module: Any) -> Callable[[str], Any]:
+    if isinstance(module, str):
+        return re.compile(fnmatch.translate(module)).fullmatch
+    if isinstance(module, re.Pattern):
+        return module.fullmatch
+    if callable(module):
+        return module  # type: ignore[no-any-return]
+    raise TypeError(f"module must be a glob, a compiled pattern or a test of the name, got {module!r}")
 
 
 def _op_names(op: Any) -> frozenset[str]:

@@ -1,0 +1,267 @@
+"""`Profile`: what every module's matmuls cost, and in which precision they ran."""
+
+from __future__ import annotations
+
+import csv
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, fields
+from os import PathLike
+from typing import Any
+
+import torch
+
+from opintercept._call import OpCall, dtype_name, shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """The calls that agree in everything up to `precision`.
+
+    Attributes:
+        module: Qualified name; None where a backward call cannot be attributed.
+        op: The operator.
+        shape: The GEMM, `"[64, 128] @ [128, 32]"`; for an operator without one, its left operand's shape.
+        dtype: Of the operands, `"bfloat16"`, or both if they differ, `"bfloat16, float32"`.
+        phase: `"forward"`, `"backward"` or `"recompute"`.
+        autocast: The dtype that autocast ran the calls in, or None.
+        precision: What torch may do to float32 and to sums: `torch.get_float32_matmul_precision()`, and on a
+            CUDA device the flags for reduced-precision reductions that are on.
+        calls: How many.
+        flops: Floating-point operations; None if there is no formula for the operator.
+        bytes: Of operands and outputs; None if a layout has no plain size.
+        seconds: Host time on a CPU, time on the device on CUDA.
+    """
+
+    module: str | None
+    op: str
+    shape: str
+    dtype: str
+    phase: str
+    autocast: str | None
+    precision: str
+    calls: int
+    flops: int | None
+    bytes: int | None
+    seconds: float
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """Achieved work; None if the work or the time is unknown."""
+        return self.flops / self.seconds if self.flops is not None and self.seconds else None
+
+    @property
+    def intensity(self) -> float | None:
+        """Arithmetic intensity in FLOP a byte; None if one of them is unknown."""
+        return self.flops / self.bytes if self.flops is not None and self.bytes else None
+
+
+class _Sum:
+    """What is added up for one row."""
+
+    __slots__ = ("bytes", "calls", "flops", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.flops: int | None = 0
+        self.bytes: int | None = 0
+        self.seconds = 0.0
+
+
+_Key = tuple[str | None, str, str, str, str, str | None, str]
+
+
+class Profile:
+    """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and pass.
+
+    On a CPU the time is the host's. On CUDA it is between two events on the stream, taken from a pool and
+    read when the profile is, so that no call waits for the device. `str(profile)` is a table.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> profile = hooks.Profile()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+        >>> with intercept(profile):
+        ...     model(torch.ones(2, 8)).sum().backward()
+        >>> [(row.module, row.phase, row.shape, row.calls, row.flops) for row in profile.rows()[:2]]
+        [('0', 'forward', '[2, 8] @ [8, 16]', 1, 512), ('1', 'forward', '[2, 16] @ [16, 4]', 1, 256)]
+        >>> profile.by_phase()["backward"].flops
+        1024
+    """
+
+    asks_origin = True
+
+    def __init__(self) -> None:
+        self._sums: dict[_Key, _Sum] = defaultdict(_Sum)
+        self._lock = threading.Lock()
+        self._started: dict[int, Any] = {}  # call to its first event
+        self._pending: list[tuple[_Sum, Any, Any]] = []
+        self._pool: list[Any] = []
+
+    def pre(self, call: OpCall) -> None:
+        """Start the clock of a device that has its own."""
+        lhs = call.lhs
+        if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._started[id(call)] = self._event()
+
+    def post(self, call: OpCall) -> None:
+        """Add the call."""
+        lhs, rhs, gemm = call.lhs, call.rhs, call.gemm
+        flops, size, autocast = call.flops, call.bytes, call.autocast
+        key = (
+            call.module,
+            call.op,
+            str(gemm) if gemm is not None else "" if lhs is None else str(list(shape_of(lhs))),
+            ", ".join(dict.fromkeys(dtype_name(t.dtype) for t in (lhs, rhs) if t is not None)),
+            call.phase,
+            None if autocast is None else dtype_name(autocast),
+            _precision(lhs),
+        )
+        started = self._started.pop(id(call), None)
+        with self._lock:
+            total = self._sums[key]
+            total.calls += 1
+            total.flops = None if flops is None or total.flops is None else total.flops + flops
+            total.bytes = None if size is None or total.bytes is None else total.bytes + size
+            if started is not None:
+                self._pending.append((total, started, self._event()))
+            else:
+                total.seconds += call.elapsed or 0.0
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Forget the clock of a call that failed."""
+        self._started.pop(id(call), None)
+
+    def _event(self) -> Any:
+        try:
+            event = self._pool.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _read_events(self) -> None:
+        for total, started, ended in self._pending:
+            ended.synchronize()
+            total.seconds += started.elapsed_time(ended) / 1e3
+            self._pool += (started, ended)
+        self._pending.clear()
+
+    def rows(self) -> list[ProfileRow]:
+        """The rows, in the order in which they first came up; waits for the device's events."""
+        with self._lock:
+            self._read_events()
+            return [
+                ProfileRow(*key, total.calls, total.flops, total.bytes, total.seconds)
+                for key, total in self._sums.items()
+            ]
+
+    def by_phase(self) -> dict[str, ProfileRow]:
+        """Totals of each pass."""
+        return self._totals(lambda row: [row.phase], lambda name: {"phase": name})
+
+    def by_module(self) -> dict[str, ProfileRow]:
+        """Totals of each module with all that is in it; `""` is the whole program."""
+
+        def ancestors(row: ProfileRow) -> list[str]:
+            if not row.module:
+                return [""]
+            parts = row.module.split(".")
+            return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+        return self._totals(ancestors, lambda name: {"module": name})
+
+    def _totals(
+        self, names: Callable[[ProfileRow], list[str]], kept: Callable[[str], dict[str, str]]
+    ) -> dict[str, ProfileRow]:
+        groups: dict[str, list[ProfileRow]] = defaultdict(list)
+        for row in self.rows():
+            for name in names(row):
+                groups[name].append(row)
+        return {
+            name: ProfileRow(
+                **{"module": "", "op": "", "shape": "", "dtype": "", "phase": "", "autocast": None, "precision": ""}  # type: ignore[arg-type]
+                | kept(name),
+                calls=sum(row.calls for row in rows),
+                flops=sum(row.flops or 0 for row in rows),
+                bytes=sum(row.bytes or 0 for row in rows),
+                seconds=sum(row.seconds for row in rows),
+            )
+            for name, rows in groups.items()
+        }
+
+    def audit(self) -> list[str]:
+        """What stands out in the precisions, a line each; empty if nothing does.
+
+        Lines are about modules whose backward pass multiplied in another dtype than their forward pass, about
+        float32 products of more than one row while autocast was on for others, and about mixed operands.
+        """
+        findings = []
+        passes: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        rows = self.rows()
+        casts = {row.autocast for row in rows if row.phase == "forward"} - {None}
+        for row in rows:
+            passes[row.module][row.phase].add(row.dtype)
+            if ", " in row.dtype:
+                findings.append(f"{row.module}: {row.op} mixes {row.dtype} in {row.phase}")
+            if casts and row.phase == "forward" and row.autocast is None and row.dtype == "float32":
+                findings.append(f"{row.module}: {row.op} ran in float32 while autocast cast others to {casts.pop()}")
+        for module, dtypes in passes.items():
+            if dtypes["backward"] and dtypes["forward"] and dtypes["backward"] != dtypes["forward"]:
+                forward, backward = (", ".join(sorted(dtypes[phase])) for phase in ("forward", "backward"))
+                findings.append(f"{module}: forward in {forward}, backward in {backward}")
+        return list(dict.fromkeys(findings))
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write the rows with a header line."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(field.name for field in fields(ProfileRow))
+            writer.writerows(astuple(row) for row in self.rows())
+
+    def __str__(self) -> str:
+        rows = sorted(self.rows(), key=lambda row: -row.seconds)
+        total = sum(row.seconds for row in rows) or 1.0
+        head = ["module", "op", "shape", "dtype", "phase", "calls", "MFLOP", "MB", "ms", "share", "GFLOP/s", "FLOP/B"]
+        table = [head] + [
+            [
+                "?" if row.module is None else row.module or "-",
+                row.op.removeprefix("aten::"),
+                row.shape,
+                row.dtype if row.autocast is None else f"{row.dtype} (autocast)",
+                row.phase,
+                str(row.calls),
+                _number(row.flops, 1e6),
+                _number(row.bytes, 1e6),
+                _number(row.seconds, 1e-3),
+                f"{row.seconds / total:.1%}",
+                _number(row.flops_per_second, 1e9),
+                _number(row.intensity, 1),
+            ]
+            for row in rows
+        ]
+        return "\n".join(_lines(table))
+
+
+def _precision(lhs: torch.Tensor | None) -> str:
+    words = [torch.get_float32_matmul_precision()]
+    if lhs is not None and lhs.is_cuda:
+        flags = torch.backends.cuda.matmul
+        words += ["fp16 sums"] * bool(flags.allow_fp16_reduced_precision_reduction)
+        words += ["bf16 sums"] * bool(flags.allow_bf16_reduced_precision_reduction)
+    return ", ".join(words)
+
+
+def _number(value: float | None, unit: float) -> str:
+    return "?" if value is None else f"{value / unit:.2f}"
+
+
+def _lines(table: list[list[str]]) -> Iterable[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        yield "  ".join(
+            cell.ljust(width) if column < 5 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()

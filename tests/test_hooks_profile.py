@@ -1,0 +1,201 @@
+"""`Profile`: counts, work, totals by module and pass, the audit of precisions."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from test_models import MODELS, _inputs
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from opintercept import hooks, intercept
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def profiled(steps: int = 1) -> hooks.Profile:
+    profile = hooks.Profile()
+    net = Net()
+    with intercept(profile):
+        for _ in range(steps):
+            net(torch.ones(2, 8)).sum().backward()
+    return profile
+
+
+def test_rows_tell_module_operator_shape_dtype_and_pass() -> None:
+    rows = profiled(steps=3).rows()
+    assert {(r.module, r.op, r.shape, r.dtype, r.phase, r.calls, r.flops) for r in rows} == {
+        ("body.0", "aten::addmm", "[2, 8] @ [8, 16]", "float32", "forward", 3, 3 * 512),
+        ("body.2", "aten::addmm", "[2, 16] @ [16, 8]", "float32", "forward", 3, 3 * 512),
+        ("head", "aten::addmm", "[2, 8] @ [8, 4]", "float32", "forward", 3, 3 * 128),
+        ("head", "aten::mm", "[2, 4] @ [4, 8]", "float32", "backward", 3, 3 * 128),
+        ("head", "aten::mm", "[4, 2] @ [2, 8]", "float32", "backward", 3, 3 * 128),
+        ("body.2", "aten::mm", "[2, 8] @ [8, 16]", "float32", "backward", 3, 3 * 512),
+        ("body.2", "aten::mm", "[8, 2] @ [2, 16]", "float32", "backward", 3, 3 * 512),
+        ("body.0", "aten::mm", "[16, 2] @ [2, 8]", "float32", "backward", 3, 3 * 512),
+    }
+    for row in rows:
+        assert row.seconds > 0
+        assert row.flops is not None
+        assert row.flops_per_second == row.flops / row.seconds
+        assert row.bytes is not None
+        assert row.intensity == row.flops / row.bytes
+        assert row.precision == torch.get_float32_matmul_precision()
+
+
+def test_bytes_are_those_of_operands_and_output() -> None:
+    row = next(r for r in profiled().rows() if (r.module, r.phase) == ("head", "forward"))
+    assert row.bytes == 4 * (2 * 8 + 8 * 4 + 4 + 2 * 4)
+
+
+def test_totals_of_a_module_include_what_is_in_it() -> None:
+    profile = profiled()
+    rows, totals = profile.rows(), profile.by_module()
+    assert set(totals) == {"", "body", "body.0", "body.2", "head"}
+    assert totals[""].flops == sum(r.flops or 0 for r in rows)
+    assert totals["body"].flops == (totals["body.0"].flops or 0) + (totals["body.2"].flops or 0)
+    assert totals["body"].calls == 5
+    phases = profile.by_phase()
+    assert (phases["forward"].calls, phases["backward"].calls) == (3, 5)
+    assert totals[""].seconds == pytest.approx(phases["forward"].seconds + phases["backward"].seconds)
+
+
+def test_opaque_operators_count_their_own_work() -> None:
+    profile = hooks.Profile()
+    q = torch.randn(1, 2, 8, 4)
+    lstm = nn.LSTM(6, 5)
+    with intercept(profile) as interceptor, torch.no_grad():
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        lstm(torch.randn(3, 2, 6))
+    flops = {row.op: row.flops for row in profile.rows()}
+    assert flops["aten::_scaled_dot_product_flash_attention_for_cpu"] == 2 * 2 * (2 * 8 * 8 * 4)
+    assert flops["aten::mkldnn_rnn_layer"] == 2 * 3 * 2 * (4 * 5) * (6 + 5)
+    assert sum(interceptor.opaque.values()) == 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_work_equals_what_the_flop_counter_counts(name: str) -> None:
+    torch.manual_seed(3)
+    model = MODELS[name]().train()
+    inputs = _inputs(model)
+
+    def step() -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            model(**inputs).loss.backward()
+
+    profile = hooks.Profile()
+    with intercept(profile):
+        step()
+    with FlopCounterMode(display=False) as counter:
+        step()
+    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items() if "conv" not in str(op)}
+    ours: dict[str, int] = {}
+    for row in profile.rows():
+        short = row.op.replace("::", ".")
+        ours[short] = ours.get(short, 0) + (row.flops or 0)
+    assert {op: flops for op, flops in ours.items() if op in counted} == counted
+    assert sum(ours.values()) >= sum(counted.values())
+
+
+def test_audit_finds_a_layer_outside_of_autocast_and_mixed_passes() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cast, self.kept = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.cast(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.kept(x.float())
+
+    net, profile = Half(), hooks.Profile()
+    with intercept(profile):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(torch.randn(2, 8)).sum()
+        loss.backward()
+    assert profile.audit() == ["kept: aten::addmm ran in float32 while autocast cast others to bfloat16"]
+    (row,) = (r for r in profile.rows() if (r.module, r.phase) == ("cast", "forward"))
+    assert (row.dtype, row.autocast) == ("bfloat16", "bfloat16")
+
+
+def test_audit_finds_a_backward_pass_in_another_dtype() -> None:
+    class Coarse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            a, b = ctx.saved_tensors
+            return (grad.half() @ b.half().T).float(), (a.half().T @ grad.half()).float()
+
+    class Net(nn.Module):
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            return Coarse.apply(a, a)
+
+    profile = hooks.Profile()
+    with intercept(profile):
+        Net()(torch.randn(3, 3, requires_grad=True)).sum().backward()
+    assert profile.audit() == [": forward in float32, backward in float16"]
+
+
+def test_audit_of_a_sound_run_is_empty() -> None:
+    assert profiled().audit() == []
+
+
+def test_the_table_has_a_line_a_row_the_slowest_first() -> None:
+    profile = profiled()
+    head, *lines = str(profile).splitlines()
+    words = "module op shape dtype phase calls MFLOP MB ms share GFLOP/s FLOP/B"
+    assert " ".join(head.split()) == words
+    assert len(lines) == len(profile.rows())
+    slowest = max(profile.rows(), key=lambda row: row.seconds)
+    assert lines[0].split()[0] == slowest.module
+
+
+def test_csv_has_every_row(tmp_path: Path) -> None:
+    profile = profiled()
+    profile.to_csv(tmp_path / "profile.csv")
+    with open(tmp_path / "profile.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["module"], r["op"], int(r["flops"])) for r in rows] == [
+        (r.module, r.op, r.flops) for r in profile.rows()
+    ]
+
+
+def test_a_failing_call_leaves_no_clock_behind() -> None:
+    profile = hooks.Profile()
+    with intercept(profile), pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+    assert profile.rows() == []
+    assert profile._started == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_time_on_cuda_is_the_devices_and_waits_for_nothing() -> None:
+    profile = hooks.Profile()
+    a = torch.randn(512, 512, device="cuda")
+    torch.mm(a, a)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with intercept(profile):
+            for _ in range(10):
+                torch.mm(a, a)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (row,) = profile.rows()
+    assert row.calls == 10
+    assert 0 < row.seconds < 1
