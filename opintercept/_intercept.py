@@ -18,7 +18,7 @@ from opintercept._engines import dispatch_mode, function_mode, kernels
 from opintercept._engines import scope as _scope
 from opintercept._engines.scope import KEY, Block, Watcher
 from opintercept._errors import OpInterceptError
-from opintercept._ops import HIGHER_ORDER, parts, row_of, select
+from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
 from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
 
 P = ParamSpec("P")
@@ -89,15 +89,10 @@ class Interceptor:
         chosen = _engine(ops, level, engine, threads)
         hooks = _hooks(hooks, level)
         {"kernel": kernels, "mode": dispatch_mode, "function": function_mode}[chosen].available()
-        selection = select(ops, level)
-        self._overloads: dict[str, Any] = {}
-        keys = selection
-        if level == "dispatch" and selection is not None:
-            family = isinstance(ops, str) and ops == "matmul"
-            self._overloads = _watchable(selection, chosen, whole_family=family)
-            keys = frozenset(self._overloads)
-            if family and chosen == "mode":
-                keys |= HIGHER_ORDER
+        if isinstance(ops, str) and ops == "matmul":
+            self._overloads, keys = _family(chosen)
+        else:
+            self._overloads, keys = _chosen(select(ops, level), chosen)
         self._pipeline = Pipeline(hooks, level, on_error, _origin.Origin(level == "dispatch", _scope.owner))
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
 
@@ -263,9 +258,14 @@ class _Life:
         self._interceptor = interceptor
 
     def __enter__(self) -> None:
-        self._interceptor._pipeline.enter()
         if self._interceptor._watcher.engine == "kernel":
             kernels.hold(self._interceptor._overloads)
+        try:
+            self._interceptor._pipeline.enter()
+        except BaseException:
+            if self._interceptor._watcher.engine == "kernel":
+                kernels.release()
+            raise
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         if self._interceptor._watcher.engine == "kernel":
@@ -351,24 +351,37 @@ def _hooks(hooks: Any, level: Level) -> list[Hook]:
     return found
 
 
-def _watchable(overloads: frozenset[Any], engine: _scope.Engine, *, whole_family: bool) -> dict[str, Any]:
-    """The overloads that can be watched at dispatch level, by name.
+@functools.cache
+def _family(engine: _scope.Engine) -> tuple[dict[str, Any], frozenset[Any] | None]:
+    """The overloads of the whole family that the engine watches, by name, and its keys."""
+    if engine == "function":
+        return {}, select("matmul", "function")
+    overloads = {o._name: o for o in select("matmul", "dispatch") or () if kernels.registered(o)}
+    if engine == "mode":
+        # A dispatch mode gets composites whole under inference_mode, and fused operators always.
+        return overloads, frozenset(overloads) | HIGHER_ORDER
+    leaves = {
+        name: overload
+        for name, overload in sorted(overloads.items())
+        if row_of(name).kind == "leaf" and not kernels.composite(overload) and kernels.runnable(overload)
+    }
+    return leaves, frozenset(leaves)
+
+
+def _chosen(selection: Selection, engine: _scope.Engine) -> tuple[dict[str, Any], frozenset[Any] | None]:
+    """The same for operators that were asked for by name.
 
     Raises:
-        ValueError: One that was asked for by name cannot.
+        ValueError: One that cannot be watched.
     """
+    if selection is None or engine == "function":
+        return {}, selection
     chosen = {}
+    overloads = [overload for overload in selection if kernels.registered(overload)]
     for overload in sorted(overloads, key=lambda overload: str(overload._name)):
         name = overload._name
-        if not kernels.registered(overload):
-            continue
-        if whole_family:
-            # A dispatch mode gets composites whole under inference_mode, and fused operators always.
-            leaf = row_of(name).kind == "leaf" and not kernels.composite(overload) and kernels.runnable(overload)
-            if engine == "mode" or leaf:
-                chosen[name] = overload
-        elif kernels.composite(overload):
-            siblings = [o for o in overloads if o._schema.name == overload._schema.name and kernels.registered(o)]
+        if kernels.composite(overload):
+            siblings = [other for other in overloads if other._schema.name == overload._schema.name]
             if row_of(name).kind == "composite" or all(map(kernels.composite, siblings)):
                 raise ValueError(
                     f"{name} is taken apart before dispatch level can see it; watch {parts(row_of(name))} instead, "
@@ -383,4 +396,4 @@ def _watchable(overloads: frozenset[Any], engine: _scope.Engine, *, whole_family
             chosen[name] = overload
     if not chosen:
         raise ValueError("ops must name operators of the dispatcher, got none that it has; see torch.ops")
-    return chosen
+    return chosen, frozenset(chosen)

@@ -7,10 +7,11 @@ An operator that nobody watches has no kernel, and so costs nothing.
 
 from __future__ import annotations
 
-import glob
+import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -60,6 +61,7 @@ _kernels: dict[str, Callable[..., Any]] = {}  # by overload, made once
 _installed: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
 _users = 0
+_threads_at_entry: frozenset[str] = frozenset()
 _kernel_code: CodeType | None = None
 
 
@@ -122,7 +124,7 @@ def hold(overloads: dict[str, torch._ops.OpOverload]) -> None:
     Raises:
         OpInterceptError: Somebody else has a kernel where ours would go, and it would not be called.
     """
-    global _users
+    global _users, _threads_at_entry
     with _lock:
         missing = {name: overload for name, overload in overloads.items() if name not in _installed}
         taken = [name for name in missing if _has_kernel(name, "BackendSelect")]
@@ -131,6 +133,8 @@ def hold(overloads: dict[str, torch._ops.OpOverload]) -> None:
                 f"the kernel engine needs the dispatch key BackendSelect to be free, got kernels of somebody else for "
                 f"{', '.join(taken)}; {_INSTEAD}"
             )
+        if not _users:
+            _threads_at_entry = _native_threads()
         for name, overload in missing.items():
             _install(name, overload)
         _users += 1
@@ -209,16 +213,37 @@ def _quiet() -> bool:
     return not _has_forked_tasks()
 
 
+def _native_threads() -> frozenset[str]:
+    """The operating system's threads of the process; only Linux tells."""
+    try:
+        return frozenset(os.listdir("/proc/self/task"))
+    except OSError:
+        return frozenset()
+
+
 def _has_forked_tasks() -> bool:
-    # Only Linux tells. Elsewhere a fork that is still running when the last block is left is the caller's risk.
-    for comm in glob.glob("/proc/self/task/*/comm"):
+    """Whether torch's pool for `torch.jit.fork` is there; where this cannot be told, that is the caller's risk."""
+    threads = _native_threads()
+    if threads - _threads_at_entry:
+        time.sleep(0.005)  # a thread of the pool names itself, as its first act
+    for thread in threads:
         try:
-            with open(comm) as file:
+            with open(f"/proc/self/task/{thread}/comm") as file:
                 if file.read().strip() == "PTThreadPool":
                     return True
         except OSError:  # that thread has just ended
             continue
     return False
+
+
+def _let_forked_tasks_end() -> None:
+    # A task of `torch.jit.fork` was lent its caller's scope, and gives it back, which takes the GIL, after its
+    # future is done. A thread that asks for the GIL of an interpreter that is going down aborts the process.
+    if _kernels and _has_forked_tasks():
+        time.sleep(0.05)
+
+
+atexit.register(_let_forked_tasks_end)
 
 
 def _descend(keyset: Any) -> tuple[Any, bool]:
