@@ -7,7 +7,7 @@ Must not import torch: the pipeline is tested without it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -16,8 +16,6 @@ from opintercept._errors import OpInterceptError
 
 if TYPE_CHECKING:
     import torch
-
-    from opintercept._pipeline import Pipeline
 
 Phase = Literal["forward", "backward", "recompute"]
 
@@ -93,6 +91,24 @@ class OpSpec(Protocol):
     def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
 
 
+class Origin(Protocol):
+    """Where calls come from; `_origin.Origin` is the implementation."""
+
+    @property
+    def links(self) -> Any: ...
+    def autocast(self, lhs: Any) -> Any: ...
+    def place(self, call: OpCall) -> Place: ...
+    def forward(self, call: OpCall) -> tuple[int | None, str | None]: ...
+
+
+class Owner(Protocol):
+    """What a call knows of the interceptor that it belongs to; `_pipeline.Pipeline` is the implementation."""
+
+    next_index: Callable[[], int]
+    steps: int
+    origin: Origin
+
+
 class OpCall:
     """One operator call while it runs. Everything but `phase` and the counters is computed when asked for.
 
@@ -132,14 +148,14 @@ class OpCall:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Owner,
         spec: OpSpec,
         func: Any,
         phase: Phase,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self._pipeline: Pipeline | None = pipeline  # None when the call is over
+        self._pipeline: Owner | None = pipeline  # None when the call is over
         self._spec = spec
         self._place: Place | None = None
         self._kin: tuple[int | None, str | None] | None = None
@@ -267,7 +283,7 @@ class OpCall:
             self._kin = self._live("forward").origin.forward(self)
         return self._kin
 
-    def _live(self, what: str) -> Pipeline:
+    def _live(self, what: str) -> Owner:
         if self._pipeline is None:
             raise OpInterceptError(
                 f"{what} can only be read while the operator runs, got a call that is over; "

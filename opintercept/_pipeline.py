@@ -18,7 +18,7 @@ from time import perf_counter
 from types import CodeType, TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
-from opintercept._call import NOWHERE, OpCall, OpSpec, Phase, Place, describe, is_tensor
+from opintercept._call import NOWHERE, OpCall, OpSpec, Origin, Phase, Place, describe, is_tensor
 from opintercept._errors import HookError, OpInterceptWarning
 
 OnError = Literal["raise", "warn"]
@@ -135,16 +135,6 @@ def check_hook(hook: Any, level: Level) -> None:
         )
 
 
-class Origin(Protocol):
-    """Where calls come from; `_origin.Origin` is the implementation."""
-
-    @property
-    def links(self) -> Any: ...
-    def autocast(self, lhs: Any) -> Any: ...
-    def place(self, call: OpCall) -> Place: ...
-    def forward(self, call: OpCall) -> tuple[int | None, str | None]: ...
-
-
 class NoOrigin:
     """Knows nothing of any call."""
 
@@ -196,7 +186,7 @@ class Pipeline:
     ) -> None:
         self.level = level
         self.on_error = on_error
-        self.origin = origin or NoOrigin()
+        self.origin: Origin = origin or NoOrigin()
         self.links = self.origin.links
         self.steps = 0
         self.next_index: Callable[[], int] = itertools.count().__next__  # atomic, also between threads
@@ -352,7 +342,7 @@ def run(
         try:
             output = invoke(head, *args, **kwargs) if kwargs else invoke(head, *args)
         except BaseException as exception:
-            _report([call], exception)
+            _report(pipelines, [call], exception)
             raise
         call.elapsed = perf_counter() - started
         if args is not given_args or kwargs is not given_kwargs:
@@ -390,7 +380,7 @@ def _run_several(
         try:
             output = invoke(head, *args, **kwargs)
         except BaseException as exception:
-            _report(calls, exception)
+            _report(pipelines, calls, exception)
             raise
         elapsed = perf_counter() - started
         if args is not given_args or kwargs is not given_kwargs:
@@ -446,12 +436,9 @@ def _after(pipeline: Pipeline, call: OpCall, given_args: tuple[Any, ...], given_
     return call.output
 
 
-def _report(calls: list[OpCall], exception: BaseException) -> None:
+def _report(pipelines: tuple[Pipeline, ...], calls: list[OpCall], exception: BaseException) -> None:
     # The program's exception must get through, so a failing error hook can only be reported.
-    for call in calls:
-        pipeline = call._pipeline
-        if pipeline is None:
-            continue
+    for pipeline, call in zip(pipelines, calls, strict=True):
         for handle in pipeline.error:
             if handle.removed:
                 continue
