@@ -15,13 +15,10 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opintercept import _origin
-from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
-from opintercept._engines.modes import ModeEngine
-from opintercept._engines.scope import KEY, UNKNOWN, Watch, require, require_scope
-from opintercept._pipeline import run
+from opintercept._engines.modes import ModeEngine, run_hooked
+from opintercept._engines.scope import UNKNOWN, require, require_scope
 
 _INSTEAD = 'use engine="kernel" or level="function"'
 
@@ -88,12 +85,7 @@ class DispatchMode(TorchDispatchMode):
             watch = scope.watch("mode", name)
         if watch is None or _unreal(args) or tracing():
             return func(*args, **(kwargs or {}))
-        phase: Phase = "forward" if _origin.graph_task() == -1 else _origin.backward_phase()
-        try:
-            _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
-            return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs or {})
-        finally:
-            _scope.stash(KEY, scope)
+        return run_hooked(scope, watch, func, args, kwargs or {})
 
     def __enter__(self) -> DispatchMode:
         global _active
@@ -133,15 +125,6 @@ if CAN_MARK:
     keep_out(DispatchMode.__torch_dispatch__)
 
 
-def _step_inside(head: tuple[Watch, Any], /, *args: Any, **kwargs: Any) -> Any:
-    watch, func = head
-    try:
-        _scope.stash(KEY, watch.inner)
-        return func(*args, **kwargs)
-    finally:
-        _scope.stash(KEY, watch.hidden)
-
-
 def _deferred(types: Any) -> bool | None:
     """True to let a wrapper subclass take the call apart first, False to pass it on unseen, None to look.
 
@@ -162,8 +145,10 @@ def _unreal(args: tuple[Any, ...]) -> bool:
 
 
 def _forget_parent() -> None:
-    global _flags_lock
+    # Only the forking thread lives on in the child, with the modes on its own stack.
+    global _active, _flags_lock
     _flags_lock = threading.Lock()
+    _active = sum(type(_at(i)) is DispatchMode for i in range(_depth()))
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

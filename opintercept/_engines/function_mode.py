@@ -13,14 +13,11 @@ import torch
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from opintercept import _origin
-from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out, tracing
-from opintercept._engines.modes import ModeEngine
-from opintercept._engines.scope import KEY, UNKNOWN, Watch, require, require_scope
+from opintercept._engines.modes import ModeEngine, run_hooked
+from opintercept._engines.scope import UNKNOWN, require, require_scope
 from opintercept._errors import OpInterceptWarning
-from opintercept._pipeline import run
 
 _INSTEAD = 'use level="dispatch"'
 
@@ -71,12 +68,7 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.nn.functional.multi_head_attention_forward:
             _warn_of_fast_path(args, kwargs)
-        phase: Phase = "forward" if _origin.graph_task() == -1 else _origin.backward_phase()
-        try:
-            _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
-            return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)
-        finally:
-            _scope.stash(KEY, scope)
+        return run_hooked(scope, watch, func, args, kwargs)
 
     def out_from_under(self, above: Any) -> None:
         """Nothing to hand over: torch keeps no state beside this stack."""
@@ -84,15 +76,6 @@ class FunctionMode(TorchFunctionMode):
 
 # Around a graph break it would compile this, and the hooks; the handler itself it must be able to trace.
 FunctionMode._watched = keep_out(FunctionMode._watched)  # type: ignore[method-assign]
-
-
-def _step_inside(head: tuple[Watch, Any], /, *args: Any, **kwargs: Any) -> Any:
-    watch, func = head
-    try:
-        _scope.stash(KEY, watch.inner)
-        return func(*args, **kwargs)
-    finally:
-        _scope.stash(KEY, watch.hidden)
 
 
 _warned = False

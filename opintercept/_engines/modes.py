@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from opintercept import _origin
+from opintercept._call import Phase
 from opintercept._engines import scope as _scope
-from opintercept._engines.scope import KEY, Block, Engine, Scope, Watcher
+from opintercept._engines.scope import KEY, Block, Engine, Scope, Watch, Watcher
 from opintercept._errors import OpInterceptError
+from opintercept._pipeline import run
 
 
 class Everything:
@@ -19,6 +22,25 @@ class Everything:
 
     def __contains__(self, key: object) -> bool:
         return True
+
+
+def run_hooked(scope: Scope, watch: Watch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a watched call of a mode: hidden while hooks run, and in the inner scope while `func` does."""
+    phase: Phase = "forward" if _origin.graph_task() == -1 else _origin.backward_phase()
+    try:
+        _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
+        return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)
+    finally:
+        _scope.stash(KEY, scope)
+
+
+def _step_inside(head: tuple[Watch, Any], /, *args: Any, **kwargs: Any) -> Any:
+    watch, func = head
+    try:
+        _scope.stash(KEY, watch.inner)
+        return func(*args, **kwargs)
+    finally:
+        _scope.stash(KEY, watch.hidden)
 
 
 class ModeEngine:
