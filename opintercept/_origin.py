@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
+from opintercept import _pipeline
 from opintercept._call import NOWHERE, OpCall, Phase, Place
 from opintercept._ops import MATMUL, row_of
 
@@ -30,6 +31,7 @@ _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
+_RUN, _RUN_SEVERAL = _pipeline.run.__code__, _pipeline._run_several.__code__
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
@@ -59,10 +61,8 @@ class _Names(NamedTuple):
 
 _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
 
-# What a code object is on the stack. By identity: hashing a code object reads all of it.
-_SOURCE, _FORWARD, _CALL = 1, 2, 4
-_kinds: dict[int, tuple[CodeType, int]] = {}
-_OURS = 3  # frames of this file and of `OpCall` that are always on top
+# Whether a code object is the user's, for the source line. By identity: hashing a code object reads all of it.
+_users: dict[int, tuple[CodeType, bool]] = {}
 
 
 class _LastRoot:
@@ -74,21 +74,20 @@ class _LastRoot:
 
 def place(phase: Phase) -> Place:
     """Walk the Python stack once: the innermost module, its name under the outermost one, and the source line."""
-    source: FrameType | None = None
+    # Above `run` are the hook that asks, which may be a module's method, and whatever has asked for it.
+    top: FrameType | None = sys._getframe(1)
+    while top is not None and top.f_code is not _RUN and top.f_code is not _RUN_SEVERAL:
+        top = top.f_back
+    # Three stretches of the stack, since each look at a frame costs: up to the innermost module; up to the
+    # outermost; and beyond, where somebody may have called `model.forward` directly. The source line is sought in
+    # the first one and, since most modules inside of models are torch's own, in a part of the second.
     inner: FrameType | None = None
-    outer: FrameType | None = None
-    # Three stretches of the stack, since each look at a frame costs: up to the innermost module, and on to the
-    # source line; up to the outermost; and beyond, where somebody may have called `model.forward` directly.
-    frame: FrameType | None = sys._getframe(_OURS)
-    kind_of = _kinds.get
-    while frame is not None and (inner is None or source is None):
+    frame = top
+    while frame is not None:
         code = frame.f_code
-        _, kind = kind_of(id(code)) or _kind(code)
-        if kind:
-            if source is None and kind & _SOURCE:
-                source = frame
-            if inner is None and (kind & _CALL or (kind & _FORWARD and _called_directly(frame))):
-                inner = frame
+        if code is _OUTER_CALL or (code.co_name == "forward" and _called_directly(frame)):
+            inner = frame
+            break
         frame = frame.f_back
     frame = outer = inner
     while frame is not None:
@@ -112,14 +111,23 @@ def place(phase: Phase) -> Place:
                 # The stack of a recomputation starts at the checkpoint and not at the root.
                 known = [found for other in list(_by_root) if (found := _find(other, module))]
                 names = max(known, key=lambda names: len(names[0]), default=names)
-        return Place(names, None if source is None else source.f_code, -1 if source is None else source.f_lasti)
+        frame = top
+        while frame is not None:
+            code = frame.f_code
+            known_user = _users.get(id(code))
+            if known_user[1] if known_user is not None else _is_users(code):
+                return Place(names, code, frame.f_lasti)
+            frame = frame.f_back
+        return Place(names, None, -1)
     finally:
-        del source, inner, outer, frame  # a frame that reaches itself is garbage
+        del top, inner, outer, frame  # a frame that reaches itself is garbage
 
 
 def _called_directly(frame: FrameType) -> bool:
     """Whether a function named forward is a module's, called without the module's own `__call__`."""
     caller = frame.f_back
+    if caller is not None and caller.f_code is _INNER_CALL:
+        return False
     while caller is not None and caller.f_code is not _INNER_CALL and caller.f_code.co_name in ("wrapper", "inner"):
         caller = caller.f_back  # a decorator's, or torch's own around its hooks
     return (caller is None or caller.f_code is not _INNER_CALL) and _module_of(frame) is not None
@@ -147,13 +155,12 @@ def _elsewhere(root: torch.nn.Module, module: torch.nn.Module, frame: FrameType)
         del frame, outer
 
 
-def _kind(code: CodeType) -> tuple[CodeType, int]:
-    if len(_kinds) > 10_000:  # a program that makes code without end, a notebook say
-        _kinds.clear()
-    kind = _SOURCE * (not code.co_filename.startswith(_NOT_SOURCE))
-    kind |= _FORWARD * (code.co_name == "forward") | _CALL * (code is _OUTER_CALL)
-    known = _kinds[id(code)] = (code, kind)
-    return known
+def _is_users(code: CodeType) -> bool:
+    if len(_users) > 10_000:  # a program that makes code without end, a notebook say
+        _users.clear()
+    users = not code.co_filename.startswith(_NOT_SOURCE)
+    _users[id(code)] = (code, users)
+    return users
 
 
 def _find(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
@@ -337,9 +344,11 @@ class Origin:
 
     def place(self, call: OpCall) -> Place:
         """The module and the line of the call, in backward those of the forward call behind it."""
-        behind = self._behind(call)
         if call.phase != "backward":
+            if self.links is not None:
+                self.links.wanted = True
             return place(call.phase)
+        behind = self._behind(call)
         return NOWHERE if behind is None else behind[1]
 
     def forward(self, call: OpCall) -> tuple[int | None, str | None]:

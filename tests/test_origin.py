@@ -74,6 +74,23 @@ def test_source_is_the_line_of_the_program_and_not_of_torch() -> None:
     assert re.fullmatch(r"test_origin\.py:\d+ in <lambda>", lambda_line or "")
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+def test_a_hook_of_the_user_is_not_where_the_call_comes_from(engine: dict[str, Any]) -> None:
+    class Keeper(nn.Module):  # a hook may be a module, and may ask from one
+        def forward(self, call: OpCall) -> None:
+            found.append((call.module, call.source))
+
+    found: list[tuple[str | None, str | None]] = []
+    block = Block().requires_grad_(False)  # else the call notes where it comes from before the hook asks
+    with intercept(lambda call: found.append((call.module, call.source)), **engine) as interceptor:
+        interceptor.register(Keeper())
+        block(torch.ones(4, 4))
+    assert found[0::2] == found[1::2]
+    expected = record(lambda: block(torch.ones(4, 4)), **engine)[0]
+    assert found[0] == (expected.module, expected.source)
+    assert "in forward" in str(expected.source)
+
+
 @pytest.mark.parametrize("file", ["<stdin>", "<ipython-input-3-a>", "/tmp/ipykernel_7/5.py"])
 def test_source_of_a_cell_has_no_file(file: str) -> None:
     code = compile("\n\ntorch.mm(torch.ones(2, 2), torch.ones(2, 2))", file, "exec")
