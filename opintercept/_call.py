@@ -6,6 +6,7 @@ Must not import torch: the pipeline is tested without it.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -98,7 +99,7 @@ class Origin(Protocol):
     def links(self) -> Any: ...
     def autocast(self, lhs: Any) -> Any: ...
     def place(self, call: OpCall) -> Place: ...
-    def forward(self, call: OpCall) -> tuple[int | None, str | None]: ...
+    def forward(self, call: OpCall) -> tuple[int | None, str | None, str | None]: ...
 
 
 class Owner(Protocol):
@@ -158,7 +159,7 @@ class OpCall:
         self._pipeline: Owner | None = pipeline  # None when the call is over
         self._spec = spec
         self._place: Place | None = None
-        self._kin: tuple[int | None, str | None] | None = None
+        self._kin: tuple[int | None, str | None, str | None] | None = None
         self.func = func
         self.phase = phase
         self.args = args
@@ -228,6 +229,12 @@ class OpCall:
         return found
 
     @property
+    def written(self) -> list[torch.Tensor]:
+        """The caller's tensors that the operator writes its result to, of `out=` and in-place forms; mostly none."""
+        tensors: list[torch.Tensor] = self._spec.written(self.func, self.args, self.kwargs)
+        return tensors
+
+    @property
     def autocast(self) -> torch.dtype | None:
         """The dtype that autocast runs this call in, or None.
 
@@ -273,12 +280,17 @@ class OpCall:
         """In backward, the operand of `forward` whose gradient this is; None if that cannot be told."""
         return self._relation()[1]  # type: ignore[return-value]
 
+    @property
+    def grad_from(self) -> Literal["lhs", "rhs"] | None:
+        """In backward, the operand that is the gradient of `forward`'s output; the other one is what it saved."""
+        return self._relation()[2]  # type: ignore[return-value]
+
     def _where(self) -> Place:
         if self._place is None:
             self._place = self._live("module").origin.place(self)
         return self._place
 
-    def _relation(self) -> tuple[int | None, str | None]:
+    def _relation(self) -> tuple[int | None, str | None, str | None]:
         if self._kin is None:
             self._kin = self._live("forward").origin.forward(self)
         return self._kin
@@ -290,6 +302,25 @@ class OpCall:
                 "keep call.record() instead of the call"
             )
         return self._pipeline
+
+    def without_values(self, shape_only: Callable[[Any], Any]) -> OpCall:
+        """The call for a later time: where it came from, and tensors with a shape and no values.
+
+        Args:
+            shape_only: Makes such a tensor.
+        """
+
+        def strip(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)([strip(item) for item in value])
+            return shape_only(value) if is_tensor(value) else value
+
+        later = copy.copy(self)
+        later._place, later._kin = self._where(), self._relation()
+        later._pipeline = None
+        later.args = tuple(strip(value) for value in self.args)
+        later.kwargs = {name: strip(value) for name, value in self.kwargs.items()}
+        return later
 
     def record(self) -> CallRecord:
         """Summarise the call as plain data that may be kept and written as JSON."""
@@ -436,6 +467,17 @@ def describe(value: Any) -> str:
         return f"[{', '.join(shown)}]"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors among arguments, those in lists too, in order."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            found += tensors_of(tuple(value), {})
+        elif is_tensor(value):
+            found.append(value)
+    return found
 
 
 def _tensors(output: Any) -> list[Any]:

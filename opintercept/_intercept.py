@@ -16,6 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 from opintercept import _origin
 from opintercept._engines import dispatch_mode, function_mode, kernels
 from opintercept._engines import scope as _scope
+from opintercept._engines.gradients import Tap
 from opintercept._engines.scope import KEY, Block, Watcher
 from opintercept._errors import OpInterceptError
 from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
@@ -93,7 +94,9 @@ class Interceptor:
             self._overloads, keys = _family(chosen)
         else:
             self._overloads, keys = _chosen(select(ops, level), chosen)
-        self._pipeline = Pipeline(hooks, level, on_error, _origin.Origin(level == "dispatch", _scope.owner))
+        below = level == "dispatch"
+        origin = _origin.Origin(below, _scope.owner)
+        self._pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap)
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
 
     def register(self, hook: Hook) -> Handle:

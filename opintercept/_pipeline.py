@@ -43,10 +43,23 @@ class ErrorHook(Protocol):
     def error(self, call: OpCall, exception: BaseException, /) -> None: ...
 
 
-Hook: TypeAlias = PreHook | PostHook | ErrorHook | Callable[[OpCall], Any]
-"""An object with any of `pre`, `post`, `error`, `enter` and `exit`, or a callable, which is a `post`."""
+class BackwardHook(Protocol):
+    """Runs when autograd has the gradients of a call at function level; may return others for its inputs.
 
-_PHASES = ("pre", "post", "error", "enter", "exit")
+    `call` has shapes and no values by then. `grad_inputs` has an entry for each tensor among the call's
+    arguments, None for one that needs no gradient, `grad_outputs` one for each output.
+    """
+
+    def backward(
+        self, call: OpCall, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...], /
+    ) -> tuple[Any, ...] | None: ...
+
+
+Hook: TypeAlias = PreHook | PostHook | ErrorHook | BackwardHook | Callable[[OpCall], Any]
+"""An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable, which is a `post`."""
+
+_RUNS = ("pre", "post", "error", "backward")
+_PHASES = (*_RUNS, "enter", "exit")
 
 
 class Handle:
@@ -56,16 +69,20 @@ class Handle:
     registered twice has two handles, and each removes its own.
     """
 
-    __slots__ = ("_pipeline", "asks_origin", "enter", "error", "exit", "hook", "post", "pre", "removed")
+    __slots__ = (
+        *("_pipeline", "asks_origin", "backward", "enter", "error", "exit", "hook", "post", "pre", "removed", "wants"),
+    )
 
     def __init__(self, pipeline: Pipeline, hook: Hook) -> None:
         self._pipeline = weakref.ref(pipeline)  # no cycle: hooks, and what they hold, go with the last block
         self.hook = hook
         self.removed = False
         found = {name: _method(hook, name) for name in _PHASES}
-        if not any(found[name] for name in ("pre", "post", "error")) and callable(hook):
+        if not any(found[name] for name in _RUNS) and callable(hook):
             found["post"] = hook
-        self.pre, self.post, self.error, self.enter, self.exit = (found[name] for name in _PHASES)
+        self.pre, self.post, self.error, self.backward, self.enter, self.exit = (found[name] for name in _PHASES)
+        # Whether a call is to have gradients, which takes two nodes in its graph: a filter knows.
+        self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
         self.asks_origin = asks_origin(hook)
 
     def remove(self) -> None:
@@ -96,7 +113,7 @@ def asks_origin(hook: Any) -> bool:
     """
     if getattr(hook, "asks_origin", False):
         return True
-    methods = [hook, *(_method(hook, name) for name in ("pre", "post", "error"))]
+    methods = [hook, *(_method(hook, name) for name in _RUNS)]
     codes = [getattr(getattr(method, "__func__", method), "__code__", None) for method in methods]
     while codes:
         code = codes.pop()
@@ -107,7 +124,7 @@ def asks_origin(hook: Any) -> bool:
     return False
 
 
-_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "module", "record", "source"))
+_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_from", "grad_of", "module", "record", "source"))
 
 
 def is_hook(value: Any) -> bool:
@@ -124,10 +141,10 @@ def check_hook(hook: Any, level: Level) -> None:
     """
     if isinstance(hook, type):
         raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
-    if _method(hook, "backward"):
+    if level == "dispatch" and _method(hook, "backward") and not getattr(hook, "reads_backward_calls", False):
         raise ValueError(
             f"a hook with a backward method cannot run at {level} level, got {hook!r}; autograd's own calls "
-            "are seen at dispatch level by pre and post, with call.phase == 'backward'"
+            "are seen at dispatch level by pre and post, with call.phase == 'backward'; or use level='function'"
         )
     if not is_hook(hook):
         raise TypeError(
@@ -146,8 +163,8 @@ class NoOrigin:
     def place(self, call: OpCall) -> Place:
         return NOWHERE
 
-    def forward(self, call: OpCall) -> tuple[None, None]:
-        return None, None
+    def forward(self, call: OpCall) -> tuple[None, None, None]:
+        return None, None, None
 
 
 class Pipeline:
@@ -158,6 +175,8 @@ class Pipeline:
         level: Decides how a replaced output reaches the program.
         on_error: `"raise"`, or `"warn"`: switch a failing hook off with one warning.
         origin: Answers where calls come from; injected, since it needs torch.
+        tap: Makes what gets at the gradients of one call, see `_engines.gradients.Tap`; likewise. None at
+            dispatch level.
     """
 
     __slots__ = (
@@ -165,6 +184,8 @@ class Pipeline:
         "_entered",
         "_handles",
         "_lock",
+        "_tap",
+        "backward",
         "error",
         "level",
         "links",
@@ -183,7 +204,9 @@ class Pipeline:
         level: Level = "dispatch",
         on_error: OnError = "raise",
         origin: Origin | None = None,
+        tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
     ) -> None:
+        self._tap = tap
         self.level = level
         self.on_error = on_error
         self.origin: Origin = origin or NoOrigin()
@@ -197,6 +220,7 @@ class Pipeline:
         self.pre: tuple[Handle, ...] = ()
         self.post: tuple[Handle, ...] = ()
         self.error: tuple[Handle, ...] = ()
+        self.backward: tuple[Handle, ...] = ()
         for hook in hooks:
             self.register(hook)
         _pipelines.add(self)
@@ -229,6 +253,7 @@ class Pipeline:
         self.pre = tuple(h for h in handles if h.pre)
         self.post = tuple(h for h in handles if h.post)
         self.error = tuple(h for h in handles if h.error)
+        self.backward = () if self._tap is None else tuple(h for h in handles if h.backward)
         if self.links is not None and any(h.asks_origin for h in handles):
             self.links.wanted = True
 
@@ -282,6 +307,11 @@ class Pipeline:
             exception.add_note(f"opintercept: raised by the exit of hook {handle.hook!r}")
             return exception
         return None
+
+    def tap(self, call: OpCall) -> Any:
+        """What gets at the gradients of this call; None if no hook wants them."""
+        handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
+        return self._tap(self, call, handles) if handles and self._tap is not None else None
 
     def count_opaque(self, name: str) -> None:
         """Count an operator that was seen but not into."""
@@ -338,6 +368,9 @@ def run(
             args, kwargs = _before(pipeline, call)
         if spec.opaque:
             pipeline.count_opaque(spec.name)
+        tap = pipeline.tap(call) if pipeline.backward else None
+        if tap is not None:
+            args, kwargs = tap.inputs(args, kwargs)
         started = perf_counter()
         try:
             output = invoke(head, *args, **kwargs) if kwargs else invoke(head, *args)
@@ -348,7 +381,9 @@ def run(
         if args is not given_args or kwargs is not given_kwargs:
             output = _written_back(spec.written(func, given_args, given_kwargs), output)
         call.output = output
-        return _after(pipeline, call, given_args, given_kwargs) if pipeline.post else output
+        if pipeline.post:
+            output = _after(pipeline, call, given_args, given_kwargs)
+        return output if tap is None else tap.output(output)
     finally:
         call._pipeline = None
 
@@ -376,6 +411,9 @@ def _run_several(
                 pipeline.count_opaque(spec.name)
         for call in calls:
             call.args, call.kwargs = args, kwargs
+        taps = [p.tap(c) if p.backward else None for p, c in zip(pipelines, calls, strict=True)]
+        for tap in filter(None, taps):
+            args, kwargs = tap.inputs(args, kwargs)
         started = perf_counter()
         try:
             output = invoke(head, *args, **kwargs)
@@ -389,6 +427,8 @@ def _run_several(
             call.output = output
             call.elapsed = elapsed
             output = _after(pipeline, call, given_args, given_kwargs)
+        for tap in filter(None, reversed(taps)):
+            output = tap.output(output)
         return output
     finally:
         for call in calls:
@@ -492,6 +532,27 @@ def _written_back(targets: list[Any], output: Any) -> Any:
                 target.resize_(result.shape)
             copy_into(target, result)
     return targets[0] if not isinstance(output, (tuple, list)) else type(output)(targets)
+
+
+def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
+    """Refuse what cannot take the place of a call's gradients; where there was none, none may come.
+
+    Raises:
+        HookError: Another number of them, or another shape, dtype, device or layout.
+    """
+    if not isinstance(replacement, (tuple, list)) or len(replacement) != len(gradients):
+        raise HookError(
+            f"a backward hook must return None or a tuple of {len(gradients)} gradients, one for each input tensor, "
+            f"got {describe(replacement)}"
+        )
+    for old, new in zip(gradients, replacement, strict=True):
+        if is_tensor(old) and is_tensor(new):
+            _check_like("a replaced gradient", old, new)
+        elif (old is None) is not (new is None) or new is not old:
+            raise HookError(
+                f"a backward hook must return a gradient where there was one and None elsewhere, "
+                f"got {describe(new)} for {describe(old)}"
+            )
 
 
 def check_replacement(output: Any, replacement: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from opintercept._call import OpCall, dtype_name, shape_of
+from opintercept.hooks._table import aligned, write_csv
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +216,7 @@ class Profile:
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the rows with a header line."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(field.name for field in fields(ProfileRow))
-            writer.writerows(astuple(row) for row in self.rows())
+        write_csv(path, [field.name for field in fields(ProfileRow)], map(astuple, self.rows()))
 
     def __str__(self) -> str:
         rows = sorted(self.rows(), key=lambda row: -row.seconds)
@@ -242,7 +239,7 @@ class Profile:
             ]
             for row in rows
         ]
-        return "\n".join(_lines(table))
+        return aligned(table, left=5)
 
 
 def _precision(lhs: torch.Tensor | None) -> str:
@@ -256,12 +253,3 @@ def _precision(lhs: torch.Tensor | None) -> str:
 
 def _number(value: float | None, unit: float) -> str:
     return "?" if value is None else f"{value / unit:.2f}"
-
-
-def _lines(table: list[list[str]]) -> Iterable[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(
-            cell.ljust(width) if column < 5 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()

@@ -91,7 +91,7 @@ class _When:
             raise TypeError(f"dtype must be a torch.dtype or its name, 'bfloat16' say, got {dtype!r}")
         self.hook = hook
         self._ops = None if op is None else _op_names(op)
-        self._module = None if module is None else _name_test(module)
+        self._module = None if module is None else name_test(module)
         self.asks_origin = module is not None or asks_origin(hook)
         self._phase = phase
         self._dtype = None if dtype is None else dtype_name(dtype)
@@ -103,12 +103,15 @@ class _When:
         self._passed = 0
         self._admitted = 0
         self._lock = threading.Lock()
-        methods = [name for name in ("pre", "post", "error") if callable(getattr(hook, name, None))]
+        methods = [name for name in ("pre", "post", "error", "backward") if callable(getattr(hook, name, None))]
         if not methods and callable(hook):
             self.post = self._filtered(hook)
         for name in methods:
             setattr(self, name, self._filtered(getattr(hook, name)))
-        for name in ("enter", "exit", "backward"):
+        self.reads_backward_calls = getattr(hook, "reads_backward_calls", False)
+        if "backward" in methods:
+            self.wants_gradients = self._verdict
+        for name in ("enter", "exit"):
             if callable(method := getattr(hook, name, None)):
                 setattr(self, name, method)
 
@@ -159,7 +162,7 @@ def _is_container(value: Any) -> bool:
     return hasattr(value, "__contains__") and not isinstance(value, str)
 
 
-def _name_test(module: Any) -> Callable[[str], Any]:
+def name_test(module: Any) -> Callable[[str], Any]:
     if isinstance(module, str):
         return re.compile(fnmatch.translate(module)).fullmatch
     if isinstance(module, re.Pattern):
