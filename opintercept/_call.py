@@ -86,6 +86,9 @@ class OpSpec(Protocol):
     def roles(self) -> Mapping[str, tuple[int, str]]: ...
     def argument(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def replaced(
+        self, role: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
     def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
@@ -200,6 +203,33 @@ class OpCall:
         if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
             return tensor.resolve_conj().resolve_neg()
         return tensor
+
+    def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return `(args, kwargs)` with other operands, for a `pre` to return; the call stays as it is.
+
+        Args:
+            operands: By role: `lhs`, `rhs`, `bias`.
+
+        Raises:
+            TypeError: A role of another name.
+            ValueError: The call has no tensor in that role, or a list of them.
+
+        Example:
+            >>> import torch
+            >>> from opintercept import intercept
+            >>> class Double:
+            ...     def pre(self, call):
+            ...         return call.replace(lhs=call.lhs * 2)
+            >>> with intercept(Double()):
+            ...     torch.ones(1, 3) @ torch.ones(3, 1)
+            tensor([[6.]])
+        """
+        args, kwargs = self.args, self.kwargs
+        for role, value in operands.items():
+            if role not in ("lhs", "rhs", "bias"):
+                raise TypeError(f"an operand must be one of 'lhs', 'rhs', 'bias', got {role!r}")
+            args, kwargs = self._spec.replaced(role, value, args, kwargs)
+        return args, kwargs
 
     @property
     def gemm(self) -> Gemm | None:
