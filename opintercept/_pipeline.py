@@ -367,15 +367,16 @@ def _run_several(
     calls: list[OpCall] = []
     try:
         for pipeline in pipelines:
-            call = OpCall(pipeline, spec, func, phase, args, kwargs)
+            call = OpCall(pipeline, spec, func, phase, given_args, given_kwargs)
             calls.append(call)
             if pipeline.links is not None and pipeline.links.wanted:
                 pipeline.links.note(call)
+            _hand_over(pipeline, call, args, kwargs)
             args, kwargs = _before(pipeline, call)
             if spec.opaque:
                 pipeline.count_opaque(spec.name)
-        for call in calls:
-            call.args, call.kwargs = args, kwargs
+        for pipeline, call in zip(pipelines, calls, strict=True):
+            _hand_over(pipeline, call, args, kwargs)
         started = perf_counter()
         try:
             output = invoke(head, *args, **kwargs)
@@ -406,11 +407,20 @@ def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str
                 args, kwargs = _checked_inputs(inputs)
                 if pipeline.level == "dispatch":
                     _check_alike(call, args, kwargs)
-                call.args, call.kwargs = args, kwargs
+                _hand_over(pipeline, call, args, kwargs)
         except Exception as exception:
             if not pipeline.survives(handle, "pre", call, exception):
                 raise
     return call.args, call.kwargs
+
+
+def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give the call the inputs that a hook has put in place of its own."""
+    if args is call.args and kwargs is call.kwargs:
+        return
+    if call.phase == "backward" and pipeline.links is not None and pipeline.links.wanted:
+        call._relation()  # found by where the operands that autograd has saved lie in memory
+    call.args, call.kwargs = args, kwargs
 
 
 def _after(pipeline: Pipeline, call: OpCall, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]) -> Any:

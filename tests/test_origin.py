@@ -214,6 +214,30 @@ def test_grad_of_tells_the_two_products_of_a_backward_pass(engine: dict[str, Any
         assert output.shape in (shapes[call.grad_of or ""], shapes[call.grad_of or ""][::-1])
 
 
+class Copied:
+    """Puts copies in the place of the operands."""
+
+    def pre(self, call: OpCall) -> Any:
+        assert call.lhs is not None
+        assert call.rhs is not None
+        return call.replace(lhs=call.lhs.clone(), rhs=call.rhs.clone())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("nested", [False, True], ids=["one interceptor", "two"])
+def test_backward_calls_are_linked_beside_a_hook_that_replaces_operands(engine: dict[str, Any], nested: bool) -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    recorder = hooks.Recorder()
+    outer, inner = ([Copied()], [recorder]) if nested else ([Copied(), recorder], [])
+    with intercept(outer, **engine), intercept(inner, **engine):
+        (a @ b).sum().backward()
+    assert {(r.phase, r.module, r.forward, r.grad_of) for r in recorder.records} == {
+        ("forward", "", None, None),
+        ("backward", "", 0, "lhs"),
+        ("backward", "", 0, "rhs"),
+    }
+
+
 def test_a_shared_weight_links_each_gradient_to_its_own_call() -> None:
     w, x = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4)
     records = record(lambda: torch.mm(torch.mm(x, w).tanh(), w).sum().backward())
