@@ -101,7 +101,7 @@ class Origin(Protocol):
     def links(self) -> Any: ...
     def autocast(self, lhs: Any) -> Any: ...
     def place(self, call: OpCall) -> Place: ...
-    def forward(self, call: OpCall) -> tuple[int | None, str | None]: ...
+    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]: ...
 
 
 class Owner(Protocol):
@@ -161,7 +161,7 @@ class OpCall:
         self._pipeline: Owner | None = pipeline  # None when the call is over
         self._spec = spec
         self._place: Place | None = None
-        self._kin: tuple[int | None, str | None] | None = None
+        self._kin: tuple[int | None, str | None, bool] | None = None
         self.func = func
         self.phase = phase
         self.args = args
@@ -303,12 +303,25 @@ class OpCall:
         """In backward, the operand of `forward` whose gradient this is; None if that cannot be told."""
         return self._relation()[1]  # type: ignore[return-value]
 
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """In backward after the operator ran, the gradient with respect to `grad_of`; None if that cannot be told.
+
+        It is `output`, or a view of it that is transposed to the operand's shape, as the operator of `forward`
+        got that operand: before autograd multiplies it by `alpha` or sums over what was broadcast. Raises as
+        `forward` does.
+        """
+        _, operand, transposed = self._relation()
+        if operand is None or not is_tensor(self.output):
+            return None
+        return self.output.mT if transposed else self.output  # type: ignore[no-any-return]
+
     def _where(self) -> Place:
         if self._place is None:
             self._place = self._live("module").origin.place(self)
         return self._place
 
-    def _relation(self) -> tuple[int | None, str | None]:
+    def _relation(self) -> tuple[int | None, str | None, bool]:
         if self._kin is None:
             self._kin = self._live("forward").origin.forward(self)
         return self._kin

@@ -107,7 +107,7 @@ def asks_origin(hook: Any) -> bool:
     return False
 
 
-_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "module", "record", "source"))
+_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "gradient", "module", "record", "source"))
 
 
 def is_hook(value: Any) -> bool:
@@ -146,8 +146,8 @@ class NoOrigin:
     def place(self, call: OpCall) -> Place:
         return NOWHERE
 
-    def forward(self, call: OpCall) -> tuple[None, None]:
-        return None, None
+    def forward(self, call: OpCall) -> tuple[None, None, bool]:
+        return None, None, False
 
 
 class Pipeline:
