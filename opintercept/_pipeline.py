@@ -120,7 +120,7 @@ def check_hook(hook: Any, level: Level) -> None:
 
     Raises:
         TypeError: It has nothing to call, or is a class instead of an instance.
-        ValueError: It wants gradients, which this level does not have.
+        ValueError: It wants what this level does not have: gradients, or another `only_level` than this.
     """
     if isinstance(hook, type):
         raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
@@ -129,6 +129,9 @@ def check_hook(hook: Any, level: Level) -> None:
             f"a hook with a backward method cannot run at {level} level, got {hook!r}; autograd's own calls "
             "are seen at dispatch level by pre and post, with call.phase == 'backward'"
         )
+    only = getattr(hook, "only_level", None)
+    if only is not None and only != level:
+        raise ValueError(f'the hook can work at level="{only}" only, got {hook!r} for level="{level}"')
     if not is_hook(hook):
         raise TypeError(
             f"a hook must be callable or have one of {', '.join(_PHASES)}, got {hook!r}; write def hook(call): ..."
