@@ -300,6 +300,9 @@ class Pipeline:
         where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {shown}"
         if self.on_error == "raise":
             exception.add_note(f"opintercept: raised by {where}")
+            if isinstance(exception, TypeError):
+                # `a @ b` takes one to mean that it cannot multiply these, and nobody would read what it says.
+                raise HookError(f"a hook must not raise TypeError, got {exception}; from {where}") from exception
             return False
         failure = self._take_out(handle)
         if failure is not None:
