@@ -87,6 +87,9 @@ class OpSpec(Protocol):
     def roles(self) -> Mapping[str, tuple[int, str]]: ...
     def argument(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def replaced(
+        self, role: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
     def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
@@ -99,7 +102,7 @@ class Origin(Protocol):
     def links(self) -> Any: ...
     def autocast(self, lhs: Any) -> Any: ...
     def place(self, call: OpCall) -> Place: ...
-    def forward(self, call: OpCall) -> tuple[int | None, str | None, str | None]: ...
+    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]: ...
 
 
 class Owner(Protocol):
@@ -159,7 +162,7 @@ class OpCall:
         self._pipeline: Owner | None = pipeline  # None when the call is over
         self._spec = spec
         self._place: Place | None = None
-        self._kin: tuple[int | None, str | None, str | None] | None = None
+        self._kin: tuple[int | None, str | None, bool] | None = None
         self.func = func
         self.phase = phase
         self.args = args
@@ -201,6 +204,33 @@ class OpCall:
         if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
             return tensor.resolve_conj().resolve_neg()
         return tensor
+
+    def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return `(args, kwargs)` with other operands, for a `pre` to return; the call stays as it is.
+
+        Args:
+            operands: By role: `lhs`, `rhs`, `bias`.
+
+        Raises:
+            TypeError: A role of another name.
+            ValueError: The call has no tensor in that role, or a list of them.
+
+        Example:
+            >>> import torch
+            >>> from opintercept import intercept
+            >>> class Double:
+            ...     def pre(self, call):
+            ...         return call.replace(lhs=call.lhs * 2)
+            >>> with intercept(Double()):
+            ...     torch.ones(1, 3) @ torch.ones(3, 1)
+            tensor([[6.]])
+        """
+        args, kwargs = self.args, self.kwargs
+        for role, value in operands.items():
+            if role not in ("lhs", "rhs", "bias"):
+                raise TypeError(f"an operand must be one of 'lhs', 'rhs', 'bias', got {role!r}")
+            args, kwargs = self._spec.replaced(role, value, args, kwargs)
+        return args, kwargs
 
     @property
     def gemm(self) -> Gemm | None:
@@ -281,16 +311,33 @@ class OpCall:
         return self._relation()[1]  # type: ignore[return-value]
 
     @property
-    def grad_from(self) -> Literal["lhs", "rhs"] | None:
-        """In backward, the operand that is the gradient of `forward`'s output; the other one is what it saved."""
-        return self._relation()[2]  # type: ignore[return-value]
+    def gradient(self) -> torch.Tensor | None:
+        """In backward after the operator ran, the gradient with respect to `grad_of`; None if that cannot be told.
+
+        It is `output`, or a view of it that is transposed to the operand's shape, as the operator of `forward`
+        got that operand: before autograd multiplies it by `alpha` or sums over what was broadcast. Raises as
+        `forward` does.
+        """
+        _, operand, transposed = self._relation()
+        if operand is None or not is_tensor(self.output):
+            return None
+        return self.output.mT if transposed else self.output  # type: ignore[no-any-return]
+
+    @property
+    def grad_output(self) -> torch.Tensor | None:
+        """In backward, the gradient with respect to the output of `forward`, likewise; None if that cannot be told."""
+        _, operand, transposed = self._relation()
+        if operand is None:
+            return None
+        of = self.lhs if (operand == "lhs") is not transposed else self.rhs
+        return of.mT if transposed and of is not None else of
 
     def _where(self) -> Place:
         if self._place is None:
             self._place = self._live("module").origin.place(self)
         return self._place
 
-    def _relation(self) -> tuple[int | None, str | None, str | None]:
+    def _relation(self) -> tuple[int | None, str | None, bool]:
         if self._kin is None:
             self._kin = self._live("forward").origin.forward(self)
         return self._kin

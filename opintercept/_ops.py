@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from opintercept._call import Gemm, dtype_name, is_strided, is_tensor
+from opintercept._call import Gemm, describe, dtype_name, is_strided, is_tensor
 
 Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "other"]
 
@@ -69,13 +69,38 @@ class Op:
         if where is None:
             return None
         position, keyword = where
-        if self.gemm_rule is _einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
-            args = (args[0], *args[1])  # the operands come one by one or in a list
+        if self._takes_a_list(args):
+            args = (args[0], *args[1])
         if position < len(args):
             return args[position]
         if keyword == "input":  # torch's C functions take either spelling
             return kwargs.get("input", kwargs.get("self"))
         return kwargs.get(keyword)
+
+    def replaced(self, role: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """The inputs with `value` in `role`, passed the way the tensor there was.
+
+        Raises:
+            ValueError: There is no tensor in that role, or a list of them.
+        """
+        old = self.argument(role, args, kwargs)
+        if not is_tensor(old):
+            raise ValueError(
+                f"an operand that is replaced must be one tensor, got {describe(old)} as the {role} of {self.name}; "
+                "return call.args, call.kwargs with the change made"
+            )
+        position, keyword = self.roles[role]
+        if self._takes_a_list(args):
+            equation, operands = args
+            inner = [*operands[: position - 1], value, *operands[position:]]
+            return (equation, type(operands)(inner)), kwargs
+        if position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, keyword if keyword in kwargs else "self": value}
+
+    def _takes_a_list(self, args: Args) -> bool:
+        """Whether einsum's operands come in a list instead of one by one."""
+        return self.gemm_rule is _einsum and len(args) == 2 and isinstance(args[1], (list, tuple))
 
     def gemm(self, args: Args, kwargs: Kwargs) -> Gemm | None:
         """The matrix product's shape, or None where there is no single one."""

@@ -351,12 +351,12 @@ class Origin:
         behind = self._behind(call)
         return NOWHERE if behind is None else behind[1]
 
-    def forward(self, call: OpCall) -> tuple[int | None, str | None, str | None]:
-        """The forward call whose gradient this one computes, of which operand, and from which."""
+    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]:
+        """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""
         behind = self._behind(call)
         if behind is None or behind[2]:
-            return None, None, None
-        return behind[0].index, *_gradient(call, behind[0])
+            return None, None, False
+        return behind[0].index, *_grad_of(call, behind[0])
 
     def _behind(self, call: OpCall) -> tuple[Link, Place, bool] | None:
         if self.links is None:
@@ -365,21 +365,23 @@ class Origin:
         return self.links.find() if call.phase == "backward" else None
 
 
-def _gradient(call: OpCall, link: Link) -> tuple[str | None, str | None]:
-    """Of which operand this is the gradient, and which operand here is the gradient of the output.
+def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
+    """The gradient of one operand is a product with the other one, which autograd has saved.
 
-    The gradient of one operand is the product of that of the output and the other operand, which autograd has saved.
+    With G the gradient of the output, that of lhs is `G @ rhs.T` and that of rhs `lhs.T @ G`; for an operand that
+    is column-major autograd multiplies the other way round and transposes the product (`mm_mat1_backward` in its
+    FunctionsManual.cpp).
     """
     roles = row_of(link.op).roles
     if "lhs" not in roles or "rhs" not in roles:
-        return None, None
+        return None, False
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
     used = {_address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
     if (lhs in used) == (rhs in used):
-        return None, None
-    of, saved = ("rhs", lhs) if lhs in used else ("lhs", rhs)
-    here = [role for role in ("lhs", "rhs") if (t := getattr(call, role)) is not None and _address(t) != saved]
-    return of, here[0] if len(here) == 1 else None
+        return None, False
+    left = call._spec.operand("lhs", call.args, call.kwargs)
+    on_the_left = left is not None and _address(left) in (lhs, rhs)
+    return ("rhs", not on_the_left) if lhs in used else ("lhs", on_the_left)
 
 
 def autocast_below(lhs: Any) -> torch.dtype | None:

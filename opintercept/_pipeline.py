@@ -124,7 +124,7 @@ def asks_origin(hook: Any) -> bool:
     return False
 
 
-_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_from", "grad_of", "module", "record", "source"))
+_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "record", "source"))
 
 
 def is_hook(value: Any) -> bool:
@@ -137,7 +137,7 @@ def check_hook(hook: Any, level: Level) -> None:
 
     Raises:
         TypeError: It has nothing to call, or is a class instead of an instance.
-        ValueError: It wants gradients, which this level does not have.
+        ValueError: It wants what this level does not have: gradients, or another `only_level` than this.
     """
     if isinstance(hook, type):
         raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
@@ -146,6 +146,9 @@ def check_hook(hook: Any, level: Level) -> None:
             f"a hook with a backward method cannot run at {level} level, got {hook!r}; autograd's own calls "
             "are seen at dispatch level by pre and post, with call.phase == 'backward'; or use level='function'"
         )
+    only = getattr(hook, "only_level", None)
+    if only is not None and only != level:
+        raise ValueError(f'the hook can work at level="{only}" only, got {hook!r} for level="{level}"')
     if not is_hook(hook):
         raise TypeError(
             f"a hook must be callable or have one of {', '.join(_PHASES)}, got {hook!r}; write def hook(call): ..."
@@ -163,8 +166,8 @@ class NoOrigin:
     def place(self, call: OpCall) -> Place:
         return NOWHERE
 
-    def forward(self, call: OpCall) -> tuple[None, None, None]:
-        return None, None, None
+    def forward(self, call: OpCall) -> tuple[None, None, bool]:
+        return None, None, False
 
 
 class Pipeline:
@@ -327,6 +330,9 @@ class Pipeline:
         where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {shown}"
         if self.on_error == "raise":
             exception.add_note(f"opintercept: raised by {where}")
+            if isinstance(exception, TypeError):
+                # `a @ b` takes one to mean that it cannot multiply these, and nobody would read what it says.
+                raise HookError(f"a hook must not raise TypeError, got {exception}; from {where}") from exception
             return False
         failure = self._take_out(handle)
         if failure is not None:
@@ -402,15 +408,16 @@ def _run_several(
     calls: list[OpCall] = []
     try:
         for pipeline in pipelines:
-            call = OpCall(pipeline, spec, func, phase, args, kwargs)
+            call = OpCall(pipeline, spec, func, phase, given_args, given_kwargs)
             calls.append(call)
             if pipeline.links is not None and pipeline.links.wanted:
                 pipeline.links.note(call)
+            _hand_over(pipeline, call, args, kwargs)
             args, kwargs = _before(pipeline, call)
             if spec.opaque:
                 pipeline.count_opaque(spec.name)
-        for call in calls:
-            call.args, call.kwargs = args, kwargs
+        for pipeline, call in zip(pipelines, calls, strict=True):
+            _hand_over(pipeline, call, args, kwargs)
         taps = [p.tap(c) if p.backward else None for p, c in zip(pipelines, calls, strict=True)]
         for tap in filter(None, taps):
             args, kwargs = tap.inputs(args, kwargs)
@@ -446,11 +453,20 @@ def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str
                 args, kwargs = _checked_inputs(inputs)
                 if pipeline.level == "dispatch":
                     _check_alike(call, args, kwargs)
-                call.args, call.kwargs = args, kwargs
+                _hand_over(pipeline, call, args, kwargs)
         except Exception as exception:
             if not pipeline.survives(handle, "pre", call, exception):
                 raise
     return call.args, call.kwargs
+
+
+def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give the call the inputs that a hook has put in place of its own."""
+    if args is call.args and kwargs is call.kwargs:
+        return
+    if call.phase == "backward" and pipeline.links is not None and pipeline.links.wanted:
+        call._relation()  # found by where the operands that autograd has saved lie in memory
+    call.args, call.kwargs = args, kwargs
 
 
 def _after(pipeline: Pipeline, call: OpCall, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]) -> Any:

@@ -373,6 +373,15 @@ def test_a_hook_with_backward_is_refused_behind_a_filter_too() -> None:
         intercept(hooks.when(only("backward", "post")))
 
 
+def test_a_hook_for_one_level_is_refused_at_the_other_behind_a_filter_too() -> None:
+    hook = only("post")
+    hook.only_level = "dispatch"
+    with intercept(hooks.when(hook)):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r'can work at level="dispatch" only, got when\(.*\) for level="function"'):
+        intercept(hooks.when(hook), level="function")
+
+
 def test_the_filter_shows_its_hook() -> None:
     class Hook:
         def post(self, call: OpCall) -> None: ...

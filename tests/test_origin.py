@@ -214,6 +214,80 @@ def test_grad_of_tells_the_two_products_of_a_backward_pass(engine: dict[str, Any
         assert output.shape in (shapes[call.grad_of or ""], shapes[call.grad_of or ""][::-1])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("columns", [(), ("lhs",), ("rhs",), ("lhs", "rhs")], ids=["rows", "lhs", "rhs", "both"])
+@pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "mv", "linear", "einsum"])
+def test_gradient_is_that_of_the_operand_in_its_shape(
+    op: str, columns: tuple[str, ...], engine: dict[str, Any]
+) -> None:
+    def operand(role: str, *shape: int) -> Tensor:
+        tensor = torch.randn(shape, dtype=torch.float64)
+        return (tensor.mT.contiguous().mT if role in columns else tensor).requires_grad_()
+
+    batch = (2,) if op in ("bmm", "einsum") else ()
+    # Square too, where a wrong transpose would not show in the shape.
+    for m, k, n in ((3, 4, 5), (4, 4, 4)):
+        lhs = operand("lhs", *batch, m, k)
+        rhs = operand("rhs", *batch, k, n) if op != "mv" else torch.randn(k, dtype=torch.float64).requires_grad_()
+        forward: dict[str, Tensor] = {}
+        seen: dict[str, Tensor] = {}
+
+        def look(call: OpCall, forward: Any = forward, seen: Any = seen) -> None:
+            if call.phase == "forward":
+                assert call.gradient is None
+                forward.update(lhs=call.lhs, rhs=call.rhs)
+            else:
+                assert call.gradient is not None
+                seen[call.grad_of or ""] = call.gradient.clone()
+
+        with intercept(look, **engine):
+            if op == "linear":
+                output = nn.functional.linear(lhs, rhs.mT)
+            elif op == "addmm":
+                output = torch.addmm(torch.ones(n, dtype=torch.float64), lhs, rhs)
+            elif op == "einsum":
+                output = torch.einsum("bij,bjk->bik", lhs, rhs)
+            else:
+                output = getattr(torch, op)(lhs, rhs)
+            output.pow(2).sum().backward()
+        assert set(seen) == {"lhs", "rhs"} - ({"lhs"} if op == "mv" else set())  # an outer product is no matmul
+        for role, gradient in seen.items():
+            assert gradient.shape == forward[role].shape
+            assert torch.equal(gradient, {"lhs": lhs, "rhs": rhs}[role].grad)  # type: ignore[arg-type]
+
+
+def test_gradient_is_none_where_it_cannot_be_told() -> None:
+    a = torch.randn(3, 3, requires_grad=True)
+    seen = []
+    with intercept(lambda call: seen.append((call.grad_of, call.gradient))):
+        (a @ a).sum().backward()  # both products have `a` as an operand
+    assert seen == [(None, None)] * 3
+
+
+class Copied:
+    """Puts copies in the place of the operands."""
+
+    def pre(self, call: OpCall) -> Any:
+        assert call.lhs is not None
+        assert call.rhs is not None
+        return call.replace(lhs=call.lhs.clone(), rhs=call.rhs.clone())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("nested", [False, True], ids=["one interceptor", "two"])
+def test_backward_calls_are_linked_beside_a_hook_that_replaces_operands(engine: dict[str, Any], nested: bool) -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    recorder = hooks.Recorder()
+    outer, inner = ([Copied()], [recorder]) if nested else ([Copied(), recorder], [])
+    with intercept(outer, **engine), intercept(inner, **engine):
+        (a @ b).sum().backward()
+    assert {(r.phase, r.module, r.forward, r.grad_of) for r in recorder.records} == {
+        ("forward", "", None, None),
+        ("backward", "", 0, "lhs"),
+        ("backward", "", 0, "rhs"),
+    }
+
+
 def test_a_shared_weight_links_each_gradient_to_its_own_call() -> None:
     w, x = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4)
     records = record(lambda: torch.mm(torch.mm(x, w).tanh(), w).sum().backward())

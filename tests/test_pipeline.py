@@ -454,8 +454,13 @@ def test_opaque_operators_are_counted() -> None:
         ("print", TypeError, "a hook must be callable or have one of"),
         (SimpleNamespace(post=3), TypeError, "a hook must be callable or have one of"),
         (SimpleNamespace(backward=print), ValueError, "a hook with a backward method cannot run at dispatch level"),
+        (
+            SimpleNamespace(post=print, only_level="function"),
+            ValueError,
+            'level="function" only, got .* for level="dispatch"',
+        ),
     ],
-    ids=["class", "number", "string", "attribute", "backward"],
+    ids=["class", "number", "string", "attribute", "backward", "other level"],
 )
 def test_what_is_no_hook_is_refused(hook: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

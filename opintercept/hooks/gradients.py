@@ -118,12 +118,10 @@ class Gradients:
             if alpha != 1:
                 self._scales[call.index] = alpha
             return
-        forward, of, source = call.forward, call.grad_of, call.grad_from
-        if forward is None or of is None or source is None:
+        forward, of = call.forward, call.grad_of
+        gradient, output = call.gradient, call.grad_output
+        if forward is None or of is None or gradient is None or output is None:
             return
-        gradient, output = call.output, getattr(call, source)
-        if source != of:  # torch computes the transpose where that suits the strides
-            gradient, output = gradient.mT, output.mT
         found = {of: gradient * self._scales[forward] if forward in self._scales else gradient, "output": output}
         if self._function is None and getattr(self._last, "forward", None) == forward and self._last.of != of:
             del found["output"]  # kept with the other operand's

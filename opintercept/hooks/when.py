@@ -90,6 +90,7 @@ class _When:
         if not (dtype is None or isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype)):
             raise TypeError(f"dtype must be a torch.dtype or its name, 'bfloat16' say, got {dtype!r}")
         self.hook = hook
+        self.only_level = getattr(hook, "only_level", None)
         self._ops = None if op is None else _op_names(op)
         self._module = None if module is None else name_test(module)
         self.asks_origin = module is not None or asks_origin(hook)
