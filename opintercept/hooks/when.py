@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import threading
 from collections.abc import Callable, Container, Iterable
@@ -10,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from opintercept._call import OpCall, Phase, dtype_name
+from opintercept._call import CallRecord, OpCall, Phase, TensorMeta, dtype_name
 from opintercept._pipeline import Hook, asks_origin, is_hook
 
 
@@ -57,27 +58,26 @@ def when(
         ...     _ = torch.mm(x[0], x[1]), torch.bmm(x, x), torch.bmm(x, x)
         1 forward aten::bmm float32[2, 3, 3] @ float32[2, 3, 3] -> float32[2, 3, 3] | min 3 max 3 mean 3 std 0
     """
-    return _When(hook, op, module, phase, dtype, min_numel, every, first, steps, predicate)
+    if not is_hook(hook) or isinstance(hook, type):
+        raise TypeError(f"when must be given a hook, got {hook!r}")
+    return _When(hook, CallFilter(op, module, phase, dtype, min_numel, every, first, steps, predicate))
 
 
-class _When:
-    """Has those methods that the hook has, so that the pipeline asks for no others."""
+class CallFilter:
+    """The filters of `when`, for calls and for records of them; arguments as there."""
 
     def __init__(
         self,
-        hook: Hook,
-        op: str | Iterable[str] | None,
-        module: str | re.Pattern[str] | Callable[[str], bool] | None,
-        phase: str | None,
-        dtype: Any,
-        min_numel: int | None,
-        every: int | None,
-        first: int | None,
-        steps: int | Container[int] | None,
-        predicate: Callable[[OpCall], bool] | None,
+        op: str | Iterable[str] | None = None,
+        module: str | re.Pattern[str] | Callable[[str], bool] | None = None,
+        phase: str | None = None,
+        dtype: Any = None,
+        min_numel: int | None = None,
+        every: int | None = None,
+        first: int | None = None,
+        steps: int | Container[int] | None = None,
+        predicate: Callable[[Any], bool] | None = None,
     ) -> None:
-        if not is_hook(hook) or isinstance(hook, type):
-            raise TypeError(f"when must be given a hook, got {hook!r}")
         if predicate is not None and not callable(predicate):
             raise TypeError(f"predicate must be callable, got {predicate!r}")
         if phase is not None and phase not in get_args(Phase):
@@ -87,15 +87,11 @@ class _When:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not (steps is None or isinstance(steps, int) or _is_container(steps)):
             raise TypeError(f"steps must be a number or a container of numbers, range(100, 200) say, got {steps!r}")
-        if not (dtype is None or isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype)):
-            raise TypeError(f"dtype must be a torch.dtype or its name, 'bfloat16' say, got {dtype!r}")
-        self.hook = hook
-        self.only_level = getattr(hook, "only_level", None)
+        self.asks_origin = module is not None
         self._ops = None if op is None else _op_names(op)
         self._module = None if module is None else name_test(module)
-        self.asks_origin = module is not None or asks_origin(hook)
         self._phase = phase
-        self._dtype = None if dtype is None else dtype_name(dtype)
+        self._dtype = None if dtype is None else checked_dtype(dtype)
         self._min_numel = min_numel
         self._every = every
         self._first = first
@@ -104,6 +100,43 @@ class _When:
         self._passed = 0
         self._admitted = 0
         self._lock = threading.Lock()
+
+    def admits(self, call: OpCall | CallRecord) -> bool:
+        """Whether the call passes; counts it for `every` and `first`, so ask once a call."""
+        return self._passes(call) and self._counted()
+
+    def _passes(self, call: OpCall | CallRecord) -> bool:
+        return (
+            (self._phase is None or call.phase == self._phase)
+            and (self._ops is None or not self._ops.isdisjoint(_names(call.op)))
+            and (self._steps is None or self._in_steps(call.step))
+            and (self._dtype is None or any(dtype_name(t.dtype) == self._dtype for t in _operands(call)))
+            and (self._min_numel is None or any(_numel(t) >= self._min_numel for t in _operands(call)))
+            and (self._module is None or any(self._module(name) for name in _modules(call)))
+            and (self._predicate is None or bool(self._predicate(call)))
+        )
+
+    def _in_steps(self, step: int) -> bool:
+        return step == self._steps if isinstance(self._steps, int) else step in self._steps  # type: ignore[operator]
+
+    def _counted(self) -> bool:
+        with self._lock:
+            turn = self._every is None or self._passed % self._every == 0
+            self._passed += 1
+            if not turn or (self._first is not None and self._admitted >= self._first):
+                return False
+            self._admitted += 1
+            return True
+
+
+class _When:
+    """Has those methods that the hook has, so that the pipeline asks for no others."""
+
+    def __init__(self, hook: Hook, filters: CallFilter) -> None:
+        self.hook = hook
+        self.asks_origin = filters.asks_origin or asks_origin(hook)
+        self._filters = filters
+        self.only_level = getattr(hook, "only_level", None)
         methods = [name for name in ("pre", "post", "error", "backward") if callable(getattr(hook, name, None))]
         if not methods and callable(hook):
             self.post = self._filtered(hook)
@@ -132,31 +165,20 @@ class _When:
             verdicts = call._verdicts = {}
         verdict = verdicts.get(self)
         if verdict is None:
-            verdict = verdicts[self] = self._passes(call) and self._counted()
+            verdict = verdicts[self] = self._filters.admits(call)
         return verdict
 
-    def _passes(self, call: OpCall) -> bool:
-        return (
-            (self._phase is None or call.phase == self._phase)
-            and (self._ops is None or not self._ops.isdisjoint(_names(call.op)))
-            and (self._steps is None or self._in_steps(call.step))
-            and (self._dtype is None or any(dtype_name(t.dtype) == self._dtype for t in _operands(call)))
-            and (self._min_numel is None or any(t.numel() >= self._min_numel for t in _operands(call)))
-            and (self._module is None or any(self._module(name) for name in call.aliases))
-            and (self._predicate is None or bool(self._predicate(call)))
-        )
 
-    def _in_steps(self, step: int) -> bool:
-        return step == self._steps if isinstance(self._steps, int) else step in self._steps  # type: ignore[operator]
+def checked_dtype(dtype: Any) -> str:
+    """The dtype's name.
 
-    def _counted(self) -> bool:
-        with self._lock:
-            turn = self._every is None or self._passed % self._every == 0
-            self._passed += 1
-            if not turn or (self._first is not None and self._admitted >= self._first):
-                return False
-            self._admitted += 1
-            return True
+    Raises:
+        TypeError: It is neither a dtype of torch nor the name of one.
+    """
+    name = dtype_name(dtype)
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or its name, 'bfloat16' say, got {dtype!r}")
+    return name
 
 
 def _is_container(value: Any) -> bool:
@@ -185,5 +207,16 @@ def _names(op: str) -> tuple[str, str]:
     return op, op.rpartition("::")[2].rpartition(".")[2]
 
 
-def _operands(call: OpCall) -> list[Any]:
+def _operands(call: OpCall | CallRecord) -> list[Any]:
     return [t for t in (call.lhs, call.rhs) if t is not None]
+
+
+def _numel(operand: Any) -> int:
+    return math.prod(operand.shape) if isinstance(operand, TensorMeta) else int(operand.numel())
+
+
+def _modules(call: OpCall | CallRecord) -> tuple[str, ...]:
+    """Every name of the module; a record has the first one only."""
+    if isinstance(call, CallRecord):
+        return () if call.module is None else (call.module,)
+    return call.aliases
