@@ -450,7 +450,7 @@ def test_opaque_operators_are_counted() -> None:
     ("hook", "error", "message"),
     [
         (Lifecycle, TypeError, r"a hook must be an instance, got the class Lifecycle; pass Lifecycle\(\.\.\.\)"),
-        (5, TypeError, r"a hook must be callable or have one of pre, post, error, enter, exit, got 5"),
+        (5, TypeError, r"a hook must be callable or have one of pre, post, error, backward, enter, exit, got 5"),
         ("print", TypeError, "a hook must be callable or have one of"),
         (SimpleNamespace(post=3), TypeError, "a hook must be callable or have one of"),
         (SimpleNamespace(backward=print), ValueError, "a hook with a backward method cannot run at dispatch level"),

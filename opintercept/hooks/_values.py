@@ -47,6 +47,7 @@ def stored_values(tensor: Any) -> torch.Tensor | None:
         elif not is_strided(tensor):
             tensor = tensor.to_dense() if not tensor.is_nested else torch.cat([t.flatten() for t in tensor.unbind()])
         values: torch.Tensor = tensor.abs() if tensor.is_complex() else tensor
+        values.data_ptr()  # raises for a tensor that stands for others
         return values
     except (RuntimeError, NotImplementedError, TypeError):
         return None
