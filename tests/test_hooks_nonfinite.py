@@ -190,7 +190,7 @@ def test_save_keeps_an_operand_as_it_was_before_it_was_overwritten(tmp_path: Pat
     from safetensors.torch import load_file
 
     stored = load_file(tmp_path / "call-0.safetensors")
-    assert [tensor.flatten().tolist() for tensor in stored.values()][0] == [5.0]
+    assert next(iter(stored.values())).flatten().tolist() == [5.0]
 
 
 def test_save_that_cannot_write_says_so_and_leaves_nothing(tmp_path: Path) -> None:
