@@ -182,4 +182,4 @@ def _names(op: str) -> tuple[str, str]:
 
 
 def _operands(call: OpCall) -> list[Any]:
-    return [t for t in (call.lhs, call.rhs) if t is not None]
+    return [t for t in (call._passed("lhs"), call._passed("rhs")) if t is not None]
