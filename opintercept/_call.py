@@ -197,8 +197,13 @@ class OpCall:
         """What is added to the product, or None."""
         return self._operand("bias")
 
-    def _operand(self, role: str) -> torch.Tensor | None:
+    def _passed(self, role: str) -> torch.Tensor | None:
+        """The operand as it is, for what reads no values: resolving a lazily flipped view is a copy."""
         tensor: torch.Tensor | None = self._spec.operand(role, self.args, self.kwargs)
+        return tensor
+
+    def _operand(self, role: str) -> torch.Tensor | None:
+        tensor = self._passed(role)
         # Below torch's conjugate and negative keys arrive lazily flipped views, and arithmetic on those is
         # silently wrong in a dispatch mode.
         if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
@@ -255,7 +260,7 @@ class OpCall:
     def _inputs(self) -> list[Any]:
         spec, args, kwargs = self._spec, self.args, self.kwargs
         lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
-        found = [*_tensors(lhs), *([] if rhs is lhs else _tensors(rhs)), self.bias]
+        found = [*_tensors(lhs), *([] if rhs is lhs else _tensors(rhs)), self._passed("bias")]
         return found
 
     @property
@@ -271,7 +276,7 @@ class OpCall:
         Raises:
             OpInterceptError: The call is over, and with it the state that this reads.
         """
-        dtype: torch.dtype | None = self._live("autocast").origin.autocast(self.lhs)
+        dtype: torch.dtype | None = self._live("autocast").origin.autocast(self._passed("lhs"))
         return dtype
 
     @property
@@ -383,9 +388,9 @@ class OpCall:
             source=self.source,
             forward=self.forward,
             grad_of=self.grad_of,
-            lhs=TensorMeta.of(self.lhs),
-            rhs=TensorMeta.of(self.rhs),
-            bias=TensorMeta.of(self.bias),
+            lhs=TensorMeta.of(self._passed("lhs")),
+            rhs=TensorMeta.of(self._passed("rhs")),
+            bias=TensorMeta.of(self._passed("bias")),
             output=outputs[0] if len(outputs) == 1 else tuple(outputs) or None,
             gemm=self.gemm,
             flops=self.flops,

@@ -6,12 +6,14 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from opintercept import CallRecord, Gemm, OpCall, OpInterceptError, TensorMeta, hooks, intercept
 from opintercept._call import describe, nbytes
@@ -197,6 +199,22 @@ def test_conjugate_operands_are_resolved(feed: dict[str, Any]) -> None:
     assert torch.equal(seen_lhs, torch.tensor([[1 - 2j, 3 + 1j]]))
     assert torch.equal(seen_rhs, torch.tensor([[2 + 5j], [-1j]]))
     assert torch.equal(product, torch.tensor([[(1 - 2j) * (2 + 5j) + (3 + 1j) * -1j]]))
+
+
+@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
+def test_what_reads_no_values_copies_no_operand(feed: dict[str, Any]) -> None:
+    # At function level a resolved operand would also be a node of autograd's.
+    lhs, rhs = (torch.randn(3, 3, dtype=torch.complex64, requires_grad=True).conj() for _ in range(2))
+    looking = [hooks.Recorder(), hooks.Profile(), hooks.when(print, dtype="float32", min_numel=100)]
+    found = []
+    for watch in (nullcontext(), intercept(looking, **feed)):
+        number = torch._C._autograd._get_sequence_nr()
+        with watch, profile(activities=[ProfilerActivity.CPU]) as profiler:
+            torch.mm(lhs, rhs)
+        copies = [event.name for event in profiler.events() if event.name in ("aten::resolve_conj", "aten::clone")]
+        found.append((sorted(copies), torch._C._autograd._get_sequence_nr() - number))
+    assert found[0] == found[1]
+    assert looking[0].records[0].lhs.stride == lhs.stride()  # type: ignore[union-attr]
 
 
 def test_negative_views_are_resolved() -> None:

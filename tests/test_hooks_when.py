@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from opintercept import HookError, OpCall, hooks, intercept
+from opintercept._ops import row_of
+from opintercept._pipeline import Pipeline
 
 
 def mm(size: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,13 +108,11 @@ def test_dtype_of_either_operand(dtype: Any) -> None:
 
 
 def test_dtype_of_the_right_operand_counts_too() -> None:
-    class Call:
-        op, phase, step = "aten::mm", "forward", 0
-        lhs, rhs = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
-
+    operands = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
+    call = OpCall(Pipeline(()), row_of("aten::mm"), None, "forward", operands, {})
     seen: list[Any] = []
     hook: Any = hooks.when(seen.append, dtype=torch.int8)
-    hook.post(Call())
+    hook.post(call)
     assert len(seen) == 1
 
 

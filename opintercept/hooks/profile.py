@@ -102,13 +102,13 @@ class Profile:
 
     def pre(self, call: OpCall) -> None:
         """Start the clock of a device that has its own."""
-        lhs = call.lhs
+        lhs = call._passed("lhs")
         if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._started[id(call)] = self._event()
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
-        lhs, rhs, gemm = call.lhs, call.rhs, call.gemm
+        lhs, rhs, gemm = call._passed("lhs"), call._passed("rhs"), call.gemm
         flops, size, autocast = call.flops, call.bytes, call.autocast
         key = (
             call.module,

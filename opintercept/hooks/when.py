@@ -208,7 +208,8 @@ def _names(op: str) -> tuple[str, str]:
 
 
 def _operands(call: OpCall | CallRecord) -> list[Any]:
-    return [t for t in (call.lhs, call.rhs) if t is not None]
+    both = (call.lhs, call.rhs) if isinstance(call, CallRecord) else (call._passed("lhs"), call._passed("rhs"))
+    return [t for t in both if t is not None]
 
 
 def _numel(operand: Any) -> int:
