@@ -6,8 +6,10 @@ threads may share it. It lives in torch's own thread-local state, which autograd
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
@@ -250,6 +252,28 @@ class Scope:
 
 
 state.watch_everywhere(())
+
+
+def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+    """Return a stash that keeps alive what it holds; torch 2.11's lets go of what it never took hold of."""
+    held = state.idle
+    before = sys.getrefcount(held)
+    stash(KEY, held)
+    if sys.getrefcount(held) > before:
+        return stash
+    take = ctypes.pythonapi.Py_IncRef
+    take.argtypes, take.restype = [ctypes.py_object], None
+    take(held)
+
+    def take_and_stash(key: str, value: Any) -> None:
+        take(value)
+        stash(key, value)
+
+    return take_and_stash
+
+
+if stash is not None:
+    stash = _owning(stash)
 
 
 def current() -> Scope:
