@@ -315,7 +315,8 @@ _add("mv", "lhs:input rhs:vec", gemm=_matmul)
 _add("addmv addmv_", "bias:input lhs:mat rhs:vec", gemm=_matmul)
 _add("dot", "lhs:input rhs:tensor", gemm=_matmul)
 _add("vdot", "lhs:input rhs:other", gemm=_matmul)
-_add("_foreach_mm _native::_foreach_mm_native_0", "lhs:self rhs:mat2", flops=_foreach)
+_add("_foreach_mm _native::_foreach_mm_native_0 _native::_foreach_mm_native_1", "lhs:self rhs:mat2", flops=_foreach)
+_add("_native::bmm_triton_0", "lhs:self rhs:mat2", gemm=_matmul)
 _add("inductor::_mm_plus_mm", "lhs:a rhs:b", kind="seen", opaque=True)
 _add("symm_mem::_async_input_mm", "lhs:a rhs:b", gemm=_matmul)
 # Registered from Python once torch.distributed._symmetric_memory or torch.onnx are imported.
@@ -349,6 +350,7 @@ _add("matmul_backward", "_ lhs:self rhs:other", kind="seen", opaque=True)
 _add("_int_mm", "lhs:input rhs:mat2", family="low precision", gemm=_matmul)
 _add("_scaled_mm", "lhs:input rhs:mat2 _ _ bias:bias", family="low precision", gemm=_matmul)
 _add("_scaled_mm_v2", "lhs:input rhs:mat2", family="low precision", gemm=_matmul)
+_add("_scaled_addmm _scaled_addmm_", "bias:input lhs:mat1 rhs:mat2", family="low precision", gemm=_matmul)
 _add(
     "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2",
     "lhs:input rhs:mat2",
@@ -432,7 +434,12 @@ _add(
     family="attention",
     opaque=True,
 )
-_add("_flash_attention_forward_no_dropout_inplace", "_ lhs:query rhs:key value:value", family="attention", opaque=True)
+_add(
+    "_flash_attention_forward_no_dropout_inplace _cudnn_attention_forward_no_dropout_inplace",
+    "_ lhs:query rhs:key value:value",
+    family="attention",
+    opaque=True,
+)
 _add("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", family="attention", opaque=True, flops=_attention(2))
 _add(
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"
