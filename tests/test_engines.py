@@ -350,7 +350,7 @@ def test_the_scope_of_a_thread_is_kept_alive_and_let_go() -> None:
     held = scope.Scope()
     before = sys.getrefcount(held)
     for _ in range(2):
-        scope.stash(scope.KEY, held)
+        scope.put(held)
         assert sys.getrefcount(held) == before + 1
-    scope.stash(scope.KEY, scope.state.idle)
+    scope.put(scope.state.idle)
     assert sys.getrefcount(held) == before

@@ -254,26 +254,30 @@ class Scope:
 state.watch_everywhere(())
 
 
-def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """Return a stash that keeps alive what it holds; torch 2.11's lets go of what it never took hold of."""
+def _what_takes() -> Callable[[Any], Any] | None:
+    if None in (_has, _get, stash):
+        return None
     held = state.idle
     before = sys.getrefcount(held)
     stash(KEY, held)
     if sys.getrefcount(held) > before:
-        return stash
-    take = ctypes.pythonapi.Py_IncRef
-    take.argtypes, take.restype = [ctypes.py_object], None
-    take(held)
-
-    def take_and_stash(key: str, value: Any) -> None:
-        take(value)
-        stash(key, value)
-
-    return take_and_stash
+        return None
+    function = ctypes.pythonapi.Py_IncRef
+    function.argtypes, function.restype = [ctypes.py_object], None
+    function(held)
+    return function
 
 
-if stash is not None:
-    stash = _owning(stash)
+# What a scope must be handed to before each time that it is stashed, or None: torch 2.11 lets go of a reference
+# that it never took. Apart from `stash`, since what restores a scope must be one call that no signal can split.
+take: Callable[[Any], Any] | None = _what_takes()
+
+
+def put(scope: Scope) -> None:
+    """Make `scope` that of the running thread."""
+    if take is not None:
+        take(scope)
+    stash(KEY, scope)
 
 
 def current() -> Scope:
@@ -281,7 +285,7 @@ def current() -> Scope:
     scope: Scope = _get(KEY) if _has is not None and _has(KEY) else state.idle
     if scope.everywhere is not state.everywhere:
         scope = scope.refreshed()
-        stash(KEY, scope)
+        put(scope)
     return scope
 
 
