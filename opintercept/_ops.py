@@ -479,6 +479,7 @@ _add(
     kind="composite",
     opaque=True,
 )
+_add("prepacked::linear_clamp_run", "lhs:X", family="fused")
 _add("mkldnn_linear", "lhs:self rhs:weight bias:bias", family="fused", gemm=_linear)
 _add("mkldnn_linear_backward", "lhs:self _ rhs:weight", family="fused", opaque=True)
 _add("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight", family="fused")
@@ -523,7 +524,8 @@ NOT_MATMUL: dict[str, str] = {
             " _quantized::wrapped_fbgemm_pack_gemm_matrix_fp16 _wrapped_linear_prepack"
             " fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 mkl::_mkl_reorder_linear_weight"
             " mkldnn::_reorder_linear_weight mkldnn::_reorder_mkldnn_rnn_layer_weight"
-            " onednn::linear_prepack_fp16 onednn::qlinear_prepack quantized::int4mm_packed_weight_cpu"
+            " onednn::linear_prepack_fp16 onednn::qlinear_prepack prepacked::linear_clamp_prepack"
+            " prepacked::unpack_prepacked_sizes_linear quantized::int4mm_packed_weight_cpu"
             " quantized::linear_prepack quantized::linear_prepack_fp16 quantized::linear_prepack_fp16_legacy"
             " quantized::linear_prepack_legacy quantized::linear_unpack quantized::linear_unpack_fp16"
             " sparse::qlinear_prepack sparse::qlinear_unpack _cudnn_rnn_flatten_weight"
