@@ -17,7 +17,7 @@ from opintercept import _origin
 from opintercept._engines import dispatch_mode, function_mode, kernels
 from opintercept._engines import scope as _scope
 from opintercept._engines.gradients import Tap
-from opintercept._engines.scope import KEY, Block, Watcher
+from opintercept._engines.scope import Block, Watcher
 from opintercept._errors import OpInterceptError
 from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
 from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
@@ -284,12 +284,12 @@ class Pause:
 
     def __enter__(self) -> None:
         scope = _scope.current()
-        _scope.stash(KEY, scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
+        _scope.put(scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
 
     def __exit__(self, kind: object, value: object, trace: object) -> None:
         scope = _scope.current()
         position = _position(scope, self._watcher, pauses=True)
-        _scope.stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+        _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
         _check_order(scope, position)
 
 

@@ -28,6 +28,8 @@ graph_task = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
 
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
@@ -37,7 +39,7 @@ _NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file_
 
 # What torch puts between a module and its parent without the user having written it.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-_PARALLEL = ("DataParallel", "DistributedDataParallel")
+_PARALLEL = {"DataParallel", "DistributedDataParallel"}  # these call what they wrap `module`
 
 
 def backward_phase() -> Phase:
@@ -180,10 +182,16 @@ def _find(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | N
 def _collect(root: torch.nn.Module) -> dict[int, _Names]:
     names: dict[int, list[str]] = {}
     modules: dict[int, torch.nn.Module] = {}
-    skip = 1 if type(root).__name__ in _PARALLEL else 0
+    shown: dict[str, str] = {}  # by qualified name, that without the wrappers' parts; a parent comes before its parts
+    wrapped: set[str] = set()
     for name, module in root.named_modules(remove_duplicate=False):
-        parts = name.split(".")[skip:] if name else []
-        names.setdefault(id(module), []).append(".".join(part for part in parts if part not in _WRAPPERS))
+        parent, _, part = name.rpartition(".")
+        above = shown.get(parent, "")
+        hidden = part in _WRAPPERS or name in wrapped
+        shown[name] = above if hidden else f"{above}.{part}".lstrip(".")
+        if any(kind.__name__ in _PARALLEL for kind in type(module).__mro__):
+            wrapped.add(f"{name}.module".lstrip("."))
+        names.setdefault(id(module), []).append(shown[name])
         modules[id(module)] = module
     return {key: _Names(weakref.ref(module), tuple(names[key])) for key, module in modules.items()}
 
@@ -196,12 +204,14 @@ class Link(NamedTuple):
         op: Its operator.
         round: How many backward passes there had been.
         operands: Where its arguments begin in memory, 0 for what is no tensor.
+        sure: Whether autograd was seen to record it; else a backward call must show an operand to find it.
     """
 
     index: int  # type: ignore[assignment]
     op: str
     round: int
     operands: tuple[int, ...]
+    sure: bool
 
 
 class _ThreadLinks:
@@ -259,13 +269,15 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        if not needed:
+        # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
+        if not needed and not _is_excluded(_ABOVE_PYTHON):
             return
         mine = self._of_this_thread()
         links = mine.links
         number = _sequence_nr() - 1
         if number in links:
-            mine.shared.add(number)
+            if needed:
+                mine.shared.add(number)
             return
         if links and number < next(reversed(links)):
             mine.forget(list(links))  # of a thread that has ended, whose identity a new one has
@@ -277,10 +289,10 @@ class Links:
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, which the garbage collector does not have to visit.
-        links[number] = Link(call.index, call.op, self._round, tuple(operands))
+        links[number] = Link(call.index, call.op, self._round, tuple(operands), needed)
         if not backward:
             mine.places[number] = call._place = place(call.phase)
-        elif (behind := self.find()) is not None:
+        elif (behind := self.find(call)) is not None:
             mine.places[number] = behind[1]
 
     def _of_this_thread(self) -> _ThreadLinks:
@@ -293,8 +305,8 @@ class Links:
                     del self._threads[ended]
         return mine
 
-    def find(self) -> tuple[Link, Place, bool] | None:
-        """The forward call whose gradient is being computed, its place, and whether it shares its node; or None."""
+    def find(self, call: OpCall) -> tuple[Link, Place, bool] | None:
+        """The forward call whose gradient `call` computes, its place, and whether it shares its node; or None."""
         node = _current_node()
         if node is None:
             return None
@@ -306,6 +318,8 @@ class Links:
         number = node._sequence_nr()
         link = None if known is None else known.links.get(number)
         if known is None or link is None or not _computes(node, link):
+            return None
+        if not link.sure and _grad_of(call, link)[0] is None:
             return None
         return link, known.places.get(number, NOWHERE), number in known.shared
 
@@ -362,7 +376,7 @@ class Origin:
         if self.links is None:
             return None
         self.links.wanted = True
-        return self.links.find() if call.phase == "backward" else None
+        return self.links.find(call) if call.phase == "backward" else None
 
 
 def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:

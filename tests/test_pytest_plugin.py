@@ -87,7 +87,7 @@ def test_the_fixture_in_tests_that_pass_and_fail(pytester: pytest.Pytester) -> N
             "E*0 forward aten::mm float32?2, 3? @ float32?3, 4? -> float32?2, 4?",
         ]
     )
-    result.stdout.fnmatch_lines(["E*RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"])
+    result.stdout.fnmatch_lines(["E*RuntimeError: *mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"])
     result.stdout.fnmatch_lines(["E*ValueError: broken fixture"])
     result.stdout.no_fnmatch_line("*pytest_plugin.py:*")  # the traceback ends in the test
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import BackwardHook
 from opintercept._call import OpCall, tensors_of
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import KEY
+from opintercept._engines.scope import KEY, take
 from opintercept._pipeline import Handle, Pipeline, check_gradients
 
 
@@ -71,8 +71,12 @@ def _hidden(pipeline: Pipeline, handle: Handle, needed: list[bool]) -> Callable[
         given = iter(grad_inputs)
         grad_inputs = tuple(next(given) if need else None for need in needed)
         scope = _scope.current()
-        _scope.stash(KEY, scope.while_hooks_run())
+        hidden = scope.while_hooks_run()
+        if take is not None:
+            take(hidden)
+            take(scope)
         try:
+            _scope.stash(KEY, hidden)  # in here: a signal's exception may come up right after it
             replacement = handle.backward(call, grad_inputs, grad_outputs)
             if replacement is None:
                 return None
