@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from opintercept._call import OpCall, dtype_name, shape_of
+from opintercept.hooks._table import align
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ class Profile:
             ]
             for row in rows
         ]
-        return "\n".join(_lines(table))
+        return align(table, texts=5)
 
 
 def _precision(lhs: torch.Tensor | None) -> str:
@@ -256,12 +257,3 @@ def _precision(lhs: torch.Tensor | None) -> str:
 
 def _number(value: float | None, unit: float) -> str:
     return "?" if value is None else f"{value / unit:.2f}"
-
-
-def _lines(table: list[list[str]]) -> Iterable[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(
-            cell.ljust(width) if column < 5 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
