@@ -28,7 +28,7 @@ LAYERS = (
     {"_engines/modes.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_intercept.py"},
-    {"hooks/_table.py", "hooks/_values.py"},
+    {"hooks/_attention.py", "hooks/_table.py", "hooks/_values.py"},
     {name for name in SOURCES if re.fullmatch(r"hooks/[a-z]\w*\.py", name)},
     {"hooks/__init__.py"},
     {"cli.py", "pytest_plugin.py"},
