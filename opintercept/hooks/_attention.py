@@ -170,12 +170,11 @@ def attention_of(call: OpCall) -> Attention | str | None:
     query, key, value = (tensor.unsqueeze(0) if tensor.dim() == 2 else tensor for tensor in (query, key, value))
     mask = next((bound[word] for word in ("attn_mask", "attn_bias", "bias") if bound.get(word) is not None), None)
     causal, mask = _causal(name, bound, mask, key.shape[-2] - query.shape[-2])
-    # Without grouped heads the operands broadcast as in a product.
-    lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, mask) if t is not None))
-    heads = max(t.shape[-3] for t in (query, key, mask) if t is not None and t.dim() > 2)
-    query = query.expand(*lead, heads, *query.shape[-2:])
+    # Without grouped heads query and key broadcast as in a product.
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    query = query.expand(*lead, max(query.shape[-3], key.shape[-3]), *query.shape[-2:])
     if mask is not None:
-        mask = mask.expand(*lead, heads, query.shape[-2], key.shape[-2])
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
     scale = bound.get("scale")
     return Attention(
         query,

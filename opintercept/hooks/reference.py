@@ -94,7 +94,8 @@ class Reference:
         device: Where to; the call's own if None.
         max_relative: What `ReferenceRow.max_relative` may be at most.
         max_ulp: The same for `ReferenceRow.max_ulp`.
-        min_snr: What `ReferenceRow.snr` must be at least, the only one of the three that an element in which products cancel does not blow up.
+        min_snr: What `ReferenceRow.snr` must be at least; the one of the three that a single element in which
+            products cancel does not decide.
         action: What to do about a call that is not within these: `"raise"` or `"warn"`.
 
     Raises:
