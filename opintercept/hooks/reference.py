@@ -227,9 +227,11 @@ class Reference:
         Raises:
             _NoReference: There is none, with the reason.
         """
+        if row_of(call.func).family == "other":
+            raise _NoReference("it is no matmul")
         operands = [t for t in (call.lhs, call.rhs) if t is not None]
         if not operands:
-            raise _NoReference("its operands cannot be told")
+            raise _NoReference("it has no reference")
         if not any(t.is_floating_point() or t.is_complex() or t.is_quantized for t in operands):
             raise _NoReference("integers do not round")
         if all(t.dtype == self._dtype(t) and t.device == (self.device or t.device) for t in operands):
