@@ -614,10 +614,10 @@ def copy_into(target: Any, source: Any) -> None:
                 copy_into(part, new)
     elif target is not source:
         # A view of `target` (its transpose, say) must be read whole before any of it is overwritten.
-        target.copy_(source.clone() if _share_memory(target, source) else source)
+        target.copy_(source.clone() if share_memory(target, source) else source)
 
 
-def _share_memory(one: Any, other: Any) -> bool:
+def share_memory(one: Any, other: Any) -> bool:
     try:
         return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
     except (NotImplementedError, RuntimeError):  # a layout without a storage of its own

@@ -28,7 +28,7 @@ LAYERS = (
     {"_engines/gradients.py", "_engines/modes.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_intercept.py"},
-    {"hooks/_repro.py", "hooks/_table.py", "hooks/_values.py", "hooks/when.py"},
+    {name for name in SOURCES if re.fullmatch(r"hooks/_[a-z]\w*\.py", name)} | {"hooks/when.py"},
     {"hooks/stats.py"},
     {name for name in SOURCES if re.fullmatch(r"hooks/[a-z]\w*\.py", name)} - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},
