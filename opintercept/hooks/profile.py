@@ -242,7 +242,7 @@ class Profile:
             ]
             for row in rows
         ]
-        return "\n".join(_lines(table))
+        return "\n".join(aligned(table, text_columns=5))
 
 
 def _precision(lhs: torch.Tensor | None) -> str:
@@ -258,10 +258,11 @@ def _number(value: float | None, unit: float) -> str:
     return "?" if value is None else f"{value / unit:.2f}"
 
 
-def _lines(table: list[list[str]]) -> Iterable[str]:
+def aligned(table: list[list[str]], text_columns: int) -> Iterable[str]:
+    """The lines of a table: the first columns flush left, the rest, which are numbers, right."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         yield "  ".join(
-            cell.ljust(width) if column < 5 else cell.rjust(width)
+            cell.ljust(width) if column < text_columns else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
