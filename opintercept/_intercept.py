@@ -6,6 +6,7 @@ block restores what its way in changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -156,12 +157,7 @@ class Interceptor:
     def _leave(self) -> None:
         scope = _scope.current()
         position = _position(scope, self._watcher, pauses=False)
-        if self._watcher.engine == "kernel":
-            kernels.leave(scope, position)
-        elif self._watcher.engine == "mode":
-            dispatch_mode.ENGINE.leave(scope, position)
-        else:
-            function_mode.ENGINE.leave(scope, position)
+        _leave_block(scope, position)
         _check_order(scope, position)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -306,6 +302,43 @@ def _position(scope: _scope.Scope, watcher: Watcher, *, pauses: bool) -> int:
             "thread has not entered or has left; use one with statement for both"
         )
     return position
+
+
+def _leave_block(scope: _scope.Scope, position: int) -> None:
+    engine = scope.blocks[position].watcher.engine
+    if engine == "kernel":
+        kernels.leave(scope, position)
+    elif engine == "mode":
+        dispatch_mode.ENGINE.leave(scope, position)
+    else:
+        function_mode.ENGINE.leave(scope, position)
+
+
+def open_blocks() -> tuple[Block, ...]:
+    """The blocks that see what this thread runs, its own and those of other threads for all."""
+    return tuple(dict.fromkeys((*_scope.current().blocks, *_scope.state.everywhere.blocks)))
+
+
+def force_out(blocks: Iterable[Block]) -> list[str]:
+    """Leave blocks that somebody entered and forgot, and name them by their hooks; the last one comes first."""
+    named = []
+    for block in sorted(blocks, key=lambda block: block.order, reverse=True):
+        scope = _scope.current()
+        if block not in scope.blocks:
+            scope = scope.with_blocks((*scope.blocks, block))  # another thread's; it goes as if it were our last
+        position = scope.blocks.index(block)
+        pipeline = block.watcher.pipeline
+        hooks = [getattr(handle.hook, "__name__", type(handle.hook).__name__) for handle in pipeline._handles]
+        name = f"intercept({', '.join(hooks)})"
+        if block.pauses:
+            _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+            named.append(f"{name}.paused()")
+            continue
+        with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out
+            _leave_block(scope, position)
+        pipeline.exit(OpInterceptError("left by force"))  # so that hooks which fail to exit warn
+        named.append(name)
+    return named
 
 
 def _check_order(scope: _scope.Scope, position: int) -> None:

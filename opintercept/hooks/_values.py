@@ -78,6 +78,24 @@ def summarize(tensor: Any) -> Summary | None:
         return None
 
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+
+
+def all_finite(tensor: Any) -> torch.Tensor | None:
+    """Whether every value is finite: a tensor that has not been waited for, or None where no value can be read."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return None
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # it would become a part of the graph
+    try:
+        if tensor.dtype in _FLOATS and is_strided(tensor):
+            return torch.isfinite(tensor.detach()).all()
+        values = real_values(tensor)
+        return None if values is None else torch.isfinite(values).all()
+    except RuntimeError:
+        return None
+
+
 def sample(tensor: Any, count: int, generator: torch.Generator) -> list[float]:
     """`count` values drawn with replacement from a generator of the caller's; none if there are none."""
     values = real_values(tensor)
