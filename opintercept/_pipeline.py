@@ -124,7 +124,9 @@ def asks_origin(hook: Any) -> bool:
     return False
 
 
-_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "record", "source"))
+_FROM_THE_STACK = frozenset(
+    ("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "note", "record", "source")
+)
 
 
 def is_hook(value: Any) -> bool:
