@@ -46,7 +46,10 @@ class Place:
         if self._code is None:
             return None
         file = self._code.co_filename
-        shown = "<cell>" if file.startswith("<") or "ipykernel" in file else os.path.basename(file)
+        if (file.startswith("<") and file.endswith(">")) or "ipykernel" in file:
+            shown = "<cell>"
+        else:
+            shown = os.path.basename(file).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
         for start, end, line in self._code.co_lines():
             if start <= self._instruction < end:
                 return f"{shown}:{line} in {self._code.co_name}"
