@@ -16,6 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 from opintercept import _origin
 from opintercept._engines import dispatch_mode, function_mode, kernels
 from opintercept._engines import scope as _scope
+from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, Block, Watcher
 from opintercept._errors import OpInterceptError
 from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
@@ -28,6 +29,7 @@ EngineChoice = Literal["auto", "kernel", "mode"]
 Threads = Literal["current", "all"]
 
 
+@keep_out  # as are entering and leaving: a compiled function may hold a block
 def intercept(
     hooks: Hook | Iterable[Hook] = (),
     *,
@@ -118,6 +120,7 @@ class Interceptor:
         """What was seen but not into: operators that hide matmuls, by name, and how often they ran."""
         return dict(self._pipeline.opaque)
 
+    @keep_out
     def __enter__(self) -> Interceptor:
         self._pipeline.enter()
         try:
@@ -127,6 +130,7 @@ class Interceptor:
             raise
         return self
 
+    @keep_out
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -279,10 +283,12 @@ class Pause:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
+    @keep_out
     def __enter__(self) -> None:
         scope = _scope.current()
         _scope.stash(KEY, scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
 
+    @keep_out
     def __exit__(self, kind: object, value: object, trace: object) -> None:
         scope = _scope.current()
         position = _position(scope, self._watcher, pauses=True)
