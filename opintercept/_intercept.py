@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from opintercept import _origin
-from opintercept._engines import dispatch_mode, function_mode, kernels
+from opintercept._engines import dispatch_mode, function_mode, kernels, unseen
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, Block, Watcher
@@ -122,11 +122,11 @@ class Interceptor:
 
     @keep_out
     def __enter__(self) -> Interceptor:
-        self._pipeline.enter()
+        self._begin()
         try:
             self._enter()
         except BaseException as exception:
-            self._pipeline.exit(exception)
+            self._end(exception)
             raise
         return self
 
@@ -139,7 +139,15 @@ class Interceptor:
             self._leave()
         finally:
             if not inherited:
-                self._pipeline.exit(value)
+                self._end(value)
+
+    def _begin(self) -> None:
+        self._pipeline.enter()
+        unseen.enter()
+
+    def _end(self, failed: BaseException | None) -> None:
+        unseen.leave()
+        self._pipeline.exit(failed)
 
     def _enter(self) -> None:
         if self._watcher.engine == "kernel":
@@ -265,7 +273,7 @@ class _Life:
         if self._interceptor._watcher.engine == "kernel":
             kernels.hold(self._interceptor._overloads)
         try:
-            self._interceptor._pipeline.enter()
+            self._interceptor._begin()
         except BaseException:
             if self._interceptor._watcher.engine == "kernel":
                 kernels.release()
@@ -274,7 +282,7 @@ class _Life:
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         if self._interceptor._watcher.engine == "kernel":
             kernels.release()
-        self._interceptor._pipeline.exit(None if isinstance(value, GeneratorExit) else value)
+        self._interceptor._end(None if isinstance(value, GeneratorExit) else value)
 
 
 class Pause:

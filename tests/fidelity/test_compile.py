@@ -1,4 +1,4 @@
-"""Torch's compilers: the same graphs with us and without, compiled once.
+"""Torch's compilers: the same graphs with us and without, compiled once, and what runs past us is told.
 
 The lines of the README's table that test_features.py leaves out.
 """
@@ -6,6 +6,7 @@ The lines of the README's table that test_features.py leaves out.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,8 @@ from seen import Seen, assert_alike, gradients
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from opintercept import intercept
+from opintercept import OpCall, OpInterceptWarning, intercept
+from opintercept._engines import unseen
 
 pytestmark = [
     # Torch's own: it pickles its tree specifications.
@@ -27,9 +29,11 @@ pytestmark = [
 BELOW_AUTOGRAD = pytest.mark.parametrize("engine", ["kernel", "mode"])
 
 
-# Without its pool of threads, beside which the kernels would stay.
+# Without its pool of threads, beside which the kernels would stay, and with the least that one package takes.
 QUICK = {
     "compile_threads": 1,
+    "aot_inductor.precompile_headers": False,
+    "aot_inductor.compile_wrapper_opt_level": "O0",
 }
 
 
@@ -260,3 +264,110 @@ def test_what_inductor_generates_itself_is_not_seen(engine: str) -> None:
         out = compiled(x)
     torch.testing.assert_close(out, products(x))
     assert seen == ["mm"]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A product of two matrices, compiled ahead of time and loaded."""
+    x = torch.randn(8, 8)
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mm(x, x)
+
+    path = str(tmp_path_factory.mktemp("aoti") / "product.pt2")
+    with torch._inductor.config.patch(QUICK), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".isinstance.treespec, LeafSpec.", FutureWarning)
+        torch._inductor.aoti_compile_and_package(torch.export.export(Product(), (x,)), package_path=path)
+    return torch._inductor.aoti_load_package(path)
+
+
+@pytest.fixture
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which nothing ran unseen yet."""
+    monkeypatch.setattr(unseen, "_warned", set())
+
+
+def assert_told_once(run: Callable[[], Tensor], expected: Tensor, engine: str, name: str, message: str) -> None:
+    """Run it outside, in blocks and in a hook; only what runs in a block is told, and that once."""
+    seen = Seen()
+    interceptor = intercept(seen, **ENGINES[engine])
+
+    def hook(call: OpCall) -> None:
+        run()
+
+    with warnings.catch_warnings(action="error"):
+        torch.testing.assert_close(run(), expected)
+    with interceptor, pytest.warns(OpInterceptWarning, match=message):
+        torch.testing.assert_close(run(), expected)
+    with interceptor, warnings.catch_warnings(action="error"):
+        run()
+        with interceptor.paused():
+            run()
+        with intercept(hook, ops="mv"):
+            torch.mv(torch.ones(2, 2), torch.ones(2))
+    run()
+    assert seen == ["mv"]
+    assert interceptor.opaque == {name: 2}
+
+
+@pytest.mark.usefixtures("cxx", "nothing_told")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_aotinductor_package_in_a_block_is_told(request: pytest.FixtureRequest, engine: str) -> None:
+    package, x = request.getfixturevalue("package"), torch.randn(8, 8)
+    message = "^an AOTInductor package ran in a block, .* none of its matmuls are seen"
+    assert_told_once(lambda: package(x), torch.mm(x, x), engine, "inductor::aoti_package", message)
+
+
+@pytest.mark.usefixtures("cxx", "nothing_told")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_cpp_wrapper_in_a_block_is_told(engine: str) -> None:
+    x = torch.randn(8, 8)
+    compiled = torch.compile(lambda x: torch.mm(x, x), options={"cpp_wrapper": True})
+    if engine == "function":  # for which Dynamo makes a graph of its own
+        with intercept(**ENGINES[engine]), warnings.catch_warnings(action="ignore"):
+            compiled(x)
+        unseen._warned.clear()
+    message = "^code compiled with cpp_wrapper ran in a block, .* none of its matmuls are seen"
+    assert_told_once(lambda: compiled(x), torch.mm(x, x), engine, "inductor::cpp_wrapper", message)
+
+
+@pytest.mark.usefixtures("nothing_told")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cuda_graph_is_seen_at_its_capture_and_its_replay_is_told(engine: str) -> None:
+    x = torch.randn(8, 8, device="cuda")
+    torch.mm(x, x)  # makes the handle of cuBLAS, which a capture must not
+    graph, seen = torch.cuda.CUDAGraph(), Seen()
+    with intercept(seen, **ENGINES[engine]), torch.cuda.graph(graph):
+        out = torch.mm(x, x)
+    assert seen == ["mm"]
+
+    def replay() -> Tensor:
+        out.zero_()
+        graph.replay()
+        return out
+
+    message = "^a CUDA graph was replayed in a block, .* seen when it was captured"
+    assert_told_once(replay, torch.mm(x, x), engine, "cuda::graph_replay", message)
+
+
+def test_the_ways_past_us_are_those_of_this_torch_and_are_put_back() -> None:
+    def entries() -> dict[str, Any]:
+        found = {}
+        for path in unseen._ENTRIES:
+            *owners, attribute = path.split(".")
+            owner: Any = torch._C
+            for part in owners:
+                owner = getattr(owner, part, None)
+            found[path] = getattr(owner, "__dict__", {}).get(attribute)
+        return found
+
+    before = entries()
+    assert {path.partition(".")[0] for path, entry in before.items() if entry} >= {"_aoti"}
+    with intercept():
+        with intercept(level="function"):
+            pass
+        inside = entries()
+    assert all(inside[path] is not entry for path, entry in before.items() if entry is not None)
+    assert entries() == before
