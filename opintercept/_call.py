@@ -60,7 +60,10 @@ _sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
 
 def _source(code: CodeType, instruction: int) -> str | None:
     file = code.co_filename
-    shown = "<cell>" if file.startswith("<") or "ipykernel" in file else os.path.basename(file)
+    if (file.startswith("<") and file.endswith(">")) or "ipykernel" in file:
+        shown = "<cell>"
+    else:
+        shown = os.path.basename(file).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
     for start, end, line in code.co_lines():
         if start <= instruction < end:
             return f"{shown}:{line} in {code.co_name}"

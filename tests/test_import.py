@@ -25,7 +25,7 @@ LAYERS = (
     {"_pipeline.py"},
     {"_origin.py"},
     {"_engines/__init__.py", "_engines/dynamo.py", "_engines/scope.py"},
-    {"_engines/gradients.py", "_engines/modes.py"},
+    {"_engines/gradients.py", "_engines/modes.py", "_engines/unseen.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_intercept.py"},
     {name for name in SOURCES if re.fullmatch(r"hooks/_[a-z]\w*\.py", name)} | {"hooks/when.py"},

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -481,3 +483,26 @@ def outermost(events: Any, watched: set[str]) -> list[str]:
         if parent is None:
             found.append(event)
     return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "kernel": {},
+    "mode": {"engine": "mode"},
+    "function": {"level": "function"},
+}
+
+
+class _EmptyDispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _EmptyFunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+EMPTY: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "mode": _EmptyDispatchMode,
+    "function": _EmptyFunctionMode,
+}
