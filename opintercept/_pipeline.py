@@ -361,7 +361,10 @@ def run(
     next one sees.
     """
     if len(pipelines) > 1:
-        return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+        try:
+            return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+        finally:
+            del args, kwargs  # as below
     # What follows is _run_several for one, without its lists, which cost half a microsecond.
     (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
@@ -392,6 +395,8 @@ def run(
         return output if tap is None else tap.output(output)
     finally:
         call._pipeline = None
+        # The frame lives on in the traceback of an exception, which the program may keep.
+        del call, args, kwargs, given_args, given_kwargs
 
 
 def _run_several(
@@ -440,6 +445,9 @@ def _run_several(
     finally:
         for call in calls:
             call._pipeline = None
+        calls.clear()
+        call = None  # type: ignore[assignment]
+        del args, kwargs, given_args, given_kwargs  # as in `run`
 
 
 def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
