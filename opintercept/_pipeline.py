@@ -626,10 +626,22 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def _share_memory(one: Any, other: Any) -> bool:
+    # By address: autograd does not accumulate into a tensor whose storage Python has asked for (use_count).
     try:
-        return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
-    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
+        first, first_end = _extent(one)
+        second, second_end = _extent(other)
+        return first < second_end and second < first_end
+    except (NotImplementedError, RuntimeError):  # a layout without one array
         return True
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last one."""
+    start = int(tensor.data_ptr())
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * int(tensor.element_size())
 
 
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
