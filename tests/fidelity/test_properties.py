@@ -64,7 +64,7 @@ def _each(interceptors: list[Interceptor]) -> Iterator[None]:
         yield
 
 
-@_examples(600)
+@_examples(1000)
 @given(random_programs(), st.sampled_from(sorted(LOOKING)), st.booleans())
 def test_kernel_engine_changes_nothing_and_sees_what_the_profiler_sees(
     program: RandomProgram, looking: str, nested: bool
