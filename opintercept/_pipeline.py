@@ -363,7 +363,10 @@ def run(
     next one sees.
     """
     if len(pipelines) > 1:
-        return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+        try:
+            return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+        finally:
+            del args, kwargs  # as below
     # What follows is _run_several for one, without its lists, which cost half a microsecond.
     (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
@@ -394,6 +397,8 @@ def run(
         return output if tap is None else tap.output(output)
     finally:
         call._pipeline = None
+        # The frame lives on in the traceback of an exception, which the program may keep.
+        del call, args, kwargs, given_args, given_kwargs
 
 
 def _run_several(
@@ -442,6 +447,9 @@ def _run_several(
     finally:
         for call in calls:
             call._pipeline = None
+        calls.clear()
+        call = None  # type: ignore[assignment]
+        del args, kwargs, given_args, given_kwargs  # as in `run`
 
 
 def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -620,10 +628,22 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def share_memory(one: Any, other: Any) -> bool:
+    # By address: autograd does not accumulate into a tensor whose storage Python has asked for (use_count).
     try:
-        return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
-    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
+        first, first_end = _extent(one)
+        second, second_end = _extent(other)
+        return first < second_end and second < first_end
+    except (NotImplementedError, RuntimeError):  # a layout without one array
         return True
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last one."""
+    start = int(tensor.data_ptr())
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * int(tensor.element_size())
 
 
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()

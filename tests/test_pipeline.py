@@ -52,8 +52,14 @@ class FakeTensor:
     def stride(self) -> tuple[int, ...]:
         return (1,)
 
-    def untyped_storage(self) -> Any:
-        return SimpleNamespace(data_ptr=lambda: id(self.values))
+    def numel(self) -> int:
+        return len(self.values)
+
+    def element_size(self) -> int:
+        return 1
+
+    def data_ptr(self) -> int:
+        return id(self.values)
 
     def copy_(self, other: FakeTensor) -> None:
         self.values[:] = other.values

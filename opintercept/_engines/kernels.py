@@ -279,9 +279,12 @@ def _redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., A
     tensors = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
 
     def redispatch(below: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if any(i < len(args) and isinstance(args[i], (bool, int, float, complex)) for i in tensors):
-            return overload._op_dk(below.highestPriorityTypeId(), *args, **kwargs)
-        return boxed(below, *args, **kwargs)
+        try:
+            if any(i < len(args) and isinstance(args[i], (bool, int, float, complex)) for i in tensors):
+                return overload._op_dk(below.highestPriorityTypeId(), *args, **kwargs)
+            return boxed(below, *args, **kwargs)
+        finally:
+            del args, kwargs  # as in `run`
 
     return redispatch
 
@@ -321,6 +324,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
             return run(watch.pipelines, watch.row, overload, phase, _step_inside, head, args, kwargs)
         finally:
             stash(KEY, scope)
+            del args, kwargs  # as in `run`
 
     _kernel_code = kernel.__code__
     return keep_out(kernel)
@@ -336,6 +340,7 @@ def _step_inside(head: tuple[Watch, Callable[..., Any], Any], /, *args: Any, **k
         return redispatch(below, *args, **kwargs)
     finally:
         _stash(KEY, watch.hidden)
+        del args, kwargs  # as in `run`
 
 
 def _forget_parent() -> None:

@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -130,21 +131,20 @@ class CallFilter:
 
 
 class _When:
-    """Has those methods that the hook has, so that the pipeline asks for no others."""
+    """Has those methods that the hook has, so that the pipeline asks for no others; none refers back to it."""
 
     def __init__(self, hook: Hook, filters: CallFilter) -> None:
         self.hook = hook
         self.asks_origin = filters.asks_origin or asks_origin(hook)
-        self._filters = filters
         self.only_level = getattr(hook, "only_level", None)
         methods = [name for name in ("pre", "post", "error", "backward") if callable(getattr(hook, name, None))]
         if not methods and callable(hook):
-            self.post = self._filtered(hook)
+            self.post = _filtered(hook, filters)
         for name in methods:
-            setattr(self, name, self._filtered(getattr(hook, name)))
+            setattr(self, name, _filtered(getattr(hook, name), filters))
         self.reads_backward_calls = getattr(hook, "reads_backward_calls", False)
         if "backward" in methods:
-            self.wants_gradients = self._verdict
+            self.wants_gradients = partial(_verdict, filters)
         for name in ("enter", "exit"):
             if callable(method := getattr(hook, name, None)):
                 setattr(self, name, method)
@@ -152,21 +152,23 @@ class _When:
     def __repr__(self) -> str:
         return f"when({self.hook!r})"
 
-    def _filtered(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def filtered(call: OpCall, *more: Any) -> Any:
-            return method(call, *more) if self._verdict(call) else None
 
-        return filtered
+def _filtered(method: Callable[..., Any], filters: CallFilter) -> Callable[..., Any]:
+    def filtered(call: OpCall, *more: Any) -> Any:
+        return method(call, *more) if _verdict(filters, call) else None
 
-    def _verdict(self, call: OpCall) -> bool:
-        try:
-            verdicts = call._verdicts
-        except AttributeError:  # not made with the call: most calls meet no filter
-            verdicts = call._verdicts = {}
-        verdict = verdicts.get(self)
-        if verdict is None:
-            verdict = verdicts[self] = self._filters.admits(call)
-        return verdict
+    return filtered
+
+
+def _verdict(filters: CallFilter, call: OpCall) -> bool:
+    try:
+        verdicts = call._verdicts
+    except AttributeError:  # not made with the call: most calls meet no filter
+        verdicts = call._verdicts = {}
+    verdict = verdicts.get(filters)
+    if verdict is None:
+        verdict = verdicts[filters] = filters.admits(call)
+    return verdict
 
 
 def checked_dtype(dtype: Any) -> str:
