@@ -60,7 +60,7 @@ def _others(model: torch.nn.Module) -> dict[str, Make]:
     return found | {"DebugMode": DebugMode}
 
 
-def llama() -> torch.nn.Module:
+def llama() -> Any:
     """Four layers of width 64: 319 operators, 29 of them matmuls, each of which takes microseconds."""
     config = transformers.LlamaConfig(
         vocab_size=100,
@@ -70,7 +70,7 @@ def llama() -> torch.nn.Module:
         num_attention_heads=4,
         num_key_value_heads=4,
     )
-    return transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
 
 
 def _inference(body: Callable[[], Any]) -> Callable[[], Any]:
@@ -105,7 +105,7 @@ def run(smoke: bool) -> list[Row]:
 
     found += compare("models", "Llama, training step", train, OURS | HOOKS, rounds=rounds, number=1 if smoke else 3)
     size: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2} if smoke else {}
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).eval()
+    gpt2: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).eval()  # type: ignore[no-untyped-call]
     prompt = torch.randint(0, 50000, (1, 64))
     ours = {name: OURS[name] for name in ("plain", "no-op hook", "Recorder", "Stats")}
     with torch.no_grad():
@@ -125,7 +125,7 @@ def run(smoke: bool) -> list[Row]:
 
 def _minilm(ours: dict[str, Make], rounds: int) -> list[Row]:
     try:
-        from tests.minilm import load
+        from tests.minilm import load  # type: ignore[import-untyped]
 
         encoder, tokenizer = load()
     except ImportError:  # its weights come with the test extra
