@@ -39,6 +39,9 @@ def stored_values(tensor: Any) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return None
     try:
+        if tensor.layout is torch.strided and tensor.is_floating_point() and not (tensor.is_nested or tensor.is_neg()):
+            tensor.data_ptr()  # raises for a tensor that stands for others
+            return tensor.detach() if tensor.requires_grad else tensor
         tensor = tensor.detach()
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -47,7 +50,7 @@ def stored_values(tensor: Any) -> torch.Tensor | None:
         elif not is_strided(tensor):
             tensor = tensor.to_dense() if not tensor.is_nested else torch.cat([t.flatten() for t in tensor.unbind()])
         values: torch.Tensor = tensor.abs() if tensor.is_complex() else tensor
-        values.data_ptr()  # raises for a tensor that stands for others
+        values.data_ptr()
         return values
     except (RuntimeError, NotImplementedError, TypeError):
         return None

@@ -76,6 +76,8 @@ class _Key(NamedTuple):
 _COUNT, _NAN, _INF, _NONZERO, _TOTAL, _SQUARES, _UNDERFLOW, _OVERFLOW = range(8)
 # A reduction reads so many values at a time, so that their float64 form stays in the cache.
 _CHUNK = 1 << 18
+# Small tensors wait for others of their size, since a reduction of few values is nothing but overhead.
+_SMALL, _BATCH = 1 << 13, 64
 # Powers of two that a histogram tells apart: those of bfloat16 and float32, the ends for all beyond.
 _LOWEST, _HIGHEST = -149, 127
 
@@ -159,8 +161,8 @@ class Stats:
     """Streaming statistics of operands and outputs by module, operator and pass.
 
     Sums are in float64: of each value, of its square (`std` is the root of the mean square less the square of
-    the mean), range and counts. On a CPU they are read in pieces that stay in the cache, on other devices
-    they stay there until somebody looks, so that no call waits. `str(stats)` is a table.
+    the mean), range and counts. On a CPU they are read in pieces that stay in the cache, small tensors many at
+    once; on other devices they stay there until somebody looks, so that no call waits. `str(stats)` is a table.
 
     Operands are read before the operator runs, outputs after; of several outputs the first. Fake and vmapped tensors
     have no values, and a call that a CUDA graph captures has none yet: they are counted in `skipped`.
@@ -213,6 +215,7 @@ class Stats:
             self._tiny, self._huge = info.smallest_normal * info.eps / 2, info.max
         self._window: dict[_Key, _Cell] = {}
         self._totals: dict[_Key, _Cell] = {}
+        self._waiting: dict[int, tuple[list[_Cell], list[torch.Tensor]]] = {}
         self._lock = threading.Lock()
         self._inputs = tuple(operand for operand in self._of if operand != "output")
         if self._inputs:
@@ -255,6 +258,13 @@ class Stats:
                 cell.add_channels(magnitudes.reshape(-1, magnitudes.shape[-1]).amax(0).to(torch.float64))
         flat = _flat(values)
         if flat.device.type in ("cpu", "mps"):  # MPS has no float64
+            if 0 < flat.numel() <= _SMALL:
+                cells, rows = self._waiting.setdefault(flat.numel(), ([], []))
+                cells.append(cell)
+                rows.append(flat.to("cpu", torch.float64, copy=True))
+                if len(rows) == _BATCH:
+                    self._read_batch(flat.numel())
+                return
             for part in flat.cpu().split(_CHUNK) if flat.numel() > _CHUNK else (flat.cpu(),):
                 wide = part.to(torch.float64)
                 cell.add(*self._read(wide))
@@ -289,6 +299,24 @@ class Stats:
         low, high = torch.aminmax(wide)
         squares = float(torch.dot(wide, wide))
         return [count, nan, inf, nonzero, total, squares, underflow, overflow], -float(low), float(high)
+
+    def _read_batch(self, count: int) -> None:
+        """Read the tensors of one size that wait, all at once; one that is not finite by itself."""
+        cells, tensors = self._waiting.pop(count)
+        wide = torch.stack(tensors)
+        low, high = torch.aminmax(wide, dim=1)
+        columns = [torch.count_nonzero(wide, dim=1), wide.sum(1), (wide * wide).sum(1), -low, high]
+        if self._target is not None:
+            magnitudes = wide.abs()
+            columns += [((magnitudes <= self._tiny) & (magnitudes > 0)).sum(1), (magnitudes > self._huge).sum(1)]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for cell, tensor, (nonzero, total, squares, below, above, *misfits) in zip(cells, tensors, rows, strict=True):
+            if math.isfinite(total):
+                cell.add([count, 0, 0, nonzero, total, squares, *misfits], below, above)
+            else:
+                cell.add(*self._read(tensor))
+            if self._histogram:
+                cell.add_histogram(_powers(tensor))
 
     def _misfits(self, wide: torch.Tensor) -> tuple[float, float]:
         if self._target is None:
@@ -341,6 +369,8 @@ class Stats:
 
     def _all(self) -> dict[_Key, _Cell]:
         """Totals and window together, in cells of their own."""
+        for count in list(self._waiting):
+            self._read_batch(count)
         merged: dict[_Key, _Cell] = {}
         for cells in (self._totals, self._window):
             for key, cell in cells.items():
