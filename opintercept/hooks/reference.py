@@ -85,8 +85,8 @@ class Reference:
     and attention, forward and backward, have a reference. What has none is counted in `skipped` with the reason:
     integers, dropout, RNN layers, packed and quantised weights, block scales, what torch cannot do in that dtype.
 
-    It takes copies of the operands in the higher precision and waits for the device at each call: choose calls
-    with `when`. A hook that changes outputs is measured too if it comes first.
+    It takes copies of the operands in the higher precision, waits for the device at each call and keeps a row of
+    it: choose calls with `when`. A hook that changes outputs is measured too if it comes first.
 
     Args:
         dtype: What to compute in: `torch.float64`, `torch.float32`, which is refused while float32 products may
@@ -160,7 +160,7 @@ class Reference:
                 for tensor in _tensors((args, *kwargs.values()))
                 if any(tensor is other or share_memory(tensor, other) for other in written)
             }
-            self._saved[id(call)] = _Saved(call.args, call.kwargs, copies)
+            self._saved[id(call)] = _Saved(call.args, copies)
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Forget the operands of a call that failed."""
@@ -263,7 +263,7 @@ class Reference:
             raise _NoReference("it has no reference")
         copies: dict[int, torch.Tensor] = {}
         if call._spec.written(call.func, call.args, call.kwargs):
-            if saved is None or saved.args is not call.args or saved.kwargs is not call.kwargs:
+            if saved is None or saved.args is not call.args:  # a later hook has put others in their place
                 raise _NoReference("its operands were overwritten before they could be copied")
             copies = saved.copies
         func, args, kwargs = _functional(call)
@@ -297,7 +297,7 @@ class Reference:
         """An argument with its tensors in the dtype and on the device of the reference."""
         if isinstance(value, torch.Tensor):
             tensor = copies.get(id(value), value) if copies else value
-            return tensor.detach().resolve_conj().resolve_neg().to(self.device or tensor.device, self._dtype(tensor))
+            return tensor.detach().to(self.device or tensor.device, self._dtype(tensor))
         if isinstance(value, (list, tuple)):
             return type(value)([self._raised(item, copies) for item in value])
         return value
@@ -375,10 +375,9 @@ class _NoReference(Exception):
 
 
 class _Saved(NamedTuple):
-    """The operands that a call overwrites, by their ids, and what they were arguments of."""
+    """The operands that a call overwrites, by their ids, and the arguments that they were among."""
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     copies: dict[int, torch.Tensor]
 
 
