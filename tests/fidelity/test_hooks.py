@@ -85,7 +85,7 @@ def test_every_observer_at_once_changes_nothing(options: dict[str, Any]) -> None
     for place, (one, other) in enumerate(zip(bare, watched, strict=True)):
         assert torch.equal(one, other), place
     recorder = next(hook for hook in chosen if isinstance(hook, hooks.Recorder))
-    assert len(recorder.records) > 50
+    assert len(recorder.records) > 20
 
 
 def test_a_hook_that_edits_is_noticed_by_the_same_comparison() -> None:
