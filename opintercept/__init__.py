@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from opintercept._call import OpCall as OpCall
     from opintercept._call import TensorMeta as TensorMeta
     from opintercept._errors import HookError as HookError
+    from opintercept._errors import NonFiniteError as NonFiniteError
     from opintercept._errors import OpInterceptError as OpInterceptError
     from opintercept._errors import OpInterceptWarning as OpInterceptWarning
     from opintercept._intercept import Interceptor as Interceptor
@@ -33,6 +34,7 @@ _HOMES = {
     "Hook": "_pipeline",
     "HookError": "_errors",
     "Interceptor": "_intercept",
+    "NonFiniteError": "_errors",
     "OpCall": "_call",
     "OpInterceptError": "_errors",
     "OpInterceptWarning": "_errors",

@@ -6,10 +6,11 @@ Must not import torch: the pipeline is tested without it.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from types import CodeType
+from types import CodeType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from opintercept._errors import OpInterceptError
@@ -45,12 +46,28 @@ class Place:
         """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
         if self._code is None:
             return None
-        file = self._code.co_filename
-        shown = "<cell>" if file.startswith("<") or "ipykernel" in file else os.path.basename(file)
-        for start, end, line in self._code.co_lines():
-            if start <= self._instruction < end:
-                return f"{shown}:{line} in {self._code.co_name}"
-        return None
+        key = (id(self._code), self._instruction)
+        known = _sources.get(key)
+        if known is None:
+            if len(_sources) >= 4096:  # a program that makes code without end, a notebook say
+                _sources.clear()
+            known = _sources[key] = (self._code, _source(self._code, self._instruction))
+        return known[1]
+
+
+_sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
+
+
+def _source(code: CodeType, instruction: int) -> str | None:
+    file = code.co_filename
+    if (file.startswith("<") and file.endswith(">")) or "ipykernel" in file:
+        shown = "<cell>"
+    else:
+        shown = os.path.basename(file).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
+    for start, end, line in code.co_lines():
+        if start <= instruction < end:
+            return f"{shown}:{line} in {code.co_name}"
+    return None
 
 
 NOWHERE = Place((), None, -1)
@@ -86,6 +103,9 @@ class OpSpec(Protocol):
     def roles(self) -> Mapping[str, tuple[int, str]]: ...
     def argument(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def replaced(
+        self, role: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
     def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
@@ -98,7 +118,7 @@ class Origin(Protocol):
     def links(self) -> Any: ...
     def autocast(self, lhs: Any) -> Any: ...
     def place(self, call: OpCall) -> Place: ...
-    def forward(self, call: OpCall) -> tuple[int | None, str | None]: ...
+    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]: ...
 
 
 class Owner(Protocol):
@@ -158,7 +178,7 @@ class OpCall:
         self._pipeline: Owner | None = pipeline  # None when the call is over
         self._spec = spec
         self._place: Place | None = None
-        self._kin: tuple[int | None, str | None] | None = None
+        self._kin: tuple[int | None, str | None, bool] | None = None
         self.func = func
         self.phase = phase
         self.args = args
@@ -193,13 +213,45 @@ class OpCall:
         """What is added to the product, or None."""
         return self._operand("bias")
 
-    def _operand(self, role: str) -> torch.Tensor | None:
+    def _passed(self, role: str) -> torch.Tensor | None:
+        """The operand as it is, for what reads no values: resolving a lazily flipped view is a copy."""
         tensor: torch.Tensor | None = self._spec.operand(role, self.args, self.kwargs)
+        return tensor
+
+    def _operand(self, role: str) -> torch.Tensor | None:
+        tensor = self._passed(role)
         # Below torch's conjugate and negative keys arrive lazily flipped views, and arithmetic on those is
         # silently wrong in a dispatch mode.
         if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
             return tensor.resolve_conj().resolve_neg()
         return tensor
+
+    def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return `(args, kwargs)` with other operands, for a `pre` to return; the call stays as it is.
+
+        Args:
+            operands: By role: `lhs`, `rhs`, `bias`.
+
+        Raises:
+            TypeError: A role of another name.
+            ValueError: The call has no tensor in that role, or a list of them.
+
+        Example:
+            >>> import torch
+            >>> from opintercept import intercept
+            >>> class Double:
+            ...     def pre(self, call):
+            ...         return call.replace(lhs=call.lhs * 2)
+            >>> with intercept(Double()):
+            ...     torch.ones(1, 3) @ torch.ones(3, 1)
+            tensor([[6.]])
+        """
+        args, kwargs = self.args, self.kwargs
+        for role, value in operands.items():
+            if role not in ("lhs", "rhs", "bias"):
+                raise TypeError(f"an operand must be one of 'lhs', 'rhs', 'bias', got {role!r}")
+            args, kwargs = self._spec.replaced(role, value, args, kwargs)
+        return args, kwargs
 
     @property
     def gemm(self) -> Gemm | None:
@@ -224,8 +276,14 @@ class OpCall:
     def _inputs(self) -> list[Any]:
         spec, args, kwargs = self._spec, self.args, self.kwargs
         lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
-        found = [*_tensors(lhs), *([] if rhs is lhs else _tensors(rhs)), self.bias]
+        found = [*_tensors(lhs), *([] if rhs is lhs else _tensors(rhs)), self._passed("bias")]
         return found
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The caller's tensors that the operator writes its result to, of `out=` and in-place forms; mostly none."""
+        tensors: list[torch.Tensor] = self._spec.written(self.func, self.args, self.kwargs)
+        return tensors
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -234,7 +292,7 @@ class OpCall:
         Raises:
             OpInterceptError: The call is over, and with it the state that this reads.
         """
-        dtype: torch.dtype | None = self._live("autocast").origin.autocast(self.lhs)
+        dtype: torch.dtype | None = self._live("autocast").origin.autocast(self._passed("lhs"))
         return dtype
 
     @property
@@ -273,12 +331,34 @@ class OpCall:
         """In backward, the operand of `forward` whose gradient this is; None if that cannot be told."""
         return self._relation()[1]  # type: ignore[return-value]
 
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """In backward after the operator ran, the gradient with respect to `grad_of`; None if that cannot be told.
+
+        It is `output`, or a view of it that is transposed to the operand's shape, as the operator of `forward`
+        got that operand: before autograd multiplies it by `alpha` or sums over what was broadcast. Raises as
+        `forward` does.
+        """
+        _, operand, transposed = self._relation()
+        if operand is None or not is_tensor(self.output):
+            return None
+        return self.output.mT if transposed else self.output  # type: ignore[no-any-return]
+
+    @property
+    def grad_output(self) -> torch.Tensor | None:
+        """In backward, the gradient with respect to the output of `forward`, likewise; None if that cannot be told."""
+        _, operand, transposed = self._relation()
+        if operand is None:
+            return None
+        of = self.lhs if (operand == "lhs") is not transposed else self.rhs
+        return of.mT if transposed and of is not None else of
+
     def _where(self) -> Place:
         if self._place is None:
             self._place = self._live("module").origin.place(self)
         return self._place
 
-    def _relation(self) -> tuple[int | None, str | None]:
+    def _relation(self) -> tuple[int | None, str | None, bool]:
         if self._kin is None:
             self._kin = self._live("forward").origin.forward(self)
         return self._kin
@@ -291,30 +371,69 @@ class OpCall:
             )
         return self._pipeline
 
+    def without_values(self, shape_only: Callable[[Any], Any]) -> OpCall:
+        """The call for a later time: where it came from, and tensors with a shape and no values.
+
+        Args:
+            shape_only: Makes such a tensor.
+        """
+
+        def strip(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)([strip(item) for item in value])
+            return shape_only(value) if is_tensor(value) else value
+
+        later = copy.copy(self)
+        later._place, later._kin = self._where(), self._relation()
+        later._pipeline = None
+        later.args = tuple(strip(value) for value in self.args)
+        later.kwargs = {name: strip(value) for name, value in self.kwargs.items()}
+        return later
+
     def record(self) -> CallRecord:
         """Summarise the call as plain data that may be kept and written as JSON."""
-        outputs = [TensorMeta.of(t) for t in _tensors(self.output)]
+        return self.note().record()
+
+    def note(self) -> Note:
+        """What `record` needs, taken now and put together later, for those who keep many."""
         autocast = self.autocast
-        return CallRecord(
-            index=self.index,
-            step=self.step,
+        return Note(
+            self._summary(),
+            self.index,
+            self.step,
+            self.phase,
+            self._where(),
+            self._relation() if self.phase == "backward" else _NO_KIN,
+            autocast,
+            self.elapsed,
+        )
+
+    def _summary(self) -> Summary:
+        """Worked out once for all calls whose arguments look alike: a model has many calls and few shapes."""
+        try:
+            key = (self.func, _look(self.args), _look(self.kwargs.items()), _look(self.output))
+            known = _summaries.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # an exotic tensor, a symbolic size
+            return self._summarise()
+        if known is None:
+            if len(_summaries) >= 4096:  # a program whose shapes never come again
+                _summaries.clear()
+            known = _summaries[key] = self._summarise()
+        return known
+
+    def _summarise(self) -> Summary:
+        outputs = [TensorMeta.of(t) for t in _tensors(self.output)]
+        return Summary(
             op=self.op,
             func=str(self.func) if hasattr(self.func, "_schema") else self.op,
-            phase=self.phase,
-            module=self.module,
-            source=self.source,
-            forward=self.forward,
-            grad_of=self.grad_of,
-            lhs=TensorMeta.of(self.lhs),
-            rhs=TensorMeta.of(self.rhs),
-            bias=TensorMeta.of(self.bias),
+            lhs=TensorMeta.of(self._passed("lhs")),
+            rhs=TensorMeta.of(self._passed("rhs")),
+            bias=TensorMeta.of(self._passed("bias")),
             output=outputs[0] if len(outputs) == 1 else tuple(outputs) or None,
             gemm=self.gemm,
             flops=self.flops,
             bytes=self.bytes,
-            autocast=None if autocast is None else dtype_name(autocast),
             opaque=self.opaque,
-            elapsed=self.elapsed,
         )
 
     def __str__(self) -> str:
@@ -391,6 +510,84 @@ class CallRecord:
         return f"{self.op} {operands}{bias} -> {result}"
 
 
+class Summary(NamedTuple):
+    """The fields of a `CallRecord` that follow from how the arguments and the output look."""
+
+    op: str
+    func: str
+    lhs: TensorMeta | None
+    rhs: TensorMeta | None
+    bias: TensorMeta | None
+    output: TensorMeta | tuple[TensorMeta | None, ...] | None
+    gemm: Gemm | None
+    flops: int | None
+    bytes: int | None
+    opaque: bool
+
+
+_summaries: dict[Any, Summary] = {}
+_NO_KIN = (None, None, False)
+_PLAIN = frozenset((NoneType, bool, int, float, complex, str))
+
+
+def _look(value: Any) -> Any:
+    """A hashable that is the same for values which look the same to `Summary`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (tuple, list) or not hasattr(value, "layout"):
+        return tuple([_look(item) for item in value]) if isinstance(value, Iterable) else value
+    if not value.is_floating_point() and value.numel() < 64:
+        raise TypeError("the numbers may count: tensordot takes its dimensions as a tensor too")
+    return (
+        value.shape,
+        value.stride(),  # raises where there is none
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.layout,
+        value.is_nested,
+    )
+
+
+class Note(NamedTuple):
+    """A record that has not been put together yet."""
+
+    summary: Summary
+    index: int  # type: ignore[assignment]
+    step: int
+    phase: Phase
+    place: Place
+    kin: tuple[int | None, str | None, bool]
+    autocast: Any
+    elapsed: float | None
+
+    def record(self) -> CallRecord:
+        """Put it together."""
+        summary, place = self.summary, self.place
+        return CallRecord(
+            index=self.index,
+            step=self.step,
+            op=summary.op,
+            func=summary.func,
+            phase=self.phase,
+            module=place.module,
+            source=place.source,
+            forward=self.kin[0],
+            grad_of=self.kin[1],
+            lhs=summary.lhs,
+            rhs=summary.rhs,
+            bias=summary.bias,
+            output=summary.output,
+            gemm=summary.gemm,
+            flops=summary.flops,
+            bytes=summary.bytes,
+            autocast=None if self.autocast is None else dtype_name(self.autocast),
+            opaque=summary.opaque,
+            elapsed=self.elapsed,
+        )
+
+
 def is_tensor(value: Any) -> bool:
     """Tell a tensor by its look, so that no torch has to be imported."""
     return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "requires_grad")
@@ -436,6 +633,17 @@ def describe(value: Any) -> str:
         return f"[{', '.join(shown)}]"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors among arguments, those in lists too, in order."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            found += tensors_of(tuple(value), {})
+        elif is_tensor(value):
+            found.append(value)
+    return found
 
 
 def _tensors(output: Any) -> list[Any]:

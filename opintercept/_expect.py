@@ -18,8 +18,8 @@ from opintercept._call import CallRecord, OpCall, TensorMeta
 from opintercept._intercept import EngineChoice, Interceptor, intercept
 from opintercept._pipeline import Hook, Level
 from opintercept._snapshot import Snapshots
+from opintercept.hooks._table import aligned
 from opintercept.hooks._values import all_finite, first_output
-from opintercept.hooks.profile import aligned
 from opintercept.hooks.when import CallFilter, checked_dtype
 
 _MOST_CALLS = 10  # that a failure lists one by one
@@ -292,6 +292,7 @@ class _Recorder(hooks.Recorder):
     def post(self, call: OpCall) -> None:
         self.finite[call.index] = all_finite(first_output(call.output))
         super().post(call)
+        _ = self.records  # put together now: whoever has the list sees it grow
 
 
 class Totals:
@@ -338,8 +339,7 @@ def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None
 
 def finite_hook() -> Hook:
     """The hook that raises where the first NaN comes from."""
-    hook: Hook = hooks.NonFinite()  # type: ignore[attr-defined]
-    return hook
+    return hooks.NonFinite()
 
 
 def _operands(record: CallRecord) -> list[TensorMeta]:
@@ -432,7 +432,7 @@ def _table(records: Sequence[CallRecord], most: int | None = None) -> str:
     if not rows:
         return ""
     head = ["phase", "module", "op", "shapes", "dtype", "line", "calls"]
-    lines = list(aligned([head, *([*row, str(count)] for row, count in rows.items())], text_columns=6))
+    lines = aligned([head, *([*row, str(count)] for row, count in rows.items())], left=6).split("\n")
     if most is not None and len(rows) > most:
         lines[most + 1 :] = [f"... {len(rows) - most} more rows"]
     return "\n".join(lines)

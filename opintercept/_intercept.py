@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from opintercept import _origin
-from opintercept._engines import dispatch_mode, function_mode, kernels
+from opintercept._engines import dispatch_mode, function_mode, kernels, unseen
 from opintercept._engines import scope as _scope
-from opintercept._engines.scope import KEY, Block, Watcher
+from opintercept._engines.dynamo import keep_out
+from opintercept._engines.gradients import Tap
+from opintercept._engines.scope import Block, Watcher
 from opintercept._errors import OpInterceptError
 from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
 from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
@@ -29,6 +31,7 @@ EngineChoice = Literal["auto", "kernel", "mode"]
 Threads = Literal["current", "all"]
 
 
+@keep_out  # as are entering and leaving: a compiled function may hold a block
 def intercept(
     hooks: Hook | Iterable[Hook] = (),
     *,
@@ -94,7 +97,9 @@ class Interceptor:
             self._overloads, keys = _family(chosen)
         else:
             self._overloads, keys = _chosen(select(ops, level), chosen)
-        self._pipeline = Pipeline(hooks, level, on_error, _origin.Origin(level == "dispatch", _scope.owner))
+        below = level == "dispatch"
+        origin = _origin.Origin(below, _scope.owner)
+        self._pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap)
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
 
     def register(self, hook: Hook) -> Handle:
@@ -119,15 +124,17 @@ class Interceptor:
         """What was seen but not into: operators that hide matmuls, by name, and how often they ran."""
         return dict(self._pipeline.opaque)
 
+    @keep_out
     def __enter__(self) -> Interceptor:
-        self._pipeline.enter()
+        self._begin()
         try:
             self._enter()
         except BaseException as exception:
-            self._pipeline.exit(exception)
+            self._end(exception)
             raise
         return self
 
+    @keep_out
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -136,7 +143,15 @@ class Interceptor:
             self._leave()
         finally:
             if not inherited:
-                self._pipeline.exit(value)
+                self._end(value)
+
+    def _begin(self) -> None:
+        self._pipeline.enter()
+        unseen.enter()
+
+    def _end(self, failed: BaseException | None) -> None:
+        unseen.leave()
+        self._pipeline.exit(failed)
 
     def _enter(self) -> None:
         if self._watcher.engine == "kernel":
@@ -257,7 +272,7 @@ class _Life:
         if self._interceptor._watcher.engine == "kernel":
             kernels.hold(self._interceptor._overloads)
         try:
-            self._interceptor._pipeline.enter()
+            self._interceptor._begin()
         except BaseException:
             if self._interceptor._watcher.engine == "kernel":
                 kernels.release()
@@ -266,7 +281,7 @@ class _Life:
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         if self._interceptor._watcher.engine == "kernel":
             kernels.release()
-        self._interceptor._pipeline.exit(None if isinstance(value, GeneratorExit) else value)
+        self._interceptor._end(None if isinstance(value, GeneratorExit) else value)
 
 
 class Pause:
@@ -275,14 +290,16 @@ class Pause:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
+    @keep_out
     def __enter__(self) -> None:
         scope = _scope.current()
-        _scope.stash(KEY, scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
+        _scope.put(scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
 
+    @keep_out
     def __exit__(self, kind: object, value: object, trace: object) -> None:
         scope = _scope.current()
         position = _position(scope, self._watcher, pauses=True)
-        _scope.stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+        _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
         _check_order(scope, position)
 
 
@@ -328,7 +345,7 @@ def force_out(blocks: Iterable[Block]) -> list[str]:
         hooks = [getattr(handle.hook, "__name__", type(handle.hook).__name__) for handle in pipeline._handles]
         name = f"intercept({', '.join(hooks)})"
         if block.pauses:
-            _scope.stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+            _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
             named.append(f"{name}.paused()")
             continue
         with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out

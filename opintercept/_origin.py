@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
+from opintercept import _pipeline
 from opintercept._call import NOWHERE, OpCall, Phase, Place
 from opintercept._ops import MATMUL, row_of
 
@@ -27,15 +28,18 @@ graph_task = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
 
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
+_RUN, _RUN_SEVERAL = _pipeline.run.__code__, _pipeline._run_several.__code__
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 # What torch puts between a module and its parent without the user having written it.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-_PARALLEL = ("DataParallel", "DistributedDataParallel")
+_PARALLEL = {"DataParallel", "DistributedDataParallel"}  # these call what they wrap `module`
 
 
 def backward_phase() -> Phase:
@@ -59,10 +63,8 @@ class _Names(NamedTuple):
 
 _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
 
-# What a code object is on the stack. By identity: hashing a code object reads all of it.
-_SOURCE, _FORWARD, _CALL = 1, 2, 4
-_kinds: dict[int, tuple[CodeType, int]] = {}
-_OURS = 3  # frames of this file and of `OpCall` that are always on top
+# Whether a code object is the user's, for the source line. By identity: hashing a code object reads all of it.
+_users: dict[int, tuple[CodeType, bool]] = {}
 
 
 class _LastRoot:
@@ -74,21 +76,20 @@ class _LastRoot:
 
 def place(phase: Phase) -> Place:
     """Walk the Python stack once: the innermost module, its name under the outermost one, and the source line."""
-    source: FrameType | None = None
+    # Above `run` are the hook that asks, which may be a module's method, and whatever has asked for it.
+    top: FrameType | None = sys._getframe(1)
+    while top is not None and top.f_code is not _RUN and top.f_code is not _RUN_SEVERAL:
+        top = top.f_back
+    # Three stretches of the stack, since each look at a frame costs: up to the innermost module; up to the
+    # outermost; and beyond, where somebody may have called `model.forward` directly. The source line is sought in
+    # the first one and, since most modules inside of models are torch's own, in a part of the second.
     inner: FrameType | None = None
-    outer: FrameType | None = None
-    # Three stretches of the stack, since each look at a frame costs: up to the innermost module, and on to the
-    # source line; up to the outermost; and beyond, where somebody may have called `model.forward` directly.
-    frame: FrameType | None = sys._getframe(_OURS)
-    kind_of = _kinds.get
-    while frame is not None and (inner is None or source is None):
+    frame = top
+    while frame is not None:
         code = frame.f_code
-        _, kind = kind_of(id(code)) or _kind(code)
-        if kind:
-            if source is None and kind & _SOURCE:
-                source = frame
-            if inner is None and (kind & _CALL or (kind & _FORWARD and _called_directly(frame))):
-                inner = frame
+        if code is _OUTER_CALL or (code.co_name == "forward" and _called_directly(frame)):
+            inner = frame
+            break
         frame = frame.f_back
     frame = outer = inner
     while frame is not None:
@@ -112,14 +113,23 @@ def place(phase: Phase) -> Place:
                 # The stack of a recomputation starts at the checkpoint and not at the root.
                 known = [found for other in list(_by_root) if (found := _find(other, module))]
                 names = max(known, key=lambda names: len(names[0]), default=names)
-        return Place(names, None if source is None else source.f_code, -1 if source is None else source.f_lasti)
+        frame = top
+        while frame is not None:
+            code = frame.f_code
+            known_user = _users.get(id(code))
+            if known_user[1] if known_user is not None else _is_users(code):
+                return Place(names, code, frame.f_lasti)
+            frame = frame.f_back
+        return Place(names, None, -1)
     finally:
-        del source, inner, outer, frame  # a frame that reaches itself is garbage
+        del top, inner, outer, frame  # a frame that reaches itself is garbage
 
 
 def _called_directly(frame: FrameType) -> bool:
     """Whether a function named forward is a module's, called without the module's own `__call__`."""
     caller = frame.f_back
+    if caller is not None and caller.f_code is _INNER_CALL:
+        return False
     while caller is not None and caller.f_code is not _INNER_CALL and caller.f_code.co_name in ("wrapper", "inner"):
         caller = caller.f_back  # a decorator's, or torch's own around its hooks
     return (caller is None or caller.f_code is not _INNER_CALL) and _module_of(frame) is not None
@@ -147,13 +157,12 @@ def _elsewhere(root: torch.nn.Module, module: torch.nn.Module, frame: FrameType)
         del frame, outer
 
 
-def _kind(code: CodeType) -> tuple[CodeType, int]:
-    if len(_kinds) > 10_000:  # a program that makes code without end, a notebook say
-        _kinds.clear()
-    kind = _SOURCE * (not code.co_filename.startswith(_NOT_SOURCE))
-    kind |= _FORWARD * (code.co_name == "forward") | _CALL * (code is _OUTER_CALL)
-    known = _kinds[id(code)] = (code, kind)
-    return known
+def _is_users(code: CodeType) -> bool:
+    if len(_users) > 10_000:  # a program that makes code without end, a notebook say
+        _users.clear()
+    users = not code.co_filename.startswith(_NOT_SOURCE)
+    _users[id(code)] = (code, users)
+    return users
 
 
 def _find(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
@@ -173,10 +182,16 @@ def _find(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | N
 def _collect(root: torch.nn.Module) -> dict[int, _Names]:
     names: dict[int, list[str]] = {}
     modules: dict[int, torch.nn.Module] = {}
-    skip = 1 if type(root).__name__ in _PARALLEL else 0
+    shown: dict[str, str] = {}  # by qualified name, that without the wrappers' parts; a parent comes before its parts
+    wrapped: set[str] = set()
     for name, module in root.named_modules(remove_duplicate=False):
-        parts = name.split(".")[skip:] if name else []
-        names.setdefault(id(module), []).append(".".join(part for part in parts if part not in _WRAPPERS))
+        parent, _, part = name.rpartition(".")
+        above = shown.get(parent, "")
+        hidden = part in _WRAPPERS or name in wrapped
+        shown[name] = above if hidden else f"{above}.{part}".lstrip(".")
+        if any(kind.__name__ in _PARALLEL for kind in type(module).__mro__):
+            wrapped.add(f"{name}.module".lstrip("."))
+        names.setdefault(id(module), []).append(shown[name])
         modules[id(module)] = module
     return {key: _Names(weakref.ref(module), tuple(names[key])) for key, module in modules.items()}
 
@@ -189,12 +204,14 @@ class Link(NamedTuple):
         op: Its operator.
         round: How many backward passes there had been.
         operands: Where its arguments begin in memory, 0 for what is no tensor.
+        sure: Whether autograd was seen to record it; else a backward call must show an operand to find it.
     """
 
     index: int  # type: ignore[assignment]
     op: str
     round: int
     operands: tuple[int, ...]
+    sure: bool
 
 
 class _ThreadLinks:
@@ -252,13 +269,15 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        if not needed:
+        # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
+        if not needed and not _is_excluded(_ABOVE_PYTHON):
             return
         mine = self._of_this_thread()
         links = mine.links
         number = _sequence_nr() - 1
         if number in links:
-            mine.shared.add(number)
+            if needed:
+                mine.shared.add(number)
             return
         if links and number < next(reversed(links)):
             mine.forget(list(links))  # of a thread that has ended, whose identity a new one has
@@ -270,10 +289,10 @@ class Links:
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, which the garbage collector does not have to visit.
-        links[number] = Link(call.index, call.op, self._round, tuple(operands))
+        links[number] = Link(call.index, call.op, self._round, tuple(operands), needed)
         if not backward:
             mine.places[number] = call._place = place(call.phase)
-        elif (behind := self.find()) is not None:
+        elif (behind := self.find(call)) is not None:
             mine.places[number] = behind[1]
 
     def _of_this_thread(self) -> _ThreadLinks:
@@ -286,8 +305,8 @@ class Links:
                     del self._threads[ended]
         return mine
 
-    def find(self) -> tuple[Link, Place, bool] | None:
-        """The forward call whose gradient is being computed, its place, and whether it shares its node; or None."""
+    def find(self, call: OpCall) -> tuple[Link, Place, bool] | None:
+        """The forward call whose gradient `call` computes, its place, and whether it shares its node; or None."""
         node = _current_node()
         if node is None:
             return None
@@ -299,6 +318,8 @@ class Links:
         number = node._sequence_nr()
         link = None if known is None else known.links.get(number)
         if known is None or link is None or not _computes(node, link):
+            return None
+        if not link.sure and _grad_of(call, link)[0] is None:
             return None
         return link, known.places.get(number, NOWHERE), number in known.shared
 
@@ -337,35 +358,44 @@ class Origin:
 
     def place(self, call: OpCall) -> Place:
         """The module and the line of the call, in backward those of the forward call behind it."""
-        behind = self._behind(call)
         if call.phase != "backward":
+            if self.links is not None:
+                self.links.wanted = True
             return place(call.phase)
+        behind = self._behind(call)
         return NOWHERE if behind is None else behind[1]
 
-    def forward(self, call: OpCall) -> tuple[int | None, str | None]:
-        """The forward call whose gradient this one computes, and with respect to which operand."""
+    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]:
+        """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""
         behind = self._behind(call)
         if behind is None or behind[2]:
-            return None, None
-        return behind[0].index, _grad_of(call, behind[0])
+            return None, None, False
+        return behind[0].index, *_grad_of(call, behind[0])
 
     def _behind(self, call: OpCall) -> tuple[Link, Place, bool] | None:
         if self.links is None:
             return None
         self.links.wanted = True
-        return self.links.find() if call.phase == "backward" else None
+        return self.links.find(call) if call.phase == "backward" else None
 
 
-def _grad_of(call: OpCall, link: Link) -> str | None:
-    """The gradient of one operand is a product with the other one, which autograd has saved."""
+def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
+    """The gradient of one operand is a product with the other one, which autograd has saved.
+
+    With G the gradient of the output, that of lhs is `G @ rhs.T` and that of rhs `lhs.T @ G`; for an operand that
+    is column-major autograd multiplies the other way round and transposes the product (`mm_mat1_backward` in its
+    FunctionsManual.cpp).
+    """
     roles = row_of(link.op).roles
     if "lhs" not in roles or "rhs" not in roles:
-        return None
+        return None, False
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
     used = {_address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
     if (lhs in used) == (rhs in used):
-        return None
-    return "rhs" if lhs in used else "lhs"
+        return None, False
+    left = call._spec.operand("lhs", call.args, call.kwargs)
+    on_the_left = left is not None and _address(left) in (lhs, rhs)
+    return ("rhs", not on_the_left) if lhs in used else ("lhs", on_the_left)
 
 
 def autocast_below(lhs: Any) -> torch.dtype | None:

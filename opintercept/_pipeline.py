@@ -43,10 +43,23 @@ class ErrorHook(Protocol):
     def error(self, call: OpCall, exception: BaseException, /) -> None: ...
 
 
-Hook: TypeAlias = PreHook | PostHook | ErrorHook | Callable[[OpCall], Any]
-"""An object with any of `pre`, `post`, `error`, `enter` and `exit`, or a callable, which is a `post`."""
+class BackwardHook(Protocol):
+    """Runs when autograd has the gradients of a call at function level; may return others for its inputs.
 
-_PHASES = ("pre", "post", "error", "enter", "exit")
+    `call` has shapes and no values by then. `grad_inputs` has an entry for each tensor among the call's
+    arguments, None for one that needs no gradient, `grad_outputs` one for each output.
+    """
+
+    def backward(
+        self, call: OpCall, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...], /
+    ) -> tuple[Any, ...] | None: ...
+
+
+Hook: TypeAlias = PreHook | PostHook | ErrorHook | BackwardHook | Callable[[OpCall], Any]
+"""An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable, which is a `post`."""
+
+_RUNS = ("pre", "post", "error", "backward")
+_PHASES = (*_RUNS, "enter", "exit")
 
 
 class Handle:
@@ -56,16 +69,20 @@ class Handle:
     registered twice has two handles, and each removes its own.
     """
 
-    __slots__ = ("_pipeline", "asks_origin", "enter", "error", "exit", "hook", "post", "pre", "removed")
+    __slots__ = (
+        *("_pipeline", "asks_origin", "backward", "enter", "error", "exit", "hook", "post", "pre", "removed", "wants"),
+    )
 
     def __init__(self, pipeline: Pipeline, hook: Hook) -> None:
         self._pipeline = weakref.ref(pipeline)  # no cycle: hooks, and what they hold, go with the last block
         self.hook = hook
         self.removed = False
         found = {name: _method(hook, name) for name in _PHASES}
-        if not any(found[name] for name in ("pre", "post", "error")) and callable(hook):
+        if not any(found[name] for name in _RUNS) and callable(hook):
             found["post"] = hook
-        self.pre, self.post, self.error, self.enter, self.exit = (found[name] for name in _PHASES)
+        self.pre, self.post, self.error, self.backward, self.enter, self.exit = (found[name] for name in _PHASES)
+        # Whether a call is to have gradients, which takes two nodes in its graph: a filter knows.
+        self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
         self.asks_origin = asks_origin(hook)
 
     def remove(self) -> None:
@@ -96,7 +113,7 @@ def asks_origin(hook: Any) -> bool:
     """
     if getattr(hook, "asks_origin", False):
         return True
-    methods = [hook, *(_method(hook, name) for name in ("pre", "post", "error"))]
+    methods = [hook, *(_method(hook, name) for name in _RUNS)]
     codes = [getattr(getattr(method, "__func__", method), "__code__", None) for method in methods]
     while codes:
         code = codes.pop()
@@ -107,7 +124,9 @@ def asks_origin(hook: Any) -> bool:
     return False
 
 
-_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "module", "record", "source"))
+_FROM_THE_STACK = frozenset(
+    ("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "note", "record", "source")
+)
 
 
 def is_hook(value: Any) -> bool:
@@ -120,15 +139,18 @@ def check_hook(hook: Any, level: Level) -> None:
 
     Raises:
         TypeError: It has nothing to call, or is a class instead of an instance.
-        ValueError: It wants gradients, which this level does not have.
+        ValueError: It wants what this level does not have: gradients, or another `only_level` than this.
     """
     if isinstance(hook, type):
         raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
-    if _method(hook, "backward"):
+    if level == "dispatch" and _method(hook, "backward") and not getattr(hook, "reads_backward_calls", False):
         raise ValueError(
             f"a hook with a backward method cannot run at {level} level, got {hook!r}; autograd's own calls "
-            "are seen at dispatch level by pre and post, with call.phase == 'backward'"
+            "are seen at dispatch level by pre and post, with call.phase == 'backward'; or use level='function'"
         )
+    only = getattr(hook, "only_level", None)
+    if only is not None and only != level:
+        raise ValueError(f'the hook can work at level="{only}" only, got {hook!r} for level="{level}"')
     if not is_hook(hook):
         raise TypeError(
             f"a hook must be callable or have one of {', '.join(_PHASES)}, got {hook!r}; write def hook(call): ..."
@@ -146,8 +168,8 @@ class NoOrigin:
     def place(self, call: OpCall) -> Place:
         return NOWHERE
 
-    def forward(self, call: OpCall) -> tuple[None, None]:
-        return None, None
+    def forward(self, call: OpCall) -> tuple[None, None, bool]:
+        return None, None, False
 
 
 class Pipeline:
@@ -158,6 +180,8 @@ class Pipeline:
         level: Decides how a replaced output reaches the program.
         on_error: `"raise"`, or `"warn"`: switch a failing hook off with one warning.
         origin: Answers where calls come from; injected, since it needs torch.
+        tap: Makes what gets at the gradients of one call, see `_engines.gradients.Tap`; likewise. None at
+            dispatch level.
     """
 
     __slots__ = (
@@ -165,6 +189,8 @@ class Pipeline:
         "_entered",
         "_handles",
         "_lock",
+        "_tap",
+        "backward",
         "error",
         "level",
         "links",
@@ -183,7 +209,9 @@ class Pipeline:
         level: Level = "dispatch",
         on_error: OnError = "raise",
         origin: Origin | None = None,
+        tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
     ) -> None:
+        self._tap = tap
         self.level = level
         self.on_error = on_error
         self.origin: Origin = origin or NoOrigin()
@@ -197,6 +225,7 @@ class Pipeline:
         self.pre: tuple[Handle, ...] = ()
         self.post: tuple[Handle, ...] = ()
         self.error: tuple[Handle, ...] = ()
+        self.backward: tuple[Handle, ...] = ()
         for hook in hooks:
             self.register(hook)
         _pipelines.add(self)
@@ -229,6 +258,7 @@ class Pipeline:
         self.pre = tuple(h for h in handles if h.pre)
         self.post = tuple(h for h in handles if h.post)
         self.error = tuple(h for h in handles if h.error)
+        self.backward = () if self._tap is None else tuple(h for h in handles if h.backward)
         if self.links is not None and any(h.asks_origin for h in handles):
             self.links.wanted = True
 
@@ -283,6 +313,11 @@ class Pipeline:
             return exception
         return None
 
+    def tap(self, call: OpCall) -> Any:
+        """What gets at the gradients of this call; None if no hook wants them."""
+        handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
+        return self._tap(self, call, handles) if handles and self._tap is not None else None
+
     def count_opaque(self, name: str) -> None:
         """Count an operator that was seen but not into."""
         with self._lock:
@@ -297,6 +332,9 @@ class Pipeline:
         where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {shown}"
         if self.on_error == "raise":
             exception.add_note(f"opintercept: raised by {where}")
+            if isinstance(exception, TypeError):
+                # `a @ b` takes one to mean that it cannot multiply these, and nobody would read what it says.
+                raise HookError(f"a hook must not raise TypeError, got {exception}; from {where}") from exception
             return False
         failure = self._take_out(handle)
         if failure is not None:
@@ -325,7 +363,10 @@ def run(
     next one sees.
     """
     if len(pipelines) > 1:
-        return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+        try:
+            return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+        finally:
+            del args, kwargs  # as below
     # What follows is _run_several for one, without its lists, which cost half a microsecond.
     (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
@@ -338,6 +379,9 @@ def run(
             args, kwargs = _before(pipeline, call)
         if spec.opaque:
             pipeline.count_opaque(spec.name)
+        tap = pipeline.tap(call) if pipeline.backward else None
+        if tap is not None:
+            args, kwargs = tap.inputs(args, kwargs)
         started = perf_counter()
         try:
             output = invoke(head, *args, **kwargs) if kwargs else invoke(head, *args)
@@ -348,9 +392,13 @@ def run(
         if args is not given_args or kwargs is not given_kwargs:
             output = _written_back(spec.written(func, given_args, given_kwargs), output)
         call.output = output
-        return _after(pipeline, call, given_args, given_kwargs) if pipeline.post else output
+        if pipeline.post:
+            output = _after(pipeline, call, given_args, given_kwargs)
+        return output if tap is None else tap.output(output)
     finally:
         call._pipeline = None
+        # The frame lives on in the traceback of an exception, which the program may keep.
+        del call, args, kwargs, given_args, given_kwargs
 
 
 def _run_several(
@@ -367,15 +415,19 @@ def _run_several(
     calls: list[OpCall] = []
     try:
         for pipeline in pipelines:
-            call = OpCall(pipeline, spec, func, phase, args, kwargs)
+            call = OpCall(pipeline, spec, func, phase, given_args, given_kwargs)
             calls.append(call)
             if pipeline.links is not None and pipeline.links.wanted:
                 pipeline.links.note(call)
+            _hand_over(pipeline, call, args, kwargs)
             args, kwargs = _before(pipeline, call)
             if spec.opaque:
                 pipeline.count_opaque(spec.name)
-        for call in calls:
-            call.args, call.kwargs = args, kwargs
+        for pipeline, call in zip(pipelines, calls, strict=True):
+            _hand_over(pipeline, call, args, kwargs)
+        taps = [p.tap(c) if p.backward else None for p, c in zip(pipelines, calls, strict=True)]
+        for tap in filter(None, taps):
+            args, kwargs = tap.inputs(args, kwargs)
         started = perf_counter()
         try:
             output = invoke(head, *args, **kwargs)
@@ -389,10 +441,15 @@ def _run_several(
             call.output = output
             call.elapsed = elapsed
             output = _after(pipeline, call, given_args, given_kwargs)
+        for tap in filter(None, reversed(taps)):
+            output = tap.output(output)
         return output
     finally:
         for call in calls:
             call._pipeline = None
+        calls.clear()
+        call = None  # type: ignore[assignment]
+        del args, kwargs, given_args, given_kwargs  # as in `run`
 
 
 def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -406,11 +463,20 @@ def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str
                 args, kwargs = _checked_inputs(inputs)
                 if pipeline.level == "dispatch":
                     _check_alike(call, args, kwargs)
-                call.args, call.kwargs = args, kwargs
+                _hand_over(pipeline, call, args, kwargs)
         except Exception as exception:
             if not pipeline.survives(handle, "pre", call, exception):
                 raise
     return call.args, call.kwargs
+
+
+def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give the call the inputs that a hook has put in place of its own."""
+    if args is call.args and kwargs is call.kwargs:
+        return
+    if call.phase == "backward" and pipeline.links is not None and pipeline.links.wanted:
+        call._relation()  # found by where the operands that autograd has saved lie in memory
+    call.args, call.kwargs = args, kwargs
 
 
 def _after(pipeline: Pipeline, call: OpCall, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]) -> Any:
@@ -494,6 +560,27 @@ def _written_back(targets: list[Any], output: Any) -> Any:
     return targets[0] if not isinstance(output, (tuple, list)) else type(output)(targets)
 
 
+def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
+    """Refuse what cannot take the place of a call's gradients; where there was none, none may come.
+
+    Raises:
+        HookError: Another number of them, or another shape, dtype, device or layout.
+    """
+    if not isinstance(replacement, (tuple, list)) or len(replacement) != len(gradients):
+        raise HookError(
+            f"a backward hook must return None or a tuple of {len(gradients)} gradients, one for each input tensor, "
+            f"got {describe(replacement)}"
+        )
+    for old, new in zip(gradients, replacement, strict=True):
+        if is_tensor(old) and is_tensor(new):
+            _check_like("a replaced gradient", old, new)
+        elif (old is None) is not (new is None) or new is not old:
+            raise HookError(
+                f"a backward hook must return a gradient where there was one and None elsewhere, "
+                f"got {describe(new)} for {describe(old)}"
+            )
+
+
 def check_replacement(output: Any, replacement: Any) -> None:
     """Refuse what cannot take the place of `output`.
 
@@ -537,14 +624,26 @@ def copy_into(target: Any, source: Any) -> None:
                 copy_into(part, new)
     elif target is not source:
         # A view of `target` (its transpose, say) must be read whole before any of it is overwritten.
-        target.copy_(source.clone() if _share_memory(target, source) else source)
+        target.copy_(source.clone() if share_memory(target, source) else source)
 
 
-def _share_memory(one: Any, other: Any) -> bool:
+def share_memory(one: Any, other: Any) -> bool:
+    # By address: autograd does not accumulate into a tensor whose storage Python has asked for (use_count).
     try:
-        return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
-    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
+        first, first_end = _extent(one)
+        second, second_end = _extent(other)
+        return first < second_end and second < first_end
+    except (NotImplementedError, RuntimeError):  # a layout without one array
         return True
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last one."""
+    start = int(tensor.data_ptr())
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * int(tensor.element_size())
 
 
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()

@@ -6,12 +6,14 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from opintercept import CallRecord, Gemm, OpCall, OpInterceptError, TensorMeta, hooks, intercept
 from opintercept._call import describe, nbytes
@@ -97,6 +99,88 @@ def test_a_bias_is_its_own_operand() -> None:
     assert call.bytes == 4 * (4 + 6 + 12)
 
 
+A, B, C = torch.full((2, 2), 2.0), torch.full((2, 2), 3.0), torch.full((2, 2), 5.0)
+OTHER = torch.full((2, 2), 7.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda: torch.mm(A, B), OTHER @ B),
+        (lambda: torch.mm(A, mat2=B), OTHER @ B),
+        (lambda: torch.mm(input=A, mat2=B), OTHER @ B),
+        (lambda: torch.mm(A, A), OTHER @ A),
+        (lambda: torch.addmm(C, A, B, alpha=2), C + 2 * (OTHER @ B)),
+        (lambda: C.clone().addmm_(A, B), C + OTHER @ B),
+        (lambda: torch.mm(A, B, out=torch.empty(2, 2)), OTHER @ B),
+        (lambda: torch.einsum("ij,jk->ik", A, B), OTHER @ B),
+        (lambda: torch.einsum("ij,jk->ik", [A, B]), OTHER @ B),
+        (lambda: torch.nn.functional.linear(A, B, C[0]), OTHER @ B + C[0]),
+    ],
+    ids=["mm", "keyword", "keywords", "twice", "bias", "in place", "out", "einsum", "list", "linear"],
+)
+@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
+def test_an_operand_is_replaced_by_its_role(
+    run: Callable[[], torch.Tensor], expected: torch.Tensor, feed: dict[str, Any]
+) -> None:
+    class Replace:
+        def pre(self, call: OpCall) -> Any:
+            lhs = call.lhs
+            assert lhs is not None
+            return call.replace(lhs=OTHER.view(lhs.shape))
+
+    with intercept(Replace(), **feed):
+        product = run()
+    assert torch.equal(product, expected)
+
+
+def test_several_operands_are_replaced_at_once() -> None:
+    call = call_of(torch.ops.aten.addmm.default, C, A, B, beta=2)
+    assert call.replace(rhs=OTHER, bias=A, lhs=B) == ((A, B, OTHER), {"beta": 2})
+    assert call.replace() == ((C, A, B), {"beta": 2})
+    assert call.args == (C, A, B)
+
+
+def test_an_operand_is_replaced_under_the_name_it_was_passed_by() -> None:
+    func = torch.ops.aten.mm.default
+    assert call_of(func, self=A, mat2=B).replace(lhs=OTHER, rhs=A) == ((), {"self": OTHER, "mat2": A})
+    assert call_of(func, input=A, mat2=B).replace(lhs=OTHER) == ((), {"input": OTHER, "mat2": B})
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_an_operand_in_einsums_list_is_replaced(sequence: type) -> None:
+    operands = sequence((A, B))
+    (equation, replaced), _ = call_of(torch.einsum, "ij,jk->ik", operands).replace(rhs=OTHER)
+    assert equation == "ij,jk->ik"
+    assert type(replaced) is sequence
+    assert replaced[0] is A
+    assert replaced[1] is OTHER
+    assert operands[1] is B
+
+
+@pytest.mark.parametrize(
+    ("call", "role", "message"),
+    [
+        (call_of(torch.ops.aten.mm.default, A, B), "bias", "one tensor, got None as the bias of aten::mm"),
+        (call_of(torch.ops.aten.relu.default, A), "lhs", "one tensor, got None as the lhs of aten::relu"),
+        (
+            call_of(torch.ops.aten._foreach_mm.default, [A, A], [B, B]),
+            "rhs",
+            r"one tensor, got \[float32\[2, 2\], float32\[2, 2\]\] as the rhs of aten::_foreach_mm",
+        ),
+    ],
+    ids=["no bias", "no matmul", "a list"],
+)
+def test_only_a_tensor_that_is_there_can_be_replaced(call: OpCall, role: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call.replace(**{role: OTHER})
+
+
+def test_only_operands_can_be_replaced() -> None:
+    with pytest.raises(TypeError, match="an operand must be one of 'lhs', 'rhs', 'bias', got 'output'"):
+        call_of(torch.ops.aten.mm.default, A, B).replace(output=OTHER)
+
+
 @pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
 def test_conjugate_operands_are_resolved(feed: dict[str, Any]) -> None:
     lhs, rhs = torch.tensor([[1 + 2j, 3 - 1j]]), torch.tensor([[2 - 5j], [1j]])
@@ -115,6 +199,22 @@ def test_conjugate_operands_are_resolved(feed: dict[str, Any]) -> None:
     assert torch.equal(seen_lhs, torch.tensor([[1 - 2j, 3 + 1j]]))
     assert torch.equal(seen_rhs, torch.tensor([[2 + 5j], [-1j]]))
     assert torch.equal(product, torch.tensor([[(1 - 2j) * (2 + 5j) + (3 + 1j) * -1j]]))
+
+
+@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
+def test_what_reads_no_values_copies_no_operand(feed: dict[str, Any]) -> None:
+    # At function level a resolved operand would also be a node of autograd's.
+    lhs, rhs = (torch.randn(3, 3, dtype=torch.complex64, requires_grad=True).conj() for _ in range(2))
+    looking = [hooks.Recorder(), hooks.Profile(), hooks.when(print, dtype="float32", min_numel=100)]
+    found = []
+    for watch in (nullcontext(), intercept(looking, **feed)):
+        number = torch._C._autograd._get_sequence_nr()
+        with watch, profile(activities=[ProfilerActivity.CPU]) as profiler:
+            torch.mm(lhs, rhs)
+        copies = [event.name for event in profiler.events() if event.name in ("aten::resolve_conj", "aten::clone")]
+        found.append((sorted(copies), torch._C._autograd._get_sequence_nr() - number))
+    assert found[0] == found[1]
+    assert looking[0].records[0].lhs.stride == lhs.stride()  # type: ignore[union-attr]
 
 
 def test_negative_views_are_resolved() -> None:
@@ -159,6 +259,7 @@ def test_bytes_are_those_of_operands_and_output(function: Callable[[], Any], siz
     assert record.bytes == size
 
 
+@pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="_foreach_mm came with torch 2.13")
 def test_bytes_of_lists_count_every_tensor() -> None:
     lists = [torch.ones(2, 3), torch.ones(5, 6)], [torch.ones(3, 4), torch.ones(6, 7)]
     call = call_of(torch.ops.aten._foreach_mm.default, *lists)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
-from opintercept._engines import function_mode, kernels
+from opintercept._engines import function_mode, kernels, scope
 
 A = torch.randn(4, 4)
 
@@ -343,3 +344,13 @@ def test_a_gradient_is_still_stolen_and_not_copied() -> None:
         return sorted(event.name for event in profiler.events())
 
     assert operators(watch=True) == operators(watch=False)
+
+
+def test_the_scope_of_a_thread_is_kept_alive_and_let_go() -> None:
+    held = scope.Scope()
+    before = sys.getrefcount(held)
+    for _ in range(2):
+        scope.put(held)
+        assert sys.getrefcount(held) == before + 1
+    scope.put(scope.state.idle)
+    assert sys.getrefcount(held) == before

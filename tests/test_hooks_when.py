@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from opintercept import HookError, OpCall, hooks, intercept
+from opintercept._ops import row_of
+from opintercept._pipeline import Pipeline
 
 
 def mm(size: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,13 +108,11 @@ def test_dtype_of_either_operand(dtype: Any) -> None:
 
 
 def test_dtype_of_the_right_operand_counts_too() -> None:
-    class Call:
-        op, phase, step = "aten::mm", "forward", 0
-        lhs, rhs = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
-
+    operands = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
+    call = OpCall(Pipeline(()), row_of("aten::mm"), None, "forward", operands, {})
     seen: list[Any] = []
     hook: Any = hooks.when(seen.append, dtype=torch.int8)
-    hook.post(Call())
+    hook.post(call)
     assert len(seen) == 1
 
 
@@ -371,6 +371,15 @@ def test_a_callable_with_enter_sees_the_same_calls_with_and_without_a_filter() -
 def test_a_hook_with_backward_is_refused_behind_a_filter_too() -> None:
     with pytest.raises(ValueError, match="a hook with a backward method cannot run"):
         intercept(hooks.when(only("backward", "post")))
+
+
+def test_a_hook_for_one_level_is_refused_at_the_other_behind_a_filter_too() -> None:
+    hook = only("post")
+    hook.only_level = "dispatch"
+    with intercept(hooks.when(hook)):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r'can work at level="dispatch" only, got when\(.*\) for level="function"'):
+        intercept(hooks.when(hook), level="function")
 
 
 def test_the_filter_shows_its_hook() -> None:

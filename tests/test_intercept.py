@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import opintercept._intercept as intercept_module
-from opintercept import Interceptor, OpCall, OpInterceptError, OpInterceptWarning, intercept
+from opintercept import HookError, Interceptor, OpCall, OpInterceptError, OpInterceptWarning, intercept
 from opintercept._engines import kernels, scope
 
 ENGINES = [
@@ -245,6 +245,29 @@ def test_a_hook_that_raises_stops_the_program_with_a_note(engine: dict[str, Any]
     assert f"({phase}): aten::mm(float32[4, 4], float32[4, 4])" in caught.value.__notes__[0]
     torch.mm(w, A).sum().backward()
     assert w.grad is not None
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_type_error_of_a_hook_gets_through_an_operator_that_would_swallow_it(
+    engine: dict[str, Any], when: str
+) -> None:
+    calls = []
+
+    def fails(call: OpCall) -> None:
+        calls.append(call)
+        raise TypeError("in the hook")
+
+    hook = type("Fails", (), {when: staticmethod(fails)})()
+    with (
+        pytest.raises(
+            HookError, match=rf"not raise TypeError, got in the hook; from {when} hook .*mm|matmul"
+        ) as caught,
+        intercept(hook, **engine),
+    ):
+        A @ A
+    assert str(caught.value.__cause__) == "in the hook"
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_models import MODELS, _inputs
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import CallRecord, OpCall, OpInterceptError, hooks, intercept
@@ -82,6 +83,23 @@ def test_source_is_the_line_of_the_program_and_not_of_torch() -> None:
     assert re.fullmatch(r"test_origin\.py:\d+ in <lambda>", lambda_line or "")
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+def test_a_hook_of_the_user_is_not_where_the_call_comes_from(engine: dict[str, Any]) -> None:
+    class Keeper(nn.Module):  # a hook may be a module, and may ask from one
+        def forward(self, call: OpCall) -> None:
+            found.append((call.module, call.source))
+
+    found: list[tuple[str | None, str | None]] = []
+    block = Block().requires_grad_(False)  # else the call notes where it comes from before the hook asks
+    with intercept(lambda call: found.append((call.module, call.source)), **engine) as interceptor:
+        interceptor.register(Keeper())
+        block(torch.ones(4, 4))
+    assert found[0::2] == found[1::2]
+    expected = record(lambda: block(torch.ones(4, 4)), **engine)[0]
+    assert found[0] == (expected.module, expected.source)
+    assert "in forward" in str(expected.source)
+
+
 @pytest.mark.parametrize("file", ["<stdin>", "<ipython-input-3-a>", "/tmp/ipykernel_7/5.py"])
 def test_source_of_a_cell_has_no_file(file: str) -> None:
     code = compile("\n\ntorch.mm(torch.ones(2, 2), torch.ones(2, 2))", file, "exec")
@@ -138,10 +156,37 @@ def test_wrappers_do_not_show_in_names() -> None:
     compiled = torch.compile(model.blocks[0], backend="eager")
     outer = nn.Sequential(nn.DataParallel(model), nn.Sequential(compiled))
     names = {name for _, name in _pairs(outer)}
-    assert "1.0.up" in names
-    assert not any("_orig_mod" in name for name in names)
-    records = record(lambda: nn.DataParallel(model)(torch.randn(5, 4)))
+    assert {"0", "0.blocks.1.down", "1.0.up"} <= names
+    assert not any("_orig_mod" in name or "module" in name for name in names)
+
+
+class MyParallel(nn.DataParallel):
+    pass
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "parallel": nn.DataParallel,
+    "a subclass of it": MyParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel and compiled": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+    "compiled and parallel": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_model_has_the_names_of_the_model(wrap: Callable[[nn.Module], Any]) -> None:
+    model = Model()
+    torch._dynamo.reset()
+    wrapped = wrap(model)
+    # Compiled code has no frames of the inner modules; eager shows what the names would be.
+    with torch.compiler.set_stance("force_eager"):
+        records = record(lambda: wrapped(torch.randn(5, 4)))
     assert [r.module for r in records] == FORWARD
+
+
+def test_a_module_of_ones_own_named_module_keeps_its_name() -> None:
+    model = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2)})})
+    assert {name for _, name in _pairs(nn.DataParallel(model))} == {"", "module", "module.module"}
 
 
 def _pairs(root: nn.Module) -> list[tuple[int, str]]:
@@ -203,6 +248,80 @@ def test_grad_of_tells_the_two_products_of_a_backward_pass(engine: dict[str, Any
         assert output is not None
         assert not isinstance(output, tuple)
         assert output.shape in (shapes[call.grad_of or ""], shapes[call.grad_of or ""][::-1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("columns", [(), ("lhs",), ("rhs",), ("lhs", "rhs")], ids=["rows", "lhs", "rhs", "both"])
+@pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "mv", "linear", "einsum"])
+def test_gradient_is_that_of_the_operand_in_its_shape(
+    op: str, columns: tuple[str, ...], engine: dict[str, Any]
+) -> None:
+    def operand(role: str, *shape: int) -> Tensor:
+        tensor = torch.randn(shape, dtype=torch.float64)
+        return (tensor.mT.contiguous().mT if role in columns else tensor).requires_grad_()
+
+    batch = (2,) if op in ("bmm", "einsum") else ()
+    # Square too, where a wrong transpose would not show in the shape.
+    for m, k, n in ((3, 4, 5), (4, 4, 4)):
+        lhs = operand("lhs", *batch, m, k)
+        rhs = operand("rhs", *batch, k, n) if op != "mv" else torch.randn(k, dtype=torch.float64).requires_grad_()
+        forward: dict[str, Tensor] = {}
+        seen: dict[str, Tensor] = {}
+
+        def look(call: OpCall, forward: Any = forward, seen: Any = seen) -> None:
+            if call.phase == "forward":
+                assert call.gradient is None
+                forward.update(lhs=call.lhs, rhs=call.rhs)
+            else:
+                assert call.gradient is not None
+                seen[call.grad_of or ""] = call.gradient.clone()
+
+        with intercept(look, **engine):
+            if op == "linear":
+                output = nn.functional.linear(lhs, rhs.mT)
+            elif op == "addmm":
+                output = torch.addmm(torch.ones(n, dtype=torch.float64), lhs, rhs)
+            elif op == "einsum":
+                output = torch.einsum("bij,bjk->bik", lhs, rhs)
+            else:
+                output = getattr(torch, op)(lhs, rhs)
+            output.pow(2).sum().backward()
+        assert set(seen) == {"lhs", "rhs"} - ({"lhs"} if op == "mv" else set())  # an outer product is no matmul
+        for role, gradient in seen.items():
+            assert gradient.shape == forward[role].shape
+            assert torch.equal(gradient, {"lhs": lhs, "rhs": rhs}[role].grad)  # type: ignore[arg-type]
+
+
+def test_gradient_is_none_where_it_cannot_be_told() -> None:
+    a = torch.randn(3, 3, requires_grad=True)
+    seen = []
+    with intercept(lambda call: seen.append((call.grad_of, call.gradient))):
+        (a @ a).sum().backward()  # both products have `a` as an operand
+    assert seen == [(None, None)] * 3
+
+
+class Copied:
+    """Puts copies in the place of the operands."""
+
+    def pre(self, call: OpCall) -> Any:
+        assert call.lhs is not None
+        assert call.rhs is not None
+        return call.replace(lhs=call.lhs.clone(), rhs=call.rhs.clone())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("nested", [False, True], ids=["one interceptor", "two"])
+def test_backward_calls_are_linked_beside_a_hook_that_replaces_operands(engine: dict[str, Any], nested: bool) -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    recorder = hooks.Recorder()
+    outer, inner = ([Copied()], [recorder]) if nested else ([Copied(), recorder], [])
+    with intercept(outer, **engine), intercept(inner, **engine):
+        (a @ b).sum().backward()
+    assert {(r.phase, r.module, r.forward, r.grad_of) for r in recorder.records} == {
+        ("forward", "", None, None),
+        ("backward", "", 0, "lhs"),
+        ("backward", "", 0, "rhs"),
+    }
 
 
 def test_a_shared_weight_links_each_gradient_to_its_own_call() -> None:
@@ -272,6 +391,34 @@ def test_a_call_without_gradients_leaves_no_link_to_mistake() -> None:
         y.sum().backward()
 
     assert [r.forward for r in record(program)][2:] == [0, 0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_wrapper_whose_insides_need_no_gradient_links_by_operand(engine: dict[str, Any]) -> None:
+    # As a DTensor's: autograd knows the wrapper only, the product of its insides is what is seen.
+    weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
+    x = torch.randn(3, 4)
+    records = record(lambda: (TwoTensor(x, x + 1) @ weight).sum().backward(), **engine)
+    assert [(r.phase, r.module, r.forward, r.grad_of) for r in records] == [
+        ("forward", "", None, None),
+        ("forward", "", None, None),
+        ("backward", "", 0, "rhs"),
+        ("backward", None, None, None),  # two products under one node, and this shows no operand of the first
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_product_without_gradient_takes_no_link_of_one_before_the_block(engine: dict[str, Any]) -> None:
+    a, b, w = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    pair = TwoTensor(a + 1, a + 2), TwoTensor(b, b + 1)
+    loss = a @ w
+
+    def program() -> None:
+        pair[0] @ pair[1]  # no node of autograd's has come in between
+        loss.backward(torch.ones(3, 4))
+
+    backward = record(program, **engine)[-1]
+    assert (backward.phase, backward.module, backward.forward) == ("backward", None, None)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

@@ -52,8 +52,14 @@ class FakeTensor:
     def stride(self) -> tuple[int, ...]:
         return (1,)
 
-    def untyped_storage(self) -> Any:
-        return SimpleNamespace(data_ptr=lambda: id(self.values))
+    def numel(self) -> int:
+        return len(self.values)
+
+    def element_size(self) -> int:
+        return 1
+
+    def data_ptr(self) -> int:
+        return id(self.values)
 
     def copy_(self, other: FakeTensor) -> None:
         self.values[:] = other.values
@@ -450,12 +456,17 @@ def test_opaque_operators_are_counted() -> None:
     ("hook", "error", "message"),
     [
         (Lifecycle, TypeError, r"a hook must be an instance, got the class Lifecycle; pass Lifecycle\(\.\.\.\)"),
-        (5, TypeError, r"a hook must be callable or have one of pre, post, error, enter, exit, got 5"),
+        (5, TypeError, r"a hook must be callable or have one of pre, post, error, backward, enter, exit, got 5"),
         ("print", TypeError, "a hook must be callable or have one of"),
         (SimpleNamespace(post=3), TypeError, "a hook must be callable or have one of"),
         (SimpleNamespace(backward=print), ValueError, "a hook with a backward method cannot run at dispatch level"),
+        (
+            SimpleNamespace(post=print, only_level="function"),
+            ValueError,
+            'level="function" only, got .* for level="dispatch"',
+        ),
     ],
-    ids=["class", "number", "string", "attribute", "backward"],
+    ids=["class", "number", "string", "attribute", "backward", "other level"],
 )
 def test_what_is_no_hook_is_refused(hook: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -22,7 +22,19 @@ from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import KEY, UNKNOWN, Block, Scope, Watch, Watcher, require, require_scope, state
+from opintercept._engines.scope import (
+    KEY,
+    UNKNOWN,
+    Block,
+    Scope,
+    Watch,
+    Watcher,
+    put,
+    require,
+    require_scope,
+    state,
+    take,
+)
 from opintercept._errors import OpInterceptError
 from opintercept._ops import MATMUL
 from opintercept._pipeline import run
@@ -157,13 +169,13 @@ def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload]) -> None
     with _lock:
         if watcher.everywhere:
             state.watch_everywhere((*state.everywhere.blocks, block))
-    _stash(KEY, scope.with_blocks((*scope.blocks, block)))
+    put(scope.with_blocks((*scope.blocks, block)))
 
 
 def leave(scope: Scope, position: int) -> None:
     """Leave the block at `position`, and take the kernels out if it was the last and all is quiet."""
     block = scope.blocks[position]
-    _stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+    put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
     if position < scope.live:
         return  # entered by a parent process, which counts for itself
     if block.watcher.everywhere:
@@ -267,9 +279,12 @@ def _redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., A
     tensors = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
 
     def redispatch(below: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if any(i < len(args) and isinstance(args[i], (bool, int, float, complex)) for i in tensors):
-            return overload._op_dk(below.highestPriorityTypeId(), *args, **kwargs)
-        return boxed(below, *args, **kwargs)
+        try:
+            if any(i < len(args) and isinstance(args[i], (bool, int, float, complex)) for i in tensors):
+                return overload._op_dk(below.highestPriorityTypeId(), *args, **kwargs)
+            return boxed(below, *args, **kwargs)
+        finally:
+            del args, kwargs  # as in `run`
 
     return redispatch
 
@@ -290,13 +305,16 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         scope = get_scope(KEY) if has_scope(KEY) else state.idle
         if scope.everywhere is not state.everywhere:
             scope = scope.refreshed()
-            stash(KEY, scope)
+            put(scope)
         watch = scope.kernels.get(name, UNKNOWN)
         if watch is UNKNOWN:
             watch = scope.watch("kernel", name)
         if watch is None:
             return redispatch(below, *args, **kwargs)
         hidden = watch.hidden
+        if take is not None:
+            take(hidden)
+            take(scope)
         phase: Phase = "forward" if graph_task() == -1 else backward_phase()
         try:
             stash(KEY, hidden)  # in here: a signal's exception may come up right after it
@@ -306,6 +324,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
             return run(watch.pipelines, watch.row, overload, phase, _step_inside, head, args, kwargs)
         finally:
             stash(KEY, scope)
+            del args, kwargs  # as in `run`
 
     _kernel_code = kernel.__code__
     return keep_out(kernel)
@@ -313,11 +332,15 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
 
 def _step_inside(head: tuple[Watch, Callable[..., Any], Any], /, *args: Any, **kwargs: Any) -> Any:
     watch, redispatch, below = head
+    if take is not None:
+        take(watch.inner)
+        take(watch.hidden)
     try:
         _stash(KEY, watch.inner)
         return redispatch(below, *args, **kwargs)
     finally:
         _stash(KEY, watch.hidden)
+        del args, kwargs  # as in `run`
 
 
 def _forget_parent() -> None:

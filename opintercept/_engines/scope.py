@@ -6,8 +6,10 @@ threads may share it. It lives in torch's own thread-local state, which autograd
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
@@ -252,12 +254,38 @@ class Scope:
 state.watch_everywhere(())
 
 
+def _what_takes() -> Callable[[Any], Any] | None:
+    if None in (_has, _get, stash):
+        return None
+    held = state.idle
+    before = sys.getrefcount(held)
+    stash(KEY, held)
+    if sys.getrefcount(held) > before:
+        return None
+    function = ctypes.pythonapi.Py_IncRef
+    function.argtypes, function.restype = [ctypes.py_object], None
+    function(held)
+    return function
+
+
+# What a scope must be handed to before each time that it is stashed, or None: torch 2.11 lets go of a reference
+# that it never took. Apart from `stash`, since what restores a scope must be one call that no signal can split.
+take: Callable[[Any], Any] | None = _what_takes()
+
+
+def put(scope: Scope) -> None:
+    """Make `scope` that of the running thread."""
+    if take is not None:
+        take(scope)
+    stash(KEY, scope)
+
+
 def current() -> Scope:
     """The scope of the running thread."""
     scope: Scope = _get(KEY) if _has is not None and _has(KEY) else state.idle
     if scope.everywhere is not state.everywhere:
         scope = scope.refreshed()
-        stash(KEY, scope)
+        put(scope)
     return scope
 
 

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from opintercept.hooks.attention import AttentionCall as AttentionCall
+from opintercept.hooks.attention import AttentionWeights as AttentionWeights
+from opintercept.hooks.gradients import Gradient as Gradient
+from opintercept.hooks.gradients import Gradients as Gradients
 from opintercept.hooks.log import Log as Log
+from opintercept.hooks.nonfinite import Finding as Finding
+from opintercept.hooks.nonfinite import NonFinite as NonFinite
 from opintercept.hooks.print import Print as Print
 from opintercept.hooks.profile import Profile as Profile
 from opintercept.hooks.profile import ProfileRow as ProfileRow
 from opintercept.hooks.recorder import Recorder as Recorder
+from opintercept.hooks.reference import Reference as Reference
+from opintercept.hooks.reference import ReferenceRow as ReferenceRow
+from opintercept.hooks.scalars import Scalars as Scalars
+from opintercept.hooks.stats import Stats as Stats
+from opintercept.hooks.stats import StatsRow as StatsRow
 from opintercept.hooks.when import when as when
 
-__all__ = ["Log", "Print", "Profile", "ProfileRow", "Recorder", "when"]
+__all__ = [
+    "AttentionCall",
+    "AttentionWeights",
+    "Finding",
+    "Gradient",
+    "Gradients",
+    "Log",
+    "NonFinite",
+    "Print",
+    "Profile",
+    "ProfileRow",
+    "Recorder",
+    "Reference",
+    "ReferenceRow",
+    "Scalars",
+    "Stats",
+    "StatsRow",
+    "when",
+]

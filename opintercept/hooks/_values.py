@@ -1,12 +1,14 @@
-"""What `Print` and `Log` say of a tensor's values. Reading them waits for the device."""
+"""Reading the values of whatever tensor a call has, and what `Print` and `Log` say of them, waiting for the device."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 
 from opintercept._call import is_strided
+from opintercept._errors import OpInterceptWarning
 
 
 class Summary(NamedTuple):
@@ -28,23 +30,37 @@ class Summary(NamedTuple):
         return f"{text} NONFINITE {self.nonfinite}" if self.nonfinite else text
 
 
-def real_values(tensor: Any) -> torch.Tensor | None:
-    """The values as a flat float64 tensor, or None where there are none to read.
+def stored_values(tensor: Any) -> torch.Tensor | None:
+    """The values as a dense real tensor where they are, mostly the tensor itself; None where there are none to read.
 
-    Without values are fake, meta and functorch's wrapped tensors; a sparse tensor's zeros count.
+    Without values are fake, meta and functorch's wrapped tensors; a sparse tensor's zeros count, and a complex
+    tensor's values are its moduli.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return None
     try:
-        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.layout is torch.strided and tensor.is_floating_point() and not (tensor.is_nested or tensor.is_neg()):
+            tensor.data_ptr()  # raises for a tensor that stands for others
+            return tensor.detach() if tensor.requires_grad else tensor
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_quantized:
             tensor = tensor.dequantize()
         elif not is_strided(tensor):
             tensor = tensor.to_dense() if not tensor.is_nested else torch.cat([t.flatten() for t in tensor.unbind()])
-        if tensor.is_complex():
-            tensor = tensor.abs()
-        values: torch.Tensor = tensor.to("cpu", torch.float64).reshape(-1)
+        values: torch.Tensor = tensor.abs() if tensor.is_complex() else tensor
+        values.data_ptr()
         return values
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def real_values(tensor: Any) -> torch.Tensor | None:
+    """The values as a flat float64 tensor on the CPU, or None; see `stored_values`."""
+    values = stored_values(tensor)
+    try:
+        return None if values is None else values.to("cpu", torch.float64).reshape(-1)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
 
@@ -93,6 +109,20 @@ def sample(tensor: Any, count: int, generator: torch.Generator) -> list[float]:
         return [float(value) for value in values[places].tolist()]
     except RuntimeError:
         return []
+
+
+_warned: set[str] = set()
+
+
+def captured(values: torch.Tensor, hook: str) -> bool:
+    """Whether a CUDA graph captures the running call, whose values are not there before its replay; warns once."""
+    if not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    if hook not in _warned:
+        _warned.add(hook)
+        text = f"{hook} leaves out calls that a CUDA graph captures, they have no values yet; run them once outside"
+        warnings.warn(text, OpInterceptWarning, stacklevel=2)
+    return True
 
 
 def first_output(output: Any) -> Any:

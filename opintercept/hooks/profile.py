@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from opintercept._call import OpCall, dtype_name, shape_of
+from opintercept.hooks._table import aligned, write_csv
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,13 @@ class Profile:
 
     def pre(self, call: OpCall) -> None:
         """Start the clock of a device that has its own."""
-        lhs = call.lhs
+        lhs = call._passed("lhs")
         if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._started[id(call)] = self._event()
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
-        lhs, rhs, gemm = call.lhs, call.rhs, call.gemm
+        lhs, rhs, gemm = call._passed("lhs"), call._passed("rhs"), call.gemm
         flops, size, autocast = call.flops, call.bytes, call.autocast
         key = (
             call.module,
@@ -216,10 +216,7 @@ class Profile:
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the rows with a header line."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(field.name for field in fields(ProfileRow))
-            writer.writerows(astuple(row) for row in self.rows())
+        write_csv(path, [field.name for field in fields(ProfileRow)], map(astuple, self.rows()))
 
     def __str__(self) -> str:
         rows = sorted(self.rows(), key=lambda row: -row.seconds)
@@ -242,7 +239,7 @@ class Profile:
             ]
             for row in rows
         ]
-        return "\n".join(aligned(table, text_columns=5))
+        return aligned(table, left=5)
 
 
 def _precision(lhs: torch.Tensor | None) -> str:
@@ -256,13 +253,3 @@ def _precision(lhs: torch.Tensor | None) -> str:
 
 def _number(value: float | None, unit: float) -> str:
     return "?" if value is None else f"{value / unit:.2f}"
-
-
-def aligned(table: list[list[str]], text_columns: int) -> Iterable[str]:
-    """The lines of a table: the first columns flush left, the rest, which are numbers, right."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(
-            cell.ljust(width) if column < text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()

@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -89,7 +90,7 @@ class CallFilter:
             raise TypeError(f"steps must be a number or a container of numbers, range(100, 200) say, got {steps!r}")
         self.asks_origin = module is not None
         self._ops = None if op is None else _op_names(op)
-        self._module = None if module is None else _name_test(module)
+        self._module = None if module is None else name_test(module)
         self._phase = phase
         self._dtype = None if dtype is None else checked_dtype(dtype)
         self._min_numel = min_numel
@@ -130,39 +131,44 @@ class CallFilter:
 
 
 class _When:
-    """Has those methods that the hook has, so that the pipeline asks for no others."""
+    """Has those methods that the hook has, so that the pipeline asks for no others; none refers back to it."""
 
     def __init__(self, hook: Hook, filters: CallFilter) -> None:
         self.hook = hook
         self.asks_origin = filters.asks_origin or asks_origin(hook)
-        self._filters = filters
-        methods = [name for name in ("pre", "post", "error") if callable(getattr(hook, name, None))]
+        self.only_level = getattr(hook, "only_level", None)
+        methods = [name for name in ("pre", "post", "error", "backward") if callable(getattr(hook, name, None))]
         if not methods and callable(hook):
-            self.post = self._filtered(hook)
+            self.post = _filtered(hook, filters)
         for name in methods:
-            setattr(self, name, self._filtered(getattr(hook, name)))
-        for name in ("enter", "exit", "backward"):
+            setattr(self, name, _filtered(getattr(hook, name), filters))
+        self.reads_backward_calls = getattr(hook, "reads_backward_calls", False)
+        if "backward" in methods:
+            self.wants_gradients = partial(_verdict, filters)
+        for name in ("enter", "exit"):
             if callable(method := getattr(hook, name, None)):
                 setattr(self, name, method)
 
     def __repr__(self) -> str:
         return f"when({self.hook!r})"
 
-    def _filtered(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def filtered(call: OpCall, *more: Any) -> Any:
-            return method(call, *more) if self._verdict(call) else None
 
-        return filtered
+def _filtered(method: Callable[..., Any], filters: CallFilter) -> Callable[..., Any]:
+    def filtered(call: OpCall, *more: Any) -> Any:
+        return method(call, *more) if _verdict(filters, call) else None
 
-    def _verdict(self, call: OpCall) -> bool:
-        try:
-            verdicts = call._verdicts
-        except AttributeError:  # not made with the call: most calls meet no filter
-            verdicts = call._verdicts = {}
-        verdict = verdicts.get(self)
-        if verdict is None:
-            verdict = verdicts[self] = self._filters.admits(call)
-        return verdict
+    return filtered
+
+
+def _verdict(filters: CallFilter, call: OpCall) -> bool:
+    try:
+        verdicts = call._verdicts
+    except AttributeError:  # not made with the call: most calls meet no filter
+        verdicts = call._verdicts = {}
+    verdict = verdicts.get(filters)
+    if verdict is None:
+        verdict = verdicts[filters] = filters.admits(call)
+    return verdict
 
 
 def checked_dtype(dtype: Any) -> str:
@@ -181,7 +187,7 @@ def _is_container(value: Any) -> bool:
     return hasattr(value, "__contains__") and not isinstance(value, str)
 
 
-def _name_test(module: Any) -> Callable[[str], Any]:
+def name_test(module: Any) -> Callable[[str], Any]:
     if isinstance(module, str):
         return re.compile(fnmatch.translate(module)).fullmatch
     if isinstance(module, re.Pattern):
@@ -204,7 +210,8 @@ def _names(op: str) -> tuple[str, str]:
 
 
 def _operands(call: OpCall | CallRecord) -> list[Any]:
-    return [t for t in (call.lhs, call.rhs) if t is not None]
+    both = (call.lhs, call.rhs) if isinstance(call, CallRecord) else (call._passed("lhs"), call._passed("rhs"))
+    return [t for t in both if t is not None]
 
 
 def _numel(operand: Any) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -364,7 +366,7 @@ PROGRAMS: list[Program] = [
     _function(int_mm, (32, 16), (16, 8), dtype=torch.int8),
     _function(scaled_mm, (16, 16), (16, 16), scriptable=False, differentiable=False),
     _function(grouped_mm, (4, 16), (2, 16, 8), dtype=torch.bfloat16, scriptable=False),
-    _function(foreach_mm, (4, 4), (4, 4), scriptable=False),
+    *([_function(foreach_mm, (4, 4), (4, 4), scriptable=False)] if hasattr(torch, "_foreach_mm") else []),
     _function(mkldnn_linear, (3, 4), (5, 4), (5,), differentiable=False),
     _function(sparse_mm, (3, 4), (4, 5), scriptable=False),
     _function(sparse_csr_mm, (3, 4), (4, 5), scriptable=False),
@@ -481,3 +483,37 @@ def outermost(events: Any, watched: set[str]) -> list[str]:
         if parent is None:
             found.append(event)
     return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
+
+
+def outermost_of_one_thread(profiler: Any, watched: set[str]) -> list[str]:
+    """The same of a profile of one thread, without `profiler.events()`, which takes longer than a small program."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() in watched]
+    found, end = [], 0
+    for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
+        if event.start_ns() >= end:
+            found.append(event.name())
+            end = event.start_ns() + event.duration_ns()
+    return found
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "kernel": {},
+    "mode": {"engine": "mode"},
+    "function": {"level": "function"},
+}
+
+
+class _EmptyDispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _EmptyFunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+EMPTY: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "mode": _EmptyDispatchMode,
+    "function": _EmptyFunctionMode,
+}

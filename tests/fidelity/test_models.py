@@ -43,27 +43,33 @@ def _inputs(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _run(make: Callable[[], transformers.PreTrainedModel], training: bool) -> tuple[torch.Tensor, list[Any]]:
+CONTEXTS = {"training": torch.enable_grad, "evaluation": torch.no_grad, "inference": torch.inference_mode}
+
+
+def _run(
+    make: Callable[[], transformers.PreTrainedModel], context: str
+) -> tuple[torch.Tensor, list[Any], torch.Tensor]:
     torch.manual_seed(3)
-    model = make().train(training)
+    model = make().train(context == "training")
     inputs = _inputs(model)
-    with torch.set_grad_enabled(training):
+    with CONTEXTS[context]():
         loss = model(**inputs).loss
-    if training:
+    if context == "training":
         loss.backward()
-    return loss.detach(), [parameter.grad for parameter in model.parameters()]
+    return loss.detach(), [parameter.grad for parameter in model.parameters()], torch.get_rng_state()
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_seen_whole_and_not_changed(name: str, training: bool) -> None:
+def test_a_model_is_seen_whole_and_not_changed(name: str, context: str) -> None:
     recorder = hooks.Recorder()
     interceptor = intercept(recorder)
     watched = {overload.partition(".")[0] for overload in interceptor._overloads}
-    loss, gradients = _run(MODELS[name], training)
+    loss, gradients, state = _run(MODELS[name], context)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, interceptor:
-        seen_loss, seen_gradients = _run(MODELS[name], training)
+        seen_loss, seen_gradients, seen_state = _run(MODELS[name], context)
     assert torch.equal(loss, seen_loss)
+    assert torch.equal(state, seen_state)
     for one, other in zip(gradients, seen_gradients, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from programs import PROGRAMS, Program, assert_same, execute, outermost
-from torch.overrides import TorchFunctionMode
+from programs import EMPTY, ENGINES, PROGRAMS, Program, assert_same, execute, outermost
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opintercept import Interceptor, OpInterceptWarning, intercept
 
@@ -21,28 +19,6 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
     "no_grad": (torch.no_grad, False),
     "inference_mode": (torch.inference_mode, False),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), True),
-}
-
-ENGINES: dict[str, dict[str, Any]] = {
-    "kernel": {},
-    "mode": {"engine": "mode"},
-    "function": {"level": "function"},
-}
-
-
-class _EmptyDispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class _EmptyFunctionMode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-EMPTY: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "mode": _EmptyDispatchMode,
-    "function": _EmptyFunctionMode,
 }
 
 # What any mode of torch's changes, an empty one too: (engine, program, context) and why.

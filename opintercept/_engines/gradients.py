@@ -1,0 +1,92 @@
+"""Gradients of one call at function level, for `backward` hooks: torch's own way for modules, around an operator.
+
+Invariant: no tensor is kept but by autograd's graph, and a call without such a hook never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import BackwardHook
+
+from opintercept._call import OpCall, tensors_of
+from opintercept._engines import scope as _scope
+from opintercept._engines.dynamo import keep_out
+from opintercept._engines.scope import KEY, take
+from opintercept._pipeline import Handle, Pipeline, check_gradients
+
+
+class Tap:
+    """Identity nodes before and after one call, where `nn.Module.register_full_backward_hook` puts them too.
+
+    Args:
+        pipeline: Deals with a hook that raises.
+        call: While it runs; the hooks get one with shapes and no values, which does not keep the graph alive.
+        handles: Registrations with a `backward`.
+    """
+
+    __slots__ = ("_hook", "_needed")
+
+    def __init__(self, pipeline: Pipeline, call: OpCall, handles: Sequence[Handle]) -> None:
+        self._needed: list[bool] = []
+        if torch.is_grad_enabled() and not call.written:
+            self._needed = [t.requires_grad for t in tensors_of(call.args, call.kwargs)]
+        if any(self._needed):
+            spent = call.without_values(_without_values)
+            self._hook = BackwardHook(spent, [_hidden(pipeline, handle, self._needed) for handle in handles], [])
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs to run the operator with."""
+        if not any(self._needed):
+            return args, kwargs
+        # Torch's hook would hand out zeros for those that need no gradient.
+        tensors = tensors_of(args, kwargs)
+        passed = iter(self._hook.setup_input_hook(tuple(t for t in tensors if t.requires_grad)))
+
+        def put(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return next(passed) if value.requires_grad else value
+            if isinstance(value, (list, tuple)):
+                return type(value)([put(item) for item in value])
+            return value
+
+        return tuple(put(value) for value in args), {name: put(value) for name, value in kwargs.items()}
+
+    def output(self, output: Any) -> Any:
+        """The output to hand to the program."""
+        return self._hook.setup_output_hook(output) if any(self._needed) else output
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    meta = tensor.detach().to("meta")
+    return meta.requires_grad_(tensor.requires_grad)
+
+
+def _hidden(pipeline: Pipeline, handle: Handle, needed: list[bool]) -> Callable[..., Any]:
+    def backward(call: OpCall, grad_inputs: Any, grad_outputs: Any) -> Any:
+        if handle.removed:
+            return None
+        given = iter(grad_inputs)
+        grad_inputs = tuple(next(given) if need else None for need in needed)
+        scope = _scope.current()
+        hidden = scope.while_hooks_run()
+        if take is not None:
+            take(hidden)
+            take(scope)
+        try:
+            _scope.stash(KEY, hidden)  # in here: a signal's exception may come up right after it
+            replacement = handle.backward(call, grad_inputs, grad_outputs)
+            if replacement is None:
+                return None
+            check_gradients(grad_inputs, replacement)
+            return tuple(grad for grad, need in zip(replacement, needed, strict=True) if need)
+        except Exception as exception:
+            if not pipeline.survives(handle, "backward", call, exception):
+                raise
+            return None
+        finally:
+            _scope.stash(KEY, scope)
+
+    return keep_out(backward)

@@ -1,0 +1,102 @@
+"""A call that can be run again alone: its arguments as safetensors and a script that needs torch and safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+
+from opintercept._call import OpCall
+
+_SCRIPT = '''"""{title}"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+file = safe_open(Path(__file__).with_suffix(".safetensors"), "pt")
+given = json.loads(file.metadata()["arguments"])
+
+
+def value(plain):
+    match plain:
+        case {{"tensor": name, "shape": shape, "stride": stride}}:
+            stored = file.get_tensor(name)
+            return torch.empty_strided(shape, stride, dtype=stored.dtype).copy_(stored)
+        case {{"torch": name}}:
+            return getattr(torch, name)
+        case {{"device": name}}:
+            return torch.device("cpu")
+        case {{"list": items}}:
+            return [value(item) for item in items]
+    return plain
+
+
+args = [value(plain) for plain in given["args"]]
+kwargs = {{name: value(plain) for name, plain in given["kwargs"].items()}}
+output = {func}(*args, **kwargs)
+for tensor in output if isinstance(output, (tuple, list)) else [output]:
+    print(tensor.dtype, list(tensor.shape), "NaN", int(tensor.isnan().sum()), "Inf", int(tensor.isinf().sum()))
+'''
+
+
+def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]) -> str:
+    """Write `call-<index>.safetensors` and `call-<index>.py` and return the latter's path.
+
+    Args:
+        call: While it runs.
+        folder: Made if it is not there.
+        before: By role, operands that the operator has overwritten, as they were.
+
+    Raises:
+        TypeError: An argument that cannot be written as plain data.
+        OSError: The folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    old = {id(getattr(call, role)): tensor for role, tensor in before.items()}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = old.get(id(value), value).detach().cpu().resolve_conj().resolve_neg()
+            if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+                raise TypeError(f"a repro can hold strided tensors only, got one of layout {value.layout}")
+            name = f"tensor{len(tensors)}"
+            tensors[name] = value.contiguous().clone()
+            # Elements that share memory, of an expanded tensor say: no copy can be made into those.
+            extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+            dense = value.numel() <= extent
+            return {
+                "tensor": name,
+                "shape": list(value.shape),
+                "stride": list(value.stride() if dense else tensors[name].stride()),
+            }
+        if isinstance(value, (torch.dtype, torch.layout)):
+            return {"torch": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if isinstance(value, (list, tuple)):
+            return {"list": [plain(item) for item in value]}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"a repro can hold tensors, numbers, dtypes and strings, got {value!r}")
+
+    arguments = {
+        "args": [plain(value) for value in call.args],
+        "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
+    }
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"call-{call.index}")
+    save_file(tensors, f"{path}.safetensors.partial", metadata={"arguments": json.dumps(arguments)})
+    os.replace(f"{path}.safetensors.partial", f"{path}.safetensors")
+    func = f"torch.ops.{call.func}" if hasattr(call.func, "_schema") else call.op
+    with open(f"{path}.py", "w", encoding="utf-8") as file:
+        file.write(_SCRIPT.format(title=f"Runs {call.op} again, call {call.index} ({call.phase}).", func=func))
+    return f"{path}.py"
