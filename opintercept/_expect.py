@@ -71,18 +71,23 @@ class OpCalls:
 
     def __init__(
         self,
-        records: list[CallRecord],
+        records: list[CallRecord] | hooks.Recorder,
         finite: dict[int, Any] | None = None,
         options: Options | None = None,
         snapshots: Callable[[], Snapshots] | None = None,
         ran: OpCalls | None = None,
     ) -> None:
-        self._records = records
+        self._source = records
         self._finite = {} if finite is None else finite
         self._options: Options = {} if options is None else options
         self._snapshots = snapshots
         self._ran = self if ran is None else ran
         self._told: BaseException | None = None  # the failure that says what ran
+
+    @property
+    def _records(self) -> list[CallRecord]:
+        # Asked for each time: a recorder puts records together when they are read.
+        return self._source.records if isinstance(self._source, hooks.Recorder) else self._source
 
     def __len__(self) -> int:
         return len(self._records)
@@ -283,8 +288,6 @@ class OpCalls:
 class _Recorder(hooks.Recorder):
     """Also keeps whether outputs were finite, as tensors that nobody has read yet: reading waits for the device."""
 
-    asks_origin = True
-
     def __init__(self) -> None:
         super().__init__()
         self.finite: dict[int, Any] = {}
@@ -292,7 +295,6 @@ class _Recorder(hooks.Recorder):
     def post(self, call: OpCall) -> None:
         self.finite[call.index] = all_finite(first_output(call.output))
         super().post(call)
-        _ = self.records  # put together now: whoever has the list sees it grow
 
 
 class Totals:
@@ -334,7 +336,7 @@ def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None
         interceptor.register(finite_hook())
     for hook in others if isinstance(others, Iterable) else [others]:
         interceptor.register(hook)
-    return interceptor, OpCalls(recorder.records, recorder.finite, options, snapshots)
+    return interceptor, OpCalls(recorder, recorder.finite, options, snapshots)
 
 
 def finite_hook() -> Hook:

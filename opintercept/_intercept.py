@@ -150,8 +150,7 @@ class Interceptor:
         unseen.enter()
 
     def _end(self, failed: BaseException | None) -> None:
-        unseen.leave()
-        self._pipeline.exit(failed)
+        _end(self._pipeline, failed)
 
     def _enter(self) -> None:
         if self._watcher.engine == "kernel":
@@ -318,6 +317,11 @@ def _position(scope: _scope.Scope, watcher: Watcher, *, pauses: bool) -> int:
     return position
 
 
+def _end(pipeline: Pipeline, failed: BaseException | None) -> None:
+    unseen.leave()
+    pipeline.exit(failed)
+
+
 def _leave_block(scope: _scope.Scope, position: int) -> None:
     engine = scope.blocks[position].watcher.engine
     if engine == "kernel":
@@ -350,7 +354,7 @@ def force_out(blocks: Iterable[Block]) -> list[str]:
             continue
         with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out
             _leave_block(scope, position)
-        pipeline.exit(OpInterceptError("left by force"))  # so that hooks which fail to exit warn
+        _end(pipeline, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
         named.append(name)
     return named
 

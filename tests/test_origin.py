@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import CallRecord, OpCall, OpInterceptError, hooks, intercept
+from opintercept.pytest_plugin import OpCalls
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 
@@ -61,9 +62,16 @@ def test_module_is_the_innermost_one_by_its_qualified_name(engine: dict[str, Any
     assert [r.module for r in records] == FORWARD
 
 
-def test_module_outside_of_all_is_the_empty_name() -> None:
-    (call,) = record(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)))
-    assert call.module == ""
+def test_module_outside_of_all_is_the_empty_name(op_calls: OpCalls) -> None:
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert op_calls.modules == [""]
+
+
+def test_both_engines_see_the_same_modules_operators_and_shapes_in_the_same_order(op_calls: OpCalls) -> None:
+    for engine in ("kernel", "mode"):
+        with op_calls.block(engine=engine) as calls:
+            Model()(torch.randn(5, 4)).sum().backward()
+        calls.match_snapshot("step")
 
 
 def test_source_is_the_line_of_the_program_and_not_of_torch() -> None:
@@ -328,15 +336,12 @@ def test_a_shared_weight_links_each_gradient_to_its_own_call() -> None:
     ] or {(r.forward, r.grad_of) for r in records[2:]} == {(1, "lhs"), (1, "rhs"), (0, "rhs")}
 
 
-def test_retain_graph_and_autograd_grad_link_again() -> None:
+def test_retain_graph_and_autograd_grad_link_again(op_calls: OpCalls) -> None:
     w = torch.randn(4, 4, requires_grad=True)
-
-    def program() -> None:
-        loss = torch.mm(torch.ones(3, 4), w).sum()
-        loss.backward(retain_graph=True)
-        torch.autograd.grad(loss, w)
-
-    assert [(r.phase, r.forward) for r in record(program)] == [("forward", None), ("backward", 0), ("backward", 0)]
+    loss = torch.mm(torch.ones(3, 4), w).sum()
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, w)
+    assert [(call.phase, call.forward) for call in op_calls] == [("forward", None), ("backward", 0), ("backward", 0)]
 
 
 def test_a_second_derivative_links_to_the_call_of_the_first() -> None:
@@ -433,15 +438,11 @@ def test_a_checkpoint_recomputes_in_a_pass_of_its_own(engine: dict[str, Any], re
     assert set(by_phase["backward"]) == set(FORWARD)
 
 
-def test_gradient_accumulation_links_each_pass_to_its_own() -> None:
+def test_gradient_accumulation_links_each_pass_to_its_own(op_calls: OpCalls) -> None:
     layer = nn.Linear(4, 4)
-
-    def program() -> None:
-        for _ in range(3):
-            layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
-
-    records = record(program)
-    assert [r.forward for r in records if r.phase == "backward"] == [0, 0, 3, 3, 6, 6]
+    for _ in range(3):
+        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert [call.forward for call in op_calls.filter(phase="backward")] == [0, 0, 3, 3, 6, 6]
 
 
 def test_threads_that_train_at_once_do_not_mix_their_links() -> None:

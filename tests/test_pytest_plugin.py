@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from opintercept import CallRecord, OpCall, OpInterceptError, TensorMeta, hooks, intercept
+from opintercept import CallRecord, TensorMeta, hooks, intercept
 from opintercept._expect import OpCalls as EagerOpCalls
 from opintercept._snapshot import FOLDER, Snapshots, _file_name, _read, _write
+from opintercept.hooks._values import all_finite
 from opintercept.pytest_plugin import OpCalls
 
 ROOT = Path(__file__).parent.parent
@@ -347,14 +348,38 @@ def test_finite_passes_outputs_that_have_no_values(op_calls: OpCalls) -> None:
     calls.expect(count=3, finite=True)
 
 
-def test_finite_looks_at_the_result_of_an_attention_and_not_at_its_statistics(op_calls: OpCalls) -> None:
-    q = torch.randn(1, 2, 4, 8)
-    hidden = torch.full((4, 4), -torch.inf)
-    hidden[0] = 0  # rows 1 to 3 attend to nothing: their output is 0, the logarithm of their sum -inf
-    torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=hidden)
-    (call,) = op_calls
-    assert call.opaque
+def test_finite_looks_at_the_result_and_not_at_what_else_an_operator_returns(op_calls: OpCalls) -> None:
+    lstm = torch.nn.LSTM(3, 2)
+    with torch.no_grad():
+        output, (_, cell) = lstm(torch.ones(4, 1, 3), (torch.zeros(1, 1, 2), torch.full((1, 1, 2), torch.inf)))
+    assert output.isfinite().all()
+    assert not cell.isfinite().any()
     op_calls.expect(finite=True)
+
+
+NAN_AND_ONE = torch.tensor([[torch.nan, 0], [0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "finite"),
+    [
+        (NAN_AND_ONE, False),
+        (NAN_AND_ONE.nan_to_num(), True),
+        (NAN_AND_ONE.to_sparse(), False),
+        (torch.eye(2).to_sparse(), True),
+        (NAN_AND_ONE.to(torch.float8_e5m2), False),
+        (NAN_AND_ONE.to(torch.float8_e4m3fn), False),
+        (torch.ones(2).to(torch.float8_e4m3fn), True),
+        (torch.tensor([1, 2]), True),
+        (torch.tensor([1j, torch.inf]), False),
+        (torch.empty(0), True),
+        (torch.ones(2, device="meta"), None),
+        (None, None),
+    ],
+)
+def test_whether_a_tensor_is_finite(tensor: Any, finite: bool | None) -> None:
+    found = all_finite(tensor)
+    assert (None if found is None else bool(found)) is finite
 
 
 def test_the_fixture_sees_this_tests_matmuls(op_calls: OpCalls) -> None:
@@ -548,6 +573,8 @@ def test_a_missing_snapshot_says_what_to_do(snapshots: Callable[..., Snapshots])
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True))
+@example(["test_a[x/y]", "test_a[x y]"])
+@example(["test_a" * 50, "test_a" * 51])
 def test_different_tests_have_different_files_that_any_file_system_takes(tests: list[str]) -> None:
     names = [_file_name(test) for test in tests]
     assert all(re.fullmatch(r"[\w.,=+\[\]-]{1,129}", name) for name in names)
@@ -696,8 +723,10 @@ def linear():
 
 
 def test_module_marker(op_calls):
-    linear()
+    with op_calls.block() as calls:
+        linear()
     op_calls.expect(op="linear", count=1)
+    calls.expect(op="linear", count=1)
 
 
 @pytest.mark.opintercept(level="dispatch")
@@ -877,8 +906,8 @@ import pytest
 import torch
 
 from opintercept import hooks, intercept
+from opintercept._engines import unseen
 
-BEFORE = torch._C._dispatch_dump_table("aten::mm")
 left = []
 
 
@@ -947,6 +976,7 @@ def test_nothing_else_stays(op_calls):
     torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     op_calls.expect(count=1)
     assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+    assert unseen._users == 2  # the block of `wider` and that of this test
 """
 
 
@@ -1017,8 +1047,10 @@ def test_a_long_summary_is_cut_short(run: Run) -> None:
     many = COUNTED.replace("[2, 20]", "range(1, 31)")
     result = run("--opintercept", "--opintercept-update", test_counted=many)
     result.stdout.fnmatch_lines(["... 11 more tests, shown with -v", "*31 tests with matmuls"])
+    assert sum("%  test_counted.py::" in line for line in result.outlines) == 20
     result = run("--opintercept", "-v", test_counted=many)
     result.stdout.no_fnmatch_line("*more tests*")
+    assert sum("%  test_counted.py::" in line for line in result.outlines) == 31
 
 
 def test_without_options_nothing_is_printed(run: Run) -> None:
@@ -1061,25 +1093,6 @@ def test_marked():
 """
 
 
-@pytest.fixture
-def nonfinite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the hook, with its surface."""
-
-    class NonFiniteError(OpInterceptError, ArithmeticError): ...
-
-    class NonFinite:
-        def __init__(self, *, inf: bool = False, action: str = "raise") -> None: ...
-
-        def post(self, call: OpCall) -> None:
-            __tracebackhide__ = True
-            if call.output.isnan().any() and not (call.lhs.isnan().any() or call.rhs.isnan().any()):
-                raise NonFiniteError("nan")
-
-    if not hasattr(hooks, "NonFinite"):
-        monkeypatch.setattr(hooks, "NonFinite", NonFinite, raising=False)
-
-
-@pytest.mark.usefixtures("nonfinite")
 @pytest.mark.parametrize(("options", "failed"), [((), 1), (("--opintercept-finite",), 2)], ids=["marker", "option"])
 def test_the_origin_of_a_nan_is_where_a_test_fails(run: Run, options: tuple[str, ...], failed: int) -> None:
     result = run(*options, test_nan=NAN)

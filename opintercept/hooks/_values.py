@@ -93,9 +93,9 @@ def all_finite(tensor: Any) -> torch.Tensor | None:
     try:
         if tensor.dtype in _FLOATS and is_strided(tensor):
             return torch.isfinite(tensor.detach()).all()
-        values = real_values(tensor)
-        return None if values is None else torch.isfinite(values).all()
-    except RuntimeError:
+        values = stored_values(tensor)  # of float8 and the like, which lack the operator, as float64
+        return None if values is None else torch.isfinite(values.to(torch.float64)).all()
+    except (RuntimeError, TypeError):
         return None
 
 
