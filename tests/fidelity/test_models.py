@@ -46,7 +46,9 @@ def _inputs(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
 CONTEXTS = {"training": torch.enable_grad, "evaluation": torch.no_grad, "inference": torch.inference_mode}
 
 
-def _run(make: Callable[[], transformers.PreTrainedModel], context: str) -> tuple[torch.Tensor, list[Any], torch.Tensor]:
+def _run(
+    make: Callable[[], transformers.PreTrainedModel], context: str
+) -> tuple[torch.Tensor, list[Any], torch.Tensor]:
     torch.manual_seed(3)
     model = make().train(context == "training")
     inputs = _inputs(model)
