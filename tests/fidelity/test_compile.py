@@ -5,6 +5,7 @@ The lines of the README's table that test_features.py leaves out.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -352,17 +353,34 @@ def test_a_cuda_graph_is_seen_at_its_capture_and_its_replay_is_told(engine: str)
     assert_told_once(replay, torch.mm(x, x), engine, "cuda::graph_replay", message)
 
 
-def test_the_ways_past_us_are_those_of_this_torch_and_are_put_back() -> None:
-    def entries() -> dict[str, Any]:
-        found = {}
-        for path in unseen._ENTRIES:
-            *owners, attribute = path.split(".")
-            owner: Any = torch._C
-            for part in owners:
-                owner = getattr(owner, part, None)
-            found[path] = getattr(owner, "__dict__", {}).get(attribute)
-        return found
+@pytest.mark.usefixtures("nothing_told")
+def test_a_replay_is_told_whichever_class_of_graph_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:  # torch._C._CUDAGraph, which builds for the CPU do without
+        def replay(self) -> Tensor:
+            return torch.ones(())
 
+    class Graph(Base):
+        def replay(self) -> Tensor:
+            return super().replay()
+
+    monkeypatch.setattr(torch._C, "_CUDAGraph", Base)
+    message = "^a CUDA graph was replayed in a block, .* seen when it was captured"
+    assert_told_once(Graph().replay, torch.ones(()), "kernel", "cuda::graph_replay", message)
+
+
+def entries() -> dict[str, Any]:
+    """Torch's ways past us as they are now."""
+    found = {}
+    for path in unseen._ENTRIES:
+        *owners, attribute = path.split(".")
+        owner: Any = torch._C
+        for part in owners:
+            owner = getattr(owner, part, None)
+        found[path] = getattr(owner, "__dict__", {}).get(attribute)
+    return found
+
+
+def test_the_ways_past_us_are_those_of_this_torch_and_are_put_back() -> None:
     before = entries()
     assert {path.partition(".")[0] for path, entry in before.items() if entry} >= {"_aoti"}
     with intercept():
@@ -371,3 +389,18 @@ def test_the_ways_past_us_are_those_of_this_torch_and_are_put_back() -> None:
         inside = entries()
     assert all(inside[path] is not entry for path, entry in before.items() if entry is not None)
     assert entries() == before
+
+
+def test_a_forked_child_puts_them_back_for_its_parent() -> None:
+    before = entries()
+    with intercept():
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                put_back = entries() == before
+                with intercept():
+                    status = 0 if put_back and entries() != before else 2
+            finally:
+                os._exit(status if entries() == before else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
