@@ -13,7 +13,7 @@ import torch
 
 from benchmarks._timing import Row, table
 
-SUITES = ("operators", "models", "hook_costs", "scale", "startup")
+SUITES = ("operators", "models", "hook_costs", "scale", "startup", "plugin")
 
 
 def main() -> None:

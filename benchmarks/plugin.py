@@ -1,47 +1,29 @@
-"""What the pytest plugin costs those who do not use it: `python -m benchmarks.plugin`.
-
-Invariant: runs with and without it come in pairs, in turns, and the pairs' ratios are compared.
-"""
+"""What the pytest plugin costs those who do not use it: runs over one empty test, with it and without, in turns."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks._timing import Row, rows
 
-def seconds(folder: str, *options: str) -> float:
-    """The time of a pytest run over one empty test."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    started = time.perf_counter()
-    subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - started
+_OPTIONS = {"without the plugin": ("-p", "no:opintercept"), "with the plugin": ()}
 
 
-def main() -> None:
-    """Print the medians and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=40)
-    pairs = parser.parse_args().pairs
+def run(smoke: bool) -> list[Row]:
+    """Time both, after one run each that writes what Python caches."""
+    times: dict[str, list[float]] = {name: [] for name in _OPTIONS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_empty.py").write_text("def test_empty(): ...\n")
-        options = {"with": (), "without": ("-p", "no:opintercept")}
-        for name in options:
-            seconds(folder, *options[name])  # writes what Python caches
-        times: dict[str, list[float]] = {name: [] for name in options}
-        for pair in range(pairs):
-            for name in list(options)[:: 1 if pair % 2 else -1]:
-                times[name].append(seconds(folder, *options[name]))
-    ratios = sorted(one / other for one, other in zip(times["with"], times["without"], strict=True))
-    for name, values in times.items():
-        print(f"{name:8}{statistics.median(values):8.3f} s")
-    low, high = ratios[pairs // 4], ratios[-1 - pairs // 4]
-    print(f"ratio   {statistics.median(ratios):8.3f}    (half of the pairs in {low:.3f} to {high:.3f})")
-
-
-if __name__ == "__main__":
-    main()
+        for turn in range(2 if smoke else 41):
+            for name in list(_OPTIONS)[:: 1 if turn % 2 else -1]:
+                command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_OPTIONS[name]]
+                started = time.perf_counter()
+                subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, check=True)
+                if turn:
+                    times[name].append(time.perf_counter() - started)
+    bounds = {} if smoke else {"with the plugin": ("without the plugin", 1.05)}
+    return rows("plugin", "a pytest run of one empty test", times, bounds)
