@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from opintercept.hooks.attention import AttentionCall as AttentionCall
 from opintercept.hooks.attention import AttentionWeights as AttentionWeights
+from opintercept.hooks.capture import Capture as Capture
+from opintercept.hooks.capture import Captured as Captured
 from opintercept.hooks.gradients import Gradient as Gradient
 from opintercept.hooks.gradients import Gradients as Gradients
 from opintercept.hooks.log import Log as Log
@@ -23,6 +25,8 @@ from opintercept.hooks.when import when as when
 __all__ = [
     "AttentionCall",
     "AttentionWeights",
+    "Capture",
+    "Captured",
     "Finding",
     "Gradient",
     "Gradients",
