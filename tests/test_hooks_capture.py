@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
+from opintercept.hooks import _values
 from opintercept.hooks import capture as capture_module
 from opintercept.hooks.capture import Captured
 
@@ -772,12 +773,14 @@ def test_reading_waits_for_the_copy() -> None:
     assert ready.waited == 1
 
 
-def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_a_cuda_graph_captures_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(_values, "_warned", set())
     call: Any = SimpleNamespace(lhs=SimpleNamespace(is_cuda=True), phase="forward")
     capture = hooks.Capture(of="lhs")
-    with pytest.raises(OpInterceptError, match="capturing must happen outside of CUDA graphs"):
+    with pytest.warns(OpInterceptWarning, match="Capture leaves out calls that a CUDA graph captures"):
         capture.pre(call)
+    capture.pre(call)
     assert capture.entries == []
 
 
@@ -835,13 +838,14 @@ def test_same_keeps_on_the_device_and_a_sample_is_drawn_there(device: torch.devi
 
 
 @cuda
-def test_a_recorded_cuda_graph_is_refused(device: torch.device) -> None:
+def test_a_cuda_graph_is_captured_beside_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_values, "_warned", set())
     lhs = torch.randn(8, 8, device=device)
-    lhs @ lhs
+    expected = lhs @ lhs
     graph = torch.cuda.CUDAGraph()
-    with (
-        intercept(hooks.Capture()),
-        pytest.raises(OpInterceptError, match="outside of CUDA graphs"),
-        torch.cuda.graph(graph),
-    ):
-        lhs @ lhs
+    capture = hooks.Capture()
+    with intercept(capture), pytest.warns(OpInterceptWarning, match="a CUDA graph captures"), torch.cuda.graph(graph):
+        product = lhs @ lhs
+    graph.replay()
+    assert torch.equal(product, expected)
+    assert capture.entries == []

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from opintercept._errors import OpInterceptError
-
 
 def checked_roles(of: str | Iterable[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
     """The roles in `of`, each once, in the order of `allowed`.
@@ -61,16 +59,3 @@ class Generators(dict[torch.device, torch.Generator]):
     def __missing__(self, device: torch.device) -> torch.Generator:
         generator = self[device] = torch.Generator(device).manual_seed(self.seed)
         return generator
-
-
-def refuse_in_graph(tensor: torch.Tensor, doing: str) -> None:
-    """Refuse what a CUDA graph would record once and repeat at every replay.
-
-    Raises:
-        OpInterceptError: A graph is being recorded on the tensor's device.
-    """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise OpInterceptError(
-            f"{doing} must happen outside of CUDA graphs, whose replays no hook sees, got a call while one is "
-            "recorded; warm up and record the graph outside of the block"
-        )

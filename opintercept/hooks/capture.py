@@ -22,8 +22,8 @@ import torch
 from opintercept._call import OpCall, Phase, describe, is_strided
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._pipeline import Level
-from opintercept.hooks._roles import Generators, checked_count, checked_roles, refuse_in_graph
-from opintercept.hooks._values import first_output
+from opintercept.hooks._roles import Generators, checked_count, checked_roles
+from opintercept.hooks._values import captured, first_output
 
 Role = Literal["lhs", "rhs", "bias", "output", "grad_lhs", "grad_rhs"]
 Keep = Literal["cpu", "same", "disk"]
@@ -115,9 +115,9 @@ class Capture:
         ValueError: An unknown role or choice, a count below 1, or a folder without `to="disk"` or the reverse.
         ImportError: `to="disk"` without safetensors.
 
-    A call raises `OpInterceptError` where the budget is spent under `"raise"`, for tensors that cannot be kept as
-    asked, and inside of a CUDA graph; `IndexError` where `index` does not fit; and `OSError` on a full disk. Nothing
-    is left of that tensor then.
+    A call raises `OpInterceptError` where the budget is spent under `"raise"` and for tensors that cannot be kept as
+    asked, `IndexError` where `index` does not fit, and `OSError` on a full disk; nothing is left of that tensor then.
+    Calls that a CUDA graph captures have no values yet and are left out, with one warning.
 
     Example:
         >>> import torch
@@ -230,7 +230,8 @@ class Capture:
             self._keep(call, "output", output)
 
     def _keep(self, call: OpCall, role: str, tensor: torch.Tensor) -> None:
-        refuse_in_graph(tensor, "capturing")
+        if captured(tensor, "Capture"):
+            return
         with self._lock:
             chosen = self._chosen(tensor)
             data = b"" if self.folder is None else _serialised(chosen, role, call)

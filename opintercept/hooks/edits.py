@@ -15,7 +15,7 @@ import torch
 
 from opintercept._call import OpCall, Phase, describe, dtype_name, is_strided
 from opintercept._errors import OpInterceptError
-from opintercept.hooks._roles import Generators, checked_count, checked_roles, checked_seed, refuse_in_graph
+from opintercept.hooks._roles import Generators, checked_count, checked_roles, checked_seed
 from opintercept.hooks._values import first_output
 
 _ROLES = ("lhs", "rhs", "bias", "output")
@@ -66,6 +66,14 @@ def _straight_through(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tenso
     copy = tensor.clone()
     with torch.no_grad():
         return copy.copy_(values)
+
+
+def _refuse_in_graph(tensor: torch.Tensor, hook: str) -> None:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise OpInterceptError(
+            f"{hook} must draw anew for each call, got one that a CUDA graph captures and would repeat; capture "
+            "the graph outside of the block"
+        )
 
 
 class FakeQuantize(_Edit):
@@ -221,7 +229,7 @@ class Noise(_Edit):
 
     def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
         self._check(tensor.dtype in _REAL or tensor.dtype in _COMPLEX, "floating-point", tensor, role, call)
-        refuse_in_graph(tensor, "drawing noise")
+        _refuse_in_graph(tensor, "Noise")
         device = tensor.device
         noise = torch.randn(tensor.shape, dtype=tensor.dtype, device=device, generator=self._generators[device])
         if self.relative:
@@ -319,7 +327,7 @@ class BitFlip(_Edit):
     def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
         allowed = tensor.dtype not in _NO_BITS and not tensor.is_quantized
         self._check(allowed, "real", tensor, role, call)
-        refuse_in_graph(tensor, "flipping bits")
+        _refuse_in_graph(tensor, "BitFlip")
         width = 8 * tensor.element_size()
         asked = range(width) if self.bits is None else self.bits
         if not all(-width <= bit < width for bit in asked):
