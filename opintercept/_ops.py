@@ -102,6 +102,12 @@ class Op:
         """Whether einsum's operands come in a list instead of one by one."""
         return self.gemm_rule is _einsum and len(args) == 2 and isinstance(args[1], (list, tuple))
 
+    def summed(self, role: str) -> int | None:
+        """The dimension of a matrix in `role`, lhs or rhs, that the product sums over; None where it is not fixed."""
+        if self.gemm_rule is _matmul:
+            return -1 if role == "lhs" else -2
+        return -1 if self.gemm_rule in (_linear, _inner) else None
+
     def gemm(self, args: Args, kwargs: Kwargs) -> Gemm | None:
         """The matrix product's shape, or None where there is no single one."""
         rule = self.gemm_rule

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from opintercept.hooks.attention import AttentionCall as AttentionCall
 from opintercept.hooks.attention import AttentionWeights as AttentionWeights
+from opintercept.hooks.capture import Capture as Capture
+from opintercept.hooks.capture import Captured as Captured
+from opintercept.hooks.edits import BitFlip as BitFlip
+from opintercept.hooks.edits import FakeQuantize as FakeQuantize
+from opintercept.hooks.edits import Flip as Flip
+from opintercept.hooks.edits import Noise as Noise
 from opintercept.hooks.gradients import Gradient as Gradient
 from opintercept.hooks.gradients import Gradients as Gradients
 from opintercept.hooks.log import Log as Log
@@ -23,10 +29,16 @@ from opintercept.hooks.when import when as when
 __all__ = [
     "AttentionCall",
     "AttentionWeights",
+    "BitFlip",
+    "Capture",
+    "Captured",
+    "FakeQuantize",
     "Finding",
+    "Flip",
     "Gradient",
     "Gradients",
     "Log",
+    "Noise",
     "NonFinite",
     "Print",
     "Profile",
