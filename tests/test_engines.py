@@ -328,13 +328,14 @@ def test_backward_calls_are_told_from_forward_ones(engine: dict[str, Any]) -> No
     assert phases == ["forward", "backward", "backward"]
 
 
-def test_a_gradient_is_still_stolen_and_not_copied() -> None:
-    layer = torch.nn.Linear(64, 64)
+@pytest.mark.parametrize("what", ["the product", "a view of it"])
+def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
     x = torch.randn(8, 64)
 
     def operators(watch: bool) -> list[str]:
-        layer.zero_grad()
-        loss = layer(x).sum()
+        weight.grad = None
+        loss = (x @ weight if what == "the product" else F.linear(x, weight)).sum()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             if watch:
                 with intercept(hooks.Recorder()):
