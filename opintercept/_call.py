@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from types import CodeType
+from types import CodeType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from opintercept._errors import OpInterceptError
@@ -46,12 +46,28 @@ class Place:
         """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
         if self._code is None:
             return None
-        file = self._code.co_filename
-        shown = "<cell>" if file.startswith("<") or "ipykernel" in file else os.path.basename(file)
-        for start, end, line in self._code.co_lines():
-            if start <= self._instruction < end:
-                return f"{shown}:{line} in {self._code.co_name}"
-        return None
+        key = (id(self._code), self._instruction)
+        known = _sources.get(key)
+        if known is None:
+            if len(_sources) >= 4096:  # a program that makes code without end, a notebook say
+                _sources.clear()
+            known = _sources[key] = (self._code, _source(self._code, self._instruction))
+        return known[1]
+
+
+_sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
+
+
+def _source(code: CodeType, instruction: int) -> str | None:
+    file = code.co_filename
+    if (file.startswith("<") and file.endswith(">")) or "ipykernel" in file:
+        shown = "<cell>"
+    else:
+        shown = os.path.basename(file).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
+    for start, end, line in code.co_lines():
+        if start <= instruction < end:
+            return f"{shown}:{line} in {code.co_name}"
+    return None
 
 
 NOWHERE = Place((), None, -1)
@@ -90,6 +106,7 @@ class OpSpec(Protocol):
     def replaced(
         self, role: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def summed(self, role: str) -> int | None: ...
     def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
     def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
@@ -376,18 +393,40 @@ class OpCall:
 
     def record(self) -> CallRecord:
         """Summarise the call as plain data that may be kept and written as JSON."""
-        outputs = [TensorMeta.of(t) for t in _tensors(self.output)]
+        return self.note().record()
+
+    def note(self) -> Note:
+        """What `record` needs, taken now and put together later, for those who keep many."""
         autocast = self.autocast
-        return CallRecord(
-            index=self.index,
-            step=self.step,
+        return Note(
+            self._summary(),
+            self.index,
+            self.step,
+            self.phase,
+            self._where(),
+            self._relation() if self.phase == "backward" else _NO_KIN,
+            autocast,
+            self.elapsed,
+        )
+
+    def _summary(self) -> Summary:
+        """Worked out once for all calls whose arguments look alike: a model has many calls and few shapes."""
+        try:
+            key = (self.func, _look(self.args), _look(self.kwargs.items()), _look(self.output))
+            known = _summaries.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # an exotic tensor, a symbolic size
+            return self._summarise()
+        if known is None:
+            if len(_summaries) >= 4096:  # a program whose shapes never come again
+                _summaries.clear()
+            known = _summaries[key] = self._summarise()
+        return known
+
+    def _summarise(self) -> Summary:
+        outputs = [TensorMeta.of(t) for t in _tensors(self.output)]
+        return Summary(
             op=self.op,
             func=str(self.func) if hasattr(self.func, "_schema") else self.op,
-            phase=self.phase,
-            module=self.module,
-            source=self.source,
-            forward=self.forward,
-            grad_of=self.grad_of,
             lhs=TensorMeta.of(self._passed("lhs")),
             rhs=TensorMeta.of(self._passed("rhs")),
             bias=TensorMeta.of(self._passed("bias")),
@@ -395,9 +434,7 @@ class OpCall:
             gemm=self.gemm,
             flops=self.flops,
             bytes=self.bytes,
-            autocast=None if autocast is None else dtype_name(autocast),
             opaque=self.opaque,
-            elapsed=self.elapsed,
         )
 
     def __str__(self) -> str:
@@ -472,6 +509,84 @@ class CallRecord:
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
         result = ", ".join(str(t) for t in outputs if t is not None)
         return f"{self.op} {operands}{bias} -> {result}"
+
+
+class Summary(NamedTuple):
+    """The fields of a `CallRecord` that follow from how the arguments and the output look."""
+
+    op: str
+    func: str
+    lhs: TensorMeta | None
+    rhs: TensorMeta | None
+    bias: TensorMeta | None
+    output: TensorMeta | tuple[TensorMeta | None, ...] | None
+    gemm: Gemm | None
+    flops: int | None
+    bytes: int | None
+    opaque: bool
+
+
+_summaries: dict[Any, Summary] = {}
+_NO_KIN = (None, None, False)
+_PLAIN = frozenset((NoneType, bool, int, float, complex, str))
+
+
+def _look(value: Any) -> Any:
+    """A hashable that is the same for values which look the same to `Summary`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (tuple, list) or not hasattr(value, "layout"):
+        return tuple([_look(item) for item in value]) if isinstance(value, Iterable) else value
+    if not value.is_floating_point() and value.numel() < 64:
+        raise TypeError("the numbers may count: tensordot takes its dimensions as a tensor too")
+    return (
+        value.shape,
+        value.stride(),  # raises where there is none
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.layout,
+        value.is_nested,
+    )
+
+
+class Note(NamedTuple):
+    """A record that has not been put together yet."""
+
+    summary: Summary
+    index: int  # type: ignore[assignment]
+    step: int
+    phase: Phase
+    place: Place
+    kin: tuple[int | None, str | None, bool]
+    autocast: Any
+    elapsed: float | None
+
+    def record(self) -> CallRecord:
+        """Put it together."""
+        summary, place = self.summary, self.place
+        return CallRecord(
+            index=self.index,
+            step=self.step,
+            op=summary.op,
+            func=summary.func,
+            phase=self.phase,
+            module=place.module,
+            source=place.source,
+            forward=self.kin[0],
+            grad_of=self.kin[1],
+            lhs=summary.lhs,
+            rhs=summary.rhs,
+            bias=summary.bias,
+            output=summary.output,
+            gemm=summary.gemm,
+            flops=summary.flops,
+            bytes=summary.bytes,
+            autocast=None if self.autocast is None else dtype_name(self.autocast),
+            opaque=summary.opaque,
+            elapsed=self.elapsed,
+        )
 
 
 def is_tensor(value: Any) -> bool:

@@ -6,6 +6,7 @@ block restores what its way in changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -14,10 +15,11 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from opintercept import _origin
-from opintercept._engines import dispatch_mode, function_mode, kernels
+from opintercept._engines import dispatch_mode, function_mode, kernels, unseen
 from opintercept._engines import scope as _scope
+from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
-from opintercept._engines.scope import KEY, Block, Watcher
+from opintercept._engines.scope import Block, Watcher
 from opintercept._errors import OpInterceptError
 from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
 from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
@@ -29,6 +31,7 @@ EngineChoice = Literal["auto", "kernel", "mode"]
 Threads = Literal["current", "all"]
 
 
+@keep_out  # as are entering and leaving: a compiled function may hold a block
 def intercept(
     hooks: Hook | Iterable[Hook] = (),
     *,
@@ -121,15 +124,17 @@ class Interceptor:
         """What was seen but not into: operators that hide matmuls, by name, and how often they ran."""
         return dict(self._pipeline.opaque)
 
+    @keep_out
     def __enter__(self) -> Interceptor:
-        self._pipeline.enter()
+        self._begin()
         try:
             self._enter()
         except BaseException as exception:
-            self._pipeline.exit(exception)
+            self._end(exception)
             raise
         return self
 
+    @keep_out
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -138,9 +143,18 @@ class Interceptor:
             self._leave()
         finally:
             if not inherited:
-                self._pipeline.exit(value)
+                self._end(value)
+
+    def _begin(self) -> None:
+        self._pipeline.enter()
+        unseen.enter()
+
+    def _end(self, failed: BaseException | None) -> None:
+        _end(self._pipeline, failed)
 
     def _enter(self) -> None:
+        if self._pipeline.links is not None:
+            self._pipeline.links.begin()
         if self._watcher.engine == "kernel":
             kernels.enter(self._watcher, self._overloads)
         elif self._watcher.engine == "mode":
@@ -156,12 +170,7 @@ class Interceptor:
     def _leave(self) -> None:
         scope = _scope.current()
         position = _position(scope, self._watcher, pauses=False)
-        if self._watcher.engine == "kernel":
-            kernels.leave(scope, position)
-        elif self._watcher.engine == "mode":
-            dispatch_mode.ENGINE.leave(scope, position)
-        else:
-            function_mode.ENGINE.leave(scope, position)
+        _leave_block(scope, position)
         _check_order(scope, position)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -264,7 +273,7 @@ class _Life:
         if self._interceptor._watcher.engine == "kernel":
             kernels.hold(self._interceptor._overloads)
         try:
-            self._interceptor._pipeline.enter()
+            self._interceptor._begin()
         except BaseException:
             if self._interceptor._watcher.engine == "kernel":
                 kernels.release()
@@ -273,7 +282,7 @@ class _Life:
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         if self._interceptor._watcher.engine == "kernel":
             kernels.release()
-        self._interceptor._pipeline.exit(None if isinstance(value, GeneratorExit) else value)
+        self._interceptor._end(None if isinstance(value, GeneratorExit) else value)
 
 
 class Pause:
@@ -282,14 +291,18 @@ class Pause:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
+    @keep_out
     def __enter__(self) -> None:
         scope = _scope.current()
-        _scope.stash(KEY, scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
+        _scope.put(scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
 
+    @keep_out
     def __exit__(self, kind: object, value: object, trace: object) -> None:
         scope = _scope.current()
         position = _position(scope, self._watcher, pauses=True)
-        _scope.stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+        _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+        if self._watcher.pipeline.links is not None:
+            self._watcher.pipeline.links.begin()
         _check_order(scope, position)
 
 
@@ -306,6 +319,48 @@ def _position(scope: _scope.Scope, watcher: Watcher, *, pauses: bool) -> int:
             "thread has not entered or has left; use one with statement for both"
         )
     return position
+
+
+def _end(pipeline: Pipeline, failed: BaseException | None) -> None:
+    unseen.leave()
+    pipeline.exit(failed)
+
+
+def _leave_block(scope: _scope.Scope, position: int) -> None:
+    engine = scope.blocks[position].watcher.engine
+    if engine == "kernel":
+        kernels.leave(scope, position)
+    elif engine == "mode":
+        dispatch_mode.ENGINE.leave(scope, position)
+    else:
+        function_mode.ENGINE.leave(scope, position)
+
+
+def open_blocks() -> tuple[Block, ...]:
+    """The blocks that see what this thread runs, its own and those of other threads for all."""
+    return tuple(dict.fromkeys((*_scope.current().blocks, *_scope.state.everywhere.blocks)))
+
+
+def force_out(blocks: Iterable[Block]) -> list[str]:
+    """Leave blocks that somebody entered and forgot, and name them by their hooks; the last one comes first."""
+    named = []
+    for block in sorted(blocks, key=lambda block: block.order, reverse=True):
+        scope = _scope.current()
+        if block not in scope.blocks:
+            scope = scope.with_blocks((*scope.blocks, block))  # another thread's; it goes as if it were our last
+        position = scope.blocks.index(block)
+        pipeline = block.watcher.pipeline
+        hooks = [getattr(handle.hook, "__name__", type(handle.hook).__name__) for handle in pipeline._handles]
+        name = f"intercept({', '.join(hooks)})"
+        if block.pauses:
+            _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+            named.append(f"{name}.paused()")
+            continue
+        with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out
+            _leave_block(scope, position)
+        _end(pipeline, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
+        named.append(name)
+    return named
 
 
 def _check_order(scope: _scope.Scope, position: int) -> None:

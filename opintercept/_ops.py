@@ -102,6 +102,12 @@ class Op:
         """Whether einsum's operands come in a list instead of one by one."""
         return self.gemm_rule is _einsum and len(args) == 2 and isinstance(args[1], (list, tuple))
 
+    def summed(self, role: str) -> int | None:
+        """The dimension of a matrix in `role`, lhs or rhs, that the product sums over; None where it is not fixed."""
+        if self.gemm_rule is _matmul:
+            return -1 if role == "lhs" else -2
+        return -1 if self.gemm_rule in (_linear, _inner) else None
+
     def gemm(self, args: Args, kwargs: Kwargs) -> Gemm | None:
         """The matrix product's shape, or None where there is no single one."""
         rule = self.gemm_rule
@@ -340,7 +346,8 @@ _add("mv", "lhs:input rhs:vec", gemm=_matmul)
 _add("addmv addmv_", "bias:input lhs:mat rhs:vec", gemm=_matmul)
 _add("dot", "lhs:input rhs:tensor", gemm=_matmul)
 _add("vdot", "lhs:input rhs:other", gemm=_matmul)
-_add("_foreach_mm _native::_foreach_mm_native_0", "lhs:self rhs:mat2", flops=_foreach)
+_add("_foreach_mm _native::_foreach_mm_native_0 _native::_foreach_mm_native_1", "lhs:self rhs:mat2", flops=_foreach)
+_add("_native::bmm_triton_0", "lhs:self rhs:mat2", gemm=_matmul)
 _add("inductor::_mm_plus_mm", "lhs:a rhs:b", kind="seen", opaque=True)
 _add("symm_mem::_async_input_mm", "lhs:a rhs:b", gemm=_matmul)
 # Registered from Python once torch.distributed._symmetric_memory or torch.onnx are imported.
@@ -374,6 +381,7 @@ _add("matmul_backward", "_ lhs:self rhs:other", kind="seen", opaque=True)
 _add("_int_mm", "lhs:input rhs:mat2", family="low precision", gemm=_matmul)
 _add("_scaled_mm", "lhs:input rhs:mat2 _ _ bias:bias", family="low precision", gemm=_matmul)
 _add("_scaled_mm_v2", "lhs:input rhs:mat2", family="low precision", gemm=_matmul)
+_add("_scaled_addmm _scaled_addmm_", "bias:input lhs:mat1 rhs:mat2", family="low precision", gemm=_matmul)
 _add(
     "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2",
     "lhs:input rhs:mat2",
@@ -457,7 +465,12 @@ _add(
     family="attention",
     opaque=True,
 )
-_add("_flash_attention_forward_no_dropout_inplace", "_ lhs:query rhs:key value:value", family="attention", opaque=True)
+_add(
+    "_flash_attention_forward_no_dropout_inplace _cudnn_attention_forward_no_dropout_inplace",
+    "_ lhs:query rhs:key value:value",
+    family="attention",
+    opaque=True,
+)
 _add("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", family="attention", opaque=True, flops=_attention(2))
 _add(
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"
@@ -497,6 +510,7 @@ _add(
     kind="composite",
     opaque=True,
 )
+_add("prepacked::linear_clamp_run", "lhs:X", family="fused")
 _add("mkldnn_linear", "lhs:self rhs:weight bias:bias", family="fused", gemm=_linear)
 _add("mkldnn_linear_backward", "lhs:self _ rhs:weight", family="fused", opaque=True)
 _add("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight", family="fused")
@@ -541,7 +555,8 @@ NOT_MATMUL: dict[str, str] = {
             " _quantized::wrapped_fbgemm_pack_gemm_matrix_fp16 _wrapped_linear_prepack"
             " fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 mkl::_mkl_reorder_linear_weight"
             " mkldnn::_reorder_linear_weight mkldnn::_reorder_mkldnn_rnn_layer_weight"
-            " onednn::linear_prepack_fp16 onednn::qlinear_prepack quantized::int4mm_packed_weight_cpu"
+            " onednn::linear_prepack_fp16 onednn::qlinear_prepack prepacked::linear_clamp_prepack"
+            " prepacked::unpack_prepacked_sizes_linear quantized::int4mm_packed_weight_cpu"
             " quantized::linear_prepack quantized::linear_prepack_fp16 quantized::linear_prepack_fp16_legacy"
             " quantized::linear_prepack_legacy quantized::linear_unpack quantized::linear_unpack_fp16"
             " sparse::qlinear_prepack sparse::qlinear_unpack _cudnn_rnn_flatten_weight"

@@ -28,6 +28,8 @@ graph_task = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
 
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
@@ -37,7 +39,7 @@ _NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file_
 
 # What torch puts between a module and its parent without the user having written it.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-_PARALLEL = ("DataParallel", "DistributedDataParallel")
+_PARALLEL = {"DataParallel", "DistributedDataParallel"}  # these call what they wrap `module`
 
 
 def backward_phase() -> Phase:
@@ -180,10 +182,16 @@ def _find(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | N
 def _collect(root: torch.nn.Module) -> dict[int, _Names]:
     names: dict[int, list[str]] = {}
     modules: dict[int, torch.nn.Module] = {}
-    skip = 1 if type(root).__name__ in _PARALLEL else 0
+    shown: dict[str, str] = {}  # by qualified name, that without the wrappers' parts; a parent comes before its parts
+    wrapped: set[str] = set()
     for name, module in root.named_modules(remove_duplicate=False):
-        parts = name.split(".")[skip:] if name else []
-        names.setdefault(id(module), []).append(".".join(part for part in parts if part not in _WRAPPERS))
+        parent, _, part = name.rpartition(".")
+        above = shown.get(parent, "")
+        hidden = part in _WRAPPERS or name in wrapped
+        shown[name] = above if hidden else f"{above}.{part}".lstrip(".")
+        if any(kind.__name__ in _PARALLEL for kind in type(module).__mro__):
+            wrapped.add(f"{name}.module".lstrip("."))
+        names.setdefault(id(module), []).append(shown[name])
         modules[id(module)] = module
     return {key: _Names(weakref.ref(module), tuple(names[key])) for key, module in modules.items()}
 
@@ -196,20 +204,24 @@ class Link(NamedTuple):
         op: Its operator.
         round: How many backward passes there had been.
         operands: Where its arguments begin in memory, 0 for what is no tensor.
+        sure: Whether autograd was seen to record it, and not only to record something of its name.
     """
 
     index: int  # type: ignore[assignment]
     op: str
     round: int
     operands: tuple[int, ...]
+    sure: bool
 
 
 class _ThreadLinks:
     """The links of one thread by autograd's sequence number, which the node of the gradient has too."""
 
-    __slots__ = ("links", "places", "shared")
+    __slots__ = ("links", "places", "seen", "shared")
 
     def __init__(self) -> None:
+        # The newest number when a call was last looked at; the nodes up to it are not of a call that comes now.
+        self.seen = _sequence_nr() - 1
         self.links: dict[int, Link] = {}
         self.places: dict[int, Place] = {}
         # Several calls under one node, of a custom Function or inside of a fused operator: which, cannot be told.
@@ -242,6 +254,11 @@ class Links:
         self._in_backward = False
         self.wanted = False
 
+    def begin(self) -> None:
+        """Note that this thread begins to look: what autograd has recorded so far is of calls that were not seen."""
+        if self.wanted:
+            self._of_this_thread().seen = _sequence_nr() - 1
+
     def note(self, call: OpCall) -> None:
         """Remember a call whose gradient autograd may compute."""
         backward = call.phase == "backward"
@@ -259,13 +276,18 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        if not needed:
-            return
         mine = self._of_this_thread()
         links = mine.links
         number = _sequence_nr() - 1
+        fresh = number > mine.seen
+        mine.seen = number
+        # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
+        inside = not needed and _is_excluded(_ABOVE_PYTHON)
         if number in links:
-            mine.shared.add(number)
+            if needed or (inside and not links[number].sure):
+                mine.shared.add(number)
+            return
+        if not needed and not (inside and fresh):
             return
         if links and number < next(reversed(links)):
             mine.forget(list(links))  # of a thread that has ended, whose identity a new one has
@@ -277,7 +299,7 @@ class Links:
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, which the garbage collector does not have to visit.
-        links[number] = Link(call.index, call.op, self._round, tuple(operands))
+        links[number] = Link(call.index, call.op, self._round, tuple(operands), needed)
         if not backward:
             mine.places[number] = call._place = place(call.phase)
         elif (behind := self.find()) is not None:
@@ -323,7 +345,7 @@ _NODES = frozenset(name.partition("::")[2].replace("_", "") for name, row in MAT
 def _computes(node: Any, link: Link) -> bool:
     """Whether the node can be that of the link's operator: another thread's numbers may be the same."""
     name = node.name().lower().rstrip("0123456789").removesuffix("backward")
-    return name not in _NODES or name == link.op.partition("::")[2].replace("_", "")
+    return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 
 
 class Origin:

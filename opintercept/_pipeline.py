@@ -47,7 +47,8 @@ class BackwardHook(Protocol):
     """Runs when autograd has the gradients of a call at function level; may return others for its inputs.
 
     `call` has shapes and no values by then. `grad_inputs` has an entry for each tensor among the call's
-    arguments, None for one that needs no gradient, `grad_outputs` one for each output.
+    arguments, None for one that needs no gradient, `grad_outputs` one for each output. A tensor that is passed
+    twice has its whole gradient where it comes first, and None where it comes again.
     """
 
     def backward(
@@ -124,7 +125,9 @@ def asks_origin(hook: Any) -> bool:
     return False
 
 
-_FROM_THE_STACK = frozenset(("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "record", "source"))
+_FROM_THE_STACK = frozenset(
+    ("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "note", "record", "source")
+)
 
 
 def is_hook(value: Any) -> bool:
@@ -622,10 +625,10 @@ def copy_into(target: Any, source: Any) -> None:
                 copy_into(part, new)
     elif target is not source:
         # A view of `target` (its transpose, say) must be read whole before any of it is overwritten.
-        target.copy_(source.clone() if _share_memory(target, source) else source)
+        target.copy_(source.clone() if share_memory(target, source) else source)
 
 
-def _share_memory(one: Any, other: Any) -> bool:
+def share_memory(one: Any, other: Any) -> bool:
     # By address: autograd does not accumulate into a tensor whose storage Python has asked for (use_count).
     try:
         first, first_end = _extent(one)

@@ -1,90 +1,282 @@
-"""The pytest plugin: the fixture `op_calls`, the matmuls that a test ran.
+"""The pytest plugin: the fixture `op_calls`, its marker, and what a run prints about matmuls.
 
-Loaded with every pytest run of everybody who has the library installed, so it must not import torch
-outside of the fixture.
+Loaded with every pytest run of everybody who has the library installed, so this must import neither torch nor
+the rest of the library before a test asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+import sys
+from collections.abc import Callable, Container, Generator, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from opintercept._call import CallRecord
+    from opintercept._expect import OpCalls as OpCalls
+    from opintercept._expect import Options
+    from opintercept._intercept import Interceptor
+    from opintercept._snapshot import Snapshots
+
+_MOST_TESTS = 20  # that the summary lists without -v
 
 
-class OpCalls(Sequence["CallRecord"]):
-    """The records of the calls so far, in order; grows while the test runs."""
+def __getattr__(name: str) -> Any:
+    if name == "OpCalls":  # for annotations
+        from opintercept._expect import OpCalls
 
-    def __init__(self, records: list[CallRecord]) -> None:
-        self._records = records
+        return OpCalls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    @overload
-    def __getitem__(self, index: int) -> CallRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[CallRecord]: ...
-    def __getitem__(self, index: int | slice) -> CallRecord | list[CallRecord]:
-        return self._records[index]
 
-    def __len__(self) -> int:
-        return len(self._records)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("opintercept", "the matmuls of tests")
+    group.addoption("--opintercept", action="store_true", help="print calls, FLOP and time of the matmuls by test")
+    group.addoption("--opintercept-finite", action="store_true", help="fail every test where its first NaN comes from")
+    group.addoption("--opintercept-update", action="store_true", help="write the snapshots instead of comparing")
 
-    def expect(
-        self,
-        *,
-        op: str | None = None,
-        phase: str | None = None,
-        dtype: Any = None,
-        count: int | None = None,
-        max_count: int | None = None,
-    ) -> None:
-        """Fail the test unless the calls are as said.
 
-        Args:
-            op: Look at this operator's calls only, `"bmm"` or `"aten::bmm"`.
-            phase: Look at this pass only, `"forward"` or `"backward"`.
-            dtype: Every operand of these calls has it.
-            count: There are exactly so many of them.
-            max_count: There are at most so many.
-        """
-        __tracebackhide__ = True
-        chosen = [
-            record
-            for record in self._records
-            if (op is None or op in (record.op, record.op.rpartition("::")[2]))
-            and (phase is None or record.phase == phase)
-        ]
-        what = " ".join(word for word in (phase, op) if word) or "matmul"
-        if count is not None and len(chosen) != count:
-            self._fail(f"expected {count} {what} calls, got {len(chosen)}")
-        if max_count is not None and len(chosen) > max_count:
-            self._fail(f"expected at most {max_count} {what} calls, got {len(chosen)}")
-        if dtype is not None:
-            name = str(dtype).removeprefix("torch.")
-            wrong = [
-                record
-                for record in chosen
-                if any(operand is not None and operand.dtype != name for operand in (record.lhs, record.rhs))
-            ]
-            if wrong:
-                self._fail(
-                    f"expected {name} operands in {what} calls, got others in {len(wrong)} of {len(chosen)}, "
-                    f"first in {wrong[0]}"
-                )
-
-    def _fail(self, text: str) -> None:
-        __tracebackhide__ = True
-        ran = "\n".join(f"  {record.index} {record.phase} {record}" for record in self._records) or "  nothing"
-        pytest.fail(f"{text}; what ran:\n{ran}", pytrace=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        "opintercept(level, ops, engine, finite, hooks): watch the matmuls of the test's body in this way; of several "
+        "markers the closest one that names an argument decides",
+    )
 
 
 @pytest.fixture
-def op_calls() -> Iterator[OpCalls]:
-    """The matmuls that the test's body runs, forward and backward, as records."""
-    from opintercept import hooks, intercept
+def op_calls(request: pytest.FixtureRequest) -> OpCalls:
+    """The matmuls that the test's body runs, forward and backward, as a sequence of records."""
+    return _watch(request.node).record()
 
-    recorder = hooks.Recorder()
-    with intercept(recorder):
-        yield OpCalls(recorder.records)
+
+@pytest.fixture(scope="session")
+def op_calls_factory(pytestconfig: pytest.Config) -> Callable[..., AbstractContextManager[OpCalls]]:
+    """As `op_calls.block`, for fixtures of a wider scope: `with op_calls_factory(...) as calls:`."""
+    from opintercept._expect import OpCalls
+
+    return OpCalls([], snapshots=lambda: pytestconfig.stash[_RUNNING].snapshots()).block
+
+
+class _Watch:
+    """What watches one test: interceptors, which are active while its body runs, and whatever is left active."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self._item = item
+        self._interceptors: list[Interceptor] = []
+        self._body: ExitStack | None = None
+        self._snapshots: Snapshots | None = None
+        self._calls: OpCalls | None = None
+        self.leaks: list[str] = []
+
+    @property
+    def watching(self) -> bool:
+        """Whether anything is watched."""
+        return bool(self._interceptors)
+
+    def record(self) -> OpCalls:
+        """The calls of the body, from its beginning on, or from now on if it runs already."""
+        if self._calls is None:
+            from opintercept._expect import recording
+
+            try:
+                interceptor, self._calls = recording(self._options(), self.snapshots)
+            except (TypeError, ValueError) as error:
+                raise pytest.fail.Exception(f"marker opintercept: {error}", pytrace=False) from None
+            self._add(interceptor)
+        return self._calls
+
+    def follow_the_command_line(self) -> None:
+        """Count or check as the options of the run say."""
+        option = self._item.config.option
+        check = option.opintercept_finite and self._options().get("finite", True)
+        if not (option.opintercept or check):
+            return
+        from opintercept._expect import Totals, finite_hook
+        from opintercept._intercept import intercept
+
+        if option.opintercept:
+            totals = Totals(self._item.user_properties)
+            self._add(intercept(totals))
+        if check:
+            self._add(intercept(finite_hook()))
+
+    def _options(self) -> Options:
+        options: dict[str, Any] = {}
+        for marker in self._item.iter_markers("opintercept"):  # the closest first
+            if marker.args:
+                raise pytest.fail.Exception(
+                    f"marker opintercept: arguments must be named, got {marker.args!r}", pytrace=False
+                )
+            options = {**marker.kwargs, **options}
+        return options  # type: ignore[return-value]
+
+    def snapshots(self) -> Snapshots:
+        """The snapshots of the test."""
+        if self._snapshots is None:
+            from opintercept._snapshot import Snapshots
+
+            item = self._item
+            name = item.nodeid.partition("::")[2] or item.name
+            self._snapshots = Snapshots(item.path, name, item.config.option.opintercept_update)
+        return self._snapshots
+
+    def _add(self, interceptor: Interceptor) -> None:
+        self._interceptors.append(interceptor)
+        if self._body is not None:
+            self._body.enter_context(interceptor)
+
+    def enter(self, body: ExitStack) -> None:
+        """Begin to watch the body, which leaves everything with `body`."""
+        self._body = body
+        for interceptor in self._interceptors:
+            body.enter_context(interceptor)
+        unittest = sys.modules.get("unittest")
+        if self._calls is not None and unittest is not None:
+            case = getattr(self._item, "instance", None)
+            if isinstance(case, unittest.TestCase):  # which takes no fixtures
+                case.op_calls = self._calls
+
+    def end(self, before: Container[Any]) -> str | None:
+        """The body is over: leave what it has entered and not left, and say so."""
+        self._body = None
+        ours = {interceptor._watcher for interceptor in self._interceptors}
+        return _forced_out(b for b in _open_blocks() if b not in before and b.watcher not in ours)
+
+    def add_to(self, report: pytest.TestReport, failure: BaseException | None) -> None:
+        """Show what ran in the report of a failing test."""
+        if report.failed and report.when != "setup" and self._calls is not None:
+            text = self._calls.report(failure)
+            if text is not None:
+                report.sections.append(("matmuls", text))
+
+
+def _watch(item: pytest.Item) -> _Watch:
+    watch = item.stash.get(_WATCH, None)
+    if watch is None:
+        watch = item.stash[_WATCH] = _Watch(item)
+    return watch
+
+
+_WATCH = pytest.StashKey[_Watch]()
+_RUNNING = pytest.StashKey[_Watch]()
+_HELD = pytest.StashKey[dict[Any, list[Any]]]()  # blocks that fixtures have entered
+
+
+def _open_blocks() -> tuple[Any, ...]:
+    library = sys.modules.get("opintercept._intercept")
+    return () if library is None else library.open_blocks()
+
+
+def _forced_out(blocks: Iterable[Any]) -> str | None:
+    forgotten = list(blocks)
+    if not forgotten:
+        return None
+    from opintercept._intercept import force_out
+
+    return (
+        f"every block must be left, got {', '.join(force_out(forgotten))} still active; use a with statement (the "
+        "plugin has left it now)"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Prepare what the test's marker and the run's options ask for."""
+    watch = item.stash[_WATCH] = item.config.stash[_RUNNING] = _Watch(item)  # a test may run again
+    if item.get_closest_marker("opintercept") is not None:
+        watch.record()
+    if item.config.option.opintercept or item.config.option.opintercept_finite:
+        watch.follow_the_command_line()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Watch the body."""
+    watch, before = _watch(item), _open_blocks()
+    with ExitStack() as body:
+        watch.enter(body)
+        try:
+            result = yield
+        except BaseException as failure:
+            if leaked := watch.end(before):
+                failure.add_note(leaked)
+            raise
+        if leaked := watch.end(before):
+            pytest.fail(leaked, pytrace=False)
+        return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, Any, Any]:
+    """Note which blocks a fixture enters, so that its teardown can be checked."""
+    before = _open_blocks()
+    try:
+        return (yield)
+    finally:
+        if entered := [block for block in _open_blocks() if block not in before]:
+            held = request.config.stash.setdefault(_HELD, {})
+            others = {id(block) for blocks in held.values() for block in blocks}
+            held[fixturedef] = [block for block in entered if id(block) not in others]
+
+
+def pytest_fixture_post_finalizer(fixturedef: Any, request: Any) -> None:
+    """Leave what a fixture has entered and its teardown has not left."""
+    entered = request.config.stash.get(_HELD, {}).pop(fixturedef, ())
+    if entered and (leaked := _forced_out(block for block in _open_blocks() if block in entered)):
+        request.config.stash[_RUNNING].leaks.append(f"fixture {fixturedef.argname}: {leaked}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fail where a fixture has left a block behind."""
+    result = yield
+    if leaks := _watch(item).leaks:
+        pytest.fail("\n".join(leaks), pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what ran in the report of a failing test."""
+    watch = _watch(item)
+    hidden: list[Any] = []
+    if call.excinfo is not None and watch.watching:
+        # Pytest leaves frames out that have this name among their globals: the traceback ends at the test's line.
+        hidden = [vars(module) for name, module in sys.modules.items() if name.startswith("opintercept.")]
+        for namespace in hidden:
+            namespace["__tracebackhide__"] = True
+    try:
+        report = yield
+    finally:
+        for namespace in hidden:
+            del namespace["__tracebackhide__"]
+    watch.add_to(report, None if call.excinfo is None else call.excinfo.value)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what the matmuls of the run came to, the tests that took longest in them first."""
+    if not config.option.opintercept:
+        return
+    rows = []
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        found = dict(report.user_properties) if getattr(report, "when", None) == "call" else {}
+        if found.get("matmul_calls"):
+            rows.append((found["matmul_seconds"], found["matmul_calls"], found["matmul_flops"], report))
+    rows.sort(key=lambda row: row[0], reverse=True)
+    terminalreporter.section("matmuls")
+    terminalreporter.write_line(f"{'calls':>8}{'FLOP':>20}{'ms':>10}{'of test':>9}  test")
+    for seconds, calls, flops, report in rows if config.option.verbose > 0 else rows[:_MOST_TESTS]:
+        share = seconds / report.duration if report.duration else 0.0
+        terminalreporter.write_line(f"{calls:8,}{flops:20,}{seconds * 1e3:10.2f}{share:9.1%}  {report.nodeid}")
+    hidden = 0 if config.option.verbose > 0 else len(rows) - _MOST_TESTS
+    if hidden > 0:
+        terminalreporter.write_line(f"... {hidden} more tests, shown with -v")
+    seconds, calls, flops = (sum(row[i] for row in rows) for i in range(3))
+    terminalreporter.write_line(f"{calls:8,}{flops:20,}{seconds * 1e3:10.2f}           {len(rows)} tests with matmuls")

@@ -259,6 +259,7 @@ def test_bytes_are_those_of_operands_and_output(function: Callable[[], Any], siz
     assert record.bytes == size
 
 
+@pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="_foreach_mm came with torch 2.13")
 def test_bytes_of_lists_count_every_tensor() -> None:
     lists = [torch.ones(2, 3), torch.ones(5, 6)], [torch.ones(3, 4), torch.ones(6, 7)]
     call = call_of(torch.ops.aten._foreach_mm.default, *lists)

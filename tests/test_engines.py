@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
-from opintercept._engines import function_mode, kernels
+from opintercept._engines import function_mode, kernels, scope
 
 A = torch.randn(4, 4)
 
@@ -327,13 +328,14 @@ def test_backward_calls_are_told_from_forward_ones(engine: dict[str, Any]) -> No
     assert phases == ["forward", "backward", "backward"]
 
 
-def test_a_gradient_is_still_stolen_and_not_copied() -> None:
-    layer = torch.nn.Linear(64, 64)
+@pytest.mark.parametrize("what", ["the product", "a view of it"])
+def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
     x = torch.randn(8, 64)
 
     def operators(watch: bool) -> list[str]:
-        layer.zero_grad()
-        loss = layer(x).sum()
+        weight.grad = None
+        loss = (x @ weight if what == "the product" else F.linear(x, weight)).sum()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             if watch:
                 with intercept(hooks.Recorder()):
@@ -343,3 +345,13 @@ def test_a_gradient_is_still_stolen_and_not_copied() -> None:
         return sorted(event.name for event in profiler.events())
 
     assert operators(watch=True) == operators(watch=False)
+
+
+def test_the_scope_of_a_thread_is_kept_alive_and_let_go() -> None:
+    held = scope.Scope()
+    before = sys.getrefcount(held)
+    for _ in range(2):
+        scope.put(held)
+        assert sys.getrefcount(held) == before + 1
+    scope.put(scope.state.idle)
+    assert sys.getrefcount(held) == before

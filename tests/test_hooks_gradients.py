@@ -85,6 +85,22 @@ def test_an_entry_is_none_for_what_needs_no_gradient() -> None:
     ]
 
 
+def test_a_tensor_passed_twice_stays_one_tensor() -> None:
+    seen, x = Seen(), leaf(2, 2)
+    with intercept(seen, level="function"):
+        (x @ x).sum().backward()
+    ((first, second),) = seen.inputs
+    assert torch.equal(first, x.grad)  # type: ignore[arg-type]
+    assert second is None
+
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    y = leaf(1, 3, 4)
+    (bare,) = torch.autograd.grad(attention(y, y, y)[0].sum(), y)
+    with intercept(seen, level="function"):
+        (watched,) = torch.autograd.grad(attention(y, y, y)[0].sum(), y)  # asks whether query is key
+    assert torch.equal(bare, watched)
+
+
 def test_gradients_may_be_replaced_as_those_of_a_module() -> None:
     class Halve:
         def backward(self, call: OpCall, grad_inputs: tuple[Any, ...], grad_outputs: Any) -> tuple[Any, ...]:

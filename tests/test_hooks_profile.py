@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from opintercept import hooks, intercept
+from opintercept.pytest_plugin import OpCalls
 
 
 class Net(nn.Module):
@@ -58,6 +59,17 @@ def test_rows_tell_module_operator_shape_dtype_and_pass() -> None:
 def test_bytes_are_those_of_operands_and_output() -> None:
     row = next(r for r in profiled().rows() if (r.module, r.phase) == ("head", "forward"))
     assert row.bytes == 4 * (2 * 8 + 8 * 4 + 4 + 2 * 4)
+
+
+def test_totals_are_those_of_the_calls(op_calls: OpCalls) -> None:
+    profile = profiled(steps=2)
+    modules, phases = profile.by_module(), profile.by_phase()
+    assert (modules[""].calls, modules[""].flops) == (op_calls.count, op_calls.flops)
+    for name in ("body", "body.0", "body.2", "head"):
+        inside = op_calls.filter(module=f"{name}*")
+        assert (modules[name].calls, modules[name].flops) == (inside.count, inside.flops)
+    for phase, total in phases.items():
+        op_calls.expect(phase=phase, count=total.calls, max_flops=total.flops)
 
 
 def test_totals_of_a_module_include_what_is_in_it() -> None:

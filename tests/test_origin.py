@@ -14,9 +14,12 @@ import pytest
 import torch
 from test_models import MODELS, _inputs
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import CallRecord, OpCall, OpInterceptError, hooks, intercept
+from opintercept.pytest_plugin import OpCalls
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 
@@ -60,9 +63,16 @@ def test_module_is_the_innermost_one_by_its_qualified_name(engine: dict[str, Any
     assert [r.module for r in records] == FORWARD
 
 
-def test_module_outside_of_all_is_the_empty_name() -> None:
-    (call,) = record(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)))
-    assert call.module == ""
+def test_module_outside_of_all_is_the_empty_name(op_calls: OpCalls) -> None:
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert op_calls.modules == [""]
+
+
+def test_both_engines_see_the_same_modules_operators_and_shapes_in_the_same_order(op_calls: OpCalls) -> None:
+    for engine in ("kernel", "mode"):
+        with op_calls.block(engine=engine) as calls:
+            Model()(torch.randn(5, 4)).sum().backward()
+        calls.match_snapshot("step")
 
 
 def test_source_is_the_line_of_the_program_and_not_of_torch() -> None:
@@ -147,10 +157,37 @@ def test_wrappers_do_not_show_in_names() -> None:
     compiled = torch.compile(model.blocks[0], backend="eager")
     outer = nn.Sequential(nn.DataParallel(model), nn.Sequential(compiled))
     names = {name for _, name in _pairs(outer)}
-    assert "1.0.up" in names
-    assert not any("_orig_mod" in name for name in names)
-    records = record(lambda: nn.DataParallel(model)(torch.randn(5, 4)))
+    assert {"0", "0.blocks.1.down", "1.0.up"} <= names
+    assert not any("_orig_mod" in name or "module" in name for name in names)
+
+
+class MyParallel(nn.DataParallel):
+    pass
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "parallel": nn.DataParallel,
+    "a subclass of it": MyParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel and compiled": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+    "compiled and parallel": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_model_has_the_names_of_the_model(wrap: Callable[[nn.Module], Any]) -> None:
+    model = Model()
+    torch._dynamo.reset()
+    wrapped = wrap(model)
+    # Compiled code has no frames of the inner modules; eager shows what the names would be.
+    with torch.compiler.set_stance("force_eager"):
+        records = record(lambda: wrapped(torch.randn(5, 4)))
     assert [r.module for r in records] == FORWARD
+
+
+def test_a_module_of_ones_own_named_module_keeps_its_name() -> None:
+    model = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2)})})
+    assert {name for _, name in _pairs(nn.DataParallel(model))} == {"", "module", "module.module"}
 
 
 def _pairs(root: nn.Module) -> list[tuple[int, str]]:
@@ -300,15 +337,12 @@ def test_a_shared_weight_links_each_gradient_to_its_own_call() -> None:
     ] or {(r.forward, r.grad_of) for r in records[2:]} == {(1, "lhs"), (1, "rhs"), (0, "rhs")}
 
 
-def test_retain_graph_and_autograd_grad_link_again() -> None:
+def test_retain_graph_and_autograd_grad_link_again(op_calls: OpCalls) -> None:
     w = torch.randn(4, 4, requires_grad=True)
-
-    def program() -> None:
-        loss = torch.mm(torch.ones(3, 4), w).sum()
-        loss.backward(retain_graph=True)
-        torch.autograd.grad(loss, w)
-
-    assert [(r.phase, r.forward) for r in record(program)] == [("forward", None), ("backward", 0), ("backward", 0)]
+    loss = torch.mm(torch.ones(3, 4), w).sum()
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, w)
+    assert [(call.phase, call.forward) for call in op_calls] == [("forward", None), ("backward", 0), ("backward", 0)]
 
 
 def test_a_second_derivative_links_to_the_call_of_the_first() -> None:
@@ -360,6 +394,68 @@ def test_a_call_without_gradients_leaves_no_link_to_mistake() -> None:
     assert [r.forward for r in record(program)][2:] == [0, 0]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_products_inside_of_a_wrapper_are_linked_by_its_nodes(engine: dict[str, Any]) -> None:
+    # As a DTensor's: autograd knows the wrapper, and what needs no gradient inside is what is seen.
+    weight, x = Inside(torch.randn(4, 4)).requires_grad_(), Inside(torch.randn(3, 4))
+    records = record(lambda: ((x @ weight).relu() @ weight).sum().backward(), **engine)
+    assert [(r.phase, r.module, r.forward, r.grad_of) for r in records] == [
+        ("forward", "", None, None),
+        ("forward", "", None, None),
+        ("backward", "", 1, "rhs"),
+        ("backward", "", 1, "lhs"),
+        ("backward", "", 0, "rhs"),
+    ]
+
+
+class Inside(Tensor):
+    """A wrapper of one tensor."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Inside:
+        made: Inside = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_products_inside_of_one_operator_are_not_told_apart(engine: dict[str, Any]) -> None:
+    weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
+    x = torch.randn(3, 4)
+    records = record(lambda: (TwoTensor(x, x + 1) @ weight).sum().backward(), **engine)
+    assert [(r.phase, r.module, r.forward) for r in records[2:]] == [("backward", "", None)] * 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("unseen", ["before the block", "in a pause"])
+def test_a_product_without_gradient_takes_no_link_of_one_that_was_not_seen(engine: dict[str, Any], unseen: str) -> None:
+    a, b, w = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    pair = Inside(a), Inside(b)
+    recorder = hooks.Recorder()
+    interceptor = intercept(recorder, **engine)
+    loss = a @ w
+    with interceptor:
+        if unseen == "in a pause":
+            pair[0] @ pair[1]
+            with interceptor.paused():
+                loss = a @ w
+        pair[0] @ pair[1]  # no node of autograd's has come in between
+        a @ b
+        loss.backward(torch.ones(3, 4))
+    backward = recorder.records[-1]
+    assert (backward.phase, backward.module, backward.forward) == ("backward", None, None)
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoint_recomputes_in_a_pass_of_its_own(engine: dict[str, Any], reentrant: bool) -> None:
@@ -377,15 +473,11 @@ def test_a_checkpoint_recomputes_in_a_pass_of_its_own(engine: dict[str, Any], re
     assert set(by_phase["backward"]) == set(FORWARD)
 
 
-def test_gradient_accumulation_links_each_pass_to_its_own() -> None:
+def test_gradient_accumulation_links_each_pass_to_its_own(op_calls: OpCalls) -> None:
     layer = nn.Linear(4, 4)
-
-    def program() -> None:
-        for _ in range(3):
-            layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
-
-    records = record(program)
-    assert [r.forward for r in records if r.phase == "backward"] == [0, 0, 3, 3, 6, 6]
+    for _ in range(3):
+        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert [call.forward for call in op_calls.filter(phase="backward")] == [0, 0, 3, 3, 6, 6]
 
 
 def test_threads_that_train_at_once_do_not_mix_their_links() -> None:

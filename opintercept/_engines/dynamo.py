@@ -6,9 +6,11 @@ Invariant: neither costs anything on the way of an unwatched operator, nor impor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Private. Where it is missing, `torch._disable_dynamo` does the same for 0.5 us a call and an import of
 # torch._dynamo (a second) at the first one.
@@ -16,13 +18,15 @@ _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", Non
 CAN_MARK = all(hasattr(_eval_frame, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction"))
 
 
-def keep_out(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` so that Dynamo compiles neither it nor what it calls."""
+def keep_out(function: F) -> F:
+    """Return `function` so that Dynamo neither compiles it nor what it calls, and breaks a graph that calls it."""
     if not CAN_MARK:
-        skipped: Callable[..., Any] = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
+        skipped: F = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined, assignment]
         return skipped
     skip = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    # As torch.compiler.disable does; without it Dynamo would trace the function into that of a caller.
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it intercepts what runs")
     return function
 
 

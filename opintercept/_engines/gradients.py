@@ -14,7 +14,7 @@ from torch.utils.hooks import BackwardHook
 from opintercept._call import OpCall, tensors_of
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import KEY
+from opintercept._engines.scope import KEY, take
 from opintercept._pipeline import Handle, Pipeline, check_gradients
 
 
@@ -32,7 +32,11 @@ class Tap:
     def __init__(self, pipeline: Pipeline, call: OpCall, handles: Sequence[Handle]) -> None:
         self._needed: list[bool] = []
         if torch.is_grad_enabled() and not call.written:
-            self._needed = [t.requires_grad for t in tensors_of(call.args, call.kwargs)]
+            # A tensor that is passed twice stays one tensor: attention asks whether `query is key`.
+            seen: set[int] = set()
+            for tensor in tensors_of(call.args, call.kwargs):
+                self._needed.append(tensor.requires_grad and id(tensor) not in seen)
+                seen.add(id(tensor))
         if any(self._needed):
             spent = call.without_values(_without_values)
             self._hook = BackwardHook(spent, [_hidden(pipeline, handle, self._needed) for handle in handles], [])
@@ -42,15 +46,13 @@ class Tap:
         if not any(self._needed):
             return args, kwargs
         # Torch's hook would hand out zeros for those that need no gradient.
-        tensors = tensors_of(args, kwargs)
-        passed = iter(self._hook.setup_input_hook(tuple(t for t in tensors if t.requires_grad)))
+        needed = [t for t, need in zip(tensors_of(args, kwargs), self._needed, strict=True) if need]
+        passed = dict(zip(map(id, needed), self._hook.setup_input_hook(tuple(needed)), strict=True))
 
         def put(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return next(passed) if value.requires_grad else value
             if isinstance(value, (list, tuple)):
                 return type(value)([put(item) for item in value])
-            return value
+            return passed.get(id(value), value)
 
         return tuple(put(value) for value in args), {name: put(value) for name, value in kwargs.items()}
 
@@ -71,8 +73,12 @@ def _hidden(pipeline: Pipeline, handle: Handle, needed: list[bool]) -> Callable[
         given = iter(grad_inputs)
         grad_inputs = tuple(next(given) if need else None for need in needed)
         scope = _scope.current()
-        _scope.stash(KEY, scope.while_hooks_run())
+        hidden = scope.while_hooks_run()
+        if take is not None:
+            take(hidden)
+            take(scope)
         try:
+            _scope.stash(KEY, hidden)  # in here: a signal's exception may come up right after it
             replacement = handle.backward(call, grad_inputs, grad_outputs)
             if replacement is None:
                 return None

@@ -22,7 +22,20 @@ from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import KEY, UNKNOWN, Block, Scope, Watch, Watcher, require, require_scope, state
+from opintercept._engines.scope import (
+    KEY,
+    UNKNOWN,
+    Block,
+    Scope,
+    Watch,
+    Watcher,
+    native_threads,
+    put,
+    require,
+    require_scope,
+    state,
+    take,
+)
 from opintercept._errors import OpInterceptError
 from opintercept._ops import MATMUL
 from opintercept._pipeline import run
@@ -134,7 +147,7 @@ def hold(overloads: dict[str, torch._ops.OpOverload]) -> None:
                 f"{', '.join(taken)}; {_INSTEAD}"
             )
         if not _users:
-            _threads_at_entry = _native_threads()
+            _threads_at_entry = native_threads()
         for name, overload in missing.items():
             _install(name, overload)
         _users += 1
@@ -157,13 +170,13 @@ def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload]) -> None
     with _lock:
         if watcher.everywhere:
             state.watch_everywhere((*state.everywhere.blocks, block))
-    _stash(KEY, scope.with_blocks((*scope.blocks, block)))
+    put(scope.with_blocks((*scope.blocks, block)))
 
 
 def leave(scope: Scope, position: int) -> None:
     """Leave the block at `position`, and take the kernels out if it was the last and all is quiet."""
     block = scope.blocks[position]
-    _stash(KEY, scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
+    put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
     if position < scope.live:
         return  # entered by a parent process, which counts for itself
     if block.watcher.everywhere:
@@ -195,17 +208,19 @@ def _quiet() -> bool:
     """Whether no kernel of ours can be running, nor start before it is gone.
 
     Any other Python thread might run an operator, and so might torch's pool for `torch.jit.fork`, which has no
-    Python frames. tqdm's monitor, which outlives every progress bar, never does.
+    Python frames. tqdm's monitor, which outlives every progress bar, never does, nor does execnet's reader of
+    messages, which lives as long as a worker of pytest-xdist.
     """
     names = {thread.ident: type(thread).__module__ for thread in threading.enumerate()}
     here = threading.get_ident()
     frame: FrameType | None = None
     try:
         for thread, frame in sys._current_frames().items():  # noqa: B007 - walked below
-            if thread != here and names.get(thread) != "tqdm._monitor":
-                return False
+            harmless = thread == here or names.get(thread) == "tqdm._monitor"
             while frame is not None:
                 if frame.f_code is _kernel_code:
+                    return False
+                if not harmless and frame.f_globals.get("__name__") != "execnet.gateway_base":
                     return False
                 frame = frame.f_back
     finally:
@@ -213,17 +228,9 @@ def _quiet() -> bool:
     return not _has_forked_tasks()
 
 
-def _native_threads() -> frozenset[str]:
-    """The operating system's threads of the process; only Linux tells."""
-    try:
-        return frozenset(os.listdir("/proc/self/task"))
-    except OSError:
-        return frozenset()
-
-
 def _has_forked_tasks() -> bool:
     """Whether torch's pool for `torch.jit.fork` is there; where this cannot be told, that is the caller's risk."""
-    threads = _native_threads()
+    threads = native_threads()
     if threads - _threads_at_entry:
         time.sleep(0.005)  # a thread of the pool names itself, as its first act
     for thread in threads:
@@ -291,13 +298,16 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         scope = get_scope(KEY) if has_scope(KEY) else state.idle
         if scope.everywhere is not state.everywhere:
             scope = scope.refreshed()
-            stash(KEY, scope)
+            put(scope)
         watch = scope.kernels.get(name, UNKNOWN)
         if watch is UNKNOWN:
             watch = scope.watch("kernel", name)
         if watch is None:
             return redispatch(below, *args, **kwargs)
         hidden = watch.hidden
+        if take is not None:
+            take(hidden)
+            take(scope)
         phase: Phase = "forward" if graph_task() == -1 else backward_phase()
         try:
             stash(KEY, hidden)  # in here: a signal's exception may come up right after it
@@ -315,6 +325,9 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
 
 def _step_inside(head: tuple[Watch, Callable[..., Any], Any], /, *args: Any, **kwargs: Any) -> Any:
     watch, redispatch, below = head
+    if take is not None:
+        take(watch.inner)
+        take(watch.hidden)
     try:
         _stash(KEY, watch.inner)
         return redispatch(below, *args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
-from opintercept._engines.scope import KEY, Block, Engine, Scope, Watch, Watcher
+from opintercept._engines.scope import KEY, Block, Engine, Scope, Watch, Watcher, take
 from opintercept._errors import OpInterceptError
 from opintercept._pipeline import run
 
@@ -27,6 +27,9 @@ class Everything:
 def run_hooked(scope: Scope, watch: Watch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a watched call of a mode: hidden while hooks run, and in the inner scope while `func` does."""
     phase: Phase = "forward" if _origin.graph_task() == -1 else _origin.backward_phase()
+    if take is not None:
+        take(watch.hidden)
+        take(scope)
     try:
         _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
         return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)
@@ -36,6 +39,9 @@ def run_hooked(scope: Scope, watch: Watch, func: Any, args: tuple[Any, ...], kwa
 
 def _step_inside(head: tuple[Watch, Any], /, *args: Any, **kwargs: Any) -> Any:
     watch, func = head
+    if take is not None:
+        take(watch.inner)
+        take(watch.hidden)
     try:
         _scope.stash(KEY, watch.inner)
         return func(*args, **kwargs)
@@ -77,7 +83,7 @@ class ModeEngine:
         mode.keys = self._keys(entered, mode)
         if fresh:
             mode.__enter__()
-        _scope.stash(KEY, entered)
+        _scope.put(entered)
 
     def leave(self, scope: Scope, position: int) -> None:
         """Leave the block at `position`.
@@ -87,7 +93,7 @@ class ModeEngine:
         """
         mode = scope.blocks[position].mode
         left = scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :])
-        _scope.stash(KEY, left)
+        _scope.put(left)
         mode.keys = self._keys(left, mode)
         if not any(block.mode is mode for block in left.blocks):
             self._take_out(mode)

@@ -6,9 +6,13 @@ threads may share it. It lives in torch's own thread-local state, which autograd
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import itertools
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -252,12 +256,64 @@ class Scope:
 state.watch_everywhere(())
 
 
+def _what_takes() -> Callable[[Any], Any] | None:
+    if None in (_has, _get, stash):
+        return None
+    held = state.idle
+    before = sys.getrefcount(held)
+    stash(KEY, held)
+    if sys.getrefcount(held) > before:
+        return None
+    function = ctypes.pythonapi.Py_IncRef
+    function.argtypes, function.restype = [ctypes.py_object], None
+    function(held)
+    return function
+
+
+# What a scope must be handed to before each time that it is stashed, or None: torch 2.11 lets go of a reference
+# that it never took. Apart from `stash`, since what restores a scope must be one call that no signal can split.
+take: Callable[[Any], Any] | None = _what_takes()
+
+
+_holders: set[str] = set()  # native threads that have had a scope
+
+
+def put(scope: Scope) -> None:
+    """Make `scope` that of the running thread."""
+    _holders.add(str(threading.get_native_id()))
+    if len(_holders) > 1000:
+        _holders.intersection_update(native_threads())
+    if take is not None:
+        take(scope)
+    stash(KEY, scope)
+
+
+def native_threads() -> frozenset[str]:
+    """The operating system's threads of the process; only Linux tells."""
+    try:
+        return frozenset(os.listdir("/proc/self/task"))
+    except OSError:
+        return frozenset()
+
+
+def _let_threads_end() -> None:
+    # A thread gives its scope back, which takes the GIL, after Python has joined it. One that asks for the GIL of
+    # an interpreter that is going down aborts the process.
+    alive = {str(thread.native_id) for thread in threading.enumerate()}
+    end = time.monotonic() + 0.1  # threads of torch's own stay
+    while (_holders - alive) & native_threads() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+atexit.register(_let_threads_end)
+
+
 def current() -> Scope:
     """The scope of the running thread."""
     scope: Scope = _get(KEY) if _has is not None and _has(KEY) else state.idle
     if scope.everywhere is not state.everywhere:
         scope = scope.refreshed()
-        stash(KEY, scope)
+        put(scope)
     return scope
 
 
@@ -268,6 +324,7 @@ def owner() -> int | None:
 
 def _forget_parent() -> None:
     state.watch_everywhere(())
+    _holders.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

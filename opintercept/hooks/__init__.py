@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from opintercept.hooks.attention import AttentionCall as AttentionCall
+from opintercept.hooks.attention import AttentionWeights as AttentionWeights
+from opintercept.hooks.capture import Capture as Capture
+from opintercept.hooks.capture import Captured as Captured
+from opintercept.hooks.edits import BitFlip as BitFlip
+from opintercept.hooks.edits import FakeQuantize as FakeQuantize
+from opintercept.hooks.edits import Flip as Flip
+from opintercept.hooks.edits import Noise as Noise
 from opintercept.hooks.gradients import Gradient as Gradient
 from opintercept.hooks.gradients import Gradients as Gradients
 from opintercept.hooks.log import Log as Log
@@ -11,21 +19,33 @@ from opintercept.hooks.print import Print as Print
 from opintercept.hooks.profile import Profile as Profile
 from opintercept.hooks.profile import ProfileRow as ProfileRow
 from opintercept.hooks.recorder import Recorder as Recorder
+from opintercept.hooks.reference import Reference as Reference
+from opintercept.hooks.reference import ReferenceRow as ReferenceRow
 from opintercept.hooks.scalars import Scalars as Scalars
 from opintercept.hooks.stats import Stats as Stats
 from opintercept.hooks.stats import StatsRow as StatsRow
 from opintercept.hooks.when import when as when
 
 __all__ = [
+    "AttentionCall",
+    "AttentionWeights",
+    "BitFlip",
+    "Capture",
+    "Captured",
+    "FakeQuantize",
     "Finding",
+    "Flip",
     "Gradient",
     "Gradients",
     "Log",
+    "Noise",
     "NonFinite",
     "Print",
     "Profile",
     "ProfileRow",
     "Recorder",
+    "Reference",
+    "ReferenceRow",
     "Scalars",
     "Stats",
     "StatsRow",

@@ -39,6 +39,9 @@ def stored_values(tensor: Any) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return None
     try:
+        if tensor.layout is torch.strided and tensor.is_floating_point() and not (tensor.is_nested or tensor.is_neg()):
+            tensor.data_ptr()  # raises for a tensor that stands for others
+            return tensor.detach() if tensor.requires_grad else tensor
         tensor = tensor.detach()
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -47,7 +50,7 @@ def stored_values(tensor: Any) -> torch.Tensor | None:
         elif not is_strided(tensor):
             tensor = tensor.to_dense() if not tensor.is_nested else torch.cat([t.flatten() for t in tensor.unbind()])
         values: torch.Tensor = tensor.abs() if tensor.is_complex() else tensor
-        values.data_ptr()  # raises for a tensor that stands for others
+        values.data_ptr()
         return values
     except (RuntimeError, NotImplementedError, TypeError):
         return None
@@ -75,6 +78,24 @@ def summarize(tensor: Any) -> Summary | None:
         low, high = torch.aminmax(finite)
         return Summary(low.item(), high.item(), finite.mean().item(), finite.std(correction=0).item(), nonfinite)
     except RuntimeError:  # vmap: one value for a whole batch cannot be read
+        return None
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+
+
+def all_finite(tensor: Any) -> torch.Tensor | None:
+    """Whether every value is finite: a tensor that has not been waited for, or None where no value can be read."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return None
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # it would become a part of the graph
+    try:
+        if tensor.dtype in _FLOATS and is_strided(tensor):
+            return torch.isfinite(tensor.detach()).all()
+        values = stored_values(tensor)  # of float8 and the like, which lack the operator, as float64
+        return None if values is None else torch.isfinite(values.to(torch.float64)).all()
+    except (RuntimeError, TypeError):
         return None
 
 

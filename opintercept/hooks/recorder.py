@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from opintercept._call import CallRecord, OpCall
+from collections import deque
+
+from opintercept._call import CallRecord, Note, OpCall
 
 
 class Recorder:
@@ -16,14 +18,21 @@ class Recorder:
         ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
         >>> [(record.op, record.flops) for record in recorder.records]
         [('aten::mm', 48)]
-
-    Attributes:
-        records: The records; a list to read, sort and clear as any other.
     """
 
+    asks_origin = True
+
     def __init__(self) -> None:
-        self.records: list[CallRecord] = []
+        self._records: list[CallRecord] = []
+        self._notes: deque[Note] = deque()
 
     def post(self, call: OpCall) -> None:
-        """Keep the call's record."""
-        self.records.append(call.record())
+        """Keep what the call's record needs."""
+        self._notes.append(call.note())
+
+    @property
+    def records(self) -> list[CallRecord]:
+        """The records so far; a list to read, sort and clear as any other."""
+        while self._notes:
+            self._records.append(self._notes.popleft().record())
+        return self._records

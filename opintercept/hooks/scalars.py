@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError
 from opintercept.hooks.stats import Stats, StatsRow
@@ -16,6 +18,7 @@ _VALUES = tuple(name for name in StatsRow.__slots__ if name not in ("module", "o
 class Scalars:
     """Writes statistics of each step under `module/op/operand/phase/value`, `encoder.0/mm/output/forward/std`.
 
+    The module is `-` outside of all and `unknown` where it cannot be told: MLflow takes no `?` in a name.
     A step ends when the interceptor's `step()` has been called and the next call comes, and when the block is left.
     What is behind `writer` is told by what it can do: `add_scalar(tag, value, step)` as of TensorBoard's
     `SummaryWriter`, `log(dict, step=)` as of a run of W&B, `log_metrics(dict, step=)` as of `mlflow`.
@@ -24,10 +27,11 @@ class Scalars:
         writer: Where to; stays open.
         of: As of `Stats`, which does the work.
         values: Any of the numbers of a `StatsRow`.
+        for_dtype: As of `Stats`; the values `"underflow"` and `"overflow"` need it.
         every: Write once in so many steps, for all that came in them.
 
     Raises:
-        TypeError: The writer can do none of that.
+        TypeError: The writer can do none of that, or `for_dtype` is none.
         ValueError: An unknown operand or value, or `every` below 1.
         OpInterceptError: On writing, if the writer has been closed.
 
@@ -53,6 +57,7 @@ class Scalars:
         of: str | Iterable[str] = ("output",),
         values: Iterable[str] = ("mean", "std", "absmax"),
         *,
+        for_dtype: torch.dtype | None = None,
         every: int = 1,
     ) -> None:
         if not isinstance(every, int) or every < 1:
@@ -60,10 +65,12 @@ class Scalars:
         self._values = tuple(values)
         if isinstance(values, str) or not self._values or any(value not in _VALUES for value in self._values):
             raise ValueError(f"values must be some of {', '.join(_VALUES)}, got {values!r}")
+        if for_dtype is None and not {"underflow", "overflow"}.isdisjoint(self._values):
+            raise ValueError(f"underflow and overflow need for_dtype, got values={self._values!r} without it")
         self._writer = writer
         self._write = _method(writer)
         self._every = every
-        self._stats = Stats(of)
+        self._stats = Stats(of, for_dtype=for_dtype)
         self._first: int | None = None  # step of what has not been written
         self._last = 0
         self._lock = threading.Lock()
@@ -101,7 +108,8 @@ class Scalars:
             raise OpInterceptError(f"the writer of Scalars must be open, got {self._writer!r} closed; close it later")
         found = {}
         for row in self._stats.step():
-            head = f"{'?' if row.module is None else row.module or '-'}/{row.op.removeprefix('aten::')}"
+            module = "unknown" if row.module is None else row.module or "-"
+            head = f"{module}/{row.op.removeprefix('aten::')}"
             for value in self._values:
                 number = getattr(row, value)
                 if number is not None:

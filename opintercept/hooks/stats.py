@@ -72,10 +72,17 @@ class _Key(NamedTuple):
     phase: str
 
 
-# What a cell adds up, in this order; the range is kept beside it as (-min, max), which both grow.
-_COUNT, _NAN, _INF, _NONZERO, _TOTAL, _SQUARES, _UNDERFLOW, _OVERFLOW = range(8)
-# A reduction reads so many values at a time, so that their float64 form stays in the cache.
-_CHUNK = 1 << 18
+# What a cell adds up, in this order; the range is kept beside it as (-min, max), which both grow. The spread is
+# the sum of squared distances from the mean: sums of squares lose it next to a large mean.
+_COUNT, _FINITE, _NAN, _NONZERO, _UNDERFLOW, _OVERFLOW, _TOTAL, _SPREAD = range(8)
+# A reduction reads so many values at a time, so that their float64 form stays in a CPU's cache, or takes little
+# of a device's memory; one in float32, so many in a row.
+_CHUNK, _PIECE, _ROW = 1 << 19, 1 << 23, 1 << 10
+# Small tensors wait for others of their size, since a reduction of few values is nothing but overhead; all
+# together for no more than so many values.
+_SMALL, _BATCH, _WAITING = 1 << 13, 64, 1 << 20
+# Devices whose values are read at once; the sums of others stay there.
+_ON_HOST = ("cpu",)
 # Powers of two that a histogram tells apart: those of bfloat16 and float32, the ends for all beyond.
 _LOWEST, _HIGHEST = -149, 127
 
@@ -93,10 +100,21 @@ class _Cell:
         self.histogram: torch.Tensor | None = None
         self.channels: torch.Tensor | None = None
 
-    def add(self, sums: Iterable[float], low: float, high: float) -> None:
-        for place, value in enumerate(sums):
-            self.sums[place] += value
+    def add(self, sums: list[float], low: float, high: float) -> None:
+        between = _between(self.sums, sums)
+        self.sums = [mine + theirs for mine, theirs in zip(self.sums, sums, strict=True)]
+        self.sums[_SPREAD] += between
         self.range = [max(self.range[0], low), max(self.range[1], high)]
+
+    def add_device(self, sums: torch.Tensor, span: torch.Tensor) -> None:
+        """The same for tensors, which stay on their device; none is written to, for it may be an inference tensor."""
+        if sums.device in self.devices:
+            before, reach = self.devices[sums.device]
+            between = _between(before, sums)
+            sums = before + sums
+            sums[_SPREAD] += between
+            span = torch.maximum(reach, span)
+        self.devices[sums.device] = sums, span
 
     def read(self) -> None:
         """Bring in what the devices have added up; waits for them."""
@@ -131,24 +149,22 @@ class _Cell:
             self.channels = torch.maximum(self.channels.to(absmax.device), absmax)
 
     def row(self, key: _Key, with_target: bool) -> StatsRow:
-        count, nan, inf, nonzero, total, squares, underflow, overflow = self.sums
-        finite = count - nan - inf
-        nothing = finite <= 0
-        mean = math.nan if nothing else total / finite
-        square = math.nan if nothing else squares / finite
-        low, high = (math.nan, math.nan) if nothing else (-self.range[0], self.range[1])
+        count, finite, nan, nonzero, underflow, overflow, total, spread = self.sums
+        mean, variance, low, high = math.nan, math.nan, math.nan, math.nan
+        if finite:
+            mean, variance, low, high = total / finite, spread / finite, -self.range[0], self.range[1]
         return StatsRow(
             *key,
             calls=self.calls,
             count=int(count),
             nan=int(nan),
-            inf=int(inf),
+            inf=int(count - finite - nan),
             min=low,
             max=high,
             mean=mean,
-            std=math.nan if nothing else math.sqrt(max(0.0, square - mean * mean)),
-            rms=math.sqrt(square) if square >= 0 else math.nan,
-            absmax=max(-low, high),
+            std=math.sqrt(variance),
+            rms=math.sqrt(variance + mean * mean),
+            absmax=max(abs(low), abs(high)),
             zeros=(count - nonzero) / count if count else math.nan,
             underflow=underflow / count if with_target and count else None,
             overflow=overflow / count if with_target and count else None,
@@ -158,9 +174,10 @@ class _Cell:
 class Stats:
     """Streaming statistics of operands and outputs by module, operator and pass.
 
-    Sums are in float64: of each value, of its square (`std` is the root of the mean square less the square of
-    the mean), range and counts. On a CPU they are read in pieces that stay in the cache, on other devices
-    they stay there until somebody looks, so that no call waits. `str(stats)` is a table.
+    Sums are in float64 (of rows of 1024 values of 16 bits or fewer, in float32): of the values, and of their
+    squared distances from the mean, put together as Chan, Golub and LeVeque (1979) do. On a CPU values are read
+    in pieces that stay in the cache, small tensors many at once; on other devices the sums stay there until
+    somebody looks, so that no call waits. `str(stats)` is a table.
 
     Operands are read before the operator runs, outputs after; of several outputs the first. Fake and vmapped tensors
     have no values, and a call that a CUDA graph captures has none yet: they are counted in `skipped`.
@@ -171,10 +188,11 @@ class Stats:
             smallest subnormal number) or could not hold.
         histogram: Count magnitudes by powers of two as well; see `histogram`.
         channels: An operand of whose last dimension each entry gets its largest magnitude, for calibration: of
-            `"lhs"` the input channels, of `"rhs"` the output channels; see `channels`.
+            `"lhs"` the input channels, of `"rhs"` the output channels (but where a `linear` is seen whole, as at
+            function level, the input channels of its weight); see `channels`.
 
     Raises:
-        TypeError: `for_dtype` is no floating-point dtype.
+        TypeError: `for_dtype` is no floating-point dtype with a sign.
         ValueError: An unknown operand, or none.
 
     Example:
@@ -199,10 +217,11 @@ class Stats:
     ) -> None:
         self._of = operands(of)
         if channels is not None:
-            (channels,) = operands(channels)
+            if channels not in OPERANDS:
+                raise ValueError(f"channels must be one of {', '.join(OPERANDS)}, got {channels!r}")
             self._of = tuple(dict.fromkeys((*self._of, channels)))
-        if for_dtype is not None and not (isinstance(for_dtype, torch.dtype) and for_dtype.is_floating_point):
-            raise TypeError(f"for_dtype must be a floating-point torch.dtype, got {for_dtype!r}")
+        if for_dtype is not None and not _is_signed_float(for_dtype):
+            raise TypeError(f"for_dtype must be a floating-point torch.dtype with a sign, got {for_dtype!r}")
         self.skipped = 0
         self._target = for_dtype
         self._histogram = histogram
@@ -213,6 +232,8 @@ class Stats:
             self._tiny, self._huge = info.smallest_normal * info.eps / 2, info.max
         self._window: dict[_Key, _Cell] = {}
         self._totals: dict[_Key, _Cell] = {}
+        self._waiting: dict[int, tuple[list[_Cell], list[torch.Tensor]]] = {}
+        self._held = 0  # values that wait
         self._lock = threading.Lock()
         self._inputs = tuple(operand for operand in self._of if operand != "output")
         if self._inputs:
@@ -231,14 +252,14 @@ class Stats:
         if tensor is None:
             return
         values = stored_values(tensor)
-        if values is None or captured(values, "Stats"):
-            self.skipped += 1
-            return
         key = _Key(call.module, call.op, operand, call.phase)
         with self._lock:
-            cell = self._window.get(key) or self._window.setdefault(key, _Cell())
+            if values is None or captured(values, "Stats"):
+                self.skipped += 1
+                return
+            cell = self._window.get(key) or _Cell()
             try:
-                self._add(cell, values, operand)
+                self._add(cell, values, tensor.size(-1) if operand == self._channels and tensor.dim() else None)
             except torch.OutOfMemoryError:
                 raise
             except HookError:
@@ -246,85 +267,119 @@ class Stats:
             except RuntimeError:  # vmap: one value for a whole batch cannot be read
                 self.skipped += 1
             else:
+                self._window[key] = cell
                 cell.calls += 1
 
-    def _add(self, cell: _Cell, values: torch.Tensor, operand: str) -> None:
-        if operand == self._channels and values.dim():
-            magnitudes = values.to(torch.float32).abs() if values.element_size() == 1 else values.abs()
-            if magnitudes.numel():
-                cell.add_channels(magnitudes.reshape(-1, magnitudes.shape[-1]).amax(0).to(torch.float64))
+    def _add(self, cell: _Cell, values: torch.Tensor, width: int | None) -> None:
+        if values.device.type == "mps":  # has no float64
+            values = values.cpu()
+        if width and values.numel():
+            exact = values if values.is_floating_point() and values.element_size() > 1 else values.to(torch.float64)
+            cell.add_channels(exact.abs().reshape(-1, width).amax(0).to(torch.float64))
         flat = _flat(values)
-        if flat.device.type in ("cpu", "mps"):  # MPS has no float64
-            for part in flat.cpu().split(_CHUNK) if flat.numel() > _CHUNK else (flat.cpu(),):
-                wide = part.to(torch.float64)
-                cell.add(*self._read(wide))
+        count = flat.numel()
+        if flat.device.type not in _ON_HOST:
+            for part in flat.split(_PIECE) if count else ():
+                cell.add_device(*self._reduce(part))
                 if self._histogram:
-                    cell.add_histogram(_powers(wide))
-            return
-        sums, span = self._reduce(flat)
-        if flat.device in cell.devices:
-            cell.devices[flat.device][0].add_(sums)
-            torch.maximum(cell.devices[flat.device][1], span, out=cell.devices[flat.device][1])
-        else:
-            cell.devices[flat.device] = sums, span
-        if self._histogram:
-            cell.add_histogram(_powers(flat))
+                    cell.add_histogram(_powers(part))
+        elif count > _SMALL:
+            room = torch.empty(min(count, _CHUNK), dtype=torch.float64, device="cpu")
+            for part in flat.split(_CHUNK):
+                cell.add(*self._read(part, room))
+                if self._histogram:
+                    cell.add_histogram(_powers(part))
+        elif count:
+            cells, rows = self._waiting.setdefault(count, ([], []))
+            cells.append(cell)
+            rows.append(flat.to(torch.float64, copy=True))
+            self._held += count
+            if len(rows) == _BATCH:
+                self._read_batch(count)
+            elif self._held > _WAITING:
+                self._read_batches()
 
-    def _read(self, wide: torch.Tensor) -> tuple[list[float], float, float]:
-        """The sums and the range of values on the CPU, in as few passes as can be."""
-        count = wide.numel()
-        if not count:
-            return [0.0] * 8, -math.inf, -math.inf
-        nan = inf = 0
-        nonzero = int(torch.count_nonzero(wide))
-        underflow, overflow = self._misfits(wide)
-        total = float(wide.sum())
-        if not math.isfinite(total):
+    def _read(self, values: torch.Tensor, room: torch.Tensor) -> tuple[list[float], float, float]:
+        """The sums and the range of values on the CPU, in as few passes as can be; `room` is written to."""
+        count = finite = values.numel()
+        # float32 holds the values of 16 bits, at half the work; their squares must stay away from its ends.
+        narrow = values.is_floating_point() and values.element_size() <= 2 and count % _ROW == 0
+        wide = (room.view(torch.float32) if narrow else room)[:count].copy_(values)
+        low, high = map(float, torch.aminmax(wide))
+        if narrow and not 1e-12 < max(-low, high) < 1e15:  # also where they are NaN
+            wide = room[:count].copy_(values)
+        nan = 0
+        if not (math.isfinite(low) and math.isfinite(high)):
             nan = int(wide.isnan().sum())
-            finite = wide[wide.isfinite()]
-            inf = count - nan - finite.numel()
-            wide, total = finite, float(finite.sum())
-        if not wide.numel():
-            return [count, nan, inf, nonzero, 0.0, 0.0, underflow, overflow], -math.inf, -math.inf
-        low, high = torch.aminmax(wide)
-        squares = float(torch.dot(wide, wide))
-        return [count, nan, inf, nonzero, total, squares, underflow, overflow], -float(low), float(high)
-
-    def _misfits(self, wide: torch.Tensor) -> tuple[float, float]:
-        if self._target is None:
-            return 0.0, 0.0
-        magnitudes = wide.abs()
-        underflow = ((magnitudes <= self._tiny) & (magnitudes > 0)).sum()
-        return float(underflow), float((magnitudes > self._huge).sum())
-
-    def _reduce(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as two tensors on the device, in float64, without waiting for it."""
-        if flat.element_size() == 1 or not flat.is_floating_point():
-            flat = flat.to(torch.float64)
-        if not flat.numel():
-            nothing = torch.zeros(8, dtype=torch.float64, device=flat.device)
-            return nothing, torch.full_like(nothing[:2], -math.inf)
-        finite = flat.isfinite()
-        kept = torch.where(finite, flat, 0)
-        nan = flat.isnan().sum()
-        norm = torch.linalg.vector_norm(kept, dtype=torch.float64)
-        underflow = overflow = torch.zeros((), device=flat.device)
+            values = wide[wide.isfinite()]
+            finite = values.numel()
+            if not finite:
+                return [count, 0, nan, count, 0.0, count - nan, 0.0, 0.0], -math.inf, -math.inf
+            wide = room[:finite].copy_(values)
+            low, high = map(float, torch.aminmax(wide))
+        total, squares = _moments(wide)
+        spread = squares - total * total / finite if math.isfinite(squares) else math.inf
+        nonzero = finite if low > 0 or high < 0 else int(wide.ne_(0).sum())
+        if 4 * spread < squares:  # the difference has lost digits
+            rest, squares = _moments(wide.copy_(values).sub_(total / finite))
+            spread = max(0.0, squares - rest * rest / finite)
+        lost, underflow = count - finite, 0
+        overflow = lost - nan
         if self._target is not None:
-            magnitudes = flat.abs()
-            underflow = ((magnitudes <= self._tiny) & (magnitudes > 0)).sum()
-            overflow = (magnitudes > self._huge).sum()
-        parts = [
-            torch.full((), flat.numel(), device=flat.device),
-            nan,
-            flat.numel() - finite.sum() - nan,
-            torch.count_nonzero(flat),
-            kept.sum(dtype=torch.float64),
-            norm * norm,
-            underflow,
-            overflow,
+            underflow = int(wide.copy_(values).abs_().le_(self._tiny).sum()) - (finite - nonzero)
+            if max(-low, high) > self._huge:
+                overflow += int(wide.copy_(values).abs_().gt_(self._huge).sum())
+        return [count, finite, nan, nonzero + lost, underflow, overflow, total, spread], -low, high
+
+    def _read_batch(self, count: int) -> None:
+        """Read the tensors of one size that wait, all at once; one that is not finite by itself."""
+        cells, tensors = self._waiting.pop(count)
+        self._held -= count * len(tensors)
+        wide = torch.stack(tensors)
+        low, high = torch.aminmax(wide, dim=1)
+        total = wide.sum(1)
+        apart = wide - (total / count)[:, None]
+        nothing = torch.zeros_like(total)
+        misfits = self._misfits(wide) if self._target else (nothing, nothing)
+        columns = [torch.count_nonzero(wide, dim=1), *misfits, total, (apart * apart).sum(1), -low, high]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for cell, tensor, (*sums, below, above) in zip(cells, tensors, rows, strict=True):
+            if math.isfinite(sums[-2]):
+                cell.add([count, count, 0, *sums], below, above)
+            else:
+                cell.add(*self._read(tensor, torch.empty_like(tensor)))
+            if self._histogram:
+                cell.add_histogram(_powers(tensor))
+
+    def _read_batches(self) -> None:
+        for count in list(self._waiting):
+            self._read_batch(count)
+
+    def _misfits(self, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many values of the last dimension the target would round to zero, and how many are too large for it."""
+        magnitudes = wide.abs()
+        underflow = ((magnitudes <= self._tiny) & (magnitudes > 0)).sum(-1)
+        return underflow, (magnitudes > self._huge).sum(-1)
+
+    def _reduce(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as two tensors on the device, without waiting for it."""
+        wide = values.to(torch.float64)
+        finite = wide.isfinite()
+        number = finite.sum()
+        total = torch.where(finite, wide, 0.0).sum()
+        apart = torch.where(finite, wide - total / number.clamp(min=1), 0.0)
+        nothing = torch.zeros_like(total)
+        sums = [
+            torch.full_like(total, values.numel()),
+            number,
+            wide.isnan().sum(),
+            torch.count_nonzero(wide),
+            *(self._misfits(wide) if self._target else (nothing, nothing)),
+            total,
+            torch.dot(apart, apart),
         ]
-        ends = [-torch.where(finite, flat, math.inf).amin(), torch.where(finite, flat, -math.inf).amax()]
-        return torch.stack([s.to(torch.float64) for s in parts]), torch.stack([e.to(torch.float64) for e in ends])
+        span = [-torch.where(finite, wide, math.inf).amin(), torch.where(finite, wide, -math.inf).amax()]
+        return torch.stack([value.to(torch.float64) for value in sums]), torch.stack(span)
 
     def rows(self) -> list[StatsRow]:
         """Everything so far, in the order in which it first came up; waits for the devices."""
@@ -335,18 +390,20 @@ class Stats:
     def step(self) -> list[StatsRow]:
         """End a step: return the rows of what has come since the last one, and add them to the totals."""
         with self._lock:
-            window = self._window
-            self._totals, self._window = self._all(), {}
+            self._totals = self._all()
+            window, self._window = self._window, {}
         return [cell.row(key, self._target is not None) for key, cell in window.items()]
 
     def _all(self) -> dict[_Key, _Cell]:
         """Totals and window together, in cells of their own."""
-        merged: dict[_Key, _Cell] = {}
-        for cells in (self._totals, self._window):
-            for key, cell in cells.items():
-                cell.read()
-                merged.setdefault(key, _Cell()).merge(cell)
-        return merged
+        return self._copies(self._totals, self._window)
+
+    def _copies(self, *lots: dict[_Key, _Cell]) -> dict[_Key, _Cell]:
+        self._read_batches()
+        copies: dict[_Key, _Cell] = {}
+        for cells in lots:
+            _merge(copies, cells)
+        return copies
 
     def histogram(self, module: str | None, operand: str = "output", phase: str = "forward") -> dict[int, int]:
         """How many values of a module have a magnitude from `2**power` up to the next power of two, by power.
@@ -402,49 +459,60 @@ class Stats:
                 "make both with the same arguments"
             )
         with other._lock:
-            cells = other._all()
-        self._merge(cells)
+            cells, skipped = other._all(), other.skipped
+        with self._lock:
+            _merge(self._window, cells)
+            self.skipped += skipped
 
     def _asked(self) -> tuple[Any, ...]:
         target = None if self._target is None else dtype_name(self._target)
         return self._of, target, self._histogram, self._channels
 
-    def _merge(self, cells: dict[_Key, _Cell]) -> None:
-        with self._lock:
-            for key, cell in cells.items():
-                mine = self._window.setdefault(key, _Cell())
-                mine.read()
-                mine.merge(cell)
-
     def all_reduce(self, group: Any = None) -> None:
         """Add up over the ranks of a `torch.distributed` group, so that each has everybody's; all must call it.
 
+        A second time would add up what each has got from the first: call it once, at the end. On a rank
+        that is not in the group it does nothing, as torch's own.
+
         Raises:
             OpInterceptError: `torch.distributed` has not been initialised.
+            ValueError: The ranks look for different things; all of them raise.
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise OpInterceptError(
                 "all_reduce needs torch.distributed, which is not initialised; call init_process_group first"
             )
+        if torch.distributed.get_rank(group) < 0:
+            return
         with self._lock:
-            mine = {
-                tuple(key): (cell.calls, cell.sums, cell.range, cell.histogram, cell.channels)
-                for key, cell in self._all().items()
-            }
+            mine = self._asked(), self.skipped, self._copies(self._totals), self._copies(self._window)
         everybody: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(everybody, mine, group)
+        if len(asked := {theirs[0] for theirs in everybody}) > 1:
+            raise ValueError(f"every rank must make its statistics with the same arguments, got {asked}")
         with self._lock:
-            self._window, self._totals = {}, {}
-        for plain in everybody:
-            cells = {}
-            for key, state in plain.items():
-                cell = cells[_Key(*key)] = _Cell()
-                cell.calls, cell.sums, cell.range, cell.histogram, cell.channels = state
-            self._merge(cells)
+            self._totals, self._window = {}, {}
+            self.skipped = sum(skipped for _, skipped, _, _ in everybody)
+            for _, _, totals, window in everybody:
+                _merge(self._totals, totals)
+                _merge(self._window, window)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = vars(self) | {"_totals": self._copies(self._totals), "_window": self._copies(self._window)}
+        del state["_lock"]
+        state.pop("pre", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _waiting={}, _held=0, _lock=threading.Lock())
+        if self._inputs:
+            self.pre = self._pre
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write the rows with a header line."""
-        write_csv(path, [field.name for field in fields(StatsRow)], map(astuple, self.rows()))
+        """Write the rows with a header line; a module that is not known is `?`, as in the table."""
+        rows = (("?" if row.module is None else row.module, *astuple(row)[1:]) for row in self.rows())
+        write_csv(path, [field.name for field in fields(StatsRow)], rows)
 
     def __str__(self) -> str:
         head = ["module", "op", "operand", "phase", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf"]
@@ -471,6 +539,37 @@ def operands(of: str | Iterable[str]) -> tuple[str, ...]:
     if not names or any(name not in OPERANDS for name in names):
         raise ValueError(f"operands must be some of {', '.join(OPERANDS)}, got {of!r}")
     return tuple(dict.fromkeys(names))
+
+
+def _merge(cells: dict[_Key, _Cell], others: dict[_Key, _Cell]) -> None:
+    for key, other in others.items():
+        mine = cells.setdefault(key, _Cell())
+        mine.read()
+        other.read()
+        mine.merge(other)
+
+
+def _is_signed_float(dtype: Any) -> bool:
+    try:
+        return torch.finfo(dtype).min < 0
+    except (TypeError, NotImplementedError):  # torch has no limits of packed floats
+        return False
+
+
+def _between(mine: Any, theirs: Any) -> Any:
+    """What the distance of two means adds to the spread of both lots together, of lists or tensors of sums."""
+    m, n = mine[_FINITE], theirs[_FINITE]
+    apart = m * theirs[_TOTAL] - n * mine[_TOTAL]
+    return apart * apart / (m * n * (m + n) + (m * n == 0))  # 0 if there is nothing in one of them
+
+
+def _moments(wide: torch.Tensor) -> tuple[float, float]:
+    """The sum and the sum of squares; of float32 by rows, so that no rounding comes up often enough to matter."""
+    if wide.dtype is torch.float64:
+        return float(wide.sum()), float(torch.dot(wide, wide))
+    rows = wide.view(-1, _ROW)
+    norms = torch.linalg.vector_norm(rows, dim=1).to(torch.float64)
+    return float(rows.sum(1).to(torch.float64).sum()), float(torch.dot(norms, norms))
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:

@@ -366,7 +366,7 @@ PROGRAMS: list[Program] = [
     _function(int_mm, (32, 16), (16, 8), dtype=torch.int8),
     _function(scaled_mm, (16, 16), (16, 16), scriptable=False, differentiable=False),
     _function(grouped_mm, (4, 16), (2, 16, 8), dtype=torch.bfloat16, scriptable=False),
-    _function(foreach_mm, (4, 4), (4, 4), scriptable=False),
+    *([_function(foreach_mm, (4, 4), (4, 4), scriptable=False)] if hasattr(torch, "_foreach_mm") else []),
     _function(mkldnn_linear, (3, 4), (5, 4), (5,), differentiable=False),
     _function(sparse_mm, (3, 4), (4, 5), scriptable=False),
     _function(sparse_csr_mm, (3, 4), (4, 5), scriptable=False),

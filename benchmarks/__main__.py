@@ -1,0 +1,57 @@
+"""The benchmarks: `python -m benchmarks [suite ...] [--smoke] [--json]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import sys
+from dataclasses import asdict
+
+import torch
+
+from benchmarks._timing import Row, table
+
+SUITES = ("operators", "models", "hook_costs", "scale", "startup", "plugin")
+
+
+def main() -> None:
+    """Run the suites, print their tables, and at the end what is over its bound."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="what interception costs")
+    parser.add_argument("suites", nargs="*", metavar="suite", help=f"any of {', '.join(SUITES)}; default all")
+    parser.add_argument("--smoke", action="store_true", help="the least that shows that they run, for CI")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of tables")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads (default 1)")
+    options = parser.parse_args()
+    if unknown := set(options.suites) - set(SUITES):
+        parser.error(f"suites must be any of {', '.join(SUITES)}, got {', '.join(sorted(unknown))}")
+    torch.set_num_threads(options.threads)
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": options.threads,
+    }
+    if not options.json:
+        print(", ".join(f"{name} {value}" for name, value in versions.items()), flush=True)
+    found: list[Row] = []
+    for name in SUITES:
+        if not options.suites or name in options.suites:
+            rows = importlib.import_module(f"benchmarks.{name}").run(options.smoke)
+            if options.smoke:  # so few turns tell that it runs, and not how fast
+                rows = [row for row in rows if row.bound is None]
+            found += rows
+            if not options.json:
+                print(f"\n{table(rows)}", flush=True)
+    if options.json:
+        json.dump({"versions": versions, "rows": [asdict(row) for row in found]}, sys.stdout, indent=1)
+        return
+    over = [row for row in found if row.bound is not None and row.ratio > row.bound]
+    print(f"\n{len(over)} of {sum(row.bound is not None for row in found)} bounds exceeded")
+    for row in over:
+        print(f"  {row.program}: {row.configuration} {row.ratio:.2f}, at most {row.bound:g}")
+
+
+if __name__ == "__main__":
+    main()

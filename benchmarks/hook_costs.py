@@ -1,0 +1,68 @@
+"""What each ready-made hook costs on products large enough that reading their values counts."""
+
+from __future__ import annotations
+
+import io
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks._timing import Make, Row, compare
+from benchmarks.operators import no_op
+from opintercept import OpCall, hooks, intercept
+
+
+def _sum(call: OpCall) -> None:
+    """The least that a hook can do which reads every value."""
+    torch.sum(call.output)
+
+
+class _Writer:
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Keep nothing."""
+
+
+CONFIGURATIONS: dict[str, Make] = {
+    "plain": nullcontext,
+    "no-op hook": lambda: intercept(no_op),
+    "one sum over the output": lambda: intercept(_sum),
+    "Recorder": lambda: intercept(hooks.Recorder()),
+    "Profile": lambda: intercept(hooks.Profile()),
+    "NonFinite": lambda: intercept(hooks.NonFinite()),
+    "Stats": lambda: intercept(hooks.Stats()),
+    "Stats of all operands": lambda: intercept(hooks.Stats(("lhs", "rhs", "output"))),
+    "Stats with histogram": lambda: intercept(hooks.Stats(histogram=True)),
+    "Scalars": lambda: intercept(hooks.Scalars(_Writer())),
+    "Capture": lambda: intercept(hooks.Capture()),
+    "Print": lambda: intercept(hooks.Print(io.StringIO())),
+    "Reference": lambda: intercept(hooks.Reference()),
+    "BitFlip": lambda: intercept(hooks.BitFlip()),
+    "FakeQuantize": lambda: intercept(hooks.FakeQuantize()),
+}
+
+
+def run(smoke: bool) -> list[Row]:
+    """A product of 512x512 under every hook, and of 4096x4096 under `Stats` in two dtypes."""
+    size = 64 if smoke else 512
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    found = compare(
+        "hook_costs",
+        f"mm {size}x{size} float32",
+        lambda: torch.mm(a, b),
+        CONFIGURATIONS,
+        rounds=2 if smoke else 15,
+        check=False,  # some change the product
+    )
+    size = 128 if smoke else 4096
+    for dtype in (torch.float32, torch.bfloat16):
+        x, y = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+        found += compare(
+            "hook_costs",
+            f"mm {size}x{size} {str(dtype).removeprefix('torch.')}",
+            lambda x=x, y=y: torch.mm(x, y),  # type: ignore[misc]
+            {name: CONFIGURATIONS[name] for name in ("plain", "one sum over the output", "NonFinite", "Stats")},
+            rounds=2 if smoke else 5,
+            bounds={"Stats": ("plain", 1.05)},
+        )
+    return found

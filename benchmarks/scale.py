@@ -1,0 +1,96 @@
+"""Whether a call costs the same in a long run, a deep model and beside other threads."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks._timing import Row, rows
+from benchmarks.operators import no_op
+from opintercept import OpCall, hooks, intercept
+
+
+def _asks(call: OpCall) -> None:
+    _ = call.module
+
+
+HOOKS: dict[str, Callable[[], Any]] = {"no-op hook": lambda: no_op, "Recorder": hooks.Recorder, "Stats": hooks.Stats}
+
+
+def run(smoke: bool) -> list[Row]:
+    """Calls from 10^3 to 10^6, layers from 1 to 64, threads from 1 to 8; a row's time is that of one call."""
+    return _calls(smoke) + _layers(smoke) + _threads(smoke)
+
+
+def _calls(smoke: bool) -> list[Row]:
+    found = []
+    a = torch.randn(8, 8)
+    for name, make in HOOKS.items():
+        counts = [100, 1000] if smoke else [1_000, 10_000, 100_000, 1_000_000]
+        if name == "Recorder":
+            counts.pop()  # it keeps a record of each call, which is what it is for
+        times: dict[str, list[float]] = {}
+        # In one block from start to end: the later calls meet all that the earlier ones have left behind.
+        with intercept(make()):
+            done = 0
+            for count in counts:
+                slices = []
+                size = max(50, (count - done) // 20)
+                while done < count:
+                    started = time.perf_counter()
+                    for _ in range(size):
+                        torch.mm(a, a)
+                    slices.append((time.perf_counter() - started) / size)
+                    done += size
+                times[f"up to {count:,} calls"] = slices
+        first, last = next(iter(times)), list(times)[-1]
+        found += rows("scale", f"mm 8x8 under {name}", times, {last: (first, 1.1)})
+    return found
+
+
+def _layers(smoke: bool) -> list[Row]:
+    depths = (1, 4) if smoke else (1, 4, 16, 64)
+    x = torch.randn(4, 32)
+    models = {depth: torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(depth))) for depth in depths}
+    times: dict[str, list[float]] = {f"{depth} layers": [] for depth in depths}
+    with torch.no_grad():
+        for _ in range(5 if smoke else 60):
+            for depth, model in models.items():
+                calls = 64 // depth
+                with intercept(_asks):
+                    model(x)
+                    started = time.perf_counter()
+                    for _ in range(calls):
+                        model(x)
+                    times[f"{depth} layers"].append((time.perf_counter() - started) / calls / depth)
+    deep = f"{depths[-1]} layers"
+    return rows("scale", "a linear layer whose hook reads module", times, {deep: (f"{depths[0]} layers", 1.1)})
+
+
+def _threads(smoke: bool) -> list[Row]:
+    a = torch.randn(8, 8)
+    calls = 200 if smoke else 4000
+    times: dict[str, list[float]] = {}
+    for count in (1, 2) if smoke else (1, 2, 4, 8):
+        turns = []
+        for _ in range(3 if smoke else 7):
+
+            def work() -> None:
+                with intercept(no_op):
+                    for _ in range(calls):
+                        torch.mm(a, a)
+
+            threads = [threading.Thread(target=work) for _ in range(count)]
+            started = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            turns.append((time.perf_counter() - started) / calls / count)
+        times[f"{count} threads"] = [statistics.median(turns)] * 4
+    return rows("scale", "mm 8x8, each thread in a block of its own, by call of any", times)

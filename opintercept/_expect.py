@@ -1,0 +1,440 @@
+"""What the pytest plugin needs once a test uses it: the calls of a test, and what may be expected of them.
+
+Invariant: looking at calls changes nothing of the program and waits for no device until a test asks for values.
+Imported only by `pytest_plugin`, when a test is to be watched, since this imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypedDict, Unpack, overload
+
+import pytest
+
+from opintercept import hooks
+from opintercept._call import CallRecord, OpCall, TensorMeta
+from opintercept._intercept import EngineChoice, Interceptor, intercept
+from opintercept._pipeline import Hook, Level
+from opintercept._snapshot import Snapshots
+from opintercept.hooks._table import aligned
+from opintercept.hooks._values import all_finite, first_output
+from opintercept.hooks.when import CallFilter, checked_dtype
+
+_MOST_CALLS = 10  # that a failure lists one by one
+_MOST_ROWS = 40  # of the table in a failure
+
+
+class Options(TypedDict, total=False):
+    """What the marker and a block may set; `finite` adds the hook `NonFinite`, the rest is as in `intercept`."""
+
+    level: Level
+    ops: Any
+    engine: EngineChoice
+    finite: bool
+    hooks: Hook | Iterable[Hook]
+
+
+class Filters(TypedDict, total=False):
+    """The filters of `hooks.when`."""
+
+    op: str | Iterable[str]
+    module: str | re.Pattern[str] | Callable[[str], bool]
+    phase: str
+    dtype: Any
+    min_numel: int
+    every: int
+    first: int
+    steps: int | Container[int]
+    predicate: Callable[[CallRecord], bool]
+
+
+class OpCalls:
+    """The records of the calls so far, in the order in which the calls ended: a sequence that grows.
+
+    Example:
+        >>> import torch
+        >>> from opintercept.pytest_plugin import OpCalls
+        >>> def test_a_product_and_its_gradient(op_calls):
+        ...     x = torch.ones(2, 3, requires_grad=True)
+        ...     (x @ torch.ones(3, 4)).sum().backward()
+        ...     op_calls.expect(op="mm", count=2, finite=True)
+
+        >>> with OpCalls([]).block() as op_calls:
+        ...     test_a_product_and_its_gradient(op_calls)
+        >>> op_calls.count, op_calls.flops, op_calls.dtypes, op_calls.modules
+        (2, 96, {'float32'}, [''])
+        >>> [str(call) for call in op_calls.filter(phase="backward")]
+        ['aten::mm float32[2, 4] @ float32[4, 3] -> float32[2, 3]']
+    """
+
+    def __init__(
+        self,
+        records: list[CallRecord] | hooks.Recorder,
+        finite: dict[int, Any] | None = None,
+        options: Options | None = None,
+        snapshots: Callable[[], Snapshots] | None = None,
+        ran: OpCalls | None = None,
+    ) -> None:
+        self._source = records
+        self._finite = {} if finite is None else finite
+        self._options: Options = {} if options is None else options
+        self._snapshots = snapshots
+        self._ran = self if ran is None else ran
+        self._told: BaseException | None = None  # the failure that says what ran
+
+    @property
+    def _records(self) -> list[CallRecord]:
+        # Asked for each time: a recorder puts records together when they are read.
+        return self._source.records if isinstance(self._source, hooks.Recorder) else self._source
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[CallRecord]:
+        return iter(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> CallRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[CallRecord]: ...
+    def __getitem__(self, index: int | slice) -> CallRecord | list[CallRecord]:
+        return self._records[index]
+
+    def __repr__(self) -> str:
+        return f"<OpCalls: {_amount(self._records)}>"
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._records)
+
+    @property
+    def flops(self) -> int:
+        """The work of all of them; operators without a formula count for nothing."""
+        return sum(record.flops or 0 for record in self._records)
+
+    @property
+    def dtypes(self) -> set[str]:
+        """The operands' dtypes, `{"float32"}`."""
+        return {t.dtype for record in self._records for t in _operands(record)}
+
+    @property
+    def modules(self) -> list[str | None]:
+        """The modules, each once, in the order in which they first came up; see `OpCall.module`."""
+        return list(dict.fromkeys(record.module for record in self._records))
+
+    def filter(self, **filters: Unpack[Filters]) -> OpCalls:
+        """Return those calls so far that pass every filter.
+
+        Args:
+            **filters: As in `hooks.when`: `op`, `module`, `phase`, `dtype`, `min_numel`, `every`, `first`, `steps`
+                and `predicate`, which gets the record. A module has its first name only.
+
+        Raises:
+            TypeError, ValueError: As `hooks.when` does.
+        """
+        wanted = CallFilter(**filters)
+        chosen = [record for record in self._records if wanted.admits(record)]
+        return OpCalls(chosen, self._finite, self._options, self._snapshots, self._ran)
+
+    def clear(self) -> None:
+        """Forget the calls so far."""
+        self._records.clear()
+        if self._ran is self:
+            self._finite.clear()
+
+    def table(self) -> str:
+        """Write a table of the calls; those that agree in all columns share a row."""
+        return _table(self._records)
+
+    @contextmanager
+    def block(self, **options: Unpack[Options]) -> Generator[OpCalls]:
+        """A context manager with calls of its own: those of its block.
+
+        Args:
+            **options: `level`, `ops`, `engine`, `finite` and `hooks`; each as the test's marker says if not given.
+        """
+        interceptor, calls = recording(self._options | options, self._snapshots)
+        with interceptor:
+            yield calls
+
+    def expect(
+        self,
+        *,
+        op: str | Iterable[str] | None = None,
+        module: str | re.Pattern[str] | Callable[[str], bool] | None = None,
+        phase: str | None = None,
+        count: int | None = None,
+        max_count: int | None = None,
+        dtype: Any = None,
+        finite: bool = False,
+        max_flops: int | None = None,
+        shapes: Any = None,
+        predicate: Callable[[CallRecord], bool] | None = None,
+    ) -> None:
+        """Fail the test unless the calls are as said.
+
+        `op`, `module` and `phase`, as in `hooks.when`, choose the calls that the rest is about. There must be at
+        least one, unless `count`, `max_count` or `max_flops` says otherwise.
+
+        Args:
+            op: These operators, `"bmm"`, `"aten::bmm"` or several.
+            module: These modules, a glob for one.
+            phase: This pass, `"forward"`, `"backward"` or `"recompute"`.
+            count: There are exactly so many.
+            max_count: There are at most so many.
+            dtype: Both operands of every one have it.
+            finite: No output has a NaN or an infinity. Reading this waits for the device.
+            max_flops: They do at most so much work together.
+            shapes: Those of the left and the right operand: a pair that holds for every one,
+                `((2, 8), (8, 16))`, or a list of pairs, one a call. A None takes the place of any number.
+            predicate: Any test of a record, true for every one.
+
+        Raises:
+            pytest.fail.Exception: They are not; says which calls are in the way, and what ran.
+            TypeError, ValueError: What is expected makes no sense.
+        """
+        __tracebackhide__ = True
+        for name, value in (("count", count), ("max_count", max_count), ("max_flops", max_flops)):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+        if predicate is not None and not callable(predicate):
+            raise TypeError(f"predicate must be callable, got {predicate!r}")
+        wanted_dtype = None if dtype is None else checked_dtype(dtype)
+        wanted_shapes = None if shapes is None else _checked_shapes(shapes)
+        if op is not None and not isinstance(op, str) and isinstance(op, Iterable):
+            op = list(op)  # read twice
+        wanted = CallFilter(op, module, phase)
+        chosen = [record for record in self._records if wanted.admits(record)]
+        narrowed = chosen if len(chosen) < len(self._records) else []  # the table has the rest
+        ops = "matmul" if op is None else op if isinstance(op, str) else " or ".join(op)
+        kind = ops if phase is None else f"{phase} {ops}"
+        where = "" if module is None else f" in {getattr(module, 'pattern', module)}"
+        broken: list[str] = []
+
+        def calls(number: int) -> str:
+            return f"{number} {kind} call{'' if number == 1 else 's'}{where}"
+
+        def breaks(claim: str, wrong: Sequence[CallRecord], more: Sequence[str] = ()) -> None:
+            broken.extend([f"expected {claim}", *_listed(wrong, more)])
+
+        def every(claim: str, wrong: Sequence[CallRecord]) -> None:
+            if wrong:
+                breaks(f"{claim} in every {kind} call{where}, not so in {len(wrong)} of {len(chosen)}:", wrong)
+
+        if count is not None and len(chosen) != count:
+            breaks(f"{calls(count)}, got {len(chosen)}", narrowed)
+        if max_count is not None and len(chosen) > max_count:
+            breaks(f"at most {calls(max_count)}, got {len(chosen)}", narrowed)
+        if not chosen and count is max_count is max_flops is None:
+            breaks(f"at least {calls(1)}, got 0", [])
+        if wanted_dtype is not None:
+            every(f"{wanted_dtype} operands", [r for r in chosen if {t.dtype for t in _operands(r)} - {wanted_dtype}])
+        if finite:
+            every("a finite output", [r for r in chosen if _is_infinite(self._finite.get(r.index))])
+        if max_flops is not None:
+            every("a known amount of work", [r for r in chosen if r.flops is None])
+            flops = sum(r.flops or 0 for r in chosen)
+            if flops > max_flops:
+                largest = sorted(chosen, key=lambda r: r.flops or 0, reverse=True)
+                breaks(f"at most {max_flops:,} FLOP in {calls(len(chosen))}, got {flops:,}; the largest:", largest)
+        if isinstance(wanted_shapes, tuple):
+            every(_shown(wanted_shapes), [r for r in chosen if not _fits(r, wanted_shapes)])
+        elif wanted_shapes is not None and len(wanted_shapes) != len(chosen):
+            breaks(f"{calls(len(wanted_shapes))}, one for each pair of shapes, got {len(chosen)}", narrowed)
+        elif wanted_shapes is not None:
+            wrong = [(r, _shown(pair)) for r, pair in zip(chosen, wanted_shapes, strict=True) if not _fits(r, pair)]
+            if wrong:
+                claim = f"other shapes in {len(wrong)} of {calls(len(chosen))}:"
+                breaks(claim, [r for r, _ in wrong], [f", expected {pair}" for _, pair in wrong])
+        if predicate is not None:
+            name = getattr(predicate, "__name__", repr(predicate))
+            every(f"{name} to hold", [r for r in chosen if not predicate(r)])
+        if broken:
+            self._ran._told = pytest.fail.Exception("\n".join([*broken, self._what_ran()]))
+            raise self._ran._told
+
+    def match_snapshot(self, name: str | None = None) -> None:
+        """Fail the test unless module, operator, shapes, dtypes and pass of every call are those of the snapshot.
+
+        The snapshot is a JSON file in the folder `__opcalls__` beside the test, which
+        `pytest --opintercept-update` writes. It holds on any machine and device on which torch takes the same
+        operators, whichever attention kernel it picks; what a device fuses (an LSTM on some) is another operator.
+
+        Args:
+            name: Tells several snapshots of a test apart; without one they are numbered.
+
+        Raises:
+            pytest.fail.Exception: They are not, with a unified diff; or the file is missing or corrupt.
+        """
+        __tracebackhide__ = True
+        if self._snapshots is None:
+            raise TypeError("match_snapshot must be called on the calls of a fixture, got calls that are of none")
+        mismatch = self._snapshots().mismatch(self._records, name)
+        if mismatch is not None:
+            pytest.fail(mismatch)
+
+    def report(self, failure: BaseException | None) -> str | None:
+        """Write what ran for the report of a failing test; None where the failure says it already."""
+        return None if failure is not None and failure is self._ran._told else self._what_ran()
+
+    def _what_ran(self) -> str:
+        records = self._ran._records
+        return f"what ran: {_amount(records)}\n{_table(records, _MOST_ROWS)}".rstrip()
+
+
+class _Recorder(hooks.Recorder):
+    """Also keeps whether outputs were finite, as tensors that nobody has read yet: reading waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finite: dict[int, Any] = {}
+
+    def post(self, call: OpCall) -> None:
+        self.finite[call.index] = all_finite(first_output(call.output))
+        super().post(call)
+
+
+class Totals:
+    """Adds up what all calls of a test cost, and adds it to the test's properties, which reports carry."""
+
+    def __init__(self, properties: list[tuple[str, object]]) -> None:
+        self.calls, self.flops, self.seconds = 0, 0, 0.0
+        self._properties = properties
+
+    def post(self, call: OpCall) -> None:
+        """Add the call."""
+        self.calls += 1
+        self.flops += call.flops or 0
+        self.seconds += call.elapsed or 0.0
+
+    def exit(self) -> None:
+        """Hand over the sums."""
+        for name in ("calls", "flops", "seconds"):
+            self._properties.append((f"matmul_{name}", getattr(self, name)))
+
+
+def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None) -> tuple[Interceptor, OpCalls]:
+    """Make an interceptor that does as `options` say and the calls that it will record.
+
+    Raises:
+        TypeError, ValueError: An option that there is not, or as `intercept` does.
+    """
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"options must be among {', '.join(Options.__annotations__)}, got {', '.join(sorted(unknown))}")
+    finite, others = options.get("finite", False), options.get("hooks", ())
+    if not isinstance(finite, bool):
+        raise TypeError(f"finite must be True or False, got {finite!r}")
+    recorder = _Recorder()
+    plain: Any = {key: value for key, value in options.items() if key in ("level", "ops", "engine")}
+    interceptor = intercept(recorder, **plain)
+    # After the recorder, so that it has the call that one of them refuses.
+    if finite:
+        interceptor.register(finite_hook())
+    for hook in others if isinstance(others, Iterable) else [others]:
+        interceptor.register(hook)
+    return interceptor, OpCalls(recorder, recorder.finite, options, snapshots)
+
+
+def finite_hook() -> Hook:
+    """The hook that raises where the first NaN comes from."""
+    return hooks.NonFinite()
+
+
+def _operands(record: CallRecord) -> list[TensorMeta]:
+    return [t for t in (record.lhs, record.rhs) if t is not None]
+
+
+def _is_infinite(finite: Any) -> bool:
+    try:
+        return finite is not None and not bool(finite)
+    except RuntimeError:  # a tensor without values: fake, or one for a whole batch of vmap's
+        return False
+
+
+Shape = tuple[int | None, ...]
+Pair = tuple[Shape | None, Shape | None]
+
+
+def _checked_shapes(shapes: Any) -> Pair | list[Pair]:
+    """One pair as a tuple, several as a list."""
+    if (pair := _pair(shapes)) is not None:
+        return pair
+    pairs = [_pair(item) for item in shapes] if isinstance(shapes, Sequence) else [None]
+    found = [pair for pair in pairs if pair is not None]
+    if len(found) != len(pairs):
+        raise TypeError(
+            "shapes must be those of the left and the right operand, ((2, 8), (8, 16)), or a list of such pairs, "
+            f"one a call, got {shapes!r}"
+        )
+    return found
+
+
+def _pair(value: Any) -> Pair | None:
+    def is_shape(shape: Any) -> bool:
+        return shape is None or (
+            isinstance(shape, (tuple, list)) and all(n is None or isinstance(n, int) for n in shape)
+        )
+
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(is_shape, value)):
+        return None
+    lhs, rhs = (None if shape is None else tuple(shape) for shape in value)
+    return lhs, rhs
+
+
+def _fits(record: CallRecord, pair: Pair) -> bool:
+    return all(
+        shape is None if t is None else shape is not None and _alike(t.shape, shape)
+        for t, shape in zip((record.lhs, record.rhs), pair, strict=True)
+    )
+
+
+def _alike(found: tuple[int, ...], wanted: Shape) -> bool:
+    return len(found) == len(wanted) and all(n in (None, m) for m, n in zip(found, wanted, strict=True))
+
+
+def _shown(pair: Iterable[Shape | None]) -> str:
+    shapes = ([str("*" if n is None else n) for n in shape] for shape in pair if shape is not None)
+    return " @ ".join(f"[{', '.join(shape)}]" for shape in shapes)
+
+
+def _amount(records: Sequence[CallRecord]) -> str:
+    calls = f"{len(records)} call{'' if len(records) == 1 else 's'}"
+    return f"{calls}, {sum(record.flops or 0 for record in records):,} FLOP"
+
+
+def _listed(records: Sequence[CallRecord], more: Sequence[str] = ()) -> list[str]:
+    lines = [
+        f"  {r.index} {r.phase} {r} in {_module(r)} ({r.source})" + (more[i] if more else "")
+        for i, r in enumerate(records[:_MOST_CALLS])
+    ]
+    return [*lines, f"  ... {len(records) - _MOST_CALLS} more"] if len(records) > _MOST_CALLS else lines
+
+
+def _module(record: CallRecord) -> str:
+    return "?" if record.module is None else record.module or "-"
+
+
+def _table(records: Sequence[CallRecord], most: int | None = None) -> str:
+    rows: dict[tuple[str, ...], int] = {}
+    for r in records:
+        operands = _operands(r)
+        row = (
+            r.phase,
+            _module(r),
+            r.op.removeprefix("aten::"),
+            _shown(t.shape for t in operands),
+            ", ".join(dict.fromkeys(t.dtype for t in operands)),
+            r.source or "?",
+        )
+        rows[row] = rows.get(row, 0) + 1
+    if not rows:
+        return ""
+    head = ["phase", "module", "op", "shapes", "dtype", "line", "calls"]
+    lines = aligned([head, *([*row, str(count)] for row, count in rows.items())], left=6).split("\n")
+    if most is not None and len(rows) > most:
+        lines[most + 1 :] = [f"... {len(rows) - most} more rows"]
+    return "\n".join(lines)

@@ -1,0 +1,378 @@
+"""Hooks that change what is multiplied or what comes out: `FakeQuantize`, `Noise`, `BitFlip`.
+
+Invariant: what they draw comes from generators of their own, and what they cannot edit they refuse.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from opintercept._call import OpCall, Phase, describe, dtype_name, is_strided
+from opintercept._errors import OpInterceptError
+from opintercept.hooks._roles import Generators, checked_count, checked_roles, checked_seed
+from opintercept.hooks._values import first_output
+
+_ROLES = ("lhs", "rhs", "bias", "output")
+_REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_NO_BITS = _COMPLEX | {torch.bool}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Edit:
+    """Puts `_edited` tensors in the place of those in the roles `of`."""
+
+    def __init__(self, of: str | Iterable[str]) -> None:
+        self.of = checked_roles(of, _ROLES)
+        self._operands = [role for role in self.of if role != "output"]
+
+    def pre(self, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Replace the operands."""
+        operands = {role: tensor for role in self._operands if (tensor := getattr(call, role)) is not None}
+        if not operands:
+            return None
+        return call.replace(**{role: self._edited(tensor, role, call) for role, tensor in operands.items()})
+
+    def post(self, call: OpCall) -> Any:
+        """Replace the output, or the first of several."""
+        output = call.output
+        first = first_output(output)
+        if "output" not in self.of or not isinstance(first, torch.Tensor):
+            return None
+        edited = self._edited(first, "output", call)
+        return edited if first is output else type(output)((edited, *output[1:]))
+
+    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _check(self, allowed: bool, what: str, tensor: torch.Tensor, role: str, call: OpCall) -> None:
+        if not allowed or not is_strided(tensor):
+            raise OpInterceptError(
+                f"{type(self).__name__} edits dense {what} tensors, got {describe(tensor)} with {tensor.layout} as the "
+                f"{role} of {call.op}; leave such calls out with when(op=...) or when(dtype=...)"
+            )
+
+
+def _straight_through(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The values, to autograd a copy of `tensor`."""
+    if not tensor.requires_grad:
+        return values
+    copy = tensor.clone()
+    with torch.no_grad():
+        return copy.copy_(values)
+
+
+def _refuse_in_graph(tensor: torch.Tensor, hook: str) -> None:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise OpInterceptError(
+            f"{hook} must draw anew for each call, got one that a CUDA graph captures and would repeat; capture "
+            "the graph outside of the block"
+        )
+
+
+class FakeQuantize(_Edit):
+    """Rounds operands to the values that a low-precision type can hold, with a scale found anew for each call.
+
+    What is multiplied stays in its dtype, so this shows what precision costs, not what speed it gains. A tensor that
+    is empty stays as it is, and a tensor or channel with NaN or infinity in it comes out NaN.
+
+    At dispatch level the edit is straight-through: the backward pass is that of the operator with its original
+    operands, and its own matmuls are rounded too; `when(..., phase="forward")` leaves them out. At function level
+    autograd sees the product of the rounded operands, and the rounding as a copy (the straight-through estimator of
+    Bengio et al. 2013, arXiv:1308.3432): each operand's gradient is computed with the other one rounded.
+
+    Args:
+        dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`, or the name.
+        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`.
+        per: `"tensor"`: one scale. `"channel"`: one for each row of the lhs and each column of the rhs, in each
+            batch; these are the scales that factor out of a product (Dettmers et al. 2022, arXiv:2208.07339,
+            section 3.1). Not for bias and output.
+        symmetric: For int8. True: `scale = amax / 127`, zero at 0, values from -127 to 127 (Wu et al. 2020,
+            arXiv:2004.09602, section 3.1.2). False: affine, `scale = (max - min) / 255` with a zero point, values
+            from -128 to 127, the range widened to hold 0 (Jacob et al. 2017, arXiv:1712.05877, section 2.1).
+            For float8 `scale = amax / finfo(dtype).max` (Micikevicius et al. 2022, arXiv:2209.05433).
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: Another dtype or choice, bias or output per channel, or an affine float8.
+
+    A call raises `OpInterceptError` for operands that are not dense tensors of float16, bfloat16, float32 or float64,
+    and where it is not known which dimension the product sums over.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> x = torch.tensor([[0.3, 1.0]])
+        >>> with intercept(hooks.FakeQuantize(torch.float8_e4m3fn, of="lhs")):
+        ...     x @ torch.eye(2)
+        tensor([[0.2857, 1.0000]])
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype | str = torch.int8,
+        *,
+        of: str | Iterable[str] = ("lhs", "rhs"),
+        per: Literal["tensor", "channel"] = "tensor",
+        symmetric: bool = True,
+    ) -> None:
+        super().__init__(of)
+        targets = {dtype_name(known): known for known in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)}
+        if dtype_name(dtype) not in targets:
+            raise ValueError(f"dtype must be one of {', '.join(map(repr, targets))}, got {dtype!r}")
+        if per not in ("tensor", "channel"):
+            raise ValueError(f"per must be one of 'tensor', 'channel', got {per!r}")
+        if not isinstance(symmetric, bool):
+            raise TypeError(f"symmetric must be True or False, got {symmetric!r}")
+        if per == "channel" and not {"lhs", "rhs"}.issuperset(self.of):
+            raise ValueError(f'of must be "lhs" and "rhs" alone with per="channel", got {of!r}')
+        self.dtype = targets[dtype_name(dtype)]
+        if not symmetric and self.dtype.is_floating_point:
+            raise ValueError(f"symmetric must be True for a float8, which has no zero point, got {symmetric!r}")
+        self.per = per
+        self.symmetric = symmetric
+
+    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+        self._check(tensor.dtype in _REAL, "float16, bfloat16, float32 and float64", tensor, role, call)
+        if tensor.numel() == 0:
+            return tensor
+        dim = self._dimension(tensor, role, call)
+        with torch.no_grad():
+            wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+            values = self._scaled(wide, dim) if self.symmetric else self._affine(wide, dim)
+        return _straight_through(tensor, values.to(tensor.dtype))
+
+    def _dimension(self, tensor: torch.Tensor, role: str, call: OpCall) -> tuple[int, ...]:
+        """The dimensions that share a scale."""
+        if self.per == "tensor":
+            return tuple(range(tensor.dim()))
+        dim = call._spec.summed(role)
+        if dim is None:
+            raise OpInterceptError(
+                f"per='channel' needs an operator that sums over one dimension of each operand, got {call.op}; leave "
+                "it out with when(op=...)"
+            )
+        return (dim if tensor.dim() > 1 else -1,)
+
+    def _scaled(self, wide: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
+        largest = 127.0 if self.dtype == torch.int8 else torch.finfo(self.dtype).max
+        scale = _scale(torch.linalg.vector_norm(wide, math.inf, dim, keepdim=True), largest)
+        steps = wide * scale.reciprocal()  # beyond `largest` by an ulp at most, which rounds down
+        return (steps.round() if self.dtype == torch.int8 else steps.to(self.dtype).to(wide.dtype)) * scale
+
+    @staticmethod
+    def _affine(wide: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
+        low, high = wide.amin(dim, keepdim=True).clamp_max(0), wide.amax(dim, keepdim=True).clamp_min(0)
+        scale = _scale(high - low, 255.0)
+        zero = -128 - (low / scale).round()
+        return (((wide * scale.reciprocal()).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+def _scale(span: torch.Tensor, steps: float) -> torch.Tensor:
+    # Of nothing but zeros the scale would be 0, and of less than this its reciprocal infinite.
+    return (span / steps).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class Noise(_Edit):
+    """Adds seeded Gaussian noise, in the tensor's own dtype.
+
+    At dispatch level the edit is straight-through: the backward pass is that of the operator with its original
+    operands, and its own matmuls become noisy too; `when(..., phase="forward")` leaves them out. At function level
+    autograd differentiates the noise as any arithmetic: a tensor's gradient passes additive noise as it is and
+    relative noise multiplied by the same factors, and each operand's is computed with the other one noisy.
+
+    Args:
+        std: Standard deviation of the noise; with `relative`, of the factors.
+        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`.
+        relative: False: `x + std * z`. True: `x + x * std * z`. `z` is standard normal; for complex tensors complex,
+            with a variance of 1.
+        seed: Seeds the generators, one a device; torch's global ones are never drawn from.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: A `std` that is not positive and finite, or an unknown role.
+
+    A call raises `OpInterceptError` for what are not dense floating-point tensors of at least 16 bits, and inside of
+    a CUDA graph, which would repeat the same noise.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> with intercept(hooks.Noise(0.1, seed=3)):
+        ...     y = torch.eye(100) @ torch.eye(100)
+        >>> round((y - torch.eye(100)).std().item(), 2)
+        0.1
+    """
+
+    def __init__(
+        self,
+        std: float,
+        *,
+        of: str | Iterable[str] = "output",
+        relative: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(of)
+        if not isinstance(std, (int, float)) or isinstance(std, bool) or not 0 < std < math.inf:
+            raise ValueError(f"std must be a positive number, got {std!r}")
+        if not isinstance(relative, bool):
+            raise TypeError(f"relative must be True or False, got {relative!r}")
+        self.std = std
+        self.relative = relative
+        self._generators = Generators(seed)
+
+    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+        self._check(tensor.dtype in _REAL or tensor.dtype in _COMPLEX, "floating-point", tensor, role, call)
+        _refuse_in_graph(tensor, "Noise")
+        device = tensor.device
+        noise = torch.randn(tensor.shape, dtype=tensor.dtype, device=device, generator=self._generators[device])
+        if self.relative:
+            return torch.addcmul(tensor, tensor, noise, value=self.std)
+        return torch.add(tensor, noise, alpha=self.std)
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """One bit that was flipped.
+
+    Attributes:
+        index: The call's number in its interceptor.
+        step: As `OpCall.step`.
+        op: The operator.
+        module: As `OpCall.module`.
+        phase: `"forward"`, `"backward"` or `"recompute"`.
+        role: `"lhs"`, `"rhs"`, `"bias"` or `"output"`.
+        position: Of the element in the tensor.
+        bit: Its number, 0 the least significant.
+        before: The element's value.
+        after: Its value with this bit flipped.
+    """
+
+    index: int
+    step: int
+    op: str
+    module: str | None
+    phase: Phase
+    role: str
+    position: tuple[int, ...]
+    bit: int
+    before: float
+    after: float
+
+
+class BitFlip(_Edit):
+    """Flips random bits, as a faulty memory does, and logs each.
+
+    Reads the elements that it flips, and so waits for the device. Wrap it in `when` for faults in some calls only:
+    `when(BitFlip(), module="encoder.*", every=1000)`.
+
+    At dispatch level the edit is straight-through: the backward pass is that of the operator with its original
+    operands, and its own matmuls get faults too; `when(..., phase="forward")` leaves them out. At function level
+    autograd sees the product of the faulty operands, and the fault itself as a copy, so that its gradient passes
+    unchanged.
+
+    Args:
+        flips: How many bits of each tensor, all of them different ones; all its bits if it has fewer.
+        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`.
+        bits: Which bits of an element may be flipped, one or several, 0 the least significant; None for all.
+            Negative ones count from the top: -1 is the sign. The exponent of a float32 is `range(23, 31)`, of a
+            bfloat16 `range(7, 15)`, of a float16 `range(10, 15)`.
+        seed: Seeds the generator; global ones are never drawn from. The same calls get the same faults on every
+            device.
+
+    Attributes:
+        log: A list of `Flip`s in the order of the faults; to read and clear as any other.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: A count below 1, an unknown role, or bits that no element has.
+
+    A call raises `OpInterceptError` for complex, boolean and not dense tensors, for elements without the bits asked
+    for, and inside of a CUDA graph.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> faults = hooks.BitFlip(bits=-1, seed=1)
+        >>> with intercept(faults):
+        ...     torch.eye(2) @ torch.ones(2, 2)
+        tensor([[ 1., -1.],
+                [ 1.,  1.]])
+        >>> [(flip.position, flip.bit, flip.before, flip.after) for flip in faults.log]
+        [((0, 1), 31, 1.0, -1.0)]
+    """
+
+    asks_origin = True
+
+    def __init__(
+        self,
+        flips: int = 1,
+        *,
+        of: str | Iterable[str] = "output",
+        bits: int | Iterable[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(of)
+        self.flips = checked_count("flips", flips)
+        self.bits = None if bits is None else _bits(bits)
+        self._random = random.Random(checked_seed(seed))
+        self.log: list[Flip] = []
+
+    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+        allowed = tensor.dtype not in _NO_BITS and not tensor.is_quantized
+        self._check(allowed, "real", tensor, role, call)
+        _refuse_in_graph(tensor, "BitFlip")
+        width = 8 * tensor.element_size()
+        asked = range(width) if self.bits is None else self.bits
+        if not all(-width <= bit < width for bit in asked):
+            raise OpInterceptError(
+                f"bits must be some of the {width} of the {role} of {call.op}, got {asked!r} for {describe(tensor)}"
+            )
+        bits = list(dict.fromkeys(bit % width for bit in asked))
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        elements = values.view(-1)
+        words = elements.view(_WORDS[tensor.element_size()])
+        places = range(words.numel() * len(bits))
+        for place in self._random.sample(places, min(self.flips, len(places))):
+            element, which = divmod(place, len(bits))
+            bit = bits[which]
+            before = elements[element].item()
+            words[element] ^= 1 << bit if bit < width - 1 else -(1 << bit)
+            self.log.append(
+                Flip(
+                    call.index,
+                    call.step,
+                    call.op,
+                    call.module,
+                    call.phase,
+                    role,
+                    _position(element, tensor.shape),
+                    bit,
+                    before,
+                    elements[element].item(),
+                )
+            )
+        return _straight_through(tensor, values)
+
+
+def _bits(bits: Any) -> tuple[int, ...]:
+    found = (bits,) if isinstance(bits, int) else tuple(bits) if isinstance(bits, Iterable) else ()
+    if not found or not all(isinstance(bit, int) for bit in found):
+        raise TypeError(f"bits must be the number of a bit or several, range(23, 31) say, got {bits!r}")
+    if not all(-64 <= bit < 64 for bit in found):
+        raise ValueError(f"bits must be from -64 to 63, got {bits!r}")
+    return found
+
+
+def _position(element: int, shape: torch.Size) -> tuple[int, ...]:
+    position = []
+    for size in reversed(shape):
+        element, place = divmod(element, size)
+        position.append(place)
+    return tuple(reversed(position))

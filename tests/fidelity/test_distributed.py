@@ -1,0 +1,195 @@
+"""Two processes of torch.distributed, threads as `nn.DataParallel` starts them, and the workers of a DataLoader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import distributed_programs
+import pytest
+import torch
+from distributed_programs import ENGINES, PROGRAMS, Model
+from products import Products
+from torch import nn
+from torch.utils.data import DataLoader
+
+from opintercept import hooks, intercept
+from opintercept._engines import kernels
+
+UNWRAPPED = "unwrapped"
+RANKS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw of all the programs, which run in one go."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
+    done = subprocess.run(
+        [*torchrun, distributed_programs.__file__, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in RANKS]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_distributed_program_is_seen_whole_and_not_changed(
+    results: list[dict[str, Any]], program: str, engine: str, rank: int
+) -> None:
+    result = results[rank][program][engine]
+    assert result["different"] == []
+    assert result["compared"] > 25
+    seen = [op for op, *_ in result["calls"]]
+    if engine != "function":
+        assert Counter(result["profiled"]) <= Counter(seen)
+    if engine in ("kernel", "mode"):  # the profiler too looks at one thread
+        assert seen == result["profiled"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_distributed_program_has_the_names_and_links_of_the_unwrapped_model(
+    results: list[dict[str, Any]], program: str, engine: str, rank: int
+) -> None:
+    calls, expected = (results[rank][name][engine]["calls"] for name in (program, UNWRAPPED))
+    of_model = calls[: len(expected)]
+    if program == "DTensor":
+        # Two products in a row, the first with a gradient and the second without, are not told apart.
+        for (*_, forward), call in zip(of_model, expected, strict=True):
+            call[3] = None if forward is None else call[3]
+        assert sum(forward is not None for *_, forward in of_model) >= (11 if engine != "function" else 0)
+    assert of_model == expected
+    assert any(phase == "backward" for _, phase, *_ in expected) is (engine != "function")
+    # What a communication hook multiplies belongs to no module.
+    assert all(op == "aten::bmm" and not module for op, _, module, _ in calls[len(expected) :])
+    if program != "DDP, multiplying hook":
+        assert len(calls) == len(expected)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_communication_hook_that_multiplies_is_seen_in_all_threads(results: list[dict[str, Any]], rank: int) -> None:
+    # PowerSGD goes on when its all-reduces are done: in this thread, or in one of gloo's that is not seen by others.
+    in_hook = {
+        engine: [
+            phase for op, phase, *_ in results[rank]["DDP, multiplying hook"][engine]["calls"] if op == "aten::bmm"
+        ]
+        for engine in ENGINES
+        if engine != "function"
+    }
+    assert len(in_hook["all threads"]) == 30
+    assert all(phases[:10] == ["backward"] * 10 for phases in in_hook.values())
+    assert all(len(phases) in (10, 20, 30) for phases in in_hook.values())
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_the_dispatcher_of_a_rank_is_as_it_was(results: list[dict[str, Any]], rank: int) -> None:
+    assert results[rank]["restored"]
+
+
+def test_replicas_in_threads_are_seen_with_all_threads_and_have_the_models_names() -> None:
+    # As `nn.parallel.parallel_apply` runs them, which refuses to without an accelerator.
+    model, x = Model(), torch.randn(6, 8)
+    plain = hooks.Recorder()
+    with intercept(plain):
+        expected = model(x)
+    everything, current = hooks.Recorder(), hooks.Recorder()
+    outputs: dict[int, torch.Tensor] = {}
+
+    def apply(number: int) -> None:
+        outputs[number] = model(x)
+
+    with intercept(everything, threads="all"), intercept(current):
+        threads = [threading.Thread(target=apply, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sum(output.sum() for output in outputs.values()).backward()
+    assert all(torch.equal(output, expected) for output in outputs.values())
+    forward = [r for r in everything.records if r.phase == "forward"]
+    assert Counter((r.op, r.module) for r in forward) == Counter((r.op, r.module) for r in plain.records * 4)
+    # The backward pass runs here, and is linked to what the other threads ran.
+    backward = [r for r in everything.records if r.phase == "backward"]
+    assert [r.op for r in backward] == [r.op for r in current.records]
+    assert len(backward) == 4 * 13
+    assert {r.phase for r in current.records} == {"backward"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_data_parallel_is_seen_with_all_threads() -> None:
+    model, x = Model().cuda(), torch.randn(6, 8, device="cuda")
+    plain, everything = hooks.Recorder(), hooks.Recorder()
+    with intercept(plain):
+        model(x)
+    replicated = nn.DataParallel(model, device_ids=[0, 0])
+    replicated(x)
+    with intercept(everything, threads="all"):
+        replicated(x).sum().backward()
+    forward = Counter((r.op, r.module) for r in everything.records if r.phase == "forward")
+    assert forward == Counter((r.op, r.module) for r in plain.records * 2)
+    assert all(r.module for r in everything.records)
+
+
+@pytest.mark.parametrize(
+    ("workers", "start", "engine"),
+    [(workers, start, engine) for workers, start in ((0, None), (2, "fork")) for engine in ENGINES]
+    + [(2, "spawn", "kernel"), (2, "spawn", "mode")],
+)
+def test_a_data_loader_in_a_block(workers: int, start: str | None, engine: str) -> None:
+    products = Products()
+    recorder = hooks.Recorder()
+    with intercept([recorder, products.hook], **ENGINES[engine]):
+        for number, batch in enumerate(
+            DataLoader(
+                products, batch_size=2, num_workers=workers, timeout=60 * bool(workers), multiprocessing_context=start
+            )
+        ):
+            assert torch.equal(batch["product"], batch["expected"])
+            # A worker does not run the hooks of its parent.
+            assert batch["seen here"].tolist() == ([0, 0] if workers else [2 * number + 1, 2 * number + 2])
+            # It sees what it intercepts itself.
+            assert batch["seen by a block of its own"].tolist() == [1, 1]
+            torch.ones(3, 3) @ torch.ones(3, 3)
+    assert [r.gemm.m for r in recorder.records if r.gemm].count(3) == 3
+    assert len(recorder.records) == 3 + (0 if workers else 12)
+    _sweep()
+
+
+def test_workers_that_were_forked_before_a_block_and_outlive_it() -> None:
+    products = Products()
+    loader = DataLoader(
+        products, batch_size=2, num_workers=2, timeout=60, persistent_workers=True, multiprocessing_context="fork"
+    )
+    recorder = hooks.Recorder()
+    assert len(list(loader)) == 3
+    with intercept([recorder, products.hook], threads="all"):
+        assert all(batch["seen here"].tolist() == [0, 0] for batch in loader)
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    assert all(batch["seen here"].tolist() == [0, 0] for batch in loader)
+    assert len(recorder.records) == 1
+    del loader
+    _sweep()
+
+
+def _sweep() -> None:
+    """The kernels go with the threads of a DataLoader's queues, which may still be on their way out."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and type(thread).__module__ != "tqdm._monitor":
+            thread.join(10)
+    with intercept(ops="mm"):
+        pass
+    assert not kernels._installed

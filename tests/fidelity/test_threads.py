@@ -1,0 +1,517 @@
+"""Threads, forks and the end of the process: nothing is lost, no wrong kernel is called, nothing stays behind."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from opintercept import OpCall, intercept
+from opintercept._engines import kernels, scope
+
+THREADS, ROUNDS = 8, 1000
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "kernel": {},
+    "mode": {"engine": "mode"},
+    "function": {"level": "function"},
+}
+
+A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+BATCH = torch.randn(2, 4, 4)
+
+# Each with what it gives without interception: a call of the wrong kernel gives something else, or raises.
+PRODUCTS: dict[str, Callable[[], torch.Tensor]] = {
+    "mm": lambda: torch.mm(A, B),
+    "addmm": lambda: torch.addmm(C, A, B),
+    "bmm": lambda: torch.bmm(BATCH, BATCH),
+    "mv": lambda: torch.mv(A, B[:, 0]),
+    "dot": lambda: torch.dot(A[0], B[:, 0]),
+}
+EXPECTED = {name: product() for name, product in PRODUCTS.items()}
+
+
+def multiply(name: str) -> None:
+    assert torch.equal(PRODUCTS[name](), EXPECTED[name])
+
+
+class Seen(list[tuple[str, int, int]]):
+    """A hook that keeps operator, thread and index of every call."""
+
+    def post(self, call: OpCall) -> None:
+        self.append((call.op.rpartition("::")[2].rpartition(".")[2], threading.get_ident(), call.index))
+
+    def by_op(self) -> Counter[str]:
+        return Counter(op for op, _, _ in self)
+
+    def by_thread(self) -> Counter[int]:
+        return Counter(thread for _, thread, _ in self)
+
+    def indices(self) -> list[int]:
+        return sorted(index for _, _, index in self)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def run_threads(*works: Callable[[], None]) -> None:
+    """Run each in a thread of its own, all at once, and raise what any of them raised."""
+    barrier = threading.Barrier(len(works))
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            barrier.wait()
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        raise failure
+
+
+@pytest.fixture(autouse=True)
+def switch_often() -> Iterator[None]:
+    """Switch threads a hundred times as often as Python does. Then the kernels go, which the threads had kept."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    yield
+    sys.setswitchinterval(before)
+    assert scope.state.everywhere.blocks == ()
+    assert kernels._users == 0
+
+    def gone() -> bool:  # the last thread may still be on its way out
+        with intercept(ops="mm"):
+            pass
+        return not kernels._installed
+
+    wait_for(gone)
+
+
+@pytest.mark.parametrize("mix", [*ENGINES, "all of them"])
+def test_eight_threads_enter_and_leave_the_same_and_their_own(mix: str) -> None:
+    engines = [mix if mix in ENGINES else list(ENGINES)[number % 3] for number in range(THREADS)]
+    shared_seen = {engine: Seen() for engine in engines}
+    shared = {engine: intercept(seen, **ENGINES[engine]) for engine, seen in shared_seen.items()}
+    own_seen = [Seen() for _ in engines]
+    # The thread that comes first with an operator installs its kernel while the others multiply.
+    names = [list(PRODUCTS)[number % len(PRODUCTS)] for number in range(THREADS)]
+
+    def work(number: int) -> None:
+        engine, name = engines[number], names[number]
+        own = intercept(own_seen[number], ops=name, **ENGINES[engine])
+        for _ in range(ROUNDS):
+            multiply("mm")  # seen by nobody
+            with shared[engine]:
+                multiply("mm")
+                with own:
+                    multiply(name)
+            multiply(name)  # seen by nobody
+
+    run_threads(*(partial(work, number) for number in range(THREADS)))
+    for name, seen in zip(names, own_seen, strict=True):
+        assert seen.by_op() == {name: ROUNDS}
+        assert len(seen.by_thread()) == 1
+        assert seen.indices() == list(range(ROUNDS))
+    for engine, seen in shared_seen.items():
+        here = [name for name, other in zip(names, engines, strict=True) if other == engine]
+        assert seen.by_op() == Counter({name: here.count(name) * ROUNDS for name in here}) + Counter(
+            {"mm": len(here) * ROUNDS}
+        )
+        assert set(seen.by_thread().values()) == {2 * ROUNDS}
+        assert seen.indices() == list(range(2 * ROUNDS * len(here)))
+
+
+def test_an_interceptor_of_all_threads_loses_nothing_while_others_come_and_go() -> None:
+    everything, shared = Seen(), Seen()
+    watched = intercept(shared, threads="all")
+    own_seen = [Seen() for _ in range(THREADS)]
+
+    def work(number: int) -> None:
+        own = intercept(own_seen[number])
+        for _ in range(ROUNDS // 4):
+            with watched:  # while one is inside, it sees the other seven too
+                multiply("mm")
+            with own:
+                multiply("bmm")
+            multiply("dot")
+
+    with intercept(everything, threads="all"):
+        run_threads(*(partial(work, number) for number in range(THREADS)))
+    each = ROUNDS // 4
+    assert everything.by_op() == dict.fromkeys(("mm", "bmm", "dot"), each * THREADS)
+    assert everything.indices() == list(range(3 * each * THREADS))
+    assert all(seen.by_op() == {"bmm": each} for seen in own_seen)
+    assert shared.by_op()["mm"] == each * THREADS
+    assert shared.indices() == list(range(len(shared)))
+
+
+def test_a_thread_that_had_a_block_before_is_seen_by_a_later_one_of_all_threads() -> None:
+    before, entered = threading.Event(), threading.Event()
+    seen = Seen()
+
+    def work() -> None:
+        with intercept(ops="mm"):
+            multiply("mm")
+        before.set()
+        entered.wait()
+        multiply("mm")
+
+    def enter() -> None:
+        before.wait()
+        with intercept(seen, threads="all"):
+            entered.set()
+            wait_for(lambda: len(seen) == 1)
+
+    run_threads(work, enter)
+
+
+def test_blocks_of_one_operator_come_and_go_beside_threads_that_multiply() -> None:
+    # Torch calls a freed kernel if one is removed while another thread runs operators.
+    stop = threading.Event()
+
+    def multiply_on() -> None:
+        while not stop.is_set():
+            for name in PRODUCTS:
+                multiply(name)
+
+    def come_and_go() -> None:
+        try:
+            for number in range(ROUNDS):
+                name = list(PRODUCTS)[number % len(PRODUCTS)]
+                seen = Seen()
+                with intercept(seen, ops=name):
+                    multiply(name)
+                assert seen.by_op() == {name: 1}
+        finally:
+            stop.set()
+
+    run_threads(come_and_go, *[multiply_on] * 3)
+
+
+def test_blocks_come_and_go_beside_threads_that_start_and_end() -> None:
+    done: list[int] = []
+
+    def short() -> None:
+        multiply("mm")
+        multiply("bmm")
+        done.append(1)
+
+    for number in range(ROUNDS // 4):
+        # Not of the threading module, which waits until the new thread runs.
+        _thread.start_new_thread(short, ())
+        with intercept(ops=("mm", "bmm")):
+            multiply("mm")
+        if number % 8 == 7:
+            wait_for(lambda count=number + 1: len(done) == count)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_exceptions_in_threads_stay_in_their_thread(engine: str) -> None:
+    seen, errors = Seen(), []
+
+    class Fails(ValueError):
+        pass
+
+    class Judge:
+        def post(self, call: OpCall) -> None:
+            if call.args[0].shape == (4, 5):
+                raise Fails
+
+        def error(self, call: OpCall, exception: BaseException) -> None:
+            errors.append(type(exception))
+
+    interceptor = intercept([seen, Judge()], **ENGINES[engine])
+
+    def work(number: int) -> None:
+        for _ in range(ROUNDS // 4):
+            if number % 4 == 0:
+                with interceptor:
+                    multiply("mm")
+            elif number % 4 == 1:
+                with pytest.raises(Fails), interceptor:  # a hook's
+                    torch.mm(B, B.t())
+            elif number % 4 == 2:
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), interceptor:  # the operator's
+                    torch.mm(A, A)
+            else:
+                with pytest.raises(KeyError), interceptor:  # the program's
+                    multiply("mm")
+                    raise KeyError
+            multiply("mm")  # seen by nobody
+
+    run_threads(*(partial(work, number) for number in range(THREADS)))
+    assert seen.by_op() == {"mm": THREADS * 3 // 4 * (ROUNDS // 4)}
+    assert errors == [RuntimeError] * (THREADS // 4) * (ROUNDS // 4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_decorated_function_in_eight_threads(engine: str) -> None:
+    seen = Seen()
+
+    @intercept(seen, **ENGINES[engine])
+    def step(depth: int) -> int:
+        multiply("mm")
+        return 1 + step(depth - 1) if depth else 1
+
+    @intercept(seen, **ENGINES[engine])
+    def produce(count: int) -> Iterator[int]:
+        for number in range(count):
+            multiply("mm")
+            yield number
+
+    def work() -> None:
+        for _ in range(ROUNDS // 10):
+            assert step(2) == 3
+            multiply("mm")  # seen by nobody
+            for _number in produce(3):
+                multiply("mm")  # the caller's, seen by nobody
+
+    run_threads(*[work] * THREADS)
+    assert set(seen.by_thread().values()) == {6 * (ROUNDS // 10)}
+    assert len(seen) == 6 * (ROUNDS // 10) * THREADS
+
+
+@pytest.mark.parametrize("options", [*ENGINES.values(), {"threads": "all"}], ids=[*ENGINES, "all threads"])
+def test_a_pause_is_of_the_thread_that_pauses(options: dict[str, Any]) -> None:
+    seen = Seen()
+    interceptor = intercept(seen, **options)
+
+    def work(number: int) -> None:
+        for _ in range(ROUNDS // 4):
+            with interceptor if "threads" not in options else nullcontext():
+                multiply("mm")
+                if number % 2:
+                    with interceptor.paused():
+                        multiply("mm")
+
+    with interceptor:
+        run_threads(*(partial(work, number) for number in range(THREADS)))
+    assert seen.by_op() == {"mm": THREADS * (ROUNDS // 4)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hooks_come_and_go_in_threads_and_see_exactly_what_is_between(engine: str) -> None:
+    always = Seen()
+    interceptor = intercept(always, **ENGINES[engine])
+
+    def work() -> None:
+        here = threading.get_ident()
+        for _ in range(ROUNDS // 8):
+            with interceptor:
+                multiply("mm")
+                seen = Seen()
+                with interceptor.register(seen):
+                    multiply("mm")
+                    multiply("mm")
+                multiply("mm")
+            assert seen.by_thread()[here] == 2
+
+    run_threads(*[work] * THREADS)
+    assert set(always.by_thread().values()) == {4 * (ROUNDS // 8)}
+    assert always.indices() == list(range(len(always)))
+
+
+def test_hooks_enter_with_the_first_thread_and_exit_with_the_last() -> None:
+    inside, most, total = 0, 0, 0
+
+    class Framed:
+        def enter(self) -> None:
+            nonlocal inside, most, total
+            inside += 1
+            total += 1
+            most = max(most, inside)
+
+        def post(self, call: OpCall) -> None:
+            assert inside == 1
+
+        def exit(self) -> None:
+            nonlocal inside
+            inside -= 1
+
+    interceptor = intercept(Framed())
+
+    def work() -> None:
+        for _ in range(ROUNDS // 4):
+            with interceptor:
+                multiply("mm")
+
+    run_threads(*[work] * THREADS)
+    assert (inside, most) == (0, 1)
+    assert total > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_child_forked_beside_busy_threads_works_on(engine: str) -> None:
+    stop = threading.Event()
+    shared = intercept(Seen(), **ENGINES[engine])
+
+    def work() -> None:
+        while not stop.is_set():
+            with shared:
+                multiply("mm")
+
+    def fork() -> None:
+        try:
+            for _ in range(10):
+                with shared:
+                    check_child()
+        finally:
+            stop.set()
+
+    def check_child() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of a fork beside threads
+            child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                own = Seen()
+                multiply("mm")
+                with intercept(own, **ENGINES[engine]), shared:
+                    multiply("mm")
+                status = 0 if own.by_op() == {"mm": 1} else 2
+            finally:
+                os._exit(status)
+        status = None
+
+        def ended() -> bool:
+            nonlocal status
+            status = os.waitpid(child, os.WNOHANG)
+            return status[0] != 0
+
+        try:
+            wait_for(ended)
+        except AssertionError:
+            os.kill(child, signal.SIGKILL)  # it waits for a lock that a thread of its parent had
+            os.waitpid(child, 0)
+            raise
+        assert os.waitstatus_to_exitcode(status[1]) == 0
+
+    run_threads(fork, *[work] * 4)
+
+
+ENDINGS = {
+    # Threads that wait; one that multiplies while the interpreter ends aborts, also without us.
+    "daemons that wait in a block": """
+        import threading, time
+        import torch
+        from opintercept import intercept
+        ready = threading.Barrier(5)
+        def wait(options):
+            with intercept(lambda call: None, **options):
+                torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+                ready.wait()
+                time.sleep(60)
+        def wait_in_a_hook():
+            def hook(call):
+                ready.wait()
+                time.sleep(60)
+            with intercept(hook):
+                torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        for options in {}, {"engine": "mode"}, {"level": "function"}:
+            threading.Thread(target=wait, args=(options,), daemon=True).start()
+        threading.Thread(target=wait_in_a_hook, daemon=True).start()
+        ready.wait()
+        time.sleep(0.2)  # until they sleep
+    """,
+    "threads that outlive the main one": """
+        import atexit, threading, time
+        import torch
+        from opintercept import intercept
+        seen = []
+        interceptor = intercept(lambda call: seen.append(call.op), threads="all")
+        def work():
+            for _ in range(200):
+                with interceptor:
+                    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+                time.sleep(0.0005)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        def check():
+            assert len(seen) >= 800, len(seen)
+            with interceptor:
+                torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        atexit.register(check)
+        interceptor.__enter__()
+    """,
+    "a pool that is still there": """
+        import concurrent.futures
+        import torch
+        from opintercept import intercept
+        pool = concurrent.futures.ThreadPoolExecutor(4)
+        with intercept(lambda call: None, threads="all"):
+            list(pool.map(lambda _: torch.mm(torch.ones(2, 2), torch.ones(2, 2)), range(100)))
+    """,
+    "os._exit": """
+        import os, threading
+        import torch
+        from opintercept import intercept
+        def work():
+            while True:
+                torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        with intercept(lambda call: None, threads="all"):
+            threading.Thread(target=work, daemon=True).start()
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+            os._exit(0)
+    """,
+    "a child that ends as any process": """
+        import os, sys, threading
+        import torch
+        from opintercept import intercept
+        def work():
+            with intercept(print):
+                child = os.fork()
+                if child == 0:
+                    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+                    sys.exit(0)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for engine in "kernel", "mode":
+            with intercept(print, engine=engine):
+                work()
+    """,
+    "the thread that started it ends first": """
+        import _thread, time
+        import torch
+        from opintercept import intercept
+        def work():
+            interceptor = intercept(lambda call: None)
+            interceptor.__enter__()
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        for _ in range(20):
+            _thread.start_new_thread(work, ())
+        time.sleep(0.2)
+    """,
+}
+
+
+@pytest.mark.parametrize("script", ENDINGS.values(), ids=ENDINGS)
+def test_the_process_ends_in_peace(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
