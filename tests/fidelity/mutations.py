@@ -187,7 +187,8 @@ MUTATIONS = (
     Mutation(
         "removes its kernels under the feet of other threads",
         "_engines/kernels.py",
-        '            if thread != here and names.get(thread) != "tqdm._monitor":\n                return False\n',
+        '                if not harmless and frame.f_globals.get("__name__") != "execnet.gateway_base":\n'
+        "                    return False\n",
         "",
         ("tests/test_intercept.py::test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit",),
     ),
@@ -252,8 +253,8 @@ MUTATIONS = (
     Mutation(
         "leaves garbage that only the collector finds",
         "_pipeline.py",
-        "    finally:\n        call._pipeline = None\n\n\ndef _run_several",
-        "    finally:\n        call.args = (call,)\n\n\ndef _run_several",
+        "    finally:\n        call._pipeline = None\n        # The frame",
+        "    finally:\n        call.args = (call,)\n        # The frame",
         ("tests/test_intercept.py::test_a_block_leaves_no_garbage",),
     ),
 )
