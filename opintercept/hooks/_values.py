@@ -39,6 +39,8 @@ def stored_values(tensor: Any) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return None
     try:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor.untyped_storage().device.type == "meta":
+            return None  # fake; data_ptr would only warn
         if tensor.layout is torch.strided and tensor.is_floating_point() and not (tensor.is_nested or tensor.is_neg()):
             tensor.data_ptr()  # raises for a tensor that stands for others
             return tensor.detach() if tensor.requires_grad else tensor

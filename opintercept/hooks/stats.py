@@ -152,7 +152,8 @@ class _Cell:
         count, finite, nan, nonzero, underflow, overflow, total, spread = self.sums
         mean, variance, low, high = math.nan, math.nan, math.nan, math.nan
         if finite:
-            mean, variance, low, high = total / finite, spread / finite, -self.range[0], self.range[1]
+            mean, variance = total / finite, spread / finite
+            low, high = 0.0 - self.range[0], 0.0 + self.range[1]  # of two zeros, the one without a sign
         return StatsRow(
             *key,
             calls=self.calls,
@@ -228,8 +229,10 @@ class Stats:
         self._channels = channels
         self._tiny = self._huge = 0.0
         if for_dtype is not None:
-            info = torch.finfo(for_dtype)
-            self._tiny, self._huge = info.smallest_normal * info.eps / 2, info.max
+            # Its smallest number has the pattern 1; torch.finfo is wrong of float8_e5m2fnuz, whose eps it has as 0.125.
+            bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[for_dtype.itemsize.bit_length() - 1]
+            smallest = torch.ones(1, dtype=bits, device="cpu").view(for_dtype)
+            self._tiny, self._huge = smallest.to(torch.float64).item() / 2, torch.finfo(for_dtype).max
         self._window: dict[_Key, _Cell] = {}
         self._totals: dict[_Key, _Cell] = {}
         self._waiting: dict[int, tuple[list[_Cell], list[torch.Tensor]]] = {}
@@ -551,7 +554,7 @@ def _merge(cells: dict[_Key, _Cell], others: dict[_Key, _Cell]) -> None:
 
 def _is_signed_float(dtype: Any) -> bool:
     try:
-        return torch.finfo(dtype).min < 0
+        return isinstance(dtype, torch.dtype) and dtype.is_floating_point and torch.finfo(dtype).min < 0
     except (TypeError, NotImplementedError):  # torch has no limits of packed floats
         return False
 
