@@ -8,6 +8,7 @@ An operator that nobody watches has no kernel, and so costs nothing.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -211,6 +212,7 @@ def _quiet() -> bool:
     Python frames. tqdm's monitor, which outlives every progress bar, never does, nor does execnet's reader of
     messages, which lives as long as a worker of pytest-xdist.
     """
+    _let_threads_start()
     names = {thread.ident: type(thread).__module__ for thread in threading.enumerate()}
     here = threading.get_ident()
     frame: FrameType | None = None
@@ -226,6 +228,41 @@ def _quiet() -> bool:
     finally:
         del frame  # our own is among them, and a frame that holds itself is garbage
     return not _has_forked_tasks()
+
+
+def _thread_states() -> int:
+    """How many threads Python knows of, those included that have yet to run their first line."""
+    states, state = 0, _first_state(_interpreter())
+    while state:
+        states, state = states + 1, _next_state(state)
+    return states
+
+
+def _python_api(name: str, argument: Any) -> Any:
+    function = getattr(ctypes.pythonapi, name)
+    function.argtypes, function.restype = argument, ctypes.c_void_p
+    return function
+
+
+# Part of Python's stable interface for debuggers.
+_interpreter = _python_api("PyInterpreterState_Get", [])
+_first_state = _python_api("PyInterpreterState_ThreadHead", [ctypes.c_void_p])
+_next_state = _python_api("PyThreadState_Next", [ctypes.c_void_p])
+_without_frames = 0  # of threads that are no Python's, autograd's for a device
+
+
+def _let_threads_start() -> None:
+    """Give threads that have been started, and have no frame yet to be seen by, the time for their first line.
+
+    A thread of C++ that once was in Python has none either, and keeps none: it is waited for once.
+    """
+    global _without_frames
+    end = time.monotonic() + 0.25
+    while (missing := _thread_states() - len(sys._current_frames())) > _without_frames:
+        if time.monotonic() > end:
+            _without_frames = missing
+            return
+        time.sleep(0.001)
 
 
 def _has_forked_tasks() -> bool:
