@@ -152,10 +152,11 @@ class Op:
         ]
 
 
-def _transposed(tensor: torch.Tensor) -> bool:
+def _transposed(tensor: torch.Tensor, swapped: bool = False) -> bool:
     if tensor.dim() < 2 or not is_strided(tensor):
         return False
-    row, column = tensor.stride()[-2:]
+    # Not by `tensor.mT`: at function level that would be a node of autograd's.
+    row, column = reversed(tensor.stride()[-2:]) if swapped else tensor.stride()[-2:]
     return column != 1 and row == 1
 
 
@@ -167,7 +168,7 @@ def _shape(op: Op, args: Args, kwargs: Kwargs, batch: int, m: int, n: int, k: in
         int(n),
         int(k),
         (dtype_name(lhs.dtype), dtype_name(rhs.dtype)),
-        (_transposed(lhs), _transposed(rhs.mT if linear and is_strided(rhs) and rhs.dim() == 2 else rhs)),
+        (_transposed(lhs), _transposed(rhs, linear and rhs.dim() == 2)),
     )
 
 

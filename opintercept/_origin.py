@@ -264,7 +264,8 @@ class Links:
         backward = call.phase == "backward"
         if backward:
             self._in_backward = True
-        if not torch.is_grad_enabled() and (backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
+        recording = torch.is_grad_enabled()
+        if not recording and (backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
             return  # `no_grad` leaves forward-mode gradients on; a custom Function's forward has both off
         operands = []
         needed = False
@@ -282,7 +283,7 @@ class Links:
         fresh = number > mine.seen
         mine.seen = number
         # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
-        inside = not needed and _is_excluded(_ABOVE_PYTHON)
+        inside = not needed and recording and _is_excluded(_ABOVE_PYTHON)
         if number in links:
             if needed or (inside and not links[number].sure):
                 mine.shared.add(number)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from opintercept._intercept import Interceptor
     from opintercept._snapshot import Snapshots
 
+_LIBRARY = "opintercept."
 _MOST_TESTS = 20  # that the summary lists without -v
 
 
@@ -245,17 +246,14 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what ran in the report of a failing test."""
     watch = _watch(item)
-    hidden: list[Any] = []
-    if call.excinfo is not None and watch.watching:
-        # Pytest leaves frames out that have this name among their globals: the traceback ends at the test's line.
-        hidden = [vars(module) for name, module in sys.modules.items() if name.startswith("opintercept.")]
-        for namespace in hidden:
-            namespace["__tracebackhide__"] = True
+    library = [vars(module) for name, module in sys.modules.items() if watch.watching and name.startswith(_LIBRARY)]
+    for namespace in library:
+        namespace["__tracebackhide__"] = True  # in a frame's globals: pytest's tracebacks end at the test's line
     try:
         report = yield
     finally:
-        for namespace in hidden:
-            del namespace["__tracebackhide__"]
+        for namespace in library:
+            namespace.pop("__tracebackhide__", None)
     watch.add_to(report, None if call.excinfo is None else call.excinfo.value)
     return report
 

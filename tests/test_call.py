@@ -217,6 +217,16 @@ def test_what_reads_no_values_copies_no_operand(feed: dict[str, Any]) -> None:
     assert looking[0].records[0].lhs.stride == lhs.stride()  # type: ignore[union-attr]
 
 
+def test_a_record_of_a_linear_leaves_no_node_to_autograd() -> None:
+    weight = torch.ones(3, 2, requires_grad=True)
+    start = torch._C._autograd._get_sequence_nr()
+    F.linear(torch.ones(2), weight)
+    end = torch._C._autograd._get_sequence_nr()
+    (record,) = records_of(lambda: F.linear(torch.ones(2), weight), level="function")
+    assert torch._C._autograd._get_sequence_nr() - end == end - start
+    assert record.gemm == Gemm(1, 1, 3, 2, ("float32", "float32"), (False, True))
+
+
 def test_negative_views_are_resolved() -> None:
     lhs = torch.tensor([[1 + 2j, 3 - 1j]]).conj().imag
     assert lhs.is_neg()

@@ -148,17 +148,29 @@ def test_compile_makes_the_same_graph_once(engine: dict[str, Any], first: str) -
     assert all(graph == graphs[0] for graph in graphs)
 
 
-def test_dynamo_leaves_hooks_alone_around_a_graph_break() -> None:
+@torch.compiler.disable(recursive=False)
+def multiply_uncompiled(x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, A)
+
+
+def after_a_graph_break(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return torch.linalg.matrix_exp(y).to_sparse().to_dense()
+
+
+def in_a_frame_that_is_not_compiled(x: torch.Tensor) -> torch.Tensor:
+    return multiply_uncompiled(x.sin())
+
+
+@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+@pytest.mark.parametrize("model", [after_a_graph_break, in_a_frame_that_is_not_compiled])
+def test_dynamo_leaves_hooks_alone(model: Any, engine: dict[str, Any]) -> None:
     frames: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         frames.append(" ".join(node.name for node in graph.graph.nodes))
         return graph.forward
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        torch._dynamo.graph_break()
-        return torch.linalg.matrix_exp(y).to_sparse().to_dense()
 
     def hook(call: OpCall) -> None:
         call.output.cos()
@@ -166,12 +178,11 @@ def test_dynamo_leaves_hooks_alone_around_a_graph_break() -> None:
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(A)
     plain = list(frames)
-    for engine in ({}, {"engine": "mode"}):
-        frames.clear()
-        torch._dynamo.reset()
-        with intercept(hook, **engine):  # type: ignore[arg-type]
-            torch.compile(model, backend=backend)(A)
-        assert frames == plain
+    frames.clear()
+    torch._dynamo.reset()
+    with intercept(hook, **engine):
+        torch.compile(model, backend=backend)(A)
+    assert frames == plain
 
 
 @pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
@@ -328,13 +339,14 @@ def test_backward_calls_are_told_from_forward_ones(engine: dict[str, Any]) -> No
     assert phases == ["forward", "backward", "backward"]
 
 
-def test_a_gradient_is_still_stolen_and_not_copied() -> None:
-    layer = torch.nn.Linear(64, 64)
+@pytest.mark.parametrize("what", ["the product", "a view of it"])
+def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
     x = torch.randn(8, 64)
 
     def operators(watch: bool) -> list[str]:
-        layer.zero_grad()
-        loss = layer(x).sum()
+        weight.grad = None
+        loss = (x @ weight if what == "the product" else F.linear(x, weight)).sum()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             if watch:
                 with intercept(hooks.Recorder()):

@@ -182,6 +182,8 @@ def call_of(func: Any, **given: Any) -> OpCall:
 @pytest.mark.parametrize(("name", "flag", "offset"), FORMS, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_operator_is_understood(name: str, flag: str, offset: int | None, masked: bool) -> None:
+    if not hasattr(torch.ops.aten, name):
+        pytest.skip("newer than this torch")
     func = getattr(torch.ops.aten, name).default
     query, key, mask = torch.randn(QUERY).double(), torch.randn(KEY).double(), torch.randn(2, 4, 3, 5).double()
     names = {argument.name for argument in func._schema.arguments}
@@ -428,7 +430,8 @@ def test_operands_without_values_are_counted() -> None:
         with FakeTensorMode():
             fake = torch.empty(1, 2, 3, 4)
             F.scaled_dot_product_attention(fake, fake, fake)
-        torch.vmap(lambda x: F.scaled_dot_product_attention(x, x, x))(torch.randn(5, 2, 3, 4))
+        with sdpa_kernel(SDPBackend.MATH):  # torch 2.15 warns of the others
+            torch.vmap(lambda x: F.scaled_dot_product_attention(x, x, x))(torch.randn(5, 2, 3, 4))
         nested = torch.nested.nested_tensor([torch.randn(2, 3, 4)], layout=torch.jagged)
         F.scaled_dot_product_attention(*[nested.transpose(1, 2)] * 3)
     assert weights.calls == []

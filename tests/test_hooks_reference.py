@@ -248,7 +248,6 @@ FORMS: dict[str, Callable[[], Any]] = {
     "negated": lambda: torch.mm(matrix(3, 4), matrix(4, 5, dtype=torch.complex64).conj().imag),
     "transposed": lambda: torch.mm(matrix(4, 3).t(), matrix(8, 9)[::2, ::3]),
     "expanded": lambda: torch.bmm(matrix(1, 3, 4).expand(2, 3, 4), matrix(2, 4, 5)),
-    "foreach": lambda: torch._foreach_mm([matrix(3, 4), matrix(2, 3)], [matrix(4, 5), matrix(3, 3)]),
     "sparse": lambda: torch.mm(sparse(matrix(3, 4)), matrix(4, 5)),
     "sparse csr": lambda: torch.mm(sparse(matrix(3, 4)).to_sparse_csr(), matrix(4, 5)),
     "sparse by sparse": lambda: torch.sparse.mm(sparse(matrix(3, 4)), sparse(matrix(4, 5))),
@@ -273,6 +272,8 @@ FORMS: dict[str, Callable[[], Any]] = {
     ),
     "math attention": lambda: F.scaled_dot_product_attention(*(matrix(3, 4) for _ in range(3))),
 }
+if hasattr(torch, "_foreach_mm"):  # came with torch 2.13
+    FORMS["foreach"] = lambda: torch._foreach_mm([matrix(3, 4), matrix(2, 3)], [matrix(4, 5), matrix(3, 3)])
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -387,41 +388,37 @@ def test_only_the_gradients_that_are_wanted_count() -> None:
 
 def test_scaled_products() -> None:
     a, b = matrix(16, 32).to(torch.float8_e4m3fn), matrix(48, 32).to(torch.float8_e4m3fn).t()
-    for scale_a, scale_b in ((torch.tensor(0.3), torch.tensor(2.0)), (torch.rand(16, 1), torch.rand(1, 48))):
-        given = (a, b, scale_a, scale_b)
-        reference = measured(lambda given=given: torch._scaled_mm(*given, out_dtype=torch.float32))
+    given = (a, b, torch.tensor(0.3), torch.tensor(2.0))
+    for options in ({}, {"bias": matrix(48)}, {"out": torch.empty(16, 48)}):
+        reference = measured(lambda options=options: torch._scaled_mm(*given, out_dtype=torch.float32, **options))
         assert reference.skipped == {}
         [row] = reference.rows()
         assert row.snr > 120
-    bias = matrix(48)
-    one = torch.tensor(1.0)
-    [row] = measured(lambda: torch._scaled_mm(a, b, one, one, bias=bias, out_dtype=torch.float32)).rows()
-    assert row.snr > 120
-    [row] = measured(lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)).rows()
+    [row] = measured(lambda: torch._scaled_mm(*given, out_dtype=torch.bfloat16)).rows()
     assert 45 < row.snr < 70
-    out = torch.empty(16, 48)
-    [row] = measured(lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, out=out)).rows()
-    assert row.snr > 120
-    reference = measured(lambda: torch._scaled_mm(a, b, one, one, scale_result=one * 4, out_dtype=torch.float8_e4m3fn))
+    one = torch.tensor(1.0)
+    reference = measured(lambda: torch._scaled_mm(*given, scale_result=one, out_dtype=torch.float8_e4m3fn))
     assert reference.skipped == {"aten::_scaled_mm: scale_result is given, which devices apply in different ways": 1}
 
 
-def test_scaled_products_of_the_second_kind() -> None:
-    from torch.nn.functional import ScalingType, scaled_mm
-
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_scales_of_rows_and_columns_and_of_blocks(second: bool, blocks: bool) -> None:
+    # Not every torch and device has a kernel for these.
     a, b = matrix(16, 32).to(torch.float8_e4m3fn), matrix(48, 32).to(torch.float8_e4m3fn).t()
-    scale_a, scale_b = torch.rand(16, 1), torch.rand(1, 48)
-    kind = ScalingType.RowWise
-    reference = measured(lambda: scaled_mm(a, b, scale_a, kind, scale_b, kind, output_dtype=torch.float32))
-    assert reference.skipped == {}
-    assert reference.rows()[0].snr > 120
-    func = torch.ops.aten._scaled_mm_v2.default
-    call = OpCall(Pipeline(()), row_of(func), func, "forward", (), {})
-    call.args = (a, b, [torch.rand(16, 1)], [2], [], [torch.rand(1, 48)], [2], [], None, None)
-    call.output = torch.empty(16, 48)
+    scale_a, scale_b = torch.rand(16, 1 + blocks), torch.rand(1 + blocks, 48)
+    func = torch.ops.aten._scaled_mm_v2.default if second else torch.ops.aten._scaled_mm.default
+    recipe = [2 if blocks else 1]
+    scales = ([scale_a], recipe, [], [scale_b], recipe, [], None, None) if second else (scale_a, scale_b)
+    call = OpCall(Pipeline(()), row_of(func), func, "forward", (a, b, *scales), {})
+    call.output = (a.float() * scale_a[:, :1]) @ (b.float() * scale_b[:1])
     hook = hooks.Reference()
     hook.post(call)
-    assert hook.skipped == {"aten::_scaled_mm_v2: its scales are those of blocks": 1}
+    if blocks:
+        assert hook.skipped == {f"{call.op}: its scales are those of blocks": 1}
+    else:
+        assert hook.skipped == {}
+        assert hook.rows()[0].snr > 120
 
 
 @pytest.mark.parametrize(

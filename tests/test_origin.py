@@ -382,6 +382,24 @@ def test_a_custom_function_links_both_of_its_backward_matmuls() -> None:
     ]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_product_without_gradient_in_a_custom_function_takes_no_link(engine: dict[str, Any]) -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            x @ x.T
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+            return None, ctx.saved_tensors[0].T @ gradient
+
+    w = torch.randn(4, 5, requires_grad=True)
+    records = record(lambda: Twice.apply(torch.randn(3, 4), w).sum().backward(), **engine)
+    assert [(r.module, r.forward, r.grad_of) for r in records] == [("", None, None), ("", None, None), ("", 1, "rhs")]
+
+
 def test_a_call_without_gradients_leaves_no_link_to_mistake() -> None:
     w = torch.randn(4, 4, requires_grad=True)
 

@@ -174,9 +174,6 @@ def _function(op: str) -> Callable[..., Any]:
     return function
 
 
-# ---- drawing one
-
-
 UNFIT = "?"  # stands among the letters when an operand does not fit
 
 
@@ -308,9 +305,6 @@ def random_programs(
         if failures and draw(st.booleans()):
             drawn.around()
     return RandomProgram(tuple(drawn.items), draw(st.sampled_from(contexts)), draw(st.sampled_from(backwards)))
-
-
-# ---- running one
 
 
 Call = Callable[[Callable[..., Any], Step, list[Any], dict[str, Any]], Any]

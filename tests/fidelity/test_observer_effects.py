@@ -83,9 +83,6 @@ def train(model: nn.Module, device: str = "cpu") -> None:
     torch.optim.SGD(model.parameters(), lr=0.01).step()
 
 
-# ---- gradients
-
-
 def operators(run: Callable[[], None], watch: AbstractContextManager[Any]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler, watch:
         run()
@@ -133,9 +130,6 @@ def test_gradients_are_added_up_in_place(hook: Callable[[], Any]) -> None:
     assert layer.weight.grad._version == 3  # type: ignore[union-attr]
     assert twice.grad is not None
     assert twice.grad._version == 1  # the second gradient was added to the first
-
-
-# ---- memory
 
 
 def allocations(run: Callable[[], Any], watch: AbstractContextManager[Any]) -> list[int]:
@@ -196,8 +190,6 @@ def test_peak_memory_of_a_gpu_is_as_without(engine: str, hook: Callable[[], Any]
     plain = peak_of(without(engine))
     assert peak_of(intercept(hook(), **ENGINES[engine])) <= 1.01 * plain
 
-
-# ---- lifetimes
 
 Track = Callable[[Tensor, str], Tensor]
 Say = Callable[[str], None]
@@ -336,9 +328,6 @@ def test_tensors_die_when_they_do_without(engine: str, program: Callable[[Track,
         assert deaths(program, intercept(Reads(), **options, **ENGINES[engine])) == plain
 
 
-# ---- garbage
-
-
 class Replaces:
     """Other operands and another output, the same values."""
 
@@ -412,9 +401,6 @@ def test_calls_leave_no_garbage(engine: str, hook: Callable[[], Any]) -> None:
             gc.set_debug(0)
             gc.garbage.clear()
     assert garbage == []
-
-
-# ---- synchronisation
 
 
 @needs_gpu

@@ -159,28 +159,33 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, edit: Edit, op: str, beta: float, alpha: float, *operands: Tensor) -> Any:
-        ctx.save_for_backward(*operands[-2:])
-        ctx.known = edit, op, beta, alpha, [operand.shape for operand in operands[:-2]]
-        options = {"beta": beta, "alpha": alpha} if len(operands) == 3 else {}
+        *biases, lhs, rhs = operands
+        *_, into_lhs, into_rhs = ctx.needs_input_grad  # each operand is saved for the gradient of the other
+        ctx.save_for_backward(lhs if into_rhs else None, rhs if into_lhs else None)
+        ctx.known = edit, op, beta, alpha, [bias.shape for bias in biases], lhs.shape
+        options = {"beta": beta, "alpha": alpha} if biases else {}
         return edit.product(getattr(torch, op), "forward", *operands, **options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         lhs, rhs = ctx.saved_tensors
-        edit, op, beta, alpha, biases = ctx.known
-        bias = [(grad * beta).sum_to_size(shape) for shape in biases]
-        if op == "dot":
-            return None, None, None, None, grad * rhs, grad * lhs
-        if op in ("mv", "addmv"):
-            into_rhs = edit.product(torch.mv, "backward", lhs.mT, grad)
-            return None, None, None, None, *bias, torch.outer(grad, rhs) * alpha, into_rhs * alpha
-        function = torch.mm if op in ("mm", "addmm") else torch.bmm
+        edit, op, beta, alpha, biases, shape = ctx.known
+        into: list[Any] = [(grad * beta).sum_to_size(bias) for bias in biases]
         if op == "addbmm":
-            grad = grad.expand(lhs.size(0), *grad.shape)
-        into_lhs = edit.product(function, "backward", grad, rhs.mT)
-        into_rhs = edit.product(function, "backward", lhs.mT, grad)
-        return None, None, None, None, *bias, into_lhs * alpha, into_rhs * alpha
+            grad = grad.expand(shape[0], *grad.shape)
+        function = {"mv": torch.mv, "addmv": torch.mv, "mm": torch.mm, "addmm": torch.mm}.get(op, torch.bmm)
+        into_lhs = into_rhs = None
+        if rhs is not None:
+            if op == "dot":
+                into_lhs = grad * rhs
+            elif function is torch.mv:
+                into_lhs = torch.outer(grad, rhs) * alpha
+            else:
+                into_lhs = edit.product(function, "backward", grad, rhs.mT) * alpha
+        if lhs is not None:
+            into_rhs = grad * lhs if op == "dot" else edit.product(function, "backward", lhs.mT, grad) * alpha
+        return None, None, None, None, *into, into_lhs, into_rhs
 
 
 _PLAIN = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "addmv")

@@ -169,6 +169,26 @@ def test_an_interceptor_of_all_threads_loses_nothing_while_others_come_and_go() 
     assert shared.indices() == list(range(len(shared)))
 
 
+def test_a_thread_that_had_a_block_before_is_seen_by_a_later_one_of_all_threads() -> None:
+    before, entered = threading.Event(), threading.Event()
+    seen = Seen()
+
+    def work() -> None:
+        with intercept(ops="mm"):
+            multiply("mm")
+        before.set()
+        entered.wait()
+        multiply("mm")
+
+    def enter() -> None:
+        before.wait()
+        with intercept(seen, threads="all"):
+            entered.set()
+            wait_for(lambda: len(seen) == 1)
+
+    run_threads(work, enter)
+
+
 def test_blocks_of_one_operator_come_and_go_beside_threads_that_multiply() -> None:
     # Torch calls a freed kernel if one is removed while another thread runs operators.
     stop = threading.Event()

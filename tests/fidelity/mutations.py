@@ -1,0 +1,330 @@
+"""Breaks fidelity on purpose, one way at a time, and shows that the suite notices each.
+
+    python tests/fidelity/mutations.py [WORD ...]
+
+works on copies of the repository. Words choose the mutations that have one of them in their description.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("opintercept", "tests", "conftest.py", "pyproject.toml")
+TIMEOUT = 180  # seconds a run of pytest
+
+PROFILER = "tests/fidelity/test_programs.py::test_kernel_engine_sees_what_the_profiler_sees_and_changes_nothing"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One way to break the package.
+
+    Attributes:
+        breaks: What is wrong afterwards, in words.
+        file: Inside of `opintercept/`.
+        old: A text that is there once.
+        new: What takes its place.
+        noticed_by: Tests of which at least one must fail.
+    """
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    noticed_by: tuple[str, ...]
+
+    def apply(self, package: Path) -> None:
+        """Change the copy of the package in `package`.
+
+        Raises:
+            ValueError: The text to replace is not there exactly once.
+        """
+        path = package / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"the text of a mutation must be in {self.file} once, got {text.count(self.old)} times: {self.old!r}; "
+                "bring the mutation up to date"
+            )
+        path.write_text(text.replace(self.old, self.new))
+
+
+_RUN = "output = invoke(head, *args, **kwargs) if kwargs else invoke(head, *args)"
+
+MUTATIONS = (
+    Mutation(
+        "keeps the last output alive, so that autograd copies gradients that it would have stolen",
+        "_pipeline.py",
+        _RUN,
+        f"{_RUN}\n            run.kept = output",
+        ("tests/test_engines.py::test_a_gradient_is_still_stolen_and_not_copied",),
+    ),
+    Mutation(
+        "drops the conjugate bit of the arguments",
+        "_pipeline.py",
+        _RUN,
+        'args = tuple(a.conj() if getattr(a, "is_conj", bool)() else a for a in args)\n            ' + _RUN,
+        (f"{PROFILER}[conjugated-grad]",),
+    ),
+    Mutation(
+        "shows hooks operands with their conjugate bit, on which arithmetic is wrong in a dispatch mode",
+        "_call.py",
+        "return tensor.resolve_conj().resolve_neg()",
+        "return tensor",
+        ("tests/test_call.py::test_conjugate_operands_are_resolved",),
+    ),
+    Mutation(
+        "draws from the global generator",
+        "_pipeline.py",
+        _RUN,
+        f'__import__("torch").rand(1)\n            {_RUN}',
+        (f"{PROFILER}[mm-grad]",),
+    ),
+    Mutation(
+        "rounds the output",
+        "_pipeline.py",
+        _RUN,
+        f"{_RUN}\n            output = output.bfloat16().to(output.dtype)",
+        (f"{PROFILER}[mm-grad]",),
+    ),
+    Mutation(
+        "returns a transposed copy of the output, whose strides are others",
+        "_pipeline.py",
+        _RUN,
+        f"{_RUN}\n            output = output.mT.contiguous().mT if output.dim() == 2 else output",
+        (f"{PROFILER}[mm-grad]",),
+    ),
+    Mutation(
+        "counts the inner steps of a watched operator",
+        "_engines/scope.py",
+        "inner = hidden  # saves",
+        "inner = self.with_blocks(self.blocks)  # saves",
+        (f"{PROFILER}[addbmm-grad]",),
+    ),
+    Mutation(
+        "counts a call twice where two blocks of one interceptor are nested",
+        "_engines/scope.py",
+        "return list(dict.fromkeys(b.watcher for b in blocks if b.watcher not in paused))",
+        "return [b.watcher for b in blocks if b.watcher not in paused]",
+        ("tests/test_intercept.py::test_recursion_counts_a_call_once",),
+    ),
+    Mutation(
+        "shows the operators of hooks to the interceptors",
+        "_engines/scope.py",
+        "if self.hidden:\n            return []",
+        "if False:\n            return []",
+        ("tests/test_intercept.py::test_operators_of_a_hook_are_seen_by_no_interceptor",),
+    ),
+    Mutation(
+        "skips writing a result back to `out=` after a hook replaced the inputs",
+        "_pipeline.py",
+        "        call.elapsed = perf_counter() - started\n"
+        "        if args is not given_args or kwargs is not given_kwargs:",
+        "        call.elapsed = perf_counter() - started\n        if False:",
+        ("tests/test_engines.py::test_replaced_inputs_are_multiplied_and_the_caller_reads_the_result",),
+    ),
+    Mutation(
+        "puts a replaced output beside the tensor that the caller reads",
+        "_pipeline.py",
+        "copy_into(call.output, replacement)",
+        "call.output = replacement",
+        ("tests/test_engines.py::test_a_replacement_reaches_the_tensor_that_the_caller_reads",),
+    ),
+    Mutation(
+        "misses the backward pass",
+        "_engines/kernels.py",
+        "        if watch is None:\n",
+        "        if watch is None or graph_task() != -1:\n",
+        (f"{PROFILER}[mm-grad]",),
+    ),
+    Mutation(
+        "calls a gradient a forward call",
+        "_engines/kernels.py",
+        'phase: Phase = "forward" if graph_task() == -1 else backward_phase()',
+        'phase: Phase = "forward"',
+        ("tests/test_engines.py::test_backward_calls_are_told_from_forward_ones",),
+    ),
+    Mutation(
+        "links a gradient to the call before its own",
+        "_origin.py",
+        "        number = node._sequence_nr()\n",
+        "        number = node._sequence_nr() - 1\n",
+        ("tests/test_origin.py::test_a_shared_weight_links_each_gradient_to_its_own_call",),
+    ),
+    Mutation(
+        "loses the threads that were there before the block",
+        "_engines/kernels.py",
+        "        if scope.everywhere is not state.everywhere:\n",
+        "        if False:\n",
+        (
+            "tests/fidelity/test_threads.py::test_a_thread_that_had_a_block_before_is_seen_by_a_later_one_of_all_threads",
+        ),
+    ),
+    Mutation(
+        "runs the parent's hooks in a forked child",
+        "_engines/scope.py",
+        "live = len(self.blocks) if forked else self.live",
+        "live = self.live",
+        ("tests/test_intercept.py::test_a_forked_child_does_not_run_the_hooks_of_its_parent",),
+    ),
+    Mutation(
+        "leaves its kernels behind",
+        "_engines/kernels.py",
+        "        if not _users and _quiet():\n            _remove()\n",
+        "",
+        ("tests/test_engines.py::test_kernel_engine_restores_every_operator_of_the_family",),
+    ),
+    Mutation(
+        "removes its kernels under the feet of other threads",
+        "_engines/kernels.py",
+        '                if not harmless and frame.f_globals.get("__name__") != "execnet.gateway_base":\n'
+        "                    return False\n",
+        "",
+        ("tests/test_intercept.py::test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit",),
+    ),
+    Mutation(
+        "leaves a dispatch mode on torch's stack",
+        "_engines/modes.py",
+        "            mode.__exit__(None, None, None)\n            return\n",
+        "            return\n",
+        ("tests/test_intercept.py::test_a_block_sees_what_runs_inside_and_nothing_else",),
+    ),
+    Mutation(
+        "leaves the thread blind after an exception",
+        "_engines/kernels.py",
+        "            return run(watch.pipelines, watch.row, overload, phase, _step_inside, head, args, kwargs)\n"
+        "        finally:\n            stash(KEY, scope)\n",
+        "            output = run(watch.pipelines, watch.row, overload, phase, _step_inside, head, args, kwargs)\n"
+        "            stash(KEY, scope)\n            return output\n        finally:\n            pass\n",
+        ("tests/test_intercept.py::test_an_exception_of_the_operator_keeps_its_type_and_text",),
+    ),
+    Mutation(
+        "swallows the exception of an operator",
+        "_pipeline.py",
+        "            _report(pipelines, [call], exception)\n            raise\n",
+        "            _report(pipelines, [call], exception)\n            return None\n",
+        ("tests/test_intercept.py::test_an_exception_of_the_operator_keeps_its_type_and_text",),
+    ),
+    Mutation(
+        "shows tensors without values, on which hooks fail",
+        "_engines/kernels.py",
+        "            if not real:\n",
+        "            if False:\n",
+        ("tests/test_engines.py::test_tensors_without_values_pass_unseen",),
+    ),
+    Mutation(
+        "passes numbers on as tensors, which promote the result's type",
+        "_engines/kernels.py",
+        '    if name.partition(".")[0] in MATMUL:\n        return boxed\n',
+        "    return boxed\n",
+        ("tests/test_engines.py::test_kernel_engine_passes_numbers_on_as_numbers",),
+    ),
+    Mutation(
+        "computes with the tensors that autograd tracks, above it and not below",
+        "_engines/kernels.py",
+        'library.impl(name, kernel, "BackendSelect", with_keyset=True)',
+        'library.impl(name, kernel, "AutogradCPU", with_keyset=True)',
+        (f"{PROFILER}[mm-grad]",),
+    ),
+    Mutation(
+        "lets Dynamo compile hooks",
+        "_engines/dynamo.py",
+        "    skip = _eval_frame._FrameAction.SKIP\n",
+        "    return function\n    skip = _eval_frame._FrameAction.SKIP\n",
+        ("tests/test_engines.py::test_dynamo_leaves_hooks_alone",),
+    ),
+    Mutation(
+        "turns compiled code off while the mode engine is on",
+        "_engines/dispatch_mode.py",
+        "        return True\n",
+        "        return False\n",
+        ("tests/test_engines.py::test_compile_makes_the_same_graph_once",),
+    ),
+    Mutation(
+        "leaves garbage that only the collector finds",
+        "_pipeline.py",
+        "    finally:\n        call._pipeline = None\n        # The frame",
+        "    finally:\n        call.args = (call,)\n        # The frame",
+        ("tests/test_intercept.py::test_a_block_leaves_no_garbage",),
+    ),
+)
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy what the tests need; it comes first on their path."""
+    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Run `tests` of the copy in `folder`; pytest's exit status and its last line."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:asyncio",
+        *tests,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"no end after {TIMEOUT} s"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return done.returncode, lines[-1] if lines else ""
+
+
+def try_out(mutation: Mutation | None) -> tuple[bool, str]:
+    """Whether the suite does what it must: fail under `mutation`, pass under none; and a line that says so."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_repository(folder)
+        if mutation is None:
+            tests = sorted({test for mutation in MUTATIONS for test in mutation.noticed_by})
+            status, last = run_tests(folder, tests)
+            right, what = status == 0, "passes as it is"
+        else:
+            mutation.apply(folder / "opintercept")
+            status, last = run_tests(folder, mutation.noticed_by)
+            # A failed test is 1, a crash is negative; 2 to 5 mean that pytest could not run them.
+            right, what = status == 1 or status < 0, mutation.breaks
+    return right, f"{'ok  ' if right else 'BAD '} {time.monotonic() - started:3.0f} s  {what}: {last}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Try all mutations, or those that have one of `words` in their description."""
+    chosen = [m for m in MUTATIONS if not words or any(word in m.breaks for word in words)]
+    all_right = True
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for right, line in pool.map(try_out, [None, *chosen]):
+            print(line, flush=True)
+            all_right = all_right and right
+    print(f"{len(chosen)} mutations, {'each' if all_right else 'not each'} of them noticed")
+    return 0 if all_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

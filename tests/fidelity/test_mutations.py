@@ -1,0 +1,30 @@
+"""The mutations fit the package; that the suite notices them, `mutations.py` shows when it is run."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+from mutations import MUTATIONS, ROOT, Mutation
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
+def test_a_mutation_fits_the_package(mutation: Mutation, tmp_path: Path) -> None:
+    copy = tmp_path / mutation.file
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "opintercept" / mutation.file, copy)
+    mutation.apply(tmp_path)
+    assert ast.dump(ast.parse(copy.read_text())) != ast.dump(
+        ast.parse((ROOT / "opintercept" / mutation.file).read_text())
+    )
+    for test in mutation.noticed_by:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+
+
+def test_a_mutation_that_fits_no_more_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text("1 + 1")
+    with pytest.raises(ValueError, match=r"the text of a mutation must be in file\.py once, got 0 times: 'x'"):
+        Mutation("", "file.py", "x", "y", ()).apply(tmp_path)
