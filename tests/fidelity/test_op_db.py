@@ -347,6 +347,15 @@ def _outermost(operators: list[tuple[int, str]], watched: set[str]) -> Iterator[
             yield name
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are small: a second thread would only wait for work, and do so busily."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
