@@ -12,7 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,8 +204,10 @@ def test_float64_keeps_the_spread_of_values_that_differ_in_their_last_digits_onl
 
 
 @ways
-def test_steps_of_other_means_are_spread_around_the_common_one(way: str) -> None:
-    lots = [torch.randn(50) + mean for mean in (0, 1e4, -3e4, 0.1)]
+@pytest.mark.parametrize("means", [(0, 1e4, -3e4, 0.1), range(-1000, 2000, 7)], ids=["a few", "many"])
+def test_calls_of_other_means_are_spread_around_the_common_one(way: str, means: Iterable[float]) -> None:
+    lots = [torch.randn(50) + mean for mean in means]
+    lots[1:1] = [torch.empty(0), torch.full((3,), math.nan)]
     with read(way):
         assert_row_is(one_row(*lots), np.concatenate([float64(lot) for lot in lots]))
 

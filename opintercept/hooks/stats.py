@@ -88,7 +88,7 @@ _LOWEST, _HIGHEST = -149, 127
 
 
 class _Cell:
-    """The sums of one row: in Python for the CPU's tensors, in two tensors a device for the others."""
+    """The sums of one row: in Python for the CPU's tensors, in a few tensors a device for the others."""
 
     __slots__ = ("calls", "channels", "devices", "histogram", "range", "sums")
 
@@ -96,7 +96,7 @@ class _Cell:
         self.calls = 0
         self.sums = [0.0] * 8
         self.range = [-math.inf, -math.inf]
-        self.devices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.devices: dict[torch.device, list[torch.Tensor]] = {}
         self.histogram: torch.Tensor | None = None
         self.channels: torch.Tensor | None = None
 
@@ -106,20 +106,20 @@ class _Cell:
         self.sums[_SPREAD] += between
         self.range = [max(self.range[0], low), max(self.range[1], high)]
 
-    def add_device(self, sums: torch.Tensor, span: torch.Tensor) -> None:
-        """The same for tensors, which stay on their device; none is written to, for it may be an inference tensor."""
-        if sums.device in self.devices:
-            before, reach = self.devices[sums.device]
-            between = _between(before, sums)
-            sums = before + sums
-            sums[_SPREAD] += between
-            span = torch.maximum(reach, span)
-        self.devices[sums.device] = sums, span
+    def add_device(self, sums: torch.Tensor) -> None:
+        """The same for sums and range in one tensor, `[10]`, which stays on its device."""
+        lots = self.devices.setdefault(sums.device, [])
+        lots.append(sums)
+        if len(lots) == _BATCH:
+            self.devices[sums.device] = [_together(torch.stack(lots))]
 
     def read(self) -> None:
         """Bring in what the devices have added up; waits for them."""
-        for sums, (low, high) in ((sums.tolist(), span.tolist()) for sums, span in self.devices.values()):
-            self.add(sums, low, high)
+        for device, lots in self.devices.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # calls may have come on any stream
+            for *sums, low, high in torch.stack(lots).tolist():
+                self.add(sums, low, high)
         self.devices.clear()
         for name in ("histogram", "channels"):
             tensor = getattr(self, name)
@@ -178,7 +178,8 @@ class Stats:
     Sums are in float64 (of rows of 1024 values of 16 bits or fewer, in float32): of the values, and of their
     squared distances from the mean, put together as Chan, Golub and LeVeque (1979) do. On a CPU values are read
     in pieces that stay in the cache, small tensors many at once; on other devices the sums stay there until
-    somebody looks, so that no call waits. `str(stats)` is a table.
+    somebody looks, so that no call waits. Mean and standard deviation are right to 1e-5 whatever the mean; a
+    mean that is next to nothing beside the values, to their rounding. `str(stats)` is a table.
 
     Operands are read before the operator runs, outputs after; of several outputs the first. Fake and vmapped tensors
     have no values, and a call that a CUDA graph captures has none yet: they are counted in `skipped`.
@@ -283,7 +284,7 @@ class Stats:
         count = flat.numel()
         if flat.device.type not in _ON_HOST:
             for part in flat.split(_PIECE) if count else ():
-                cell.add_device(*self._reduce(part))
+                cell.add_device(self._reduce(part))
                 if self._histogram:
                     cell.add_histogram(_powers(part))
         elif count > _SMALL:
@@ -340,11 +341,11 @@ class Stats:
         self._held -= count * len(tensors)
         wide = torch.stack(tensors)
         low, high = torch.aminmax(wide, dim=1)
-        total = wide.sum(1)
-        apart = wide - (total / count)[:, None]
+        nonzero, total = torch.count_nonzero(wide, dim=1), wide.sum(1)
         nothing = torch.zeros_like(total)
-        misfits = self._misfits(wide) if self._target else (nothing, nothing)
-        columns = [torch.count_nonzero(wide, dim=1), *misfits, total, (apart * apart).sum(1), -low, high]
+        misfits = self._misfits(wide.abs()) if self._target else (nothing, nothing)
+        spread = torch.linalg.vector_norm(wide.sub_((total / count)[:, None]), dim=1).square()
+        columns = [nonzero, *misfits, total, spread, -low, high]
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for cell, tensor, (*sums, below, above) in zip(cells, tensors, rows, strict=True):
             if math.isfinite(sums[-2]):
@@ -358,31 +359,32 @@ class Stats:
         for count in list(self._waiting):
             self._read_batch(count)
 
-    def _misfits(self, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many values of the last dimension the target would round to zero, and how many are too large for it."""
-        magnitudes = wide.abs()
-        underflow = ((magnitudes <= self._tiny) & (magnitudes > 0)).sum(-1)
-        return underflow, (magnitudes > self._huge).sum(-1)
+    def _misfits(self, magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many of the last dimension the target would round to zero, and how many are too large for it."""
+        underflow = ((magnitudes <= self._tiny) & (magnitudes > 0)).sum(-1, dtype=torch.float64)
+        return underflow, (magnitudes > self._huge).sum(-1, dtype=torch.float64)
 
-    def _reduce(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as two tensors on the device, without waiting for it."""
+    def _reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """The same as one tensor on the device, `[10]`, without waiting for it."""
         wide = values.to(torch.float64)
-        finite = wide.isfinite()
-        number = finite.sum()
+        magnitudes = wide.abs()
+        finite = magnitudes < math.inf
+        number = finite.sum(dtype=torch.float64)
         total = torch.where(finite, wide, 0.0).sum()
         apart = torch.where(finite, wide - total / number.clamp(min=1), 0.0)
         nothing = torch.zeros_like(total)
         sums = [
             torch.full_like(total, values.numel()),
             number,
-            wide.isnan().sum(),
-            torch.count_nonzero(wide),
-            *(self._misfits(wide) if self._target else (nothing, nothing)),
+            (wide != wide).sum(dtype=torch.float64),
+            (wide != 0).sum(dtype=torch.float64),
+            *(self._misfits(magnitudes) if self._target else (nothing, nothing)),
             total,
             torch.dot(apart, apart),
+            -torch.where(finite, wide, math.inf).amin(),
+            torch.where(finite, wide, -math.inf).amax(),
         ]
-        span = [-torch.where(finite, wide, math.inf).amin(), torch.where(finite, wide, -math.inf).amax()]
-        return torch.stack([value.to(torch.float64) for value in sums]), torch.stack(span)
+        return torch.stack(sums)
 
     def rows(self) -> list[StatsRow]:
         """Everything so far, in the order in which it first came up; waits for the devices."""
@@ -559,11 +561,22 @@ def _is_signed_float(dtype: Any) -> bool:
         return False
 
 
-def _between(mine: Any, theirs: Any) -> Any:
-    """What the distance of two means adds to the spread of both lots together, of lists or tensors of sums."""
+def _between(mine: list[float], theirs: list[float]) -> float:
+    """What the distance of two means adds to the spread of both lots together."""
     m, n = mine[_FINITE], theirs[_FINITE]
-    apart = m * theirs[_TOTAL] - n * mine[_TOTAL]
-    return apart * apart / (m * n * (m + n) + (m * n == 0))  # 0 if there is nothing in one of them
+    if not m or not n:
+        return 0.0
+    apart = mine[_TOTAL] / m - theirs[_TOTAL] / n
+    return apart * apart * (m * n / (m + n))
+
+
+def _together(lots: torch.Tensor) -> torch.Tensor:
+    """The sums and the range of many lots, `[lots, 10]`, in one, `[10]`."""
+    sums, number = lots[:, :8].sum(0), lots[:, _FINITE]
+    mean = sums[_TOTAL] / sums[_FINITE].clamp(min=1)
+    apart = torch.where(number > 0, lots[:, _TOTAL] / number.clamp(min=1) - mean, 0.0)
+    sums[_SPREAD] += torch.dot(number, apart * apart)
+    return torch.cat([sums, lots[:, 8:].amax(0)])
 
 
 def _moments(wide: torch.Tensor) -> tuple[float, float]:
