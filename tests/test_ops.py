@@ -376,13 +376,13 @@ def test_flops_of_grouped_query_attention_count_the_heads_of_the_query() -> None
     assert flops == 2 * 2 * 6 * 5 * 7 * (8 + 8)
 
 
-def test_flops_of_a_fused_lstm_are_those_of_its_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_of_a_fused_lstm_are_those_of_its_matmuls() -> None:
     lstm, x = torch.nn.LSTM(4, 6, num_layers=2, bidirectional=True), r(5, 3, 4)
     calls = calls_of(lambda: lstm(x))
     assert {op for op, _, _ in calls} == {"aten::mkldnn_rnn_layer"}
     assert all(shape is None for _, shape, _ in calls)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert sum(flops or 0 for _, _, flops in calls) == counted(lambda: lstm(x))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert sum(flops or 0 for _, _, flops in calls) == counted(lambda: lstm(x))
 
 
 def test_flops_of_a_fused_lstms_backward_are_twice_the_forward() -> None:
