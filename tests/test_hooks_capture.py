@@ -456,11 +456,11 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch:
 
     def half(self: Path, data: bytes) -> int:
         write(self, data[: len(data) // 2])
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("half way")
 
     monkeypatch.setattr(Path, "write_bytes", half)
     capture = hooks.Capture(of="output", to="disk", folder=tmp_path)
-    with intercept(capture), pytest.raises(KeyboardInterrupt):  # noqa: PT011 - it has no message
+    with intercept(capture), pytest.raises(KeyboardInterrupt, match="half way"):
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     assert list(tmp_path.iterdir()) == []
     assert (capture.entries, capture.nbytes) == ([], 0)

@@ -239,7 +239,7 @@ def test_exceptions_in_threads_stay_in_their_thread(engine: str) -> None:
     class Judge:
         def post(self, call: OpCall) -> None:
             if call.args[0].shape == (4, 5):
-                raise Fails
+                raise Fails("a hook's")
 
         def error(self, call: OpCall, exception: BaseException) -> None:
             errors.append(type(exception))
@@ -252,15 +252,15 @@ def test_exceptions_in_threads_stay_in_their_thread(engine: str) -> None:
                 with interceptor:
                     multiply("mm")
             elif number % 4 == 1:
-                with pytest.raises(Fails), interceptor:  # a hook's
+                with pytest.raises(Fails, match="a hook's"), interceptor:
                     torch.mm(B, B.t())
             elif number % 4 == 2:
                 with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), interceptor:  # the operator's
                     torch.mm(A, A)
             else:
-                with pytest.raises(KeyError), interceptor:  # the program's
+                with pytest.raises(KeyError, match="the program's"), interceptor:
                     multiply("mm")
-                    raise KeyError
+                    raise KeyError("the program's")
             multiply("mm")  # seen by nobody
 
     run_threads(*(partial(work, number) for number in range(THREADS)))
