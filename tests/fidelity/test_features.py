@@ -36,6 +36,8 @@ ELSEWHERE = {
     "`torch.compile`: Inductor": "test_compile.py",
     "`make_fx`, `torch.export`: while tracing; what they made": "test_compile.py",
     "AOTInductor packages, `cpp_wrapper`, CUDA graph replay": "test_compile.py",
+    "DDP, FSDP, DTensor": "test_distributed.py",
+    "a DataLoader's workers": "test_distributed.py",
 }
 
 
