@@ -385,7 +385,7 @@ def execute(
                     options = dict(item.options)
                     if item.out is not None:
                         options["out"] = pool[item.out]
-                    if any(x is None for x in (*operands, *options.values())):
+                    if any(x is None for x in (*operands, *options.values())) or _resized(item, operands, options):
                         continue
                     defined = defined and not _overlap(item, operands, options)
                     size = _size(options)
@@ -412,6 +412,16 @@ def _overlap(step: Step, operands: list[Tensor], options: dict[str, Any]) -> boo
     target = operands[0] if step.op in _IN_PLACE else options.get("out")
     read = operands[1:] if step.op in _IN_PLACE else operands
     return target is not None and any(target.untyped_storage()._cdata == x.untyped_storage()._cdata for x in read)
+
+
+def _resized(step: Step, operands: list[Tensor], options: dict[str, Any]) -> bool:
+    """Whether `out=` is an operand that might be resized, and then be read as what it was: torch crashes on it."""
+    out = options.get("out")
+    if out is None or not _overlap(step, operands, options):
+        return False
+    square = out.dim() >= 2 and out.size(-1) == out.size(-2) and all(x.shape == out.shape for x in operands[-2:])
+    whole = ("mm", "addmm", "matmul", "inner") if out.dim() == 2 else ("bmm", "baddbmm", "matmul")
+    return not (square and step.op in whole)
 
 
 def _size(options: dict[str, Any]) -> int | None:
