@@ -95,4 +95,4 @@ def test_answers_that_need_no_torch_do_not_import_it(arguments: list[str]) -> No
 
 
 def test_the_check_reports_code_that_does_import_torch() -> None:
-    assert imports_torch("from opintercept.cli import _decoder; _decoder(8, 4); sys.exit(2)")
+    assert imports_torch("from opintercept.cli.demo import _decoder; _decoder(8, 4); sys.exit(2)")

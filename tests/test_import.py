@@ -28,12 +28,16 @@ LAYERS = (
     {"_engines/gradients.py", "_engines/modes.py", "_engines/unseen.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_intercept.py"},
+    {"runs/store.py"},
+    {"runs/__init__.py"},
     {name for name in SOURCES if re.fullmatch(r"hooks/_[a-z]\w*\.py", name)} | {"hooks/when.py"},
     {"hooks/stats.py"},
     {name for name in SOURCES if re.fullmatch(r"hooks/[a-z]\w*\.py", name)} - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},
     {"_expect.py"},
-    {"cli.py", "pytest_plugin.py"},
+    {name for name in SOURCES if re.fullmatch(r"runs/[a-z]\w*\.py", name)} - {"runs/store.py"},
+    {"cli/__init__.py"},
+    {name for name in SOURCES if re.fullmatch(r"cli/[a-z]\w*\.py", name)} | {"pytest_plugin.py"},
     {"__init__.py", "__main__.py"},
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -153,7 +157,7 @@ def test_a_file_imports_only_from_lower_layers(name: str) -> None:
         ("_intercept.py", "import opintercept.hooks.log", ["hooks/log.py"]),
         ("hooks/log.py", "from opintercept.hooks.print import Print", ["hooks/print.py"]),
         ("_engines/kernels.py", "from opintercept import intercept", ["__init__.py"]),
-        ("_origin.py", "try:\n    import opintercept.cli\nexcept ImportError:\n    pass", ["cli.py"]),
+        ("_origin.py", "try:\n    import opintercept.cli\nexcept ImportError:\n    pass", ["cli/__init__.py"]),
         ("_origin.py", "class A:\n    from opintercept import hooks", ["hooks/__init__.py"]),
         ("_call.py", "if TYPE_CHECKING:\n    from opintercept._pipeline import Pipeline", []),
         ("_call.py", "def f():\n    from opintercept import hooks", []),
@@ -166,7 +170,7 @@ def test_the_layer_check_finds_what_it_should(name: str, source: str, found: lis
 
 
 @pytest.mark.parametrize(
-    "name", ["_errors.py", "_call.py", "_pipeline.py", "_snapshot.py", "cli.py", "pytest_plugin.py"]
+    "name", ["_errors.py", "_call.py", "_pipeline.py", "_snapshot.py", "cli/__init__.py", "pytest_plugin.py"]
 )
 def test_files_that_do_without_torch_do_not_import_it(name: str) -> None:
     assert "torch" not in imported(SOURCES[name])

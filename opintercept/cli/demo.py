@@ -1,7 +1,4 @@
-"""The command line. `demo`: the main job on real text, in seconds and without a download.
-
-Imports torch only inside the commands, so that `--help` and a wrong option answer at once.
-"""
+"""`opintercept demo`: the main job on real text, in seconds and without a download."""
 
 from __future__ import annotations
 
@@ -11,30 +8,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from opintercept.cli import count
+
 if TYPE_CHECKING:
     import torch
 
     from opintercept._call import CallRecord
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(prog="opintercept", description="See every matmul that a PyTorch program runs.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a small Transformer and show its matmuls")
-    demo.add_argument("--steps", type=_positive, default=20, help="training steps (default 20)")
-    arguments = parser.parse_args(argv)
-    return _demo(arguments.steps)
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--steps", type=count, default=20, help="training steps (default 20)")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _demo(steps: int) -> int:
+def command(arguments: argparse.Namespace) -> int:
     """Train a character-level Transformer on a source file of the standard library."""
+    steps: int = arguments.steps
     import textwrap as text_source
 
     import torch

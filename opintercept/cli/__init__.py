@@ -1,0 +1,59 @@
+"""The command line: a file for each command, which is imported when it is the one that runs.
+
+Invariant: `--help` and a wrong option answer at once, so torch is imported only inside of commands; what needs the
+extra says which command installs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from opintercept._errors import OpInterceptError
+
+
+class Command(Protocol):
+    """What the file of a command has."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options."""
+
+    def command(self, arguments: argparse.Namespace) -> int:
+        """Run, and return the exit status."""
+
+
+COMMANDS = {
+    "demo": "train a small Transformer and show its matmuls",
+}
+UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="opintercept", description="See every matmul that a PyTorch program runs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    chosen: Any = None
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if argv[:1] == [name]:
+            chosen = importlib.import_module(f"opintercept.cli.{name}")
+            chosen.configure(command)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(chosen.command(arguments))
+    except (OpInterceptError, ImportError) as unusable:
+        if isinstance(unusable, ImportError) and "opintercept[" not in str(unusable):
+            raise
+        print(f"opintercept {argv[0]}: {unusable}", file=sys.stderr)
+        return UNUSABLE
+
+
+def count(text: str) -> int:
+    """An option's whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -1,0 +1,506 @@
+"""A run as a folder: `run.json`, `calls.jsonl`, `tensors/*.safetensors`; here are its format and its reader.
+
+Invariant: a folder is untrusted. Nothing in it is executed, no path is taken from it, and what it says of sizes is
+checked before memory is asked for; what cannot be used is skipped with a warning.
+Must not import torch: a run without tensors is read without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from opintercept._call import CallRecord, Gemm, Phase, TensorMeta
+from opintercept._errors import OpInterceptError, OpInterceptWarning
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = 1
+INFO, CALLS, TENSORS = "run.json", "calls.jsonl", "tensors"
+# No line that is written comes near; more is no run of ours.
+MAX_LINE = 1 << 20
+MAX_INFO = 1 << 20
+MAX_TEXT = 4096
+MAX_DIMS = 64
+# Of one tensor that is read back; names say where a tensor is: its file's number and its name in there.
+MAX_TENSOR = 1 << 32
+_NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
+_RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
+_HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_ROLE = re.compile(r"lhs|rhs|bias|output(?:\.[1-9][0-9]?)?", re.ASCII)
+
+Kept = Literal["none", "stats", "sample", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What is kept of a tensor's values; range, mean and rms are of the finite ones, moduli if complex.
+
+    Attributes:
+        hash: 16 hex digits, the same for the same values in the same order, whatever the strides and the device;
+            tensors of other values have another with a probability of about 1 - 2**-32. None where the values
+            have no plain bytes, as those of sparse tensors.
+        count: How many.
+        nan: How many of them are NaN.
+        inf: How many are infinite.
+        min: The smallest, None where no value is finite; so are the others.
+        max: The largest.
+        mean: Their mean.
+        rms: Root of the mean square.
+    """
+
+    hash: str | None
+    count: int
+    nan: int
+    inf: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    rms: float | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all are."""
+        return not (self.nan or self.inf)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCall:
+    """A call as a run has it.
+
+    Attributes:
+        record: Its summary.
+        rank: Of the process that made it, 0 where there was one.
+        values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"output"`, and of several
+            outputs `"output.1"` and on.
+        tensors: For `Run.tensor`, by the same roles: where the values are, all or a sample.
+        arguments: For `tensors="full"`: `{"args": [...], "kwargs": {...}}` as plain data, see `hooks._repro`.
+        error: What the call raised, `"RuntimeError: ..."`; None for one that returned.
+    """
+
+    record: CallRecord
+    rank: int
+    values: Mapping[str, Values]
+    tensors: Mapping[str, str]
+    arguments: Mapping[str, Any] | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a run says of itself, `run.json`; texts are as the program's machine gave them.
+
+    Attributes:
+        argv: The program's command line.
+        started: Local time, ISO 8601.
+        finished: Whether the block was left and all was written.
+        tensors: What was kept of tensors.
+        rank: Of this process.
+        world_size: Number of processes.
+        versions: Of `"opintercept"`, `"torch"`, `"python"`, and of CUDA where there is one.
+        devices: Names of the accelerators.
+        flags: Settings that decide how products are computed.
+    """
+
+    argv: tuple[str, ...]
+    started: str
+    finished: bool
+    tensors: Kept
+    rank: int
+    world_size: int
+    versions: Mapping[str, str]
+    devices: tuple[str, ...]
+    flags: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"schema": SCHEMA} | {name: getattr(self, name) for name in self.__slots__}
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run's folder, or one that holds a folder `rank0`, `rank1`, ... for each process.
+
+    Raises:
+        OpInterceptError: There is no run, or it cannot be used.
+    """
+    folder = Path(path)
+    parts = {0: folder}
+    if not (folder / INFO).exists():
+        found = [(int(match[1]), entry) for entry in _entries(folder) if (match := _RANK.fullmatch(entry.name))]
+        parts = {rank: entry for rank, entry in sorted(found) if (entry / INFO).exists()}
+        if not parts:
+            raise OpInterceptError(
+                f"a run must be a folder with {INFO}, or with rank0/{INFO} and so on, got {str(folder)!r}; "
+                "record one with `opintercept run` or hooks.RunRecorder"
+            )
+    infos = {rank: _info(part) for rank, part in parts.items()}
+    if len(parts) == 1 and 0 in parts:
+        infos_by_rank = {info.rank: info for info in infos.values()}
+        return Run(folder, {info.rank: parts[0] for info in infos.values()}, infos_by_rank)
+    return Run(folder, parts, infos)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+class Run:
+    """A recorded run. Its calls are read from the disk whenever they are asked for, one at a time.
+
+    Attributes:
+        path: The folder.
+        infos: What the run of each process says of itself, by rank.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from opintercept import hooks, intercept, runs
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with intercept(hooks.RunRecorder(f"{folder}/run")):
+        ...         _ = torch.ones(2, 3) @ torch.ones(3, 4)
+        ...     run = runs.open_run(f"{folder}/run")
+        ...     [(str(call.record), call.values["output"].max) for call in run.calls()]
+        [('aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4]', 3.0)]
+    """
+
+    def __init__(self, path: Path, parts: Mapping[int, Path], infos: Mapping[int, RunInfo]) -> None:
+        self.path = path
+        self.infos = dict(infos)
+        self._parts = dict(parts)
+
+    @property
+    def info(self) -> RunInfo:
+        """That of the first process."""
+        return next(iter(self.infos.values()))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The processes."""
+        return tuple(self.infos)
+
+    def calls(self, rank: int | None = None) -> Iterator[StoredCall]:
+        """The calls in the order in which they ended, process by process; those of one for `rank`.
+
+        A line that is torn or is no call is skipped; one warning for each process says how many.
+        """
+        for number in self.ranks if rank is None else (rank,):
+            for _, call in self.located(number):
+                yield call
+
+    def located(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
+        """The calls of one process, each with its place for `at`."""
+        path = self._parts[rank] / CALLS
+        skipped = 0
+        try:
+            file = _open(path)
+        except FileNotFoundError:
+            return
+        with file:
+            position = 0
+            while line := file.readline(MAX_LINE):
+                size = len(line)
+                while not line.endswith(b"\n") and (rest := file.readline(MAX_LINE)):
+                    size, line = size + len(rest), rest  # too long: read to its end, and drop it
+                call = _call(line, rank) if size <= MAX_LINE and line.endswith(b"\n") else None
+                if call is None:
+                    skipped += 1
+                else:
+                    yield position, call
+                position += size
+        if skipped:
+            warnings.warn(
+                f"{path} has {skipped} lines that are no calls, which were skipped; one that is torn at the end is "
+                "what is left where a program was killed",
+                OpInterceptWarning,
+                stacklevel=3,
+            )
+
+    def at(self, rank: int, position: int) -> StoredCall:
+        """The call at a place that `located` gave.
+
+        Raises:
+            OpInterceptError: The file has changed since.
+        """
+        with _open(self._parts[rank] / CALLS) as file:
+            file.seek(position)
+            call = _call(file.readline(MAX_LINE), rank)
+        if call is None:
+            raise OpInterceptError(f"a run must not change while it is read, got another {self._parts[rank] / CALLS}")
+        return call
+
+    def tensor(self, call: StoredCall, role: str, limit: int = MAX_TENSOR) -> torch.Tensor | None:
+        """The values that were kept, on the CPU and contiguous; a sample of them in one dimension.
+
+        Args:
+            call: One of this run's.
+            role: As in `call.tensors`; None is returned for one that is not there.
+            limit: Bytes that a tensor may have.
+
+        Raises:
+            OpInterceptError: The file is missing or not what the call says, or the tensor is larger than `limit`.
+            ImportError: safetensors is not installed.
+        """
+        return self.load(call.rank, call.tensors[role], limit) if role in call.tensors else None
+
+    def load(self, rank: int, name: str, limit: int = MAX_TENSOR) -> torch.Tensor:
+        """The same by the tensor's name, for those in `arguments`."""
+        match = _NAME.fullmatch(name)
+        if match is None or rank not in self._parts:
+            raise OpInterceptError(f"a tensor must have a name such as '0/0123456789abcdef-0', got {name!r}")
+        path = self._parts[rank] / TENSORS / f"{int(match[1]):08d}.safetensors"
+        safe_open = _safe_open()
+        _refuse_special(path)
+        _check_sizes(path, match[2], limit)
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: torch.Tensor = file.get_tensor(match[2])
+                return tensor
+        except Exception as broken:  # a SafetensorError, an OSError, a KeyError of an unknown dtype
+            raise OpInterceptError(f"a tensor must be in its file, got {name!r} of {path}: {broken}") from broken
+
+
+def _safe_open() -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as missing:
+        raise ImportError("a run's tensors need safetensors, got none; pip install 'opintercept[cli]'") from missing
+    return safe_open
+
+
+def _refuse_special(path: Path) -> None:
+    """No link leads out of the folder, and no pipe keeps a reader waiting."""
+    for part in (path.parent, path):
+        try:
+            mode = os.lstat(part).st_mode
+        except OSError as missing:
+            raise OpInterceptError(f"a run's file must be there, got none at {str(path)!r}") from missing
+        if not (stat.S_ISREG(mode) if part == path else stat.S_ISDIR(mode)):
+            raise OpInterceptError(f"a run must be made of plain files and folders, got {str(part)!r}; remove it")
+
+
+def _check_sizes(path: Path, name: str, limit: int) -> None:
+    """Refuse a tensor that is larger than it may be, or than its file is."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            total = os.fstat(file.fileno()).st_size
+            header: Any = json.loads(file.read(length)) if length <= min(total, 64 * MAX_LINE) else None
+        begin, end = header[name]["data_offsets"]
+        sound = isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= total
+    except (OSError, struct.error, ValueError, TypeError, KeyError, RecursionError):
+        sound = False
+    if not sound:
+        raise OpInterceptError(f"a tensor must be in its file, got no sound {name!r} in {str(path)!r}")
+    if end - begin > limit:
+        raise OpInterceptError(f"a tensor must have at most {limit} bytes, got {end - begin} for {name!r} of {path}")
+
+
+def _open(path: Path) -> BufferedReader:
+    """Open a plain file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OpInterceptError: It is a link, a pipe or the like, or cannot be read.
+    """
+    try:
+        # Not waiting for somebody who writes to a pipe, and not through a link; Windows has neither flag.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(path, flags), "rb")
+    except FileNotFoundError:
+        raise
+    except OSError as failed:
+        raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}: {failed}") from failed
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}; remove it")
+    return file
+
+
+def _info(folder: Path) -> RunInfo:
+    with _open(folder / INFO) as file:
+        read = file.read(MAX_INFO + 1)
+    plain = _plain(read) if len(read) <= MAX_INFO else None
+    if not isinstance(plain, dict):
+        raise OpInterceptError(f"{INFO} must be a JSON object of at most {MAX_INFO} bytes, got another in {folder}")
+    if plain.get("schema") != SCHEMA:
+        raise OpInterceptError(
+            f"a run must have schema {SCHEMA}, got {str(plain.get('schema'))[:40]!r} in {folder}; read it with the "
+            "version of opintercept that wrote it"
+        )
+    try:
+        return RunInfo(
+            argv=tuple(_text(value) for value in _items(plain["argv"], MAX_LINE)),
+            started=_text(plain["started"]),
+            finished=_is(plain["finished"], bool),
+            tensors=_choice(plain["tensors"], get_args(Kept)),
+            rank=_count(plain["rank"]),
+            world_size=_count(plain["world_size"]),
+            versions={_text(key): _text(value) for key, value in _is(plain["versions"], dict).items()},
+            devices=tuple(_text(value) for value in _items(plain["devices"], MAX_LINE)),
+            flags={_text(key): _text(value) for key, value in _is(plain["flags"], dict).items()},
+        )
+    except (KeyError, TypeError, ValueError) as wrong:
+        raise OpInterceptError(
+            f"{INFO} must have the fields of RunInfo, got a wrong one in {folder}: {wrong}"
+        ) from None
+
+
+def _plain(text: bytes) -> Any:
+    """The JSON value, or None for what is none, or is nested deeper than Python reads."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # of a number with too many digits as well
+        return None
+
+
+def _call(line: bytes, rank: int) -> StoredCall | None:
+    plain = _plain(line)
+    if not isinstance(plain, dict):
+        return None
+    try:
+        values = {_role(role): _values(entry) for role, entry in _is(plain.get("values", {}), dict).items()}
+        tensors = {_role(role): _name(name) for role, name in _is(plain.get("tensors", {}), dict).items()}
+        arguments = plain.get("arguments")
+        if arguments is not None:
+            _items(_is(arguments, dict)["args"], MAX_LINE)
+            _is(arguments["kwargs"], dict)
+        error = _text_or_none(plain.get("error"))
+        return StoredCall(_record(plain), rank, values, tensors, arguments, error)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        return None
+
+
+def _record(plain: dict[str, Any]) -> CallRecord:
+    output = plain["output"]
+    return CallRecord(
+        index=_count(plain["index"]),
+        step=_count(plain["step"]),
+        op=_text(plain["op"]),
+        func=_text(plain["func"]),
+        phase=_choice(plain["phase"], get_args(Phase)),
+        module=_text_or_none(plain["module"]),
+        source=_text_or_none(plain["source"]),
+        forward=_count_or_none(plain["forward"]),
+        grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
+        lhs=_meta(plain["lhs"]),
+        rhs=_meta(plain["rhs"]),
+        bias=_meta(plain["bias"]),
+        output=tuple(map(_meta, _items(output))) if isinstance(output, list) else _meta(output),
+        gemm=_gemm(plain["gemm"]),
+        flops=_count_or_none(plain["flops"]),
+        bytes=_count_or_none(plain["bytes"]),
+        autocast=_text_or_none(plain["autocast"]),
+        opaque=_is(plain["opaque"], bool),
+        elapsed=_number_or_none(plain["elapsed"]),
+    )
+
+
+def _meta(plain: Any) -> TensorMeta | None:
+    if plain is None:
+        return None
+    stride = plain["stride"]
+    return TensorMeta(
+        shape=tuple(_integer(size) for size in _items(plain["shape"])),
+        dtype=_text(plain["dtype"]),
+        device=_text(plain["device"]),
+        stride=None if stride is None else tuple(_integer(size) for size in _items(stride)),
+        requires_grad=_is(plain["requires_grad"], bool),
+    )
+
+
+def _gemm(plain: Any) -> Gemm | None:
+    if plain is None:
+        return None
+    dtypes = tuple(_text(dtype) for dtype in _items(plain["dtypes"]))
+    transposes = tuple(_is(flag, bool) for flag in _items(plain["transposes"]))
+    if len(dtypes) != 2 or len(transposes) != 2:
+        raise ValueError("two operands")
+    batch, m, n, k = (_count(plain[name]) for name in ("batch", "m", "n", "k"))
+    return Gemm(batch, m, n, k, dtypes, transposes)
+
+
+def _values(plain: Any) -> Values:
+    hash_ = plain["hash"]
+    if hash_ is not None and not (isinstance(hash_, str) and _HASH.fullmatch(hash_)):
+        raise ValueError("hash")
+    counts = (_count(plain[name]) for name in ("count", "nan", "inf"))
+    return Values(hash_, *counts, *(_number_or_none(plain[name]) for name in ("min", "max", "mean", "rms")))
+
+
+def _is(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {kind.__name__}")
+    return value
+
+
+def _items(value: Any, most: int = MAX_DIMS) -> list[Any]:
+    if len(_is(value, list)) > most:
+        raise ValueError(f"at most {most}")
+    return value  # type: ignore[no-any-return]
+
+
+def _text(value: Any) -> str:
+    return value if len(_is(value, str)) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not -(2**63) <= _is(value, int) < 2**63:
+        raise ValueError("a whole number of 64 bits")
+    return value  # type: ignore[no-any-return]
+
+
+def _count(value: Any) -> int:
+    if _integer(value) < 0:
+        raise ValueError("a count")
+    return value  # type: ignore[no-any-return]
+
+
+def _count_or_none(value: Any) -> int | None:
+    # FLOP of many calls can be more than 64 bits; of one they are not.
+    return None if value is None else _count(value)
+
+
+def _number_or_none(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError("a number")
+    return float(value)  # an OverflowError of a long one is an ArithmeticError
+
+
+def _choice(value: Any, allowed: tuple[Any, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"one of {allowed}")
+    return value
+
+
+def _role(value: str) -> str:
+    if not _ROLE.fullmatch(value):
+        raise ValueError("a role")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not _NAME.fullmatch(_is(value, str)):
+        raise ValueError("a tensor's name")
+    return value  # type: ignore[no-any-return]
