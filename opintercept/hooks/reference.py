@@ -16,8 +16,8 @@ from opintercept._call import OpCall, Phase, dtype_name, shape_of
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops import row_of
 from opintercept._pipeline import share_memory
+from opintercept._table import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, plain, take
-from opintercept.hooks._table import aligned
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 

@@ -1,4 +1,4 @@
-"""Tables of what hooks have added up: text in columns, and CSV."""
+"""Tables in text, in columns, and in CSV; imports nothing of torch, so that a run is shown without it."""
 
 from __future__ import annotations
 
