@@ -306,7 +306,7 @@ def _safe_open() -> Any:
 def _size_of(part: Any) -> int:
     """Bytes of a tensor that safetensors has found to be within its file."""
     bits = re.search("[0-9]+", part.get_dtype())  # "F32", "F8_E4M3"
-    return int(math.prod(part.get_shape())) * (int(bits[0]) if bits else 8) // 8
+    return math.prod(map(_integer, _items(part.get_shape()))) * (int(bits[0]) if bits else 8) // 8
 
 
 def _refuse_special(path: Path) -> None:
