@@ -20,7 +20,7 @@ from opintercept.runs.store import Values
 
 _BLOCK = 1 << 16  # weights of a table; longer rows and more of them are taken in blocks
 _SMALL = 1 << 14  # elements whose weights are kept whole
-_PIECE = 1 << 19  # elements that are widened to 64 bits at a time; of eight times as many each would take longer
+_PIECE = 1 << 18  # elements that are widened to 64 bits at a time; fresh memory for more takes longer than the sum
 _SQUARED = 2.0**-50  # a norm as small may have lost values whose squares are none
 _WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 # Devices whose values are read at once; those of others are read when the work queued there is done.
