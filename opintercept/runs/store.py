@@ -38,6 +38,7 @@ MAX_TENSOR = 1 << 32
 _NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_ROLES = frozenset(("lhs", "rhs", "bias", "output"))
 _ROLE = re.compile(r"lhs|rhs|bias|output(?:\.[1-9][0-9]?)?", re.ASCII)
 
 Kept = Literal["none", "stats", "sample", "full"]
@@ -390,9 +391,52 @@ def _plain(text: bytes) -> Any:
 
 
 def _call(line: bytes, rank: int) -> StoredCall | None:
+    # What calls that look alike share stands together in a line, from "op" to "opaque", and is read once.
+    start = line.find(b',"op":')
+    middle = line.find(b',"opaque":', start)
+    if start > 0 and middle > 0:
+        end = line.find(b"e", middle + 10) + 1  # of true or false
+        fragment = line[start + 1 : end]
+        shared = _fragments.get(fragment)
+        if shared is None and (shared := _shared(_plain(b"{%b}" % fragment))) is not None:
+            if len(_fragments) >= _FRAGMENTS:
+                _fragments.clear()
+            if len(fragment) <= MAX_TEXT:
+                _fragments[fragment] = shared
+        if shared is not None and (call := _stored(_plain(line[:start] + line[end:]), shared, rank)) is not None:
+            return call
     plain = _plain(line)
-    if not isinstance(plain, dict):
+    shared = _shared(plain)
+    return None if shared is None else _stored(plain, shared, rank)
+
+
+_PHASES = get_args(Phase)
+_WRONG = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+_FRAGMENTS = 1024
+_fragments: dict[bytes, dict[str, Any]] = {}
+
+
+def _shared(plain: Any) -> dict[str, Any] | None:
+    """The fields of a record that follow from how arguments and output look; None for what is no call."""
+    try:
+        output = plain["output"]
+        return {
+            "op": _text(plain["op"]),
+            "func": _text(plain["func"]),
+            "lhs": _meta(plain["lhs"]),
+            "rhs": _meta(plain["rhs"]),
+            "bias": _meta(plain["bias"]),
+            "output": tuple(map(_meta, _items(output, MAX_LINE))) if isinstance(output, list) else _meta(output),
+            "gemm": _gemm(plain["gemm"]),
+            "flops": _count_or_none(plain["flops"]),
+            "bytes": _count_or_none(plain["bytes"]),
+            "opaque": _is(plain["opaque"], bool),
+        }
+    except _WRONG:
         return None
+
+
+def _stored(plain: Any, shared: dict[str, Any], rank: int) -> StoredCall | None:
     try:
         values = {_role(role): _values(entry) for role, entry in _is(plain.get("values", {}), dict).items()}
         tensors = {_role(role): _name(name) for role, name in _is(plain.get("tensors", {}), dict).items()}
@@ -400,35 +444,21 @@ def _call(line: bytes, rank: int) -> StoredCall | None:
         if arguments is not None:
             _items(_is(arguments, dict)["args"], MAX_LINE)
             _is(arguments["kwargs"], dict)
-        error = _text_or_none(plain.get("error"))
-        return StoredCall(_record(plain), rank, values, tensors, arguments, error)
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        record = CallRecord(
+            index=_count(plain["index"]),
+            step=_count(plain["step"]),
+            phase=_choice(plain["phase"], _PHASES),
+            module=_text_or_none(plain["module"]),
+            source=_text_or_none(plain["source"]),
+            forward=_count_or_none(plain["forward"]),
+            grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
+            autocast=_text_or_none(plain["autocast"]),
+            elapsed=_number_or_none(plain["elapsed"]),
+            **shared,
+        )
+        return StoredCall(record, rank, values, tensors, arguments, _text_or_none(plain.get("error")))
+    except (AttributeError, *_WRONG):
         return None
-
-
-def _record(plain: dict[str, Any]) -> CallRecord:
-    output = plain["output"]
-    return CallRecord(
-        index=_count(plain["index"]),
-        step=_count(plain["step"]),
-        op=_text(plain["op"]),
-        func=_text(plain["func"]),
-        phase=_choice(plain["phase"], get_args(Phase)),
-        module=_text_or_none(plain["module"]),
-        source=_text_or_none(plain["source"]),
-        forward=_count_or_none(plain["forward"]),
-        grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
-        lhs=_meta(plain["lhs"]),
-        rhs=_meta(plain["rhs"]),
-        bias=_meta(plain["bias"]),
-        output=tuple(map(_meta, _items(output, MAX_LINE))) if isinstance(output, list) else _meta(output),
-        gemm=_gemm(plain["gemm"]),
-        flops=_count_or_none(plain["flops"]),
-        bytes=_count_or_none(plain["bytes"]),
-        autocast=_text_or_none(plain["autocast"]),
-        opaque=_is(plain["opaque"], bool),
-        elapsed=_number_or_none(plain["elapsed"]),
-    )
 
 
 def _meta(plain: Any) -> TensorMeta | None:
@@ -457,10 +487,18 @@ def _gemm(plain: Any) -> Gemm | None:
 
 def _values(plain: Any) -> Values:
     hash_ = plain["hash"]
-    if hash_ is not None and not (isinstance(hash_, str) and _HASH.fullmatch(hash_)):
+    if hash_ is not None and not (type(hash_) is str and _HASH.fullmatch(hash_)):
         raise ValueError("hash")
-    counts = (_count(plain[name]) for name in ("count", "nan", "inf"))
-    return Values(hash_, *counts, *(_number_or_none(plain[name]) for name in ("min", "max", "mean", "rms")))
+    return Values(
+        hash_,
+        _count(plain["count"]),
+        _count(plain["nan"]),
+        _count(plain["inf"]),
+        _number_or_none(plain["min"]),
+        _number_or_none(plain["max"]),
+        _number_or_none(plain["mean"]),
+        _number_or_none(plain["rms"]),
+    )
 
 
 def _is(value: Any, kind: type) -> Any:
@@ -476,7 +514,9 @@ def _items(value: Any, most: int = MAX_DIMS) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    text: str = value if len(_is(value, str)) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    if type(value) is not str:
+        raise TypeError("a text")
+    text = value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
     # Half a surrogate pair can be in JSON, and nowhere else.
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
@@ -486,26 +526,25 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not -(2**63) <= _is(value, int) < 2**63:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of 64 bits")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _count(value: Any) -> int:
-    if _integer(value) < 0:
-        raise ValueError("a count")
-    return value  # type: ignore[no-any-return]
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError("a count of 64 bits")
+    return value
 
 
 def _count_or_none(value: Any) -> int | None:
-    # FLOP of many calls can be more than 64 bits; of one they are not.
     return None if value is None else _count(value)
 
 
 def _number_or_none(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if value is None or type(value) is float:
+        return value
+    if type(value) is not int:
         raise TypeError("a number")
     return float(value)  # an OverflowError of a long one is an ArithmeticError
 
@@ -517,7 +556,7 @@ def _choice(value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def _role(value: str) -> str:
-    if not _ROLE.fullmatch(value):
+    if value not in _ROLES and not _ROLE.fullmatch(value):
         raise ValueError("a role")
     return value
 
