@@ -310,6 +310,37 @@ def test_memory_that_is_used_again_is_read_again() -> None:
 
 
 @pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("kind", ["written to", "another at its address"])
+def test_sums_are_not_all_that_is_compared(kind: str) -> None:
+    # One value is so large that rounding hides the exchange of two others in the sum of floats.
+    tensor = torch.rand(16, 16)
+    tensor[0, 0] = 1e30
+    stale, address = hash_of(tensor), tensor.data_ptr()
+    exchanged = tensor.clone()
+    exchanged[3, 4:6] = tensor[3, 4:6].flip(0)
+    assert _content._sums(tensor, tensor) == _content._sums(exchanged, exchanged)
+    if kind == "written to":
+        tensor.copy_(exchanged)
+        assert hash_of(tensor) != stale
+        return
+    kept = []
+    del tensor
+    for _ in range(100):
+        kept.append(exchanged.clone())
+        if kept[-1].data_ptr() == address:
+            assert hash_of(kept[-1]) != stale
+            return
+    pytest.skip("the address was not given out again")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_a_dimension_of_one_may_have_any_stride(dtype: torch.dtype) -> None:
+    row = torch.arange(8).to(dtype)
+    for tensor in (row[::2][1:2], row.view(4, 2).t()[:1, 1:2], row[3:].as_strided((3, 1), (1, 5)), row[2]):
+        assert hash_of(tensor) == hash_of(tensor.clone(memory_format=torch.contiguous_format))
+
+
+@pytest.mark.usefixtures("forgetful")
 def test_what_has_not_changed_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Any] = []
     hash_all = _content._hash
