@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from opintercept._errors import OpInterceptError
@@ -21,12 +21,13 @@ class Command(Protocol):
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the options."""
 
-    def command(self, arguments: argparse.Namespace) -> int:
-        """Run, and return the exit status."""
+    def command(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
+        """Run, and return the exit status, or what runs somebody's program and does: what that raises is its own."""
 
 
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
+    "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
 }
 UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own
 
@@ -44,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen.configure(command)
     arguments = parser.parse_args(argv)
     try:
-        return int(chosen.command(arguments))
+        status = chosen.command(arguments)
     except (OpInterceptError, ImportError) as unusable:
         if isinstance(unusable, ImportError) and "opintercept[" not in str(unusable):
             raise
         print(f"opintercept {argv[0]}: {unusable}", file=sys.stderr)
         return UNUSABLE
+    return int(status() if callable(status) else status)
 
 
 def count(text: str) -> int:
