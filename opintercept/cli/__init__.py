@@ -28,6 +28,7 @@ class Command(Protocol):
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
     "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
+    "show": "show what a recorded run consists of",
 }
 UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own
 
@@ -59,3 +60,12 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def steps(text: str) -> range:
+    """An option's range of steps: `2`, `2:5`, `2:` or `:5`."""
+    first, colon, end = text.partition(":")
+    if not all(part.isdecimal() or (colon and not part) for part in (first, end if colon else "0")):
+        raise argparse.ArgumentTypeError(f"must be a step, or a range of steps as in 0:100, got {text!r}")
+    start = int(first or 0)
+    return range(start, int(end) if end else sys.maxsize if colon else start + 1)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from opintercept._call import Phase
 from opintercept._errors import OpInterceptError
 from opintercept._table import amount, duration, printable
-from opintercept.cli import UNUSABLE, count
+from opintercept.cli import UNUSABLE, count, steps
 from opintercept.cli._program import after_import, prepare
 from opintercept.runs.store import INFO, Kept
 
@@ -75,15 +75,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def steps(text: str) -> range:
-    """An option's range of steps: `2`, `2:5`, `2:` or `:5`."""
-    first, colon, end = text.partition(":")
-    if not all(part.isdecimal() or (colon and not part) for part in (first, end if colon else "0")):
-        raise argparse.ArgumentTypeError(f"must be a step, or a range of steps as in 0:100, got {text!r}")
-    start = int(first or 0)
-    return range(start, int(end) if end else sys.maxsize if colon else start + 1)
-
-
 def command(arguments: argparse.Namespace) -> Callable[[], int]:
     """Return what runs the program."""
     if not arguments.program:
@@ -134,6 +125,7 @@ class _Watch:
             self._interceptor.__enter__()
         except (OpInterceptError, ImportError, OSError, TypeError, ValueError) as unusable:
             self._interceptor = None
+            atexit.unregister(self.end)
             print(f"opintercept run: {unusable}", file=sys.stderr)
             raise SystemExit(UNUSABLE) from None
         self._entered_by = threading.get_ident()
