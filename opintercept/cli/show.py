@@ -31,7 +31,7 @@ _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", 
 _ROWS = 40  # of a text, unless asked for more
 _GROUPS = 100_000  # of a run that is out to fill the memory; further ones are added up in one
 _WIDTH = 60
-_BATCH = 1000
+_BATCH = 100  # rows of a text that are laid out together
 
 Row = dict[str, Any]
 
