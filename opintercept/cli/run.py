@@ -115,6 +115,7 @@ class _Watch:
         self._tally: Any = None
         self._interceptor: Any = None
         self._entered_by = 0
+        self._rank, self._world_size = 0, 1
 
     def begin(self) -> None:
         """Enter the block; in the process that was started only, as with blocks in a program."""
@@ -133,6 +134,7 @@ class _Watch:
 
     def _make(self) -> Any:
         from opintercept import hooks, intercept
+        from opintercept.hooks._ranks import rank_and_world_size
 
         chosen = self._arguments
         names = chosen.hooks or ([] if chosen.quiet else ["profile", "nonfinite"])
@@ -144,7 +146,8 @@ class _Watch:
             "print": lambda: hooks.Print(file=sys.stderr),
         }
         self._shown = {name: make[name]() for name in dict.fromkeys(names)}
-        visible = not chosen.quiet and _rank() in (None, 0)
+        self._rank, self._world_size = rank_and_world_size()
+        visible = not chosen.quiet and self._rank == 0
         self._tally = _Tally(self._shown.get("nonfinite"), visible and sys.stderr.isatty())
         watching = [*self._shown.values(), self._tally]
         if chosen.out is not None:
@@ -177,7 +180,7 @@ class _Watch:
         if self._interceptor is not None:
             self._leave()
         self.clear_progress()
-        if self._arguments.quiet or _rank() not in (None, 0):
+        if self._arguments.quiet or self._rank != 0:
             return
         with contextlib.suppress(OSError, ValueError):  # a closed pipe is its reader's wish
             sys.stdout.flush()  # what the program printed comes first
@@ -214,7 +217,7 @@ class _Watch:
         if self._interceptor is None:
             yield "opintercept: nothing to see, the program's process has not imported torch"
             return
-        rank = f" by rank 0 of {os.environ['WORLD_SIZE']}" if _rank() is not None else ""
+        rank = f" by rank 0 of {self._world_size}" if self._world_size > 1 else ""
         yield f"opintercept: {tally}{rank}, {duration(tally.seconds)} in them"
         for name, hook in self._shown.items():
             if name != "print" and tally.calls:
@@ -288,12 +291,6 @@ def _shortened(hook: Any, top: int) -> Iterator[str]:
         yield from map(printable, str(row).splitlines())
     if len(rows) > top:
         yield f"... and {len(rows) - top} more, which --top {len(rows)} shows"
-
-
-def _rank() -> int | None:
-    """Of this process among those of torchrun, if it is one of several."""
-    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return int(rank) if rank.isdecimal() and world_size.isdecimal() and int(world_size) > 1 else None
 
 
 def _count_steps(interceptor: Any) -> None:

@@ -13,7 +13,8 @@ import re
 import stat
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -237,12 +238,27 @@ class Run:
         Raises:
             OpInterceptError: The file has changed since.
         """
-        with _open(self._parts[rank] / CALLS) as file:
-            file.seek(position)
-            call = _call(file.readline(MAX_LINE), rank)
-        if call is None:
-            raise OpInterceptError(f"a run must not change while it is read, got another {self._parts[rank] / CALLS}")
-        return call
+        with self.reader(rank) as at:
+            return at(position)
+
+    @contextmanager
+    def reader(self, rank: int) -> Iterator[Callable[[int], StoredCall]]:
+        """`at` for many calls of one process, whose file stays open."""
+        path = self._parts[rank] / CALLS
+        try:
+            file = _open(path)
+        except FileNotFoundError as missing:
+            raise OpInterceptError(f"a run must not change while it is read, got no {path}") from missing
+        with file:
+
+            def at(position: int) -> StoredCall:
+                file.seek(position)
+                call = _call(file.readline(MAX_LINE), rank)
+                if call is None:
+                    raise OpInterceptError(f"a run must not change while it is read, got another {path}")
+                return call
+
+            yield at
 
     def tensor(self, call: StoredCall, role: str, limit: int = MAX_TENSOR) -> torch.Tensor | None:
         """The values that were kept, on the CPU and contiguous; a sample of them in one dimension.
