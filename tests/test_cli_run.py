@@ -257,9 +257,17 @@ def test_a_program_without_torch_gets_none(tmp_path: Path) -> None:
     """
     name = script(tmp_path, program)
     assert beside(tmp_path, name)[1] == "True SourceFileLoader False\n"
-    assert ends(start(tmp_path, *OURS, name))[2] == (
-        "opintercept: nothing to see, the program's process has not imported torch\n"
-    )
+    assert ends(start(tmp_path, *OURS, name))[2] == NOTHING
+
+
+NOTHING = "opintercept: nothing to see, the program's process has not imported torch\n"
+
+
+def test_a_program_may_put_other_streams_in_place_or_close_them(tmp_path: Path) -> None:
+    name = script(tmp_path, "import io, sys\nsys.stdout = sys.stderr = io.StringIO()")
+    assert ends(start(tmp_path, *OURS, name)) == (0, "", NOTHING)
+    name = script(tmp_path, "import sys\nsys.stdout.close()\nsys.stderr.close()")
+    assert ends(start(tmp_path, *OURS, name)) == (0, "", "")
 
 
 @pytest.mark.parametrize(
