@@ -489,6 +489,24 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     assert len(list(runs.open_run(tmp_path / "replaced").calls())) == 1
 
 
+def test_recording_statistics_needs_no_extra_and_recording_values_says_which(tmp_path: Path) -> None:
+    for name in ("rich", "plotly", "safetensors"):
+        script(tmp_path, f"raise ModuleNotFoundError('no {name} here', name='{name}')", f"{name}.py")
+    name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
+    stats = start(tmp_path, *OURS, "--out", "stats", name)
+    full = start(tmp_path, *OURS, "--out", "full", "--tensors", "full", name)
+    status, _, err = ends(stats)
+    assert status == 0
+    assert err.startswith("opintercept: 1 call, 24 FLOP, 0 not finite")
+    status, _, err = ends(full)
+    assert status == 2
+    assert "pip install 'opintercept[cli]'" in err
+    assert not (tmp_path / "full").exists()
+    status, out, _ = ends(start(tmp_path, "-m", "opintercept", "show", "stats"))
+    assert status == 0
+    assert "calls     1 call, 24 FLOP" in out
+
+
 @FORKS
 def test_a_terminal_gets_a_line_of_progress_that_goes_away(tmp_path: Path) -> None:
     import pty
