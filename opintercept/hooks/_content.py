@@ -142,7 +142,8 @@ def _form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=device)
     for right in range(0, width, _BLOCK):
         columns = lanes[:, right : right + _BLOCK]
-        step = 1 << (_PIECE // columns.size(1)).bit_length() - 1  # divides _BLOCK, so no piece is in two blocks
+        # Divides _BLOCK, so no piece is in two blocks.
+        step = min(_BLOCK, 1 << (_PIECE // columns.size(1)).bit_length() - 1)
         for top in range(0, height, step):
             piece = columns[top : top + step].to(torch.int64)
             start = top % _BLOCK

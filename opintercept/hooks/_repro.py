@@ -102,8 +102,6 @@ def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, t
         TypeError: An argument that cannot be written as plain data.
         OSError: The folder cannot be written.
     """
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> str:
@@ -113,10 +111,31 @@ def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, t
 
     arguments = plain_arguments(call, before, keep)
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"call-{call.index}")
-    save_file(tensors, f"{path}.safetensors.partial", metadata={"arguments": json.dumps(arguments)})
-    os.replace(f"{path}.safetensors.partial", f"{path}.safetensors")
+    path = os.path.join(folder, f"call-{call.index}.py")
     func = f"torch.ops.{call.func}" if hasattr(call.func, "_schema") else call.op
-    with open(f"{path}.py", "w", encoding="utf-8") as file:
-        file.write(_SCRIPT.format(title=f"Runs {call.op} again, call {call.index} ({call.phase}).", func=func))
-    return f"{path}.py"
+    write_repro(path, f"Runs {call.op} again, call {call.index} ({call.phase}).", func, arguments, tensors)
+    return path
+
+
+def write_repro(
+    path: str, title: str, func: str, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the script to `path`, which ends in `.py`, and the tensors that `arguments` name beside it.
+
+    Args:
+        path: The script.
+        title: For its docstring; it goes into code, as `func` does, so neither may be anybody else's text.
+        func: What is called, an expression.
+        arguments: As `plain_arguments` makes them.
+        tensors: By name, contiguous.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    stored = f"{path.removesuffix('.py')}.safetensors"
+    save_file(dict(tensors), f"{stored}.partial", metadata={"arguments": json.dumps(arguments)})
+    os.replace(f"{stored}.partial", stored)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(_SCRIPT.format(title=title, func=func))
