@@ -283,7 +283,7 @@ def diff(
         select: The calls that are reported; all are compared, so what is inherited does not depend on it.
 
     Raises:
-        OpInterceptError: No call of the one has a counterpart in the other, or a run changed meanwhile.
+        OpInterceptError: No selected call of the one has a counterpart in the other, or a run changed meanwhile.
         ValueError: A tolerance that is no number of at least 0, or a limit below 1.
 
     Example:
@@ -313,8 +313,8 @@ def diff(
         compared.add(a, rank_a, b, rank_b)
     if not compared.pairs:
         raise OpInterceptError(
-            f"two runs must have calls in common, got none: {compared.calls[0]} calls in {str(a.path)!r}, "
-            f"{compared.calls[1]} in {str(b.path)!r}"
+            f"two runs must have calls in common{' that are asked for' if select else ''}, got none: "
+            f"{compared.calls[0]} calls in {str(a.path)!r}, {compared.calls[1]} in {str(b.path)!r}"
         )
     return compared.result(_settings(a, b), ranks)
 
