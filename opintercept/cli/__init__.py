@@ -27,6 +27,7 @@ class Command(Protocol):
 
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
+    "diff": "find where two recorded runs first part",
     "replay": "run one recorded call again, alone",
 }
 UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own
