@@ -1,0 +1,471 @@
+"use strict";
+// Draws the page from the block of data. A run's texts are untrusted: they go in as text nodes, and to plotly,
+// which reads some tags and entities in labels, through label().
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const byId = (id) => document.getElementById(id);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const shownRows = 50;
+  let run = data.runs[0];
+
+  function element(tag, attributes, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  }
+  const name = (text) => element("span", { class: "name" }, text);
+  const label = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const color = (variable) => getComputedStyle(document.documentElement).getPropertyValue(`--${variable}`).trim();
+  const narrow = () => document.documentElement.clientWidth < 640;
+  const counted = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many || one + "s"}`;
+
+  function figure(value, unit) {
+    if (value === null || value === undefined) return "?";
+    const prefixes = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+    const [scale, prefix] = prefixes.find(([least]) => Math.abs(value) >= least) || [1, ""];
+    return `${Number((value / scale).toPrecision(3))} ${prefix}${unit}`.trim();
+  }
+  function time(seconds) {
+    if (seconds === null || seconds === undefined) return "?";
+    if (seconds >= 60) return `${(seconds / 60).toPrecision(3)} min`;
+    const [scale, unit] = seconds >= 1 || seconds === 0 ? [1, "s"] : seconds >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+    return `${Number((seconds * scale).toPrecision(3))} ${unit}`;
+  }
+  function plain(value) {
+    if (value === null || value === undefined) return "?";
+    const size = Math.abs(value);
+    return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  }
+  // The end of a dotted name says most.
+  function short(text, most) {
+    return text.length <= most ? text : `…${text.slice(1 - most)}`;
+  }
+
+  function fill(select, options) {
+    const before = select.value;
+    select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+    if (options.some(([value]) => String(value) === before)) select.value = before;
+    select.parentElement.hidden = options.length < 2;
+  }
+  function notes(id, texts) {
+    byId(id).replaceChildren(...texts.filter(Boolean).map((text) => element("p", { class: "note" }, text)));
+  }
+  function on(ids, event, action) {
+    for (const id of ids) byId(id).addEventListener(event, action);
+  }
+
+  function axis(title, more) {
+    return {
+      title: { text: title, font: { size: 12 }, standoff: 8 }, gridcolor: color("grid"), linecolor: color("line"),
+      zerolinecolor: color("line"), tickfont: { size: 11 }, automargin: true, ...more,
+    };
+  }
+  // Ticks at 1, 2 and 5, or at as few decades as leave about six of them.
+  function decades(low, high, format) {
+    const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+    const every = Math.ceil((last - first) / 6);
+    const parts = last - first <= 2 ? [1, 2, 5] : last - first <= 3 ? [1, 3] : [1];
+    const tickvals = [];
+    for (let power = first; power <= last; power += every) tickvals.push(...parts.map((part) => part * 10 ** power));
+    return { type: "log", tickvals, ticktext: tickvals.map(format), range: [Math.log10(low), Math.log10(high)] };
+  }
+  function draw(id, traces, layout) {
+    const place = byId(id);
+    Plotly.react(place, traces, {
+      width: place.clientWidth, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("text") },
+      margin: { l: 50, r: 16, t: 16, b: 44 }, hovermode: "closest", dragmode: narrow() ? false : "zoom",
+      hoverlabel: {
+        align: "left", bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("text"), size: 12 },
+      },
+      legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" },
+      ...layout,
+    }, { displaylogo: false, displayModeBar: false, doubleClick: "reset" });
+  }
+  function clear(id) {
+    Plotly.purge(byId(id));
+    byId(id).replaceChildren();
+  }
+
+  // --- what the run is
+
+  function head() {
+    byId("title").replaceChildren(name(data.runs.map((each) => each.path).join("  and  ")));
+    const { totals, about, heat } = run;
+    const cards = [
+      [totals.calls.toLocaleString("en"), totals.calls === 1 ? "call" : "calls"],
+      [figure(totals.flops, "FLOP"), "of work"],
+      [time(totals.seconds), "host time in operators"],
+      [`${totals.modules.toLocaleString("en")}${totals.more_modules ? "+" : ""}`, totals.modules === 1 ? "module" : "modules"],
+      [(totals.calls ? totals.steps[1] - totals.steps[0] + 1 : 0).toLocaleString("en"), totals.steps[1] === totals.steps[0] ? "step" : "steps"],
+      [heat.roles.includes("output") ? totals.nonfinite.toLocaleString("en") : "?", "outputs with NaN or Inf", totals.nonfinite > 0],
+    ];
+    if (totals.errors) cards.push([totals.errors.toLocaleString("en"), totals.errors === 1 ? "call raised" : "calls raised", true]);
+    byId("figures").replaceChildren(...cards.map(([value, text, bad]) =>
+      element("div", { class: bad ? "figure bad" : "figure" }, element("b", {}, value), element("span", {}, text))));
+    const rows = [
+      ["folder", name(run.path)], ["command", name(about.command || "?")], ["started", about.started],
+      ["ended", about.finished ? "as it should" : "before the block was left, or while this page was made"],
+      ["kept of tensors", about.tensors], ["processes", about.processes],
+      ...about.versions.map(([key, value]) => [key, name(value)]),
+      ...about.devices.map((device) => ["device", name(device)]),
+      ...about.flags.map(([key, value]) => [key, name(value)]),
+    ];
+    byId("about").replaceChildren(...rows.flatMap(([key, value]) => [element("dt", {}, key), element("dd", {}, value)]));
+    first();
+  }
+  function first() {
+    const found = run.totals.first;
+    byId("first").hidden = !found;
+    if (!found) return;
+    const kinds = [found.nan && counted(found.nan, "NaN", "NaN"), found.inf && counted(found.inf, "Inf", "Inf")];
+    byId("first").replaceChildren(
+      element("h2", {}, "The first output that is not finite"),
+      element("p", {},
+        `Call ${found.index} in step ${found.step}, ${found.phase}: `, name(found.op), " in ", name(found.module),
+        ...(found.source ? [", ", name(found.source)] : []), run.about.processes.startsWith("1 ") ? "" : `, rank ${found.rank}`,
+        `, has ${kinds.filter(Boolean).join(" and ")} among ${counted(found.count, "value")}. `,
+        found.from.length ? `They were there before: in its ${found.from.join(" and ")}.` : "Its operands were finite: it was made there."),
+    );
+  }
+
+  // --- modules over steps
+
+  const fields = { count: 0, nan: 1, inf: 2, min: 3, max: 4, mean: 5, rms: 6 };
+  const of = (field) => (moments) => moments[fields[field]];
+  // The largest of what is known; null where nothing is.
+  const size = (moments) => {
+    const known = [moments[fields.min], moments[fields.max]].filter((value) => value !== null);
+    return known.length ? Math.max(...known.map(Math.abs)) : null;
+  };
+  const statistics = {
+    rms: { text: "root mean square", read: of("rms"), scale: "log", format: plain },
+    absmax: { text: "largest magnitude", read: size, scale: "log", format: plain },
+    mean: { text: "mean", read: of("mean"), scale: "signed", format: plain },
+    min: { text: "smallest", read: of("min"), scale: "signed", format: plain },
+    max: { text: "largest", read: of("max"), scale: "signed", format: plain },
+    nonfinite: {
+      text: "share of NaN and Inf", scale: "linear", format: (value) => `${plain(value * 100)} %`,
+      read: (moments) => moments[0] ? (moments[fields.nan] + moments[fields.inf]) / moments[0] : null,
+    },
+    seconds: { text: "host time", cell: 4, scale: "log", format: time },
+    flops: { text: "FLOP", cell: 3, scale: "log", format: (value) => figure(value, "FLOP") },
+    calls: { text: "calls", cell: 2, scale: "linear", format: plain },
+  };
+  const scales = {
+    // Cividis, read alike with and without full colour vision; and blue through grey to orange.
+    even: [[0, "#00224e"], [0.25, "#35456c"], [0.5, "#666970"], [0.75, "#a69d75"], [1, "#fee838"]],
+    signed: [[0, "#2166ac"], [0.25, "#8bb8d9"], [0.5, "#dcdcdc"], [0.75, "#eda268"], [1, "#b35806"]],
+  };
+
+  function heatOptions() {
+    const { heat } = run;
+    fill(byId("heat-statistic"), Object.entries(statistics)
+      .filter(([, each]) => each.cell || heat.roles.length).map(([key, each]) => [key, each.text]));
+    fill(byId("heat-role"), heat.roles.map((role) => [role, { output: "outputs", lhs: "left operands", rhs: "right operands", bias: "biases" }[role]]));
+    fill(byId("heat-phase"), Object.keys(heat.phases).map((phase) => [phase, phase]));
+  }
+  function stepText(column) {
+    const { steps, width } = run.heat;
+    return width === 1 ? `${steps[column]}` : `${steps[column]}–${steps[column] + width - 1}`;
+  }
+  function heatDraw() {
+    const { heat } = run;
+    const statistic = statistics[byId("heat-statistic").value];
+    const role = heat.roles.indexOf(byId("heat-role").value);
+    const phase = byId("heat-phase").value;
+    byId("heat-role").parentElement.hidden = heat.roles.length < 2 || Boolean(statistic.cell);
+    byId("heat-text").textContent = !run.totals.calls ? "The run has no calls."
+      : heat.roles.length ? "Colour is the statistic, over all calls of the module in the step; blank where there was none."
+        : "No values were recorded, so this shows work; record with tensors=\"stats\" to see values.";
+    notes("heat-notes", [
+      heat.width > 1 && `To fit, ${counted(heat.width, "step")} are put together in each column.`,
+      heat.left_out && `The map has the first ${counted(heat.modules.length, "module")}; ${counted(heat.left_out, "call")} of others are not in it.`,
+    ]);
+    const wanted = byId("heat-filter").value.toLowerCase();
+    const used = new Set((heat.phases[phase] || []).map((cell) => cell[0]));
+    const rows = [...heat.modules.keys()].filter((row) => used.has(row) && heat.modules[row].toLowerCase().includes(wanted));
+    byId("heat-controls").hidden = !run.totals.calls;
+    if (!rows.length) {
+      byId("heat-key").replaceChildren(run.totals.calls ? "No module has this in its name." : "");
+      return clear("heat-plot");
+    }
+    const place = new Map(rows.map((row, number) => [row, number]));
+    const grid = () => rows.map(() => heat.steps.map(() => null));
+    const values = grid();
+    const texts = grid();
+    const broken = { nan: [], inf: [] };
+    for (const cell of heat.phases[phase]) {
+      const y = place.get(cell[0]);
+      if (y === undefined) continue;
+      const x = cell[1];
+      const moments = cell[5 + role] || null;
+      const value = statistic.cell ? cell[statistic.cell] : moments && statistic.read(moments);
+      values[y][x] = value;
+      const lines = [heat.modules[cell[0]], `step ${stepText(x)}, ${phase}, ${counted(cell[2], "call")}`,
+        `${statistic.text}: ${value === null ? "none" : statistic.format(value)}`];
+      if (moments && !statistic.cell && moments[fields.nan] + moments[fields.inf]) {
+        lines.push(`${counted(moments[fields.nan], "NaN", "NaN")}, ${counted(moments[fields.inf], "Inf", "Inf")} of ${counted(moments[0], "value")}`);
+        broken[moments[fields.nan] ? "nan" : "inf"].push([x, y, lines]);
+      }
+      texts[y][x] = lines.map(label).join("<br>");
+    }
+    const known = values.flat().filter((value) => value !== null);
+    const positive = known.filter((value) => value > 0);
+    const log = statistic.scale === "log" && positive.length > 0;
+    const [low, high] = log ? [least(positive), most(positive)]
+      : statistic.scale === "signed" ? [-most(known.map(Math.abs)), most(known.map(Math.abs))]
+        : [Math.min(0, least(known)), most(known)];
+    const at = log ? (value) => (value > 0 ? Math.log10(value) : Math.log10(low)) : (value) => value;
+    const [from, to] = at(low) < at(high) ? [at(low), at(high)] : [at(low) - 0.5, at(high) + 0.5];
+    const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => from + part * (to - from));
+    const tickText = ticks.map((tick) => statistic.format(log ? 10 ** tick : tick));
+    const bars = heat.steps.length === 1;
+    const small = narrow();
+    const height = Math.max(bars ? 120 : 160, Math.min(rows.length * 18, 720)) + (small ? 110 : 60);
+    const every = Math.ceil(rows.length / ((height - 60) / 14));
+    const shown = rows.map((row, number) => [number, heat.modules[row]]).filter(([number]) => number % every === 0);
+    const yaxis = axis("", {
+      tickvals: shown.map(([number]) => number), ticktext: shown.map(([, text]) => label(short(text, small ? 16 : 44))),
+      range: [rows.length - 0.5, -0.5], showgrid: false, zeroline: false, tickfont: { size: 11 }, ticks: "",
+    });
+    const scale = statistic.scale === "signed" ? scales.signed : scales.even;
+    const bar = {
+      thickness: 12, outlinewidth: 0, tickvals: ticks, ticktext: tickText, tickfont: { size: 11 },
+      ...(small ? { orientation: "h", y: -0.1, yanchor: "top", len: 1, tickvals: [ticks[0], ticks[2], ticks[4]], ticktext: [tickText[0], tickText[2], tickText[4]] } : {}),
+    };
+    const traces = [];
+    const xaxis = axis("step", { showgrid: false, zeroline: false, ticks: "" });
+    if (bars) {
+      // One step is no map: bars tell the values apart better.
+      traces.push({
+        type: "bar", orientation: "h", y: rows.map((_, number) => number),
+        x: values.map(([value]) => (value === null ? null : log && !(value > 0) ? null : value)),
+        hovertext: texts.map(([text]) => text), hoverinfo: "text", textposition: "none", marker: { color: color("forward") }, showlegend: false,
+      });
+      Object.assign(xaxis, axis(statistic.text, {
+        nticks: small ? 4 : 8, ...(log ? decades(low / 3, high * 1.2, statistic.format) : {}),
+      }));
+    } else {
+      traces.push({
+        type: "heatmap", x: heat.steps.map((_, number) => number), y: rows.map((_, number) => number),
+        z: values.map((row) => row.map((value) => (value === null ? null : at(value)))),
+        hovertext: texts, hoverinfo: "text", hoverongaps: false, colorscale: scale, zmin: from, zmax: to, colorbar: bar,
+        xgap: heat.steps.length <= 60 ? 1 : 0, ygap: rows.length <= 45 ? 1 : 0,
+      });
+      const stride = Math.ceil(heat.steps.length / (small ? 5 : 14));
+      const numbers = [...heat.steps.keys()].filter((number) => number % stride === 0);
+      Object.assign(xaxis, {
+        tickvals: numbers, ticktext: numbers.map((number) => `${heat.steps[number]}`), range: [-0.5, heat.steps.length - 0.5],
+      });
+    }
+    const marks = { nan: ["x", "NaN"], inf: ["triangle-up", "Inf, no NaN"] };
+    const markSize = Math.max(5, Math.min(9, (height - 60) / rows.length, bars ? 9 : byId("heat-plot").clientWidth * 0.75 / heat.steps.length));
+    const edge = log ? low / 2 : low;
+    for (const [kind, cells] of Object.entries(broken)) {
+      if (!cells.length) continue;
+      traces.push({
+        type: "scatter", mode: "markers", name: marks[kind][1], showlegend: false,
+        x: cells.map(([x]) => (bars ? edge : x)), y: cells.map(([, y]) => y),
+        hovertext: cells.map(([, , lines]) => lines.map(label).join("<br>")), hoverinfo: "text",
+        marker: { symbol: marks[kind][0], size: markSize, color: color("mark"), line: { color: color("panel"), width: 1 } },
+      });
+    }
+    byId("heat-key").replaceChildren(...(statistic.cell ? [] : [
+      element("span", {}, broken.nan.length ? `✖ has NaN: ${counted(broken.nan.length, "cell")}` : ""),
+      element("span", {}, broken.inf.length ? `▲ has Inf, no NaN: ${counted(broken.inf.length, "cell")}` : ""),
+      element("span", {}, broken.nan.length + broken.inf.length ? "Statistics are of the finite values." : "All of it is finite."),
+    ]));
+    draw("heat-plot", traces, { height, xaxis, yaxis, margin: { l: 10, r: small ? 10 : 16, t: 8, b: small ? 90 : 44 } });
+  }
+  // Of long arrays, which are too many arguments for Math.min.
+  const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
+  const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
+
+  // --- products
+
+  const phases = { forward: "circle", backward: "square", recompute: "diamond" };
+  const rates = (row) => row.device === "cpu" && row.seconds ? row.flops === null ? null : row.flops / row.seconds : null;
+  const columns = [
+    ["op", "operator", "text"], ["phase", "pass", "text"], ["module", "modules", "text"], ["shape", "shape", "text"], ["dtype", "dtype", "text"],
+    ["calls", "calls", (row) => row.calls.toLocaleString("en")], ["flops", "FLOP", (row) => figure(row.flops, "")],
+    ["seconds", "time", (row) => time(row.seconds)], ["share", "share", (row) => `${(row.share * 100).toFixed(1)} %`],
+    ["rate", "FLOP/s", (row) => figure(row.rate, "")], ["intensity", "FLOP/byte", (row) => plain(row.intensity)],
+  ];
+  const sorting = { by: "seconds", down: true };
+  let allRows = false;
+  let products = [];
+
+  function gemmsOptions() {
+    const total = run.totals.seconds || 1;
+    products = run.gemms.rows.map(([op, phase, module, shape, dtype, device, calls, flops, bytes, seconds]) => {
+      const row = { op, phase, module, shape, dtype, device, calls, flops, bytes, seconds, share: (seconds || 0) / total };
+      row.rate = rates(row);
+      row.intensity = flops === null || !bytes ? null : flops / bytes;
+      return row;
+    });
+    const distinct = (key) => [...new Set(products.map((row) => row[key]))].sort().map((value) => [value, value]);
+    fill(byId("gemms-op"), [["", "all"], ...distinct("op")]);
+    fill(byId("gemms-phase"), [["", "all"], ...distinct("phase")]);
+    byId("gemms-controls").hidden = !products.length;
+  }
+  function gemmsDraw() {
+    const [op, phase, shape, module] = ["op", "phase", "shape", "module"].map((key) => byId(`gemms-${key}`).value.toLowerCase());
+    const rows = products.filter((row) => (!op || row.op.toLowerCase() === op) && (!phase || row.phase === phase)
+      && row.shape.toLowerCase().includes(shape) && row.module.toLowerCase().includes(module));
+    rows.sort((one, other) => compare(one[sorting.by], other[sorting.by]) * (sorting.down ? -1 : 1));
+    byId("gemms-text").textContent = products.length
+      ? "Calls that agree in operator, pass, shape and dtype, in modules that differ in a number only. Time is the host's."
+      : "The run has no calls.";
+    notes("gemms-notes", [
+      products.some((row) => row.device !== "cpu" && row.device !== "")
+        && "On a device that works on its own the host's time is that of the launch: no FLOP/s is given for calls there.",
+      run.gemms.rest && `${counted(run.gemms.rest[0], "call")} of less time are in one line at the end of the table.`,
+    ]);
+    roofline(rows);
+    const body = element("tbody", {});
+    for (const row of allRows ? rows : rows.slice(0, shownRows)) {
+      body.append(element("tr", {}, ...columns.map(([key, , format]) => format === "text"
+        ? element("td", { class: key === "module" ? "text name module" : key === "op" ? "text name" : "text" }, row[key])
+        : element("td", {}, format(row)))));
+    }
+    if (run.gemms.rest && !op && !phase && !shape && !module) {
+      const [calls, flops, , seconds] = run.gemms.rest;
+      const rest = { calls, flops, seconds, share: seconds / (run.totals.seconds || 1), rate: null, intensity: null };
+      body.append(element("tr", { class: "rest" }, element("td", { class: "text", colspan: 5 }, "all others"),
+        ...columns.slice(5).map(([, , format]) => element("td", {}, format(rest)))));
+    }
+    const heads = columns.map(([key, text, format]) => {
+      const sorted = sorting.by === key;
+      const button = element("button", { type: "button" }, `${text}${sorted ? (sorting.down ? " ↓" : " ↑") : ""}`);
+      button.addEventListener("click", () => {
+        sorting.down = sorted ? !sorting.down : format !== "text";
+        sorting.by = key;
+        gemmsDraw();
+        byId("gemms-table").querySelectorAll("th button")[columns.findIndex(([each]) => each === key)].focus();
+      });
+      const head = element("th", { scope: "col", class: format === "text" ? "text" : "" }, button);
+      if (sorted) head.setAttribute("aria-sort", sorting.down ? "descending" : "ascending");
+      return head;
+    });
+    byId("gemms-table").replaceChildren(products.length
+      ? element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body) : "");
+    const more = byId("gemms-more");
+    more.hidden = rows.length <= shownRows;
+    more.textContent = allRows ? `Show the first ${shownRows}` : `Show all ${rows.length.toLocaleString("en")} lines`;
+  }
+  function compare(one, other) {
+    if (one === null || other === null) return (one !== null) - (other !== null);
+    return typeof one === "string" ? one.localeCompare(other) : one - other;
+  }
+  function roofline(rows) {
+    const drawn = rows.filter((row) => row.rate && row.intensity);
+    if (!drawn.length) return clear("roofline");
+    const traces = [];
+    // The roof is what this run reached, over all its products, whichever are shown.
+    const measured = products.filter((row) => row.rate && row.intensity);
+    const work = most(measured.map((row) => row.rate));
+    const memory = most(measured.map((row) => row.rate / row.intensity));
+    const left = least(measured.map((row) => row.intensity)) / 2;
+    const right = Math.max(most(measured.map((row) => row.intensity)), work / memory) * 2;
+    traces.push({
+      type: "scatter", mode: "lines", name: "highest reached", hoverinfo: "skip", line: { color: color("quiet"), width: 1, dash: "dot" },
+      x: [left, work / memory, right], y: [left * memory, work, work],
+    });
+    for (const [phase, symbol] of Object.entries(phases)) {
+      const group = drawn.filter((row) => row.phase === phase);
+      if (!group.length) continue;
+      traces.push({
+        type: "scatter", mode: "markers", name: phase, x: group.map((row) => row.intensity), y: group.map((row) => row.rate),
+        marker: { symbol, color: color(phase), size: group.map((row) => 6 + 26 * Math.sqrt(row.share)), opacity: 0.75, line: { color: color("panel"), width: 1 } },
+        hoverinfo: "text",
+        hovertext: group.map((row) => [`${row.op} ${row.shape} ${row.dtype}`, row.module, `${figure(row.rate, "FLOP/s")} at ${plain(row.intensity)} FLOP/byte`,
+          `${counted(row.calls, "call")}, ${time(row.seconds)}`].map((text) => label(short(text, 90))).join("<br>")),
+      });
+    }
+    const lowest = least(measured.map((row) => row.rate));
+    draw("roofline", traces, {
+      height: narrow() ? 300 : 380, margin: { l: 50, r: 16, t: 40, b: 44 },
+      xaxis: axis("FLOP per byte", decades(left, right, plain)),
+      yaxis: axis("FLOP/s", decades(lowest / 2, work * 2, (value) => figure(value, ""))),
+    });
+  }
+
+  // --- distributions
+
+  function histogramsOptions() {
+    const { histograms, heat } = run;
+    byId("histograms").hidden = !histograms.shown.length && !histograms.unread;
+    const wide = narrow() ? 34 : 70;
+    fill(byId("histograms-module"), histograms.shown.map((each, number) => [number, `${short(heat.modules[each.module], wide)}, ${each.phase}`]));
+    byId("histograms-controls").hidden = !histograms.shown.length;
+    byId("histograms-text").textContent = `Of the first and the last call of a module in a pass${histograms.sampled ? "; a sample of each tensor's values" : ""}.`;
+    notes("histograms-notes", [
+      histograms.unread && `${counted(histograms.unread, "tensor")} could not be read, or are too large for a page.`,
+      histograms.left_out && `${counted(histograms.left_out, "module")} more have tensors; the page has the first ${histograms.shown.length}.`,
+    ]);
+  }
+  function histogramsDraw() {
+    const { histograms } = run;
+    const shown = histograms.shown[byId("histograms-module").value || 0];
+    if (!shown) return clear("histogram-plot");
+    const log = byId("histograms-scale").value === "log";
+    const styles = [["forward", "solid"], ["backward", "dash"]];
+    const traces = shown.drawn.map((each, number) => {
+      const bins = each.counts.length;
+      const step = bins > 1 ? (each.high - each.low) / bins : 0;
+      const edges = [...Array(bins + 1).keys()].map((bin) => each.low + bin * step);
+      const text = `step ${each.step}, call ${each.index}${each.nonfinite ? `, ${each.nonfinite} of ${each.count} not finite ✖` : ""}`;
+      if (bins === 1) {
+        return { type: "scatter", mode: "markers", name: text, x: [each.low], y: each.counts, marker: { color: color(styles[number][0]), size: 10, symbol: number ? "square" : "circle" } };
+      }
+      return {
+        type: "scatter", mode: "lines", name: text, x: edges, y: [...each.counts, each.counts[bins - 1]].map((count) => (log && !count ? null : count)),
+        line: { shape: "hv", color: color(styles[number][0]), dash: styles[number][1], width: 1.6 }, hovertemplate: "%{y} at %{x:.4g}<extra></extra>",
+        fill: number || log ? "none" : "tozeroy",
+      };
+    });
+    draw("histogram-plot", traces, {
+      height: 320, showlegend: true, margin: { l: 50, r: 16, t: 50, b: 44 },
+      xaxis: axis("value", { nticks: narrow() ? 5 : 10 }), yaxis: axis("values", { type: log ? "log" : "linear", rangemode: "tozero", exponentformat: "power", ...(log ? { dtick: 1 } : {}) }),
+    });
+  }
+
+  // --- all of it
+
+  function drawAll() {
+    heatDraw();
+    gemmsDraw();
+    histogramsDraw();
+  }
+  function choose() {
+    run = data.runs[Number(byId("run").value) || 0];
+    allRows = false;
+    head();
+    heatOptions();
+    gemmsOptions();
+    histogramsOptions();
+    drawAll();
+  }
+  fill(byId("run"), data.runs.map((each, number) => [number, each.path]));
+  byId("choice").hidden = data.runs.length < 2;
+  on(["run"], "change", choose);
+  on(["heat-statistic", "heat-role", "heat-phase"], "change", heatDraw);
+  on(["heat-filter"], "input", heatDraw);
+  on(["gemms-op", "gemms-phase"], "change", gemmsDraw);
+  on(["gemms-shape", "gemms-module"], "input", gemmsDraw);
+  on(["histograms-module", "histograms-scale"], "change", histogramsDraw);
+  byId("gemms-more").addEventListener("click", () => { allRows = !allRows; gemmsDraw(); });
+  dark.addEventListener("change", drawAll);
+  choose();
+  let width = byId("heat").clientWidth;
+  let pending = 0;
+  new ResizeObserver(() => {
+    if (byId("heat").clientWidth === width) return;
+    width = byId("heat").clientWidth;
+    clearTimeout(pending);
+    pending = setTimeout(drawAll, 100);
+  }).observe(byId("heat"));
+  document.documentElement.dataset.drawn = "yes";
+})();
