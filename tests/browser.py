@@ -33,7 +33,7 @@ _OPTIONS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-TIMEOUT = 60.0
+TIMEOUT = 30.0
 
 
 class Browser:
