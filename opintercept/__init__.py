@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opintercept import hooks as hooks
+    from opintercept import runs as runs
     from opintercept._call import CallRecord as CallRecord
     from opintercept._call import Gemm as Gemm
     from opintercept._call import OpCall as OpCall
@@ -41,6 +42,7 @@ _HOMES = {
     "TensorMeta": "_call",
     "hooks": "",
     "intercept": "_intercept",
+    "runs": "",
 }
 
 __all__ = [  # noqa: PLE0604 - computed, so that a name stands in one place

@@ -706,13 +706,13 @@ def test_tensors_of_a_transform_are_refused_where_they_have_no_values() -> None:
 
 
 def test_threads_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = capture_module._copied
+    copied = capture_module.copied
 
     def slow(tensor: Tensor, to: Any) -> Any:
         time.sleep(0.01)  # lets the other threads ask for room
         return copied(tensor, to)
 
-    monkeypatch.setattr(capture_module, "_copied", slow)
+    monkeypatch.setattr(capture_module, "copied", slow)
     capture = hooks.Capture(of="output", max_bytes=100, when_full="drop")
 
     def work() -> None:

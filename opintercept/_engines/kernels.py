@@ -205,12 +205,15 @@ def _remove() -> None:
     _installed.clear()
 
 
+_HARMLESS = ("opintercept.runs.writer", "tqdm._monitor")  # modules of threads that run no operator
+
+
 def _quiet() -> bool:
     """Whether no kernel of ours can be running, nor start before it is gone.
 
     Any other Python thread might run an operator, and so might torch's pool for `torch.jit.fork`, which has no
-    Python frames. tqdm's monitor, which outlives every progress bar, never does, nor does execnet's reader of
-    messages, which lives as long as a worker of pytest-xdist.
+    Python frames. The thread that writes a run never does, nor tqdm's monitor, which outlives every progress bar,
+    nor execnet's reader of messages, which lives as long as a worker of pytest-xdist.
     """
     _let_threads_start()
     names = {thread.ident: type(thread).__module__ for thread in threading.enumerate()}
@@ -218,7 +221,7 @@ def _quiet() -> bool:
     frame: FrameType | None = None
     try:
         for thread, frame in sys._current_frames().items():  # noqa: B007 - walked below
-            harmless = thread == here or names.get(thread) == "tqdm._monitor"
+            harmless = thread == here or names.get(thread) in _HARMLESS
             while frame is not None:
                 if frame.f_code is _kernel_code:
                     return False

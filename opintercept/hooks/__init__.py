@@ -21,6 +21,7 @@ from opintercept.hooks.profile import ProfileRow as ProfileRow
 from opintercept.hooks.recorder import Recorder as Recorder
 from opintercept.hooks.reference import Reference as Reference
 from opintercept.hooks.reference import ReferenceRow as ReferenceRow
+from opintercept.hooks.run_recorder import RunRecorder as RunRecorder
 from opintercept.hooks.scalars import Scalars as Scalars
 from opintercept.hooks.stats import Stats as Stats
 from opintercept.hooks.stats import StatsRow as StatsRow
@@ -46,6 +47,7 @@ __all__ = [
     "Recorder",
     "Reference",
     "ReferenceRow",
+    "RunRecorder",
     "Scalars",
     "Stats",
     "StatsRow",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -46,6 +46,50 @@ for tensor in output if isinstance(output, (tuple, list)) else [output]:
 '''
 
 
+def plain_arguments(
+    call: OpCall, before: Mapping[str, torch.Tensor], keep: Callable[[torch.Tensor], Any]
+) -> dict[str, Any]:
+    """The arguments of a call as JSON takes them: `{"args": [...], "kwargs": {...}}`.
+
+    A tensor is `{"tensor": what keep returned, "shape": [...], "stride": [...]}`, a dtype or layout `{"torch": name}`,
+    a device `{"device": name}`, a list `{"list": [...]}`.
+
+    Args:
+        call: While it runs.
+        before: By role, operands that the operator has overwritten, as they were.
+        keep: Takes a strided tensor, which may have conjugate or negative bits.
+
+    Raises:
+        TypeError: An argument that cannot be written as plain data.
+    """
+    old = {id(getattr(call, role)): tensor for role, tensor in before.items()}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = old.get(id(value), value)
+            if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+                raise TypeError(f"a repro can hold strided tensors only, got one of layout {value.layout}")
+            # Elements that share memory, of an expanded tensor say: no copy can be made into those.
+            extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+            dense = value.numel() <= extent
+            stride = value.stride() if dense else value.contiguous().stride()
+            return {"tensor": keep(value), "shape": list(value.shape), "stride": list(stride)}
+        if isinstance(value, (torch.dtype, torch.layout)):
+            return {"torch": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if isinstance(value, (list, tuple)):
+            return {"list": [plain(item) for item in value]}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"a repro can hold tensors, numbers, dtypes and strings, got {value!r}")
+
+    return {
+        "args": [plain(value) for value in call.args],
+        "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
+    }
+
+
 def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]) -> str:
     """Write `call-<index>.safetensors` and `call-<index>.py` and return the latter's path.
 
@@ -61,37 +105,13 @@ def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, t
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
-    old = {id(getattr(call, role)): tensor for role, tensor in before.items()}
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            value = old.get(id(value), value).detach().cpu().resolve_conj().resolve_neg()
-            if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-                raise TypeError(f"a repro can hold strided tensors only, got one of layout {value.layout}")
-            name = f"tensor{len(tensors)}"
-            tensors[name] = value.contiguous().clone()
-            # Elements that share memory, of an expanded tensor say: no copy can be made into those.
-            extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-            dense = value.numel() <= extent
-            return {
-                "tensor": name,
-                "shape": list(value.shape),
-                "stride": list(value.stride() if dense else tensors[name].stride()),
-            }
-        if isinstance(value, (torch.dtype, torch.layout)):
-            return {"torch": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device):
-            return {"device": str(value)}
-        if isinstance(value, (list, tuple)):
-            return {"list": [plain(item) for item in value]}
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TypeError(f"a repro can hold tensors, numbers, dtypes and strings, got {value!r}")
+    def keep(tensor: torch.Tensor) -> str:
+        name = f"tensor{len(tensors)}"
+        tensors[name] = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
+        return name
 
-    arguments = {
-        "args": [plain(value) for value in call.args],
-        "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
-    }
+    arguments = plain_arguments(call, before, keep)
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"call-{call.index}")
     save_file(tensors, f"{path}.safetensors.partial", metadata={"arguments": json.dumps(arguments)})

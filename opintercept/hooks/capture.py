@@ -9,19 +9,19 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from opintercept._call import OpCall, Phase, describe, is_strided
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._pipeline import Level
+from opintercept.hooks._copies import can_store, copied, safetensors_for
 from opintercept.hooks._roles import Generators, checked_count, checked_roles
 from opintercept.hooks._values import captured, first_output
 
@@ -74,7 +74,7 @@ class Captured:
         if self._tensor is not None:
             return self._tensor
         assert self.path is not None
-        tensor: torch.Tensor = _safetensors().load(self.path.read_bytes())[self.role]
+        tensor: torch.Tensor = safetensors_for("to='disk'").load(self.path.read_bytes())[self.role]
         return tensor
 
     def __repr__(self) -> str:
@@ -240,7 +240,7 @@ class Capture:
                 return
             path, copy, ready = None, None, None
             if self.folder is None:
-                copy, ready = _copied(chosen, self.to)
+                copy, ready = copied(chosen, self.to)
             else:
                 path = self.folder / f"{self._files:08d}-{role}.safetensors"
                 _write(path, data)
@@ -329,40 +329,22 @@ def _folder(to: Keep, folder: str | os.PathLike[str] | None) -> Path | None:
     if folder is None:
         return None
     path = Path(folder)
-    _safetensors()
+    safetensors_for("to='disk'")
     if any(path.glob("*.safetensors")):
         raise ValueError(f"folder must have no safetensors files in it yet, got {str(folder)!r}; name a new one")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as missing:
-        raise ImportError("to='disk' needs safetensors, got none; pip install 'opintercept[cli]'") from missing
-    return safetensors.torch
-
-
-@cache
-def _can_store(dtype: torch.dtype) -> bool:
-    """Whether safetensors brings the dtype back; some it writes and cannot read."""
-    module = _safetensors()
-    try:
-        return bool(module.load(module.save({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype)
-    except Exception:  # a KeyError, a SafetensorError, or what torch raises for the dtype
-        return False
-
-
 def _serialised(tensor: torch.Tensor, role: str, call: OpCall) -> bytes:
-    if not is_strided(tensor) or not _can_store(tensor.dtype):
+    if not is_strided(tensor) or not can_store(tensor.dtype):
         raise OpInterceptError(
             f"safetensors stores dense tensors of its own dtypes, got {describe(tensor)} with {tensor.layout} as the "
             f'{role} of {call.op}; use to="cpu", or leave such calls out with when(predicate=...)'
         )
     which = {name: getattr(call, name) for name in ("module", "op", "phase", "index", "step", "forward")}
     metadata = {"role": role, "call": json.dumps(which)}
-    data: bytes = _safetensors().save({role: tensor.cpu().contiguous()}, metadata)
+    data: bytes = safetensors_for("to='disk'").save({role: tensor.cpu().contiguous()}, metadata)
     return data
 
 
@@ -396,22 +378,3 @@ def _size(tensor: torch.Tensor) -> int:
                 'use level="dispatch", which sees the tensors inside'
             ) from wrapped
     return sum(part.numel() * part.element_size() for part in parts)
-
-
-def _copied(tensor: torch.Tensor, to: Keep) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """A copy, and the event after which it is there, or None if it is there already.
-
-    From CUDA it is queued on the stream that the operator is on, behind it and before whatever comes to write there.
-    """
-    # Made outside of inference mode, the copy may be used with autograd.
-    with torch.inference_mode(False) if tensor.is_inference() else nullcontext():
-        if to == "same" or tensor.device.type == "cpu":
-            return tensor.clone(), None
-        if not tensor.is_cuda or not is_strided(tensor):
-            return tensor.to("cpu"), None
-        with torch.cuda.device(tensor.device):
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            copy.copy_(tensor, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-            return copy, ready

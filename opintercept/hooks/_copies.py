@@ -1,0 +1,57 @@
+"""Copies of tensors that outlive the call, and what safetensors can hold of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from opintercept._call import is_strided
+
+
+def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """A copy, and the event after which it is there, or None if it is there already.
+
+    From CUDA it is queued on the stream that the operator is on, behind it and before whatever comes to write there.
+
+    Args:
+        tensor: Detached.
+        to: `"same"` device, or `"cpu"`.
+    """
+    # Made outside of inference mode, the copy may be used with autograd.
+    with torch.inference_mode(False) if tensor.is_inference() else nullcontext():
+        if to == "same" or tensor.device.type == "cpu":
+            return tensor.clone(), None
+        if not tensor.is_cuda or not is_strided(tensor):
+            return tensor.to("cpu"), None
+        with torch.cuda.device(tensor.device):
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+            return copy, ready
+
+
+def safetensors_for(what: str) -> Any:
+    """`safetensors.torch`.
+
+    Raises:
+        ImportError: It is not installed; `what` needs it.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as missing:
+        raise ImportError(f"{what} needs safetensors, got none; pip install 'opintercept[cli]'") from missing
+    return safetensors.torch
+
+
+@cache
+def can_store(dtype: torch.dtype) -> bool:
+    """Whether safetensors brings the dtype back; some it writes and cannot read."""
+    module = safetensors_for("storing tensors")
+    try:
+        return bool(module.load(module.save({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype)
+    except Exception:  # a KeyError, a SafetensorError, or what torch raises for the dtype
+        return False

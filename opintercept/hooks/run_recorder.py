@@ -1,0 +1,377 @@
+"""`RunRecorder`: writes a run to a folder, to be shown, compared with another and replayed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from opintercept._call import OpCall, is_strided
+from opintercept._errors import OpInterceptWarning
+from opintercept.hooks._content import Content, content_of
+from opintercept.hooks._copies import can_store, copied, safetensors_for
+from opintercept.hooks._repro import plain_arguments
+from opintercept.hooks._roles import checked_count
+from opintercept.hooks._values import captured
+from opintercept.runs.store import CALLS, INFO, MAX_TEXT, RunInfo
+from opintercept.runs.store import Kept as Keep
+from opintercept.runs.writer import Entry, Kept, Writer, key_of, remove_run
+
+_OPERANDS = ("lhs", "rhs", "bias")
+
+
+class RunRecorder:
+    """Writes every call to a folder: its record, statistics and a content hash of its operands and outputs.
+
+    A thread writes, at least once a second; where the disk is slower than the program, the program waits. What is
+    written is there even if the program is killed. A disk that is full stops the recording with one warning. Where
+    there are several processes, as under `torchrun`, each writes `rank0`, `rank1`, ... in the folder. A forked
+    child's calls are not written. Wrap it in `when` to record some calls only.
+
+    On a CPU the values are read where the operator runs; from CUDA they come without the program waiting.
+
+    Args:
+        path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
+            does `runs.open_run`.
+        tensors: `"none"`: records alone. `"stats"`: also statistics and hashes, see `runs.Values`. `"sample"`: also
+            some values of each tensor, the same places in every run. `"full"`: also all values, each content once,
+            and arguments, so that a call can be run again; those of a dtype or layout that safetensors cannot
+            hold are left out.
+        overwrite: Whether a run that is there is deleted when the block is entered.
+        sample: How many values a sample has.
+        flight: Keeps the last so many calls in memory and writes them when an exception leaves the block, with
+            the operands of the call that raised it; nothing is written otherwise.
+        max_bytes: What the folder may take; the recording stops there, with one warning.
+
+    Attributes:
+        path: The folder.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: An unknown choice, a count below 1, or a folder that is not empty.
+        ImportError: Tensors are to be kept, and safetensors is not installed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from opintercept import hooks, intercept, runs
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with intercept(hooks.RunRecorder(f"{folder}/run")):
+        ...         _ = torch.nn.Linear(3, 2)(torch.zeros(4, 3))
+        ...     call, = runs.open_run(f"{folder}/run").calls()
+        >>> call.record.op, call.values["rhs"].count, call.values["lhs"].rms
+        ('aten::addmm', 6, 0.0)
+    """
+
+    asks_origin = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Keep = "stats",
+        *,
+        overwrite: bool = False,
+        sample: int = 64,
+        flight: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        if tensors not in get_args(Keep):
+            raise ValueError(f"tensors must be one of {', '.join(map(repr, get_args(Keep)))}, got {tensors!r}")
+        self.path = Path(path)
+        self.tensors: Keep = tensors
+        self.sample = checked_count("sample", sample)
+        self.flight = None if flight is None else checked_count("flight", flight)
+        self.max_bytes = None if max_bytes is None else checked_count("max_bytes", max_bytes)
+        if tensors in ("sample", "full") or flight is not None:
+            safetensors_for("keeping tensors")
+        self._overwrite = overwrite
+        self._check_free()
+        self._writer: Writer | None = None
+        self._last: deque[Entry] = deque(maxlen=self.flight)
+        self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+        self._before: dict[int, dict[str, tuple[Content | None, torch.Tensor]]] = {}
+        self._places: dict[Any, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self._outside: BaseException | None = None
+        self._process = os.getpid()
+        self._begun = False
+        self._told = False
+
+    def _check_free(self) -> None:
+        """Refuse a folder with something in it, in the place of this process."""
+        folder = _own(self.path)[0]
+        if not self._overwrite and any((folder / name).exists() for name in (INFO, CALLS)):
+            raise ValueError(
+                f"path must not have a run in it, got {str(folder)!r}; name another folder, or pass overwrite=True"
+            )
+        if folder.exists() and not (folder / INFO).exists() and any(folder.iterdir()):
+            ranks = [entry.name for entry in folder.iterdir() if not entry.name.startswith("rank")]
+            if ranks or not self._overwrite:
+                raise ValueError(f"path must be a new or an empty folder, or a run, got {str(folder)!r}")
+
+    def enter(self) -> None:
+        """Make the folder and start to write, or go on where this recorder's last block ended."""
+        self._process = os.getpid()
+        self._outside = sys.exception()
+        if self.flight is None:
+            self._start()
+
+    def _start(self) -> None:
+        folder, rank, world_size = _own(self.path)
+        if not self._begun:
+            self._check_free()
+            if self._overwrite and folder.exists() and any(folder.iterdir()):
+                remove_run(folder)
+            self._begun = True
+        info = RunInfo(
+            argv=tuple(text[:MAX_TEXT] for text in sys.argv),
+            started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            finished=False,
+            tensors=self.tensors,
+            rank=rank,
+            world_size=world_size,
+            versions=_versions(),
+            devices=_devices(),
+            flags=_flags(),
+        )
+        self._writer = Writer(folder, info, self.max_bytes)
+        self._writer.start()
+        atexit.register(self._stop)
+
+    def exit(self) -> None:
+        """Write what is left; with `flight`, if an exception is what ends the block."""
+        if self._process != os.getpid():
+            return
+        exception = sys.exception()
+        if self.flight is not None:
+            failed = exception is not None and exception is not self._outside
+            if failed and self._last:
+                self._start()
+                assert self._writer is not None
+                for entry in self._last:
+                    self._writer.put(entry)
+            self._last.clear()
+        self._stop()
+
+    def _stop(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None and self._process == os.getpid():
+            atexit.unregister(self._stop)
+            writer.close()
+            self._tell(writer)
+
+    def _tell(self, writer: Writer) -> None:
+        if writer.failure is not None and not self._told:
+            self._told = True
+            warnings.warn(
+                f"the recording to {str(self.path)!r} has stopped after {writer.calls} calls: {writer.failure}",
+                OpInterceptWarning,
+                stacklevel=3,
+            )
+
+    def pre(self, call: OpCall) -> None:
+        """Read the operands that the operator is about to overwrite."""
+        written = call.written
+        if not written or self.tensors == "none":
+            return
+        addresses = {_address(tensor) for tensor in written} - {None}
+        self._before[id(call)] = {
+            role: (content_of(tensor), tensor.clone() if self._keeps(failed=False) else tensor)
+            for role in _OPERANDS
+            if (tensor := getattr(call, role)) is not None and _address(tensor) in addresses
+        }
+
+    def post(self, call: OpCall) -> None:
+        """Take the call."""
+        self._take(call, None)
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Take a call that raised, with its operands if tensors are kept or the last calls are."""
+        self._take(call, exception)
+
+    def _keeps(self, *, failed: bool) -> bool:
+        return self.tensors in ("sample", "full") or (failed and self.flight is not None)
+
+    def _take(self, call: OpCall, exception: BaseException | None) -> None:
+        before = self._before.pop(id(call), {}) if self._before else {}
+        writer = self._writer
+        if self._process != os.getpid() or (self.flight is None and writer is None):
+            return
+        if writer is not None and writer.failure is not None:
+            self._tell(writer)
+            return
+        error = None if exception is None else f"{type(exception).__name__}: {exception}"[:MAX_TEXT]
+        entry = Entry(call.note(), {}, [], {}, None, error)
+        if self.tensors != "none" or (error and self.flight is not None):
+            self._add_values(call, entry, before)
+        if writer is None:
+            self._last.append(entry)
+        else:
+            writer.put(entry)
+
+    def _add_values(self, call: OpCall, entry: Entry, before: dict[str, tuple[Content | None, torch.Tensor]]) -> None:
+        failed = entry.error is not None
+        full = self.tensors == "full" or (failed and self.flight is not None)
+        keeps = self._keeps(failed=failed)
+        places: dict[int, int] = {}
+        tensors = _tensors(call)
+        for role, tensor in tensors:
+            if captured(tensor, "RunRecorder"):
+                return
+            if role in before:
+                content, tensor = before[role]
+            else:
+                content = content_of(tensor)
+            if content is None:
+                continue
+            entry.values[role] = content
+            if keeps and (kept := self._kept(tensor, content, full)) is not None:
+                entry.roles[role] = places[id(tensor)] = len(entry.kept)
+                entry.kept.append(kept)
+        if full:
+
+            def keep(tensor: torch.Tensor) -> int:
+                place = places.get(id(tensor))
+                if place is None:
+                    content = content_of(tensor)
+                    kept = None if content is None else self._kept(tensor, content, True)
+                    if kept is None:
+                        raise TypeError("a tensor that cannot be stored")
+                    place = places[id(tensor)] = len(entry.kept)
+                    entry.kept.append(kept)
+                return place
+
+            try:
+                entry.arguments = plain_arguments(call, {role: old for role, (_, old) in before.items()}, keep)
+            except TypeError:  # the call cannot be run again from the disk
+                entry.arguments = None
+
+    def _kept(self, tensor: torch.Tensor, content: Content, full: bool) -> Kept | str | None:
+        """What is to be written, or its name if that is written already, or None if it cannot be."""
+        if not is_strided(tensor) or tensor.is_quantized or not can_store(tensor.dtype):
+            return None
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        known = content.at_hand
+        key = None
+        if known is not None and known.hash is not None:
+            shape = tuple(tensor.shape) if full else (min(self.sample, known.count),)
+            key = key_of(known.hash, str(tensor.dtype), shape, not full)
+            writer = self._writer
+            if writer is not None and (name := writer.names.get(key)) is not None:
+                return name
+            if (clone := self._clones.get(key)) is not None:
+                return Kept(clone, None, content, not full)
+        clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
+        if not clone.is_contiguous():
+            clone = clone.contiguous()
+        if key is not None:
+            self._clones[key] = clone
+        return Kept(clone, ready, content, not full)
+
+    def _sampled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Values at places that depend on their number alone."""
+        count, device = tensor.numel(), tensor.device
+        if count <= self.sample:
+            return tensor.reshape(-1)
+        places = self._places.get((count, device))
+        if places is None:
+            generator = torch.Generator().manual_seed(count)
+            places = torch.randint(count, (self.sample,), generator=generator).sort().values.to(device)
+            with self._lock:
+                if len(self._places) >= 1024:
+                    self._places.clear()
+                self._places[count, device] = places
+        return tensor[torch.unravel_index(places, tensor.shape)]
+
+    def __repr__(self) -> str:
+        return f"RunRecorder({str(self.path)!r}, tensors={self.tensors!r})"
+
+
+def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
+    """Operands and outputs by role."""
+    found = [(role, tensor) for role in _OPERANDS if (tensor := getattr(call, role)) is not None]
+    outputs = call.output if isinstance(call.output, (tuple, list)) else (call.output,)
+    for place, output in enumerate(outputs[:99]):
+        if isinstance(output, torch.Tensor):
+            found.append((f"output.{place}" if place else "output", output))
+    return found
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or one that stands for others
+        return None
+
+
+def _own(path: Path) -> tuple[Path, int, int]:
+    """The folder of this process, its rank and the number of processes."""
+    rank, world_size = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    elif os.environ.get("RANK", "").isdecimal() and os.environ.get("WORLD_SIZE", "").isdecimal():  # of torchrun
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return (path / f"rank{rank}" if world_size > 1 else path), rank, world_size
+
+
+def _versions() -> dict[str, str]:
+    from opintercept import __version__
+
+    found = {"opintercept": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+def _devices() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _flags() -> dict[str, str]:
+    """Settings that decide how products are computed; those that this torch has."""
+    asked: dict[str, Callable[[], Any]] = {
+        "default_dtype": torch.get_default_dtype,
+        "float32_matmul_precision": torch.get_float32_matmul_precision,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+        "threads": torch.get_num_threads,
+        "mkldnn": lambda: torch.backends.mkldnn.enabled,
+        "mkldnn.allow_tf32": lambda: torch.backends.mkldnn.allow_tf32,
+        "cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+        "cuda.matmul.allow_fp16_reduced_precision_reduction": (
+            lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+        ),
+        "cuda.matmul.allow_bf16_reduced_precision_reduction": (
+            lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        ),
+        "cuda.preferred_blas_library": torch.backends.cuda.preferred_blas_library,
+        "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+        "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+        "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+        "sdp.flash": torch.backends.cuda.flash_sdp_enabled,
+        "sdp.mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "sdp.math": torch.backends.cuda.math_sdp_enabled,
+    }
+    found = {}
+    for name, ask in asked.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some are about to be renamed
+            try:
+                found[name] = str(ask())
+            except (AttributeError, RuntimeError):  # not in this torch, or set in a way that has no old name
+                continue
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"):
+        if name in os.environ:
+            found[name] = os.environ[name][:MAX_TEXT]
+    return found
