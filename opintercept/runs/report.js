@@ -37,9 +37,14 @@
     const size = Math.abs(value);
     return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   }
-  // The end of a dotted name says most.
+  // "encoder.layer.11.attention.query" is "e.l.11.a.query": the last part and the numbers say most.
   function short(text, most) {
-    return text.length <= most ? text : `…${text.slice(1 - most)}`;
+    const parts = text.split(".");
+    for (let i = 0; i < parts.length - 1 && parts.join(".").length > most; i++) {
+      if (!/^\d*$/.test(parts[i])) parts[i] = parts[i].slice(0, 1);
+    }
+    const shown = parts.join(".");
+    return shown.length <= most ? shown : `…${shown.slice(1 - most)}`;
   }
 
   function fill(select, options) {
@@ -233,7 +238,7 @@
     const scale = statistic.scale === "signed" ? scales.signed : scales.even;
     const bar = {
       thickness: 12, outlinewidth: 0, tickvals: ticks, ticktext: tickText, tickfont: { size: 11 },
-      ...(small ? { orientation: "h", y: -0.1, yanchor: "top", len: 1, tickvals: [ticks[0], ticks[2], ticks[4]], ticktext: [tickText[0], tickText[2], tickText[4]] } : {}),
+      ...(small ? { orientation: "h", y: -44 / (height - 98), yanchor: "top", len: 1, tickvals: [ticks[0], ticks[2], ticks[4]], ticktext: [tickText[0], tickText[2], tickText[4]] } : {}),
     };
     const traces = [];
     const xaxis = axis("step", { showgrid: false, zeroline: false, ticks: "" });
@@ -272,11 +277,11 @@
         marker: { symbol: marks[kind][0], size: markSize, color: color("mark"), line: { color: color("panel"), width: 1 } },
       });
     }
-    byId("heat-key").replaceChildren(...(statistic.cell ? [] : [
-      element("span", {}, broken.nan.length ? `✖ has NaN: ${counted(broken.nan.length, "cell")}` : ""),
-      element("span", {}, broken.inf.length ? `▲ has Inf, no NaN: ${counted(broken.inf.length, "cell")}` : ""),
-      element("span", {}, broken.nan.length + broken.inf.length ? "Statistics are of the finite values." : "All of it is finite."),
-    ]));
+    byId("heat-key").replaceChildren(...(statistic.cell || role < 0 ? [] : [
+      broken.nan.length && `✖ has NaN: ${counted(broken.nan.length, "cell")}`,
+      broken.inf.length && `▲ has Inf, no NaN: ${counted(broken.inf.length, "cell")}`,
+      broken.nan.length + broken.inf.length ? "Statistics are of the finite values." : "All values are finite.",
+    ].filter(Boolean).map((text) => element("span", {}, text))));
     draw("heat-plot", traces, { height, xaxis, yaxis, margin: { l: 10, r: small ? 10 : 16, t: 8, b: small ? 90 : 44 } });
   }
   // Of long arrays, which are too many arguments for Math.min.
@@ -367,8 +372,8 @@
     const measured = products.filter((row) => row.rate && row.intensity);
     const work = most(measured.map((row) => row.rate));
     const memory = most(measured.map((row) => row.rate / row.intensity));
-    const left = least(measured.map((row) => row.intensity)) / 2;
-    const right = Math.max(most(measured.map((row) => row.intensity)), work / memory) * 2;
+    const left = least(measured.map((row) => row.intensity)) / 3;
+    const right = Math.max(most(measured.map((row) => row.intensity)), work / memory) * 3;
     traces.push({
       type: "scatter", mode: "lines", name: "highest reached", hoverinfo: "skip", line: { color: color("quiet"), width: 1, dash: "dot" },
       x: [left, work / memory, right], y: [left * memory, work, work],
@@ -388,7 +393,7 @@
     draw("roofline", traces, {
       height: narrow() ? 300 : 380, margin: { l: 50, r: 16, t: 40, b: 44 },
       xaxis: axis("FLOP per byte", decades(left, right, plain)),
-      yaxis: axis("FLOP/s", decades(lowest / 2, work * 2, (value) => figure(value, ""))),
+      yaxis: axis("FLOP/s", decades(lowest / 3, work * 3, (value) => figure(value, ""))),
     });
   }
 
@@ -400,7 +405,8 @@
     const wide = narrow() ? 34 : 70;
     fill(byId("histograms-module"), histograms.shown.map((each, number) => [number, `${short(heat.modules[each.module], wide)}, ${each.phase}`]));
     byId("histograms-controls").hidden = !histograms.shown.length;
-    byId("histograms-text").textContent = `Of the first and the last call of a module in a pass${histograms.sampled ? "; a sample of each tensor's values" : ""}.`;
+    byId("histograms-text").textContent = histograms.sampled
+      ? "Samples of what the first and the last few calls of a module in a pass returned." : "What the first and the last call of a module in a pass returned.";
     notes("histograms-notes", [
       histograms.unread && `${counted(histograms.unread, "tensor")} could not be read, or are too large for a page.`,
       histograms.left_out && `${counted(histograms.left_out, "module")} more have tensors; the page has the first ${histograms.shown.length}.`,
@@ -411,24 +417,28 @@
     const shown = histograms.shown[byId("histograms-module").value || 0];
     if (!shown) return clear("histogram-plot");
     const log = byId("histograms-scale").value === "log";
-    const styles = [["forward", "solid"], ["backward", "dash"]];
+    const styles = [["forward", "solid", "circle"], ["backward", "dash", "square"]];
+    const [low, high] = shown.edges;
+    const floor = log ? 0.5 : 0;
     const traces = shown.drawn.map((each, number) => {
+      const [variable, dash, symbol] = styles[number];
       const bins = each.counts.length;
-      const step = bins > 1 ? (each.high - each.low) / bins : 0;
-      const edges = [...Array(bins + 1).keys()].map((bin) => each.low + bin * step);
-      const text = `step ${each.step}, call ${each.index}${each.nonfinite ? `, ${each.nonfinite} of ${each.count} not finite ✖` : ""}`;
+      const steps = each.steps[0] === each.steps[1] ? `step ${each.steps[0]}` : `steps ${each.steps[0]}–${each.steps[1]}`;
+      const name = `${steps}, ${counted(each.calls, "call")}${each.nonfinite ? `, ✖ ${each.nonfinite} of ${each.count} not finite` : ""}`;
+      const shared = { type: "scatter", name, hovertemplate: "%{y} at %{x:.4g}<extra></extra>" };
       if (bins === 1) {
-        return { type: "scatter", mode: "markers", name: text, x: [each.low], y: each.counts, marker: { color: color(styles[number][0]), size: 10, symbol: number ? "square" : "circle" } };
+        return { ...shared, mode: "markers", x: [low], y: each.counts, marker: { color: color(variable), size: 10, symbol } };
       }
+      const edges = [...Array(bins + 1).keys()].map((bin) => low + bin * (high - low) / bins);
       return {
-        type: "scatter", mode: "lines", name: text, x: edges, y: [...each.counts, each.counts[bins - 1]].map((count) => (log && !count ? null : count)),
-        line: { shape: "hv", color: color(styles[number][0]), dash: styles[number][1], width: 1.6 }, hovertemplate: "%{y} at %{x:.4g}<extra></extra>",
-        fill: number || log ? "none" : "tozeroy",
+        ...shared, mode: "lines", line: { shape: "hv", color: color(variable), dash, width: 1.8 }, fill: number || log ? "none" : "tozeroy",
+        x: [low, ...edges], y: [floor, ...each.counts.map((count) => Math.max(count, floor)), floor],
       };
     });
+    const highest = most(shown.drawn.flatMap((each) => each.counts));
     draw("histogram-plot", traces, {
-      height: 320, showlegend: true, margin: { l: 50, r: 16, t: 50, b: 44 },
-      xaxis: axis("value", { nticks: narrow() ? 5 : 10 }), yaxis: axis("values", { type: log ? "log" : "linear", rangemode: "tozero", exponentformat: "power", ...(log ? { dtick: 1 } : {}) }),
+      height: 320, showlegend: true, margin: { l: 50, r: 16, t: 50, b: 44 }, xaxis: axis("value", { nticks: narrow() ? 5 : 10, zeroline: false }),
+      yaxis: axis("values in a bin", log ? decades(floor, highest * 2, plain) : { rangemode: "tozero" }),
     });
   }
 
@@ -448,6 +458,7 @@
     histogramsOptions();
     drawAll();
   }
+  byId("histograms-scale").value = run.histograms.sampled ? "linear" : "log";
   fill(byId("run"), data.runs.map((each, number) => [number, each.path]));
   byId("choice").hidden = data.runs.length < 2;
   on(["run"], "change", choose);

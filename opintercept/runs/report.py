@@ -14,8 +14,8 @@ import json
 import math
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,9 @@ CELLS = 20_000
 ROWS_ADDED_UP = 10_000
 ROWS = 1000
 NAME = 200
-# Of modules whose tensors are read, of one tensor, and of all of them.
+# Modules and passes whose tensors are read, samples that make one histogram, and bytes of a tensor and of all of them.
 HISTOGRAMS = 120
+SAMPLES = 8
 TENSOR = 1 << 26
 TENSORS = 1 << 30
 BINS = 60
@@ -411,64 +412,82 @@ def _work(row: _Row) -> list[Any]:
 
 
 class _Samples:
-    """Where the tensors of the histograms are: the first and the last output of each module in each pass."""
+    """Where the tensors of the histograms are: the first and the last outputs of each module in each pass."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, int], list[StoredCall]] = {}
+        self.calls: dict[tuple[str, int], tuple[list[StoredCall], deque[StoredCall]]] = {}
         self.left_out: set[tuple[str, int]] = set()
+        self.sampled = False
 
     def add(self, row: int, call: StoredCall) -> None:
-        if "output" not in call.tensors:
+        name = call.tensors.get("output")
+        if name is None:
             return
         key = (call.record.phase, row)
-        ends = self.calls.get(key)
-        if ends is not None:
-            ends[1:] = [call]
-        elif len(self.calls) < HISTOGRAMS:
-            self.calls[key] = [call]
-        else:
-            self.left_out.add(key)  # of at most MODULES rows
+        if key not in self.calls:
+            if len(self.calls) == HISTOGRAMS:
+                self.left_out.add(key)  # of at most MODULES rows
+                return
+            self.calls[key] = ([], deque())
+        # A sample is too small for a histogram of its own.
+        sampled = name.endswith(".sample")
+        self.sampled |= sampled
+        first, last = self.calls[key]
+        if len(first) < (SAMPLES if sampled else 1):
+            first.append(call)
+            return
+        last.append(call)
+        if len(last) > len(first):
+            last.popleft()
 
     def as_dict(self, run: Run) -> dict[str, Any]:
         left, shown, unread = TENSORS, [], 0
         for (phase, row), ends in self.calls.items():
-            drawn = []
-            for call in ends:
-                try:
-                    tensor = run.tensor(call, "output", min(left, TENSOR))
-                except OpInterceptError:
-                    tensor = None
-                if tensor is None:
-                    unread += 1
-                    continue
-                left -= tensor.nbytes
-                drawn.append({"step": call.record.step, "index": call.record.index} | _histogram(tensor))
+            drawn, read = [], []
+            for calls in ends:
+                tensors = []
+                for call in calls:
+                    try:
+                        tensor = run.tensor(call, "output", min(left, TENSOR))
+                    except OpInterceptError:
+                        tensor = None
+                    if tensor is None:
+                        unread += 1
+                    else:
+                        left -= tensor.nbytes
+                        tensors.append(tensor)
+                if tensors:
+                    steps = [call.record.step for call in calls]
+                    drawn.append({"steps": [min(steps), max(steps)], "calls": len(tensors)})
+                    read.append(tensors)
             if drawn:
-                shown.append({"module": row, "phase": phase, "drawn": drawn})
-        return {
-            "shown": shown,
-            "unread": unread,
-            "left_out": len(self.left_out),
-            "sampled": any(
-                name.endswith(".sample") for ends in self.calls.values() for name in [ends[0].tensors["output"]]
-            ),
-        }
+                edges, histograms = _histograms(read)
+                for one, histogram in zip(drawn, histograms, strict=True):
+                    one |= histogram
+                shown.append({"module": row, "phase": phase, "edges": edges, "drawn": drawn})
+        return {"shown": shown, "unread": unread, "left_out": len(self.left_out), "sampled": self.sampled}
 
 
-def _histogram(tensor: torch.Tensor) -> dict[str, Any]:
+def _histograms(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[float], list[dict[str, Any]]]:
+    """Of each group over the same bins: smallest and largest edge, and counts."""
     import torch
 
-    flat = tensor.reshape(-1)
-    # In float64, which holds what every other dtype does; moduli of complex numbers.
-    flat = flat.abs().double() if flat.is_complex() else flat.double()
-    finite = flat[flat.isfinite()]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
-    bins = BINS if low < high and math.isfinite(high - low) else 1
-    counts = torch.histc(finite, BINS, low, high).long().tolist() if bins > 1 else [finite.numel()]
-    return {
-        "count": flat.numel(),
-        "nonfinite": flat.numel() - finite.numel(),
-        "low": low,
-        "high": high,
-        "counts": counts,
-    }
+    finite, counts = [], []
+    for group in groups:
+        # In float64, which holds what every other dtype does; moduli of complex numbers.
+        values = torch.cat([(t.abs() if t.is_complex() else t).reshape(-1).double() for t in group])
+        finite.append(values[values.isfinite()])
+        counts.append(values.numel())
+    known = torch.cat(finite)
+    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
+    bins = min(BINS, max(10, math.isqrt(max(counts))))
+    if not (low < high and math.isfinite(high - low)):
+        bins = 1
+    return [low, high], [
+        {
+            "count": count,
+            "nonfinite": count - values.numel(),
+            "counts": torch.histc(values, bins, low, high).long().tolist() if bins > 1 else [values.numel()],
+        }
+        for values, count in zip(finite, counts, strict=True)
+    ]
