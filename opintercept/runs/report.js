@@ -96,7 +96,8 @@
   // --- what the run is
 
   function head() {
-    byId("title").replaceChildren(name(data.runs.map((each) => each.path).join("  and  ")));
+    byId("title").replaceChildren(...data.runs.flatMap((each, number) => [
+      number ? " and " : "", data.runs.length > 1 ? `${"AB"[number]}: ` : "", name(each.path)]));
     const { totals, about, heat } = run;
     const cards = [
       [totals.calls.toLocaleString("en"), totals.calls === 1 ? "call" : "calls"],
@@ -442,9 +443,133 @@
     });
   }
 
+  // --- two runs
+
+  const kinds = {
+    added: ["diamond", "backward", "made there: operands equal, output not"],
+    "changed operand": ["square", "recompute", "operand changed"],
+    unclear: ["star-triangle-up", "quiet", "unclear"],
+    inherited: ["circle", "forward", "inherited"],
+  };
+  const ways = { hash: "hashes", tensors: "all values", sample: "samples of the values", statistics: "statistics", metadata: "shapes and dtypes" };
+  const error = (size) => (size === null ? "?" : size === "inf" ? "Inf" : plain(size));
+
+  function partingText() {
+    const found = data.parting;
+    byId("parting").hidden = !found;
+    if (!found) return;
+    const text = byId("parting-text");
+    if (found.failed) return text.replaceChildren(element("p", { class: "note" }, found.failed));
+    const lines = [];
+    if (found.first) {
+      const { first } = found;
+      const changed = { added: "Its operands are equal and its output is not: the error is made there.", inherited: "Its operands differ already.",
+        "changed operand": `Its ${first.changed.join(" and ")} ${first.changed.length > 1 ? "have" : "has"} other values, which no call before gave it.` }[first.kind]
+        || "Its recorded operands are equal and its output is not; not all that it reads is recorded.";
+      lines.push(element("p", {}, element("b", {}, "First divergence: "), `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
+        name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", changed,
+        first.relative === null ? "" : ` Relative error of its output ${first.by === "tensors" || first.relative === 0 ? "" : "at least "}${error(first.relative)}${first.by ? `, by ${ways[first.by]}` : ""}.`));
+    } else {
+      lines.push(element("p", {}, found.equal ? "No call differs: each has its counterpart, with an equal output." : "No call that has a counterpart differs."));
+    }
+    const counts = Object.entries(found.kinds).filter(([, count]) => count).map(([kind, count]) => `${count.toLocaleString("en")} ${kind}`);
+    lines.push(element("p", { class: "quiet" }, `Compared: ${counted(found.pairs, "pair")} of calls: ${counts.join(", ")}.`));
+    const remarks = [
+      (found.unmatched[0] || found.unmatched[1]) && `${counted(found.unmatched[0], "call")} of A and ${found.unmatched[1].toLocaleString("en")} of B have no counterpart`
+        + (found.before[0] || found.before[1] ? `, ${found.before[0]} and ${found.before[1]} of them before the first divergence.` : "."),
+      found.left_out && `${counted(found.left_out, "module")} that differ are not drawn.`,
+    ].filter(Boolean);
+    lines.push(...remarks.map((remark) => element("p", { class: "note" }, remark)));
+    if (found.settings.length) {
+      lines.push(element("details", {}, element("summary", {}, `What the runs say of themselves differs in ${counted(found.settings.length, "point")}`),
+        element("dl", {}, ...found.settings.flatMap(([key, one, other]) => [element("dt", {}, name(key)), element("dd", {}, "A: ", name(one || "none"), ", B: ", name(other || "none"))]))));
+    }
+    text.replaceChildren(...lines);
+    const phasesHere = Object.keys(data.runs[0].heat.phases).filter((phase) => found.modules.some((point) => point[1] === phase));
+    fill(byId("parting-phase"), phasesHere.map((phase) => [phase, phase]));
+    if (found.first && phasesHere.includes(found.first.phase)) byId("parting-phase").value = found.first.phase;
+    if (!found.worst.length) return;
+    const heads = ["call of A", "pass", "module", "operator", "kind", "relative error", "absolute error"];
+    byId("parting-table").replaceChildren(element("table", {},
+      element("caption", {}, "The largest errors"),
+      element("thead", {}, element("tr", {}, ...heads.map((head, number) => element("th", { scope: "col", class: number > 0 && number < 5 ? "text plain" : "plain" }, head)))),
+      element("tbody", {}, ...found.worst.map((each) => element("tr", {}, element("td", {}, String(each.index)), element("td", { class: "text" }, each.phase),
+        element("td", { class: "text name module" }, each.module), element("td", { class: "text name" }, each.op), element("td", { class: "text" }, each.kind),
+        element("td", {}, error(each.relative)), element("td", {}, error(each.absolute)))))));
+  }
+  function partingDraw() {
+    const found = data.parting;
+    if (!found || found.failed || !found.modules.length) return;
+    const { heat } = data.runs[0];
+    const phase = byId("parting-phase").value;
+    const points = found.modules.filter((point) => point[1] === phase);
+    const rows = [...new Set([...heat.phases[phase].map((cell) => cell[0]), ...points.map((point) => point[0])])].sort((one, other) => one - other);
+    const place = new Map(rows.map((row, number) => [row, number]));
+    const differs = new Set(points.map((point) => point[0]));
+    const logs = points.map((point) => point[5]).filter((size) => typeof size === "number" && size > 0).map(Math.log10);
+    const [low, high] = logs.length ? [Math.floor(least(logs)), Math.ceil(most(logs) + 1e-9)] : [-8, 0];
+    const every = Math.ceil((high - low) / (narrow() ? 3 : 8)) || 1;
+    const tickvals = [];
+    for (let power = low; power <= high; power += every) tickvals.push(power);
+    const ticktext = tickvals.map((power) => `10<sup>${power}</sup>`);
+    const edge = Math.max(0.6, (high - low) * 0.12);
+    const [equal, infinite] = [low - edge, high + edge];
+    tickvals.unshift(equal);
+    ticktext.unshift("equal");
+    if (points.some((point) => point[5] === "inf")) {
+      tickvals.push(infinite);
+      ticktext.push("Inf");
+    }
+    const unknown = points.some((point) => point[5] === null);
+    if (unknown) {
+      tickvals.unshift(equal - edge);
+      ticktext.unshift("?");
+    }
+    const at = (size) => (size === null ? equal - edge : size === "inf" ? infinite : size > 0 ? Math.log10(size) : equal);
+    const same = rows.filter((row) => !differs.has(row));
+    const size = rows.length > 100 ? 5 : 8;
+    const traces = [{
+      type: "scatter", mode: "markers", name: "equal", x: same.map(() => equal), y: same.map((row) => place.get(row)), hoverinfo: "text",
+      hovertext: same.map((row) => `${label(heat.modules[row])}<br>no difference`), marker: { symbol: "line-ns-open", size, color: color("quiet") },
+    }, {
+      type: "scatter", mode: "lines", showlegend: false, hoverinfo: "skip", line: { color: color("line"), width: 1 },
+      x: rows.map((row) => at((points.find((point) => point[0] === row) || [0, 0, 0, 0, 0, 0])[5])), y: rows.map((_, number) => number),
+    }];
+    for (const [kind, [symbol, variable, text]] of Object.entries(kinds)) {
+      const group = points.filter((point) => point[2] === kind);
+      if (!group.length) continue;
+      traces.push({
+        type: "scatter", mode: "markers", name: text, x: group.map((point) => at(point[5])), y: group.map((point) => place.get(point[0])), hoverinfo: "text",
+        hovertext: group.map((point) => [heat.modules[point[0]], `${counted(point[4], "call")} of ${point[3]} differ`, `relative error up to ${error(point[5])}`].map(label).join("<br>")),
+        marker: { symbol, size, color: color(variable), line: { width: 1, color: color("panel") } },
+      });
+    }
+    const layout = {};
+    const { first } = found;
+    if (first && first.phase === phase && place.has(first.row)) {
+      const y = place.get(first.row);
+      layout.shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: color("mark"), width: 1.5, dash: "dash" } }];
+      const top = y < rows.length / 2;
+      layout.annotations = [{
+        xref: "paper", x: 1, y, xanchor: "right", yanchor: top ? "top" : "bottom", showarrow: false, text: "★ first divergence", font: { color: color("mark"), size: 12 },
+        bgcolor: color("panel"),
+      }];
+    }
+    const height = Math.max(160, Math.min(rows.length * 16, 640)) + 100;
+    const each = Math.ceil(rows.length / ((height - 100) / 14));
+    const shown = rows.filter((_, number) => number % each === 0 || rows[number] === (first || {}).row);
+    draw("parting-plot", traces, {
+      height, margin: { l: 10, r: 16, t: narrow() ? 70 : 44, b: 44 }, ...layout,
+      xaxis: axis("largest relative error of an output", { tickvals, ticktext, range: [(unknown ? equal - edge : equal) - edge / 2, infinite + edge / 2], zeroline: false }),
+      yaxis: axis("", { tickvals: shown.map((row) => place.get(row)), ticktext: shown.map((row) => label(short(heat.modules[row], narrow() ? 16 : 44))),
+        range: [rows.length - 0.5, -0.5], showgrid: false, zeroline: false, ticks: "" }),
+    });
+  }
+
   // --- all of it
 
   function drawAll() {
+    partingDraw();
     heatDraw();
     gemmsDraw();
     histogramsDraw();
@@ -459,7 +584,9 @@
     drawAll();
   }
   byId("histograms-scale").value = run.histograms.sampled ? "linear" : "log";
-  fill(byId("run"), data.runs.map((each, number) => [number, each.path]));
+  fill(byId("run"), data.runs.map((each, number) => [number, `${"AB"[number]}: ${each.path}`]));
+  partingText();
+  on(["parting-phase"], "change", partingDraw);
   byId("choice").hidden = data.runs.length < 2;
   on(["run"], "change", choose);
   on(["heat-statistic", "heat-role", "heat-phase"], "change", heatDraw);

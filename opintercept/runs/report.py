@@ -20,6 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from opintercept._errors import OpInterceptError
+from opintercept.runs.diff import CallDifference, Kind, diff
 from opintercept.runs.store import Run, StoredCall, Values
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ SAMPLES = 8
 TENSOR = 1 << 26
 TENSORS = 1 << 30
 BINS = 60
+WORST = 20
+WORST_FIRST: tuple[Kind, ...] = ("added", "changed operand", "unclear", "inherited")
+PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
 
 
@@ -80,13 +84,16 @@ def page(run: Run, other: Run | None = None) -> str:
         ImportError: plotly is not installed, or safetensors and a run has tensors.
     """
     plotly = _plotly()
-    shown = {"runs": [summary(each) for each in (run, other) if each is not None]}
+    shown, modules = _read(run)
+    data = {"runs": [shown], "parting": None}
+    if other is not None:
+        data = {"runs": [shown, summary(other)], "parting": _parting(run, other, modules)}
     files = resources.files("opintercept.runs")
     script = files.joinpath("report.js").read_text("utf-8")
     parts = {
         "policy": _policy(plotly, script),
         "plotly": plotly,
-        "data": _in_script(shown),
+        "data": _in_script(data),
         "script": script,
     }
     # In one pass over our own text, so that nothing that is put in is searched for places to put more in.
@@ -118,6 +125,11 @@ def _in_script(plain: Any) -> str:
 
 def summary(run: Run) -> dict[str, Any]:
     """What a page says of one run, as plain data; the calls are read once."""
+    return _read(run)[0]
+
+
+def _read(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
+    """The summary, and the row of each module in its map."""
     heat, gemms, samples, totals = _Heat(), _Gemms(), _Samples(), _Totals()
     for call in run.calls():
         totals.add(call)
@@ -126,7 +138,7 @@ def summary(run: Run) -> dict[str, Any]:
         if row is not None and call.tensors:
             samples.add(row, call)
     info = run.info
-    return {
+    shown = {
         "path": _shown(str(run.path)),
         "about": {
             "command": _shown(" ".join(info.argv), 4 * NAME),
@@ -143,6 +155,68 @@ def summary(run: Run) -> dict[str, Any]:
         "gemms": gemms.as_dict(),
         "histograms": samples.as_dict(run),
     }
+    return shown, heat.modules
+
+
+def _parting(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
+    """Where two runs part, as plain data; `rows` are those of the first run's map."""
+    try:
+        found = diff(a, b, limit=len(PHASES) * MODULES)
+    except OpInterceptError as failed:
+        return {"failed": _shown(str(failed), 4 * NAME)}
+    worst: dict[tuple[int, str], list[Any]] = {}
+    left_out = found.modules_in_all - len(found.modules)
+    for each in found.modules:  # one for each pair of processes
+        row = rows.get(each.module)
+        if row is None:
+            left_out += 1
+            continue
+        kind = next(kind for kind in WORST_FIRST if each.kinds.get(kind))
+        point = [row, each.phase, kind, each.calls, sum(each.kinds.get(kind, 0) for kind in WORST_FIRST), _size(each.relative)]
+        known = worst.setdefault((row, each.phase), point)
+        if _known(each.relative) > _known(known[5]):
+            worst[row, each.phase] = point
+    return {
+        "equal": found.equal,
+        "calls": list(found.calls),
+        "pairs": found.pairs,
+        "kinds": dict(found.kinds),
+        "unmatched": list(found.unmatched_calls),
+        "before": list(found.before),
+        "settings": [[_shown(text) for text in setting] for setting in found.settings[:64]],
+        "first": found.first and (_compared(found.first) | {"row": rows.get(found.first.a.record.module)}),
+        "worst": [_compared(each) for each in found.worst[:WORST]],
+        "modules": list(worst.values()),
+        "left_out": left_out,
+    }
+
+
+def _compared(pair: CallDifference) -> dict[str, Any]:
+    record, output = pair.a.record, pair.output
+    return {
+        "index": record.index,
+        "other_index": pair.b.record.index,
+        "rank": pair.a.rank,
+        "step": record.step,
+        "op": _shown(record.op),
+        "phase": record.phase,
+        "module": _module(record.module),
+        "source": _shown(record.source or ""),
+        "kind": pair.kind,
+        "changed": list(pair.changed),
+        "by": output and output.by,
+        "relative": _size(output and output.relative),
+        "absolute": _size(output and output.max_absolute),
+    }
+
+
+def _size(value: float | None) -> float | str | None:
+    """An error as JSON has it."""
+    return "inf" if value is not None and not math.isfinite(value) else _number(value)
+
+
+def _known(size: float | str | None) -> float:
+    return -1.0 if size is None else float(size)
 
 
 def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -340,7 +414,7 @@ class _Heat:
             "steps": [column * self.width for column in columns],
             "width": self.width,
             "roles": roles,
-            "phases": {phase: phases[phase] for phase in ("forward", "backward", "recompute") if phase in phases},
+            "phases": {phase: phases[phase] for phase in PHASES if phase in phases},
             "left_out": self.calls_left_out,
         }
 
