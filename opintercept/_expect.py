@@ -18,7 +18,7 @@ from opintercept._call import CallRecord, OpCall, TensorMeta
 from opintercept._intercept import EngineChoice, Interceptor, intercept
 from opintercept._pipeline import Hook, Level
 from opintercept._snapshot import Snapshots
-from opintercept.hooks._table import aligned
+from opintercept._table import aligned
 from opintercept.hooks._values import all_finite, first_output
 from opintercept.hooks.when import CallFilter, checked_dtype
 

@@ -28,6 +28,7 @@ class Command(Protocol):
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
     "report": "write one HTML page about a run, or about two",
+    "diff": "find where two recorded runs first part",
 }
 UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own
 

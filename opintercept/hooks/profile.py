@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opintercept._call import OpCall, dtype_name, shape_of
-from opintercept.hooks._table import aligned, write_csv
+from opintercept._table import aligned, write_csv
 
 
 @dataclass(frozen=True, slots=True)

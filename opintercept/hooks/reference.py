@@ -16,8 +16,8 @@ from opintercept._call import OpCall, Phase, dtype_name, shape_of
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops import row_of
 from opintercept._pipeline import share_memory
+from opintercept._table import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, plain, take
-from opintercept.hooks._table import aligned
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
@@ -221,7 +221,7 @@ class Reference:
             raise OpInterceptError(text)
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
 
-    def _compare(self, call: OpCall, saved: _Saved | None) -> _Errors:
+    def _compare(self, call: OpCall, saved: _Saved | None) -> Errors:
         """Compute the reference of a call and measure its output against it.
 
         Raises:
@@ -242,7 +242,7 @@ class Reference:
             raise _NoReference("a CUDA graph is being captured, and nothing can be read")
         with plain(self.device or operands[0].device):
             outputs, references = self._again(call, saved)
-            errors = _Errors()
+            errors = Errors()
             for output, reference in zip(_tensors((outputs,)), _tensors((references,)), strict=True):
                 if output.is_floating_point() or output.is_complex():
                     errors.add(output.detach(), reference)
@@ -383,7 +383,7 @@ class _Saved(NamedTuple):
     copies: dict[int, torch.Tensor]
 
 
-class _Errors:
+class Errors:
     """Adds up the errors of a call; see `ReferenceRow` for what they mean."""
 
     def __init__(self) -> None:
@@ -392,9 +392,9 @@ class _Errors:
         self.nonfinite = 0
         self._noise = self._signal = self._output = 0.0  # Euclidean norms of y - r, r and y
 
-    def add(self, output: torch.Tensor, reference: torch.Tensor) -> None:
-        """Add an output, in pieces."""
-        info = torch.finfo(output.dtype)
+    def add(self, output: torch.Tensor, reference: torch.Tensor, ulp_of: torch.dtype | None = None) -> None:
+        """Add an output, in pieces; ULP are those of its dtype, or of another."""
+        info = torch.finfo(ulp_of or output.dtype)
         self.dtype = self.dtype or dtype_name(output.dtype)
         output, reference = _flat(output), _flat(reference)
         if output.numel() != reference.numel():

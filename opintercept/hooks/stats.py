@@ -13,7 +13,7 @@ import torch
 
 from opintercept._call import OpCall, describe, dtype_name
 from opintercept._errors import HookError, OpInterceptError
-from opintercept.hooks._table import aligned, write_csv
+from opintercept._table import aligned, write_csv
 from opintercept.hooks._values import captured, first_output, stored_values
 
 OPERANDS = ("lhs", "rhs", "bias", "output")

@@ -13,7 +13,8 @@ import re
 import stat
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -37,7 +38,7 @@ MAX_TENSOR = 1 << 32
 _NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_ROLE = re.compile(r"lhs|rhs|bias|output(?:\.[1-9][0-9]?)?", re.ASCII)
+_ROLE = re.compile(r"lhs|rhs|bias|value|output(?:\.[1-9][0-9]?)?", re.ASCII)
 
 Kept = Literal["none", "stats", "sample", "full"]
 
@@ -85,8 +86,8 @@ class StoredCall:
     Attributes:
         record: Its summary.
         rank: Of the process that made it, 0 where there was one.
-        values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"output"`, and of several
-            outputs `"output.1"` and on.
+        values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"value"` of an attention,
+            `"output"`, and of several outputs `"output.1"` and on.
         tensors: For `Run.tensor`, by the same roles: where the values are, all or a sample.
         arguments: For `tensors="full"`: `{"args": [...], "kwargs": {...}}` as plain data, see `hooks._repro`.
         error: What the call raised, `"RuntimeError: ..."`; None for one that returned.
@@ -237,12 +238,27 @@ class Run:
         Raises:
             OpInterceptError: The file has changed since.
         """
-        with _open(self._parts[rank] / CALLS) as file:
-            file.seek(position)
-            call = _call(file.readline(MAX_LINE), rank)
-        if call is None:
-            raise OpInterceptError(f"a run must not change while it is read, got another {self._parts[rank] / CALLS}")
-        return call
+        with self.reader(rank) as at:
+            return at(position)
+
+    @contextmanager
+    def reader(self, rank: int) -> Iterator[Callable[[int], StoredCall]]:
+        """`at` for many calls of one process, whose file stays open."""
+        path = self._parts[rank] / CALLS
+        try:
+            file = _open(path)
+        except FileNotFoundError as missing:
+            raise OpInterceptError(f"a run must not change while it is read, got no {path}") from missing
+        with file:
+
+            def at(position: int) -> StoredCall:
+                file.seek(position)
+                call = _call(file.readline(MAX_LINE), rank)
+                if call is None:
+                    raise OpInterceptError(f"a run must not change while it is read, got another {path}")
+                return call
+
+            yield at
 
     def tensor(self, call: StoredCall, role: str, limit: int = MAX_TENSOR) -> torch.Tensor | None:
         """The values that were kept, on the CPU and contiguous; a sample of them in one dimension.

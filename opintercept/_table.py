@@ -1,4 +1,4 @@
-"""Tables of what hooks have added up: text in columns, and CSV."""
+"""Tables in text, in columns, and in CSV; imports nothing of torch, so that a run is shown without it."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ def write_csv(path: str | PathLike[str], head: Iterable[str], rows: Iterable[Ite
         if os.path.exists(partial):
             os.remove(partial)
         raise
+
+
+def amount(value: float, unit: str) -> str:
+    """Write a figure with an SI prefix: `1.5 MFLOP`."""
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    while abs(value) >= 1000 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.4g} {prefixes[0]}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time: `2.5 s`, `12.3 ms`."""
+    return f"{seconds:,.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """Text that is safe on a terminal: control characters as escapes, and the middle left out where it is long."""
+    if most is not None and len(text) > most:
+        text = f"{text[: most // 2 - 1]}...{text[len(text) - most + most // 2 + 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
