@@ -6,9 +6,8 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from browser import Browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opintercept import OpInterceptError
+from opintercept import OpInterceptError, hooks, intercept
 from opintercept._call import CallRecord, Gemm, TensorMeta
 from opintercept.runs import open_run, report
 
@@ -213,15 +212,104 @@ def test_the_page_needs_plotly_and_says_so(tmp_path: Path, monkeypatch: pytest.M
         report.page(run)
 
 
-def test_a_run_without_tensors_is_reported_without_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfrom opintercept.runs import open_run, report\n"
-        "report.write(sys.argv[1] + '.html', open_run(sys.argv[1]))\nassert 'torch' not in sys.modules"
-    )
-    path = folder(tmp_path / "run", (CALL, {"output": values()}))
-    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "run.html").exists()
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Records three layers forward and backward for some steps; `change` gives the second layer other weights."""
+    pytest.importorskip("safetensors")
+    torch = pytest.importorskip("torch")
+
+    def record(name: str, tensors: str, steps: int = 1, change: float = 0.0) -> Path:
+        generator = torch.Generator().manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.normal_(generator=generator)
+            model[1].weight[0, 0] += change
+        with intercept(hooks.RunRecorder(tmp_path / name, tensors=tensors)) as interceptor:
+            for _ in range(steps):
+                model(torch.randn(64, 32, generator=generator)).sum().backward()
+                interceptor.step()
+        return tmp_path / name
+
+    return record
+
+
+def test_histograms_are_of_the_values_that_were_recorded(recorded: Callable[..., Path]) -> None:
+    run = open_run(recorded("run", "full", steps=3))
+    shown = report.summary(run)["histograms"]
+    assert (shown["unread"], shown["left_out"], shown["sampled"]) == (0, 0, False)
+    assert len(shown["shown"]) == 6  # three modules, forward and backward
+    for each in shown["shown"]:
+        assert [one["steps"] for one in each["drawn"]] == [[0, 0], [2, 2]]
+    outputs = [call for call in run.calls() if call.record.module == "1" and call.record.phase == "forward"]
+    tensors = [run.tensor(call, "output") for call in (outputs[0], outputs[-1])]
+    (drawn,) = (each for each in shown["shown"] if (each["module"], each["phase"]) == (1, "forward"))
+    low, high = drawn["edges"]
+    assert low == min(float(tensor.min()) for tensor in tensors)
+    assert high == max(float(tensor.max()) for tensor in tensors)
+    for one, tensor in zip(drawn["drawn"], tensors, strict=True):
+        bins = len(one["counts"])
+        assert bins == math.isqrt(tensor.numel()) == 45
+        # The last edge belongs to the last bin.
+        places = ((tensor.double() - low) / (high - low) * bins).long().clamp(max=bins - 1)
+        assert one["counts"] == places.flatten().bincount(minlength=bins).tolist()
+        assert (one["count"], one["nonfinite"]) == (2048, 0)
+
+
+def test_samples_of_several_calls_make_a_histogram(
+    recorded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(recorded("run", "sample", steps=20))
+    shown = report.summary(run)["histograms"]
+    assert shown["sampled"]
+    for each in shown["shown"]:
+        first, last = each["drawn"]
+        assert sum(first["counts"]) == sum(last["counts"]) == 8 * 64
+        assert first["steps"][0] == 0
+        assert last["steps"][1] == 19
+    monkeypatch.setattr(report, "HISTOGRAMS", 2)
+    monkeypatch.setattr(report, "TENSORS", 64 * 4 * 10)
+    shown = report.summary(run)["histograms"]
+    assert shown["left_out"] == 4
+    assert sum(one["calls"] for each in shown["shown"] for one in each["drawn"]) == 10
+    assert shown["unread"] == 22
+
+
+@pytest.mark.parametrize(
+    ("values", "edges", "counts"),
+    [
+        ([], [0.0, 0.0], [0]),
+        ([math.nan, math.inf], [0.0, 0.0], [0]),
+        ([2.0, 2.0, math.nan], [2.0, 2.0], [2]),
+        ([-1.7e308, 1.7e308], [-1.7e308, 1.7e308], [2]),
+        ([3 + 4j, 0j], [0.0, 5.0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+        ([True, False], [0.0, 1.0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_histograms_of_odd_values(values: list[Any], edges: list[float], counts: list[int]) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor(values, dtype=torch.complex64 if 0j in values and 3 + 4j in values else None)
+    if tensor.is_floating_point():
+        tensor = torch.tensor(values, dtype=torch.float64)
+    found, (histogram,) = report._histograms([[tensor]])
+    assert found == edges
+    assert histogram["counts"] == counts
+    assert histogram["nonfinite"] == len(values) - sum(counts)
+
+
+def test_two_runs_give_the_error_of_each_module_that_differs(recorded: Callable[..., Path]) -> None:
+    a, b = open_run(recorded("a", "full", steps=2)), open_run(recorded("b", "full", steps=2, change=0.5))
+    parting = data_of(report.page(a, b))["parting"]
+    first = parting["first"]
+    assert (first["row"], first["module"], first["phase"], first["kind"]) == (1, "1", "forward", "changed operand")
+    assert (first["changed"], first["by"], first["step"]) == (["rhs"], "tensors", 0)
+    errors = {(row, phase): (kind, differ, size) for row, phase, kind, calls, differ, size in parting["modules"]}
+    assert {key[0] for key in errors if key[1] == "forward"} == {1, 2}
+    assert errors[2, "forward"][:2] == ("inherited", 2)
+    assert errors[1, "forward"][2] >= first["relative"] > 0
+    assert not parting["equal"]
+    same = data_of(report.page(a, a))["parting"]
+    assert (same["equal"], same["first"], same["modules"], same["worst"]) == (True, None, [], [])
 
 
 # In a browser.
@@ -287,7 +375,7 @@ def test_cells_that_are_not_finite_have_a_mark(browser: Browser, page: Path) -> 
     key = "document.getElementById('heat-key').textContent"
     assert browser.evaluate(key).startswith("✖ has NaN: 3 cells▲ has Inf, no NaN: 1 cell")
     shown = "document.getElementById('first').textContent"
-    assert "Call 52 in step 4, forward: aten::mm in layers.2" in browser.evaluate(shown)
+    assert "Call 52 in step 4, forward: mm in layers.2" in browser.evaluate(shown)
     choose = CHOOSE.format("change")
     for statistic in ("absmax", "mean", "min", "max", "nonfinite"):
         browser.evaluate(f"{choose}('heat-statistic', '{statistic}')")
@@ -357,6 +445,39 @@ def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
         assert browser.evaluate("document.getElementById('heat-plot').childElementCount > 0") == bool(calls)
 
 
+def test_two_runs_are_compared_and_either_is_shown(
+    browser: Browser, recorded: Callable[..., Path], tmp_path: Path
+) -> None:
+    a, b = recorded("a", "sample", steps=2), recorded("b", "sample", steps=3, change=0.5)
+    path = tmp_path / "page.html"
+    report.write(path, open_run(a), open_run(b))
+    browser.open(path, 400)
+    told = "document.getElementById('parting').innerText"
+    assert "First divergence: call 1 of A, 1 of B, in step 0, forward: addmm in 1" in browser.evaluate(told)
+    assert "Its rhs has other values, which no call before gave it." in browser.evaluate(told)
+    # Where the mark is, is the module that was changed: the second of three.
+    place = "(each => (each.top + each.bottom) / 2)(document.querySelector('{}').getBoundingClientRect())"
+    marked = browser.evaluate(place.format("#parting-plot .shapelayer path"))
+    label = browser.evaluate(place.format("#parting-plot .ytick:nth-child(2) text"))
+    assert marked == pytest.approx(label, abs=4)  # pixels: half of a line of text
+    assert browser.evaluate("document.querySelectorAll('#parting-plot .ytick').length") == 3
+    assert browser.evaluate("document.querySelectorAll('#parting-plot .point').length") == 3
+    browser.evaluate(f"{CHOOSE.format('change')}('parting-phase', 'backward')")
+    assert browser.evaluate("document.querySelectorAll('#parting-plot .shapelayer path').length") == 0
+    assert browser.evaluate("document.querySelectorAll('#histogram-plot .trace').length") == 1
+    steps = "document.querySelectorAll('#heat-plot .xtick').length"
+    assert browser.evaluate(steps) == 2
+    browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
+    assert browser.evaluate(steps) == 3
+    assert browser.evaluate("document.documentElement.scrollWidth") == 400
+    # Nothing in common: still a page.
+    report.write(path, open_run(a), open_run(folder(tmp_path / "other")))
+    browser.open(path, 400)
+    assert "two runs must have calls in common, got none" in browser.evaluate(told)
+    assert browser.evaluate("document.getElementById('parting-plot').childElementCount") == 0
+    assert browser.complaints == []
+
+
 HOSTILE = [
     "<script>document.title='ran'</script>",
     "</script><script>document.title='ran'</script>",
@@ -388,8 +509,11 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
     texts = {text: text for text in HOSTILE}
     info = {"argv": HOSTILE, "started": HOSTILE[0], "versions": texts, "devices": HOSTILE, "flags": texts}
     run = open_run(folder(tmp_path / HOSTILE[2].replace("/", ""), *calls, **info))
+    texts = {f"{text} ": f"{text} " for text in HOSTILE}
+    changed = [(record, kept | {"output": values(rms=i + 2.0, nan=1)}) for i, (record, kept) in enumerate(calls)]
+    other = open_run(folder(tmp_path / "other", *changed, **info | {"versions": texts, "flags": texts}))
     path = tmp_path / "page.html"
-    report.write(path, run)
+    report.write(path, run, other)
     if not policy:  # what the policy would stop must not be there to begin with
         text, found = re.subn("<meta http-equiv[^>]*>", "", path.read_text("utf-8"))
         assert found == 1
@@ -410,9 +534,11 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
     for text, label, over in zip(HOSTILE, labels, over_map, strict=True):
         shown = report._shown(text)
         assert shown in names
-        assert label == (shown if len(shown) <= 44 else f"…{shown[-43:]}")
+        assert label == shown or (len(shown) > 44 >= len(label) and label.endswith(shown[-10:]))
         assert over.startswith(f"{shown}step 0, forward, 1 call")
     assert any("<img" in text for text in over_roof)
+    over_parting = browser.evaluate(hover.format(2, "parting-plot", 2, "i", "parting-plot"))
+    assert [text.partition("2 calls of 3")[0] for text in over_parting] == HOSTILE[:2]
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert browser.evaluate("document.title") == "opintercept report"
     assert browser.evaluate("document.querySelectorAll('script').length") == 3

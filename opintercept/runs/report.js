@@ -5,7 +5,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const shownRows = 50;
+  const shownRows = 25;
   let run = data.runs[0];
 
   function element(tag, attributes, ...children) {
@@ -15,6 +15,7 @@
     return made;
   }
   const name = (text) => element("span", { class: "name" }, text);
+  const cell = (text, kind) => element("div", { class: `name cell ${kind}` }, text);
   const label = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const color = (variable) => getComputedStyle(document.documentElement).getPropertyValue(`--${variable}`).trim();
   const narrow = () => document.documentElement.clientWidth < 640;
@@ -229,7 +230,7 @@
     const tickText = ticks.map((tick) => statistic.format(log ? 10 ** tick : tick));
     const bars = heat.steps.length === 1;
     const small = narrow();
-    const height = Math.max(bars ? 120 : 160, Math.min(rows.length * 18, 720)) + (small ? 110 : 60);
+    const height = Math.max(bars ? 120 : 160, Math.min(rows.length * 18, 720)) + (small && !bars ? 110 : 60);
     const every = Math.ceil(rows.length / ((height - 60) / 14));
     const shown = rows.map((row, number) => [number, heat.modules[row]]).filter(([number]) => number % every === 0);
     const yaxis = axis("", {
@@ -283,7 +284,7 @@
       broken.inf.length && `▲ has Inf, no NaN: ${counted(broken.inf.length, "cell")}`,
       broken.nan.length + broken.inf.length ? "Statistics are of the finite values." : "All values are finite.",
     ].filter(Boolean).map((text) => element("span", {}, text))));
-    draw("heat-plot", traces, { height, xaxis, yaxis, margin: { l: 10, r: small ? 10 : 16, t: 8, b: small ? 90 : 44 } });
+    draw("heat-plot", traces, { height, xaxis, yaxis, margin: { l: 10, r: small ? 10 : 16, t: 8, b: small && !bars ? 90 : 44 } });
   }
   // Of long arrays, which are too many arguments for Math.min.
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
@@ -333,7 +334,7 @@
     const body = element("tbody", {});
     for (const row of allRows ? rows : rows.slice(0, shownRows)) {
       body.append(element("tr", {}, ...columns.map(([key, , format]) => format === "text"
-        ? element("td", { class: key === "module" ? "text name module" : key === "op" ? "text name" : "text" }, row[key])
+        ? element("td", { class: "text" }, key === "module" || key === "op" ? cell(row[key], key) : row[key])
         : element("td", {}, format(row)))));
     }
     if (run.gemms.rest && !op && !phase && !shape && !module) {
@@ -446,12 +447,12 @@
   // --- two runs
 
   const kinds = {
-    added: ["diamond", "backward", "made there: operands equal, output not"],
-    "changed operand": ["square", "recompute", "operand changed"],
+    added: ["diamond", "mark", "made there: operands equal, output not"],
+    "changed operand": ["square", "backward", "operand changed"],
     unclear: ["star-triangle-up", "quiet", "unclear"],
     inherited: ["circle", "forward", "inherited"],
   };
-  const ways = { hash: "hashes", tensors: "all values", sample: "samples of the values", statistics: "statistics", metadata: "shapes and dtypes" };
+  const ways = { tensors: "all of its values", sample: "a sample of its values", hash: "its statistics", statistics: "its statistics", metadata: "its shape" };
   const error = (size) => (size === null ? "?" : size === "inf" ? "Inf" : plain(size));
 
   function partingText() {
@@ -468,12 +469,13 @@
         || "Its recorded operands are equal and its output is not; not all that it reads is recorded.";
       lines.push(element("p", {}, element("b", {}, "First divergence: "), `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
         name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", changed,
-        first.relative === null ? "" : ` Relative error of its output ${first.by === "tensors" || first.relative === 0 ? "" : "at least "}${error(first.relative)}${first.by ? `, by ${ways[first.by]}` : ""}.`));
+        first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" ? "" : "at least "}${error(first.relative)}, by ${ways[first.by]}.`));
     } else {
       lines.push(element("p", {}, found.equal ? "No call differs: each has its counterpart, with an equal output." : "No call that has a counterpart differs."));
     }
     const counts = Object.entries(found.kinds).filter(([, count]) => count).map(([kind, count]) => `${count.toLocaleString("en")} ${kind}`);
-    lines.push(element("p", { class: "quiet" }, `Compared: ${counted(found.pairs, "pair")} of calls: ${counts.join(", ")}.`));
+    lines.push(element("p", { class: "quiet" }, `Compared: ${counted(found.pairs, "pair")} of calls: ${counts.join(", ")}.${
+      data.runs.every((each) => each.about.tensors === "full") ? "" : " Errors are lower bounds, as not all values were recorded."}`));
     const remarks = [
       (found.unmatched[0] || found.unmatched[1]) && `${counted(found.unmatched[0], "call")} of A and ${found.unmatched[1].toLocaleString("en")} of B have no counterpart`
         + (found.before[0] || found.before[1] ? `, ${found.before[0]} and ${found.before[1]} of them before the first divergence.` : "."),
@@ -494,7 +496,7 @@
       element("caption", {}, "The largest errors"),
       element("thead", {}, element("tr", {}, ...heads.map((head, number) => element("th", { scope: "col", class: number > 0 && number < 5 ? "text plain" : "plain" }, head)))),
       element("tbody", {}, ...found.worst.map((each) => element("tr", {}, element("td", {}, String(each.index)), element("td", { class: "text" }, each.phase),
-        element("td", { class: "text name module" }, each.module), element("td", { class: "text name" }, each.op), element("td", { class: "text" }, each.kind),
+        element("td", { class: "text" }, cell(each.module, "module")), element("td", { class: "text" }, cell(each.op, "op")), element("td", { class: "text" }, each.kind),
         element("td", {}, error(each.relative)), element("td", {}, error(each.absolute)))))));
   }
   function partingDraw() {
@@ -512,7 +514,7 @@
     const tickvals = [];
     for (let power = low; power <= high; power += every) tickvals.push(power);
     const ticktext = tickvals.map((power) => `10<sup>${power}</sup>`);
-    const edge = Math.max(0.6, (high - low) * 0.12);
+    const edge = Math.max(0.6, (high - low) * (narrow() ? 0.24 : 0.12));
     const [equal, infinite] = [low - edge, high + edge];
     tickvals.unshift(equal);
     ticktext.unshift("equal");
@@ -520,27 +522,28 @@
       tickvals.push(infinite);
       ticktext.push("Inf");
     }
-    const unknown = points.some((point) => point[5] === null);
+    // What differs by 0 differs in what was not looked at.
+    const unknown = points.some((point) => !point[5]);
     if (unknown) {
       tickvals.unshift(equal - edge);
       ticktext.unshift("?");
     }
-    const at = (size) => (size === null ? equal - edge : size === "inf" ? infinite : size > 0 ? Math.log10(size) : equal);
+    const at = (size) => (!size ? equal - edge : size === "inf" ? infinite : Math.log10(size));
     const same = rows.filter((row) => !differs.has(row));
     const size = rows.length > 100 ? 5 : 8;
     const traces = [{
       type: "scatter", mode: "markers", name: "equal", x: same.map(() => equal), y: same.map((row) => place.get(row)), hoverinfo: "text",
-      hovertext: same.map((row) => `${label(heat.modules[row])}<br>no difference`), marker: { symbol: "line-ns-open", size, color: color("quiet") },
+      hovertext: same.map((row) => `${label(heat.modules[row])}<br>no difference`), marker: { symbol: "circle-open", size: size - 2, color: color("quiet") },
     }, {
       type: "scatter", mode: "lines", showlegend: false, hoverinfo: "skip", line: { color: color("line"), width: 1 },
-      x: rows.map((row) => at((points.find((point) => point[0] === row) || [0, 0, 0, 0, 0, 0])[5])), y: rows.map((_, number) => number),
+      x: rows.map((row) => (differs.has(row) ? at(points.find((point) => point[0] === row)[5]) : equal)), y: rows.map((_, number) => number),
     }];
     for (const [kind, [symbol, variable, text]] of Object.entries(kinds)) {
       const group = points.filter((point) => point[2] === kind);
       if (!group.length) continue;
       traces.push({
         type: "scatter", mode: "markers", name: text, x: group.map((point) => at(point[5])), y: group.map((point) => place.get(point[0])), hoverinfo: "text",
-        hovertext: group.map((point) => [heat.modules[point[0]], `${counted(point[4], "call")} of ${point[3]} differ`, `relative error up to ${error(point[5])}`].map(label).join("<br>")),
+        hovertext: group.map((point) => [heat.modules[point[0]], `${counted(point[4], "call")} of ${point[3]} differ`, `largest relative error ${error(point[5])}`].map(label).join("<br>")),
         marker: { symbol, size, color: color(variable), line: { width: 1, color: color("panel") } },
       });
     }
@@ -548,7 +551,7 @@
     const { first } = found;
     if (first && first.phase === phase && place.has(first.row)) {
       const y = place.get(first.row);
-      layout.shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: color("mark"), width: 1.5, dash: "dash" } }];
+      layout.shapes = [{ type: "line", xref: "paper", layer: "below", x0: 0, x1: 1, y0: y, y1: y, line: { color: color("mark"), width: 1.5, dash: "dash" } }];
       const top = y < rows.length / 2;
       layout.annotations = [{
         xref: "paper", x: 1, y, xanchor: "right", yanchor: top ? "top" : "bottom", showarrow: false, text: "★ first divergence", font: { color: color("mark"), size: 12 },
@@ -560,7 +563,7 @@
     const shown = rows.filter((_, number) => number % each === 0 || rows[number] === (first || {}).row);
     draw("parting-plot", traces, {
       height, margin: { l: 10, r: 16, t: narrow() ? 70 : 44, b: 44 }, ...layout,
-      xaxis: axis("largest relative error of an output", { tickvals, ticktext, range: [(unknown ? equal - edge : equal) - edge / 2, infinite + edge / 2], zeroline: false }),
+      xaxis: axis("largest relative error of an output", { tickvals, ticktext, tickangle: 0, range: [(unknown ? equal - edge : equal) - edge / 2, infinite + edge / 2], zeroline: false }),
       yaxis: axis("", { tickvals: shown.map((row) => place.get(row)), ticktext: shown.map((row) => label(short(heat.modules[row], narrow() ? 16 : 44))),
         range: [rows.length - 0.5, -0.5], showgrid: false, zeroline: false, ticks: "" }),
     });

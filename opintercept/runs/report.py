@@ -20,6 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from opintercept._errors import OpInterceptError
+from opintercept._table import printable
 from opintercept.runs.diff import CallDifference, Kind, diff
 from opintercept.runs.store import Run, StoredCall, Values
 
@@ -39,7 +40,7 @@ SAMPLES = 8
 TENSOR = 1 << 26
 TENSORS = 1 << 30
 BINS = 60
-WORST = 20
+WORST = 10
 WORST_FIRST: tuple[Kind, ...] = ("added", "changed operand", "unclear", "inherited")
 PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
@@ -85,7 +86,7 @@ def page(run: Run, other: Run | None = None) -> str:
     """
     plotly = _plotly()
     shown, modules = _read(run)
-    data = {"runs": [shown], "parting": None}
+    data: dict[str, Any] = {"runs": [shown], "parting": None}
     if other is not None:
         data = {"runs": [shown, summary(other)], "parting": _parting(run, other, modules)}
     files = resources.files("opintercept.runs")
@@ -172,7 +173,14 @@ def _parting(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
             left_out += 1
             continue
         kind = next(kind for kind in WORST_FIRST if each.kinds.get(kind))
-        point = [row, each.phase, kind, each.calls, sum(each.kinds.get(kind, 0) for kind in WORST_FIRST), _size(each.relative)]
+        point = [
+            row,
+            each.phase,
+            kind,
+            each.calls,
+            sum(each.kinds.get(kind, 0) for kind in WORST_FIRST),
+            _size(each.relative),
+        ]
         known = worst.setdefault((row, each.phase), point)
         if _known(each.relative) > _known(known[5]):
             worst[row, each.phase] = point
@@ -198,15 +206,15 @@ def _compared(pair: CallDifference) -> dict[str, Any]:
         "other_index": pair.b.record.index,
         "rank": pair.a.rank,
         "step": record.step,
-        "op": _shown(record.op),
+        "op": _shown(record.op.removeprefix("aten::")),
         "phase": record.phase,
         "module": _module(record.module),
         "source": _shown(record.source or ""),
         "kind": pair.kind,
         "changed": list(pair.changed),
-        "by": output and output.by,
-        "relative": _size(output and output.relative),
-        "absolute": _size(output and output.max_absolute),
+        "by": None if output is None else output.by,
+        "relative": None if output is None else _size(output.relative),
+        "absolute": None if output is None else _size(output.max_absolute),
     }
 
 
@@ -224,12 +232,7 @@ def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def _shown(text: str, most: int = NAME) -> str:
-    """A text that shows what it holds: what has no shape, or turns what follows around, is written as an escape."""
-    if len(text) > most:
-        text = f"{text[: most // 2]}…{text[-(most // 2) :]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(text, most)
 
 
 def _module(name: str | None) -> str:
@@ -276,7 +279,7 @@ class _Totals:
                 "index": record.index,
                 "rank": call.rank,
                 "step": record.step,
-                "op": _shown(record.op),
+                "op": _shown(record.op.removeprefix("aten::")),
                 "phase": record.phase,
                 "module": _module(record.module),
                 "source": _shown(record.source or ""),
