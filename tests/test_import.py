@@ -31,6 +31,8 @@ LAYERS = (
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_intercept.py"},
     {"runs/store.py"},
+    {"runs/_align.py"},
+    {"runs/diff.py"},
     {"runs/__init__.py"},
     {"runs/writer.py"},
     {name for name in HOOKS if name.startswith("hooks/_")} - {"hooks/_content.py"} | {"hooks/when.py"},
@@ -38,8 +40,10 @@ LAYERS = (
     {name for name in HOOKS if not name.startswith("hooks/_")} - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},
     {"_expect.py"},
-    {name for name in SOURCES if re.fullmatch(r"runs/[a-z]\w*\.py", name)} - {"runs/store.py", "runs/writer.py"},
+    {name for name in SOURCES if re.fullmatch(r"runs/[a-z]\w*\.py", name)}
+    - {"runs/store.py", "runs/diff.py", "runs/writer.py"},
     {"cli/__init__.py"},
+    {"cli/_program.py"},
     {name for name in SOURCES if re.fullmatch(r"cli/[a-z]\w*\.py", name)} | {"pytest_plugin.py"},
     {"__init__.py", "__main__.py"},
 )

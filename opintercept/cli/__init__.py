@@ -29,6 +29,8 @@ COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
     "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
     "show": "show what a recorded run consists of",
+    "diff": "find where two recorded runs first part",
+    "report": "write one HTML page about a run, or about two",
     "replay": "run one recorded call again, alone",
 }
 UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own

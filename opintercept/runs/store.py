@@ -38,7 +38,10 @@ MAX_TENSOR = 1 << 32
 _NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_ROLE = re.compile(r"lhs|rhs|bias|output(?:\.[1-9][0-9]?)?", re.ASCII)
+_ROLES = frozenset({"lhs", "rhs", "bias", "output"})
+_ROLE = re.compile(r"lhs|rhs|bias|value|output(?:\.[1-9][0-9]?)?", re.ASCII)
+
+_PHASES = get_args(Phase)
 
 Kept = Literal["none", "stats", "sample", "full"]
 
@@ -86,8 +89,8 @@ class StoredCall:
     Attributes:
         record: Its summary.
         rank: Of the process that made it, 0 where there was one.
-        values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"output"`, and of several
-            outputs `"output.1"` and on.
+        values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"value"` of an attention,
+            `"output"`, and of several outputs `"output.1"` and on.
         tensors: For `Run.tensor`, by the same roles: where the values are, all or a sample.
         arguments: For `tensors="full"`: `{"args": [...], "kwargs": {...}}` as plain data, see `hooks._repro`.
         error: What the call raised, `"RuntimeError: ..."`; None for one that returned.
@@ -386,10 +389,23 @@ def _plain(text: bytes) -> Any:
 
 
 def _call(line: bytes, rank: int) -> StoredCall | None:
-    plain = _plain(line)
-    if not isinstance(plain, dict):
-        return None
+    # Most of a line is what calls that look alike share, and takes most of the time to read. No text has a bare quote
+    # in it, so a mark is where it seems to be; what is between the marks must be an object's members by itself.
+    head, _, rest = line.partition(b',"op":')
+    fragment, mark, tail = rest.partition(b',"values":')
     try:
+        summary = _summaries.get(fragment)
+        known = summary is not None
+        if mark and not known and len(fragment) <= MAX_TEXT:
+            summary = _summary(_is(_plain(b'{"op":' + fragment + b"}"), dict))
+        plain = _plain(head + mark + tail) if summary else None
+        if not isinstance(plain, dict) or not plain.keys() >= _OWN:  # written in another order
+            plain = _is(_plain(line), dict)
+            summary = _summary(plain)
+        elif not known:
+            if len(_summaries) >= _MOST_SUMMARIES:
+                _summaries.clear()
+            _summaries[fragment] = summary
         values = {_role(role): _values(entry) for role, entry in _is(plain.get("values", {}), dict).items()}
         tensors = {_role(role): _name(name) for role, name in _is(plain.get("tensors", {}), dict).items()}
         arguments = plain.get("arguments")
@@ -397,33 +413,45 @@ def _call(line: bytes, rank: int) -> StoredCall | None:
             _items(_is(arguments, dict)["args"], MAX_LINE)
             _is(arguments["kwargs"], dict)
         error = _text_or_none(plain.get("error"))
-        return StoredCall(_record(plain), rank, values, tensors, arguments, error)
+        return StoredCall(_record(plain, summary), rank, values, tensors, arguments, error)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return None
 
 
-def _record(plain: dict[str, Any]) -> CallRecord:
+_OWN = {"index", "step", "phase", "module", "source", "forward", "grad_of", "autocast", "elapsed"}
+_summaries: dict[bytes, Any] = {}
+_MOST_SUMMARIES = 4096
+
+
+def _summary(plain: dict[str, Any]) -> Any:
+    """The fields of a record that `_call.Summary` has, too."""
     output = plain["output"]
+    return {
+        "op": _text(plain["op"]),
+        "func": _text(plain["func"]),
+        "lhs": _meta(plain["lhs"]),
+        "rhs": _meta(plain["rhs"]),
+        "bias": _meta(plain["bias"]),
+        "output": tuple(map(_meta, _items(output))) if isinstance(output, list) else _meta(output),
+        "gemm": _gemm(plain["gemm"]),
+        "flops": _count_or_none(plain["flops"]),
+        "bytes": _count_or_none(plain["bytes"]),
+        "opaque": _is(plain["opaque"], bool),
+    }
+
+
+def _record(plain: dict[str, Any], summary: Any) -> CallRecord:
     return CallRecord(
         index=_count(plain["index"]),
         step=_count(plain["step"]),
-        op=_text(plain["op"]),
-        func=_text(plain["func"]),
-        phase=_choice(plain["phase"], get_args(Phase)),
+        phase=_choice(plain["phase"], _PHASES),
         module=_text_or_none(plain["module"]),
         source=_text_or_none(plain["source"]),
         forward=_count_or_none(plain["forward"]),
         grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
-        lhs=_meta(plain["lhs"]),
-        rhs=_meta(plain["rhs"]),
-        bias=_meta(plain["bias"]),
-        output=tuple(map(_meta, _items(output))) if isinstance(output, list) else _meta(output),
-        gemm=_gemm(plain["gemm"]),
-        flops=_count_or_none(plain["flops"]),
-        bytes=_count_or_none(plain["bytes"]),
         autocast=_text_or_none(plain["autocast"]),
-        opaque=_is(plain["opaque"], bool),
         elapsed=_number_or_none(plain["elapsed"]),
+        **summary,
     )
 
 
@@ -455,8 +483,16 @@ def _values(plain: Any) -> Values:
     hash_ = plain["hash"]
     if hash_ is not None and not (isinstance(hash_, str) and _HASH.fullmatch(hash_)):
         raise ValueError("hash")
-    counts = (_count(plain[name]) for name in ("count", "nan", "inf"))
-    return Values(hash_, *counts, *(_number_or_none(plain[name]) for name in ("min", "max", "mean", "rms")))
+    return Values(
+        hash_,
+        _count(plain["count"]),
+        _count(plain["nan"]),
+        _count(plain["inf"]),
+        _number_or_none(plain["min"]),
+        _number_or_none(plain["max"]),
+        _number_or_none(plain["mean"]),
+        _number_or_none(plain["rms"]),
+    )
 
 
 def _is(value: Any, kind: type) -> Any:
@@ -480,15 +516,15 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not -(2**63) <= _is(value, int) < 2**63:
+    if type(value) is not int or not -(2**63) <= value < 2**63:  # True is none
         raise ValueError("a whole number of 64 bits")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _count(value: Any) -> int:
-    if _integer(value) < 0:
+    if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError("a count")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _count_or_none(value: Any) -> int | None:
@@ -497,9 +533,9 @@ def _count_or_none(value: Any) -> int | None:
 
 
 def _number_or_none(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) is float or value is None:
+        return value
+    if type(value) is not int:
         raise TypeError("a number")
     return float(value)  # an OverflowError of a long one is an ArithmeticError
 
@@ -511,7 +547,7 @@ def _choice(value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def _role(value: str) -> str:
-    if not _ROLE.fullmatch(value):
+    if value not in _ROLES and not _ROLE.fullmatch(value):
         raise ValueError("a role")
     return value
 
