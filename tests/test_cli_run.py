@@ -260,7 +260,8 @@ def test_a_program_without_torch_gets_none(tmp_path: Path) -> None:
     assert ends(start(tmp_path, *OURS, name))[2] == NOTHING
 
 
-NOTHING = "opintercept: nothing to see, the program's process has not imported torch\n"
+CHILDREN = "processes that it starts are not watched, but each of those that torchrun starts with this command is"
+NOTHING = f"opintercept: nothing to see, the program has not imported torch in its own process; {CHILDREN}\n"
 
 
 def test_a_program_may_put_other_streams_in_place_or_close_them(tmp_path: Path) -> None:
@@ -411,6 +412,30 @@ WAITS = """
     print("ready", flush=True)
     signal.pause()
 """
+
+
+@FORKS
+def test_what_child_processes_run_is_not_watched_and_this_is_told(tmp_path: Path) -> None:
+    program = """
+        import multiprocessing, os, torch
+
+        def work(n):
+            return float((torch.ones(2, n) @ torch.ones(n, 2)).sum())
+
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            print(pool.map(work, [1, 2, 3]))
+        if os.fork() == 0:
+            print(work(4), flush=True)
+            raise SystemExit
+        os.wait()
+    """
+    name = script(tmp_path, program)
+    status, out, err = ends(start(tmp_path, *OURS, "--out", "run", name))
+    assert (status, out) == (0, "[4.0, 8.0, 12.0]\n16.0\n")
+    assert err.splitlines()[0] == f"opintercept: 0 calls, 0 FLOP, 0 not finite, 0.000 ms in them; {CHILDREN}"
+    run = runs.open_run(tmp_path / "run")
+    assert run.info.finished
+    assert not list(run.calls())
 
 
 @FORKS

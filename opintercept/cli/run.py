@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOOKS = ("profile", "nonfinite", "stats", "reference", "print")
 _PROGRESS_SECONDS = 0.25
+_CHILDREN = "processes that it starts are not watched, but each of those that torchrun starts with this command is"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -214,10 +215,11 @@ class _Watch:
     def _report(self) -> Iterator[str]:
         chosen, tally = self._arguments, self._tally
         if self._interceptor is None:
-            yield "opintercept: nothing to see, the program's process has not imported torch"
+            yield f"opintercept: nothing to see, the program has not imported torch in its own process; {_CHILDREN}"
             return
         rank = f" by rank 0 of {self._world_size}" if self._world_size > 1 else ""
-        yield f"opintercept: {tally}{rank}, {duration(tally.seconds)} in them"
+        none = "" if tally.calls or tally.failed else f"; {_CHILDREN}"
+        yield f"opintercept: {tally}{rank}, {duration(tally.seconds)} in them{none}"
         for name, hook in self._shown.items():
             if name != "print" and tally.calls:
                 yield from _shortened(hook, chosen.top)
