@@ -286,7 +286,7 @@ class _Totals:
                 "nan": output.nan,
                 "inf": output.inf,
                 "count": output.count,
-                "from": [role for role, values in operands.items() if not values.finite],
+                "from": [role for role, values in operands.items() if not values.finite] if operands else None,
             }
 
     def as_dict(self) -> dict[str, Any]:
