@@ -484,7 +484,7 @@
       const { first } = found;
       const changed = { added: "Its operands are equal and its output is not: the error is made there.", inherited: "Its operands differ already.",
         "changed operand": `Its ${first.changed.join(" and ")} ${first.changed.length > 1 ? "have" : "has"} other values, which no call before gave it.` }[first.kind]
-        || "Its recorded operands are equal and its output is not; not all that it reads is recorded.";
+        || "Its recorded operands are equal and its output is not; not all that it reads is recorded, or one of the two raised.";
       lines.push(element("p", {}, element("b", {}, "First divergence: "), `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
         name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", changed,
         first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" ? "" : "at least "}${error(first.relative)}, by ${ways[first.by]}.`));
@@ -532,7 +532,7 @@
     const tickvals = [];
     for (let power = low; power <= high; power += every) tickvals.push(power);
     const ticktext = tickvals.map((power) => `10<sup>${power}</sup>`);
-    const edge = Math.max(0.6, (high - low) * (narrow() ? 0.24 : 0.12));
+    const edge = Math.max(0.6, (high - low) * (narrow() ? 0.36 : 0.12));
     const [equal, infinite] = [low - edge, high + edge];
     tickvals.unshift(equal);
     ticktext.unshift("equal");
