@@ -381,6 +381,31 @@ def test_another_operator_for_the_same_job_is_its_counterpart(compare: Any) -> N
     assert (found.kinds, found.pairings) == ({"not compared": 1}, {"family": 1})
 
 
+def test_another_device_has_other_kernels_for_the_same_call(compare: Any) -> None:
+    def on(device: str, op: str, *more: Any) -> list[dict[str, Any]]:
+        lines = [*chain("a"), call("attn", "q", "k", "y", op=op)]
+        for line in lines:
+            for role in ("lhs", "rhs", "output"):
+                line[role]["device"] = device
+        lines[1]["output"] = [lines[1]["output"], *more]
+        return lines
+
+    seed = {"shape": [2], "dtype": "int64", "device": "cuda:0", "stride": None, "requires_grad": False}
+    cuda = on("cuda:0", "aten::_scaled_dot_product_efficient_attention", seed | {"dtype": "float32"}, seed, seed)
+    found = compare(on("cpu", ATTENTION, seed | {"dtype": "float32"}), cuda)
+    assert (found.kinds, found.pairings) == ({"equal": 2}, {"ordinal": 1, "family": 1})
+
+
+def test_seeds_that_an_attention_returns_make_no_difference(compare: Any) -> None:
+    a, b = (
+        [call("attn", "q", "k", "y", op="aten::_scaled_dot_product_flash_attention", more={"output.1": seed})]
+        for seed in ("seed", "another seed")
+    )
+    for line in (*a, *b):
+        line["output"] = [line["output"], line["output"] | {"dtype": "uint64"}]
+    assert compare(a, b).equal
+
+
 def test_a_compiled_model_has_the_calls_of_its_modules(compare: Any) -> None:
     compiled = [line | {"module": ""} for line in chain("a", "b", "c", of="b")]
     found = compare(chain("a", "b", "c"), compiled)

@@ -8,10 +8,10 @@ Must not import torch: a run without tensors is read without it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 INFO, CALLS, TENSORS = "run.json", "calls.jsonl", "tensors"
 # No line that is written comes near; more is no run of ours.
-MAX_LINE = 1 << 20
+MAX_LINE = 1 << 22
 MAX_INFO = 1 << 20
 MAX_TEXT = 4096
 MAX_DIMS = 64
@@ -143,25 +143,26 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     """
     folder = Path(path)
     parts = {0: folder}
-    if not (folder / INFO).exists():
-        found = [(int(match[1]), entry) for entry in _entries(folder) if (match := _RANK.fullmatch(entry.name))]
-        parts = {rank: entry for rank, entry in sorted(found) if (entry / INFO).exists()}
+    if not os.path.lexists(folder / INFO):
+        parts = {rank: entry for rank, entry in _ranks(folder) if os.path.lexists(entry / INFO)}
         if not parts:
             raise OpInterceptError(
                 f"a run must be a folder with {INFO}, or with rank0/{INFO} and so on, got {str(folder)!r}; "
                 "record one with `opintercept run` or hooks.RunRecorder"
             )
-    infos = {rank: _info(part) for rank, part in parts.items()}
+    infos = {rank: read_info(part) for rank, part in parts.items()}
     if len(parts) == 1 and 0 in parts:
         infos_by_rank = {info.rank: info for info in infos.values()}
         return Run(folder, {info.rank: parts[0] for info in infos.values()}, infos_by_rank)
     return Run(folder, parts, infos)
 
 
-def _entries(folder: Path) -> list[Path]:
+def _ranks(folder: Path) -> list[tuple[int, Path]]:
+    """The folders of processes; a link to one may lead anywhere."""
     try:
-        return list(folder.iterdir())
-    except OSError:
+        found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := _RANK.fullmatch(entry.name))]
+        return sorted((rank, entry) for rank, entry in found if entry.is_dir() and not entry.is_symlink())
+    except (OSError, ValueError):  # of a NUL in the path
         return []
 
 
@@ -219,9 +220,10 @@ class Run:
             position = 0
             while line := file.readline(MAX_LINE):
                 size = len(line)
-                while not line.endswith(b"\n") and (rest := file.readline(MAX_LINE)):
-                    size, line = size + len(rest), rest  # too long: read to its end, and drop it
-                call = _call(line, rank) if size <= MAX_LINE and line.endswith(b"\n") else None
+                whole = line.endswith(b"\n")
+                while not line.endswith(b"\n") and (line := file.readline(MAX_LINE)):
+                    size += len(line)  # too long: read to its end, and drop it
+                call = _call(line, rank) if whole else None
                 if call is None:
                     skipped += 1
                 else:
@@ -285,13 +287,15 @@ class Run:
         path = self._parts[rank] / TENSORS / f"{int(match[1]):08d}.safetensors"
         safe_open = _safe_open()
         _refuse_special(path)
-        _check_sizes(path, match[2], limit)
         try:
             with safe_open(path, "pt") as file:
-                tensor: torch.Tensor = file.get_tensor(match[2])
-                return tensor
+                size = _size_of(file.get_slice(match[2]))
+                if size <= limit:
+                    tensor: torch.Tensor = file.get_tensor(match[2])
+                    return tensor
         except Exception as broken:  # a SafetensorError, an OSError, a KeyError of an unknown dtype
             raise OpInterceptError(f"a tensor must be in its file, got {name!r} of {path}: {broken}") from broken
+        raise OpInterceptError(f"a tensor must have at most {limit} bytes, got {size} for {name!r} of {path}")
 
 
 def _safe_open() -> Any:
@@ -300,6 +304,12 @@ def _safe_open() -> Any:
     except ImportError as missing:
         raise ImportError("a run's tensors need safetensors, got none; pip install 'opintercept[cli]'") from missing
     return safe_open
+
+
+def _size_of(part: Any) -> int:
+    """Bytes of a tensor that safetensors has found to be within its file."""
+    bits = re.search("[0-9]+", part.get_dtype())  # "F32", "F8_E4M3"
+    return math.prod(map(_integer, _items(part.get_shape()))) * (int(bits[0]) if bits else 8) // 8
 
 
 def _refuse_special(path: Path) -> None:
@@ -313,23 +323,6 @@ def _refuse_special(path: Path) -> None:
             raise OpInterceptError(f"a run must be made of plain files and folders, got {str(part)!r}; remove it")
 
 
-def _check_sizes(path: Path, name: str, limit: int) -> None:
-    """Refuse a tensor that is larger than it may be, or than its file is."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            total = os.fstat(file.fileno()).st_size
-            header: Any = json.loads(file.read(length)) if length <= min(total, 64 * MAX_LINE) else None
-        begin, end = header[name]["data_offsets"]
-        sound = isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= total
-    except (OSError, struct.error, ValueError, TypeError, KeyError, RecursionError):
-        sound = False
-    if not sound:
-        raise OpInterceptError(f"a tensor must be in its file, got no sound {name!r} in {str(path)!r}")
-    if end - begin > limit:
-        raise OpInterceptError(f"a tensor must have at most {limit} bytes, got {end - begin} for {name!r} of {path}")
-
-
 def _open(path: Path) -> BufferedReader:
     """Open a plain file.
 
@@ -337,21 +330,27 @@ def _open(path: Path) -> BufferedReader:
         FileNotFoundError: There is none.
         OpInterceptError: It is a link, a pipe or the like, or cannot be read.
     """
+    # Not waiting for somebody who writes to a pipe, and not through a link; Windows has neither flag.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        # Not waiting for somebody who writes to a pipe, and not through a link; Windows has neither flag.
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        file = os.fdopen(os.open(path, flags), "rb")
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
         raise
-    except OSError as failed:
+    except (OSError, ValueError) as failed:  # a ValueError of a NUL in the path
         raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}: {failed}") from failed
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}; remove it")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
-def _info(folder: Path) -> RunInfo:
+def read_info(folder: Path) -> RunInfo:
+    """What the run of one process says of itself.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OpInterceptError: It cannot be used.
+    """
     with _open(folder / INFO) as file:
         read = file.read(MAX_INFO + 1)
     plain = _plain(read) if len(read) <= MAX_INFO else None
@@ -359,7 +358,7 @@ def _info(folder: Path) -> RunInfo:
         raise OpInterceptError(f"{INFO} must be a JSON object of at most {MAX_INFO} bytes, got another in {folder}")
     if plain.get("schema") != SCHEMA:
         raise OpInterceptError(
-            f"a run must have schema {SCHEMA}, got {str(plain.get('schema'))[:40]!r} in {folder}; read it with the "
+            f"a run must have schema {SCHEMA}, got {_shown(plain.get('schema'))} in {folder}; read it with the "
             "version of opintercept that wrote it"
         )
     try:
@@ -380,10 +379,15 @@ def _info(folder: Path) -> RunInfo:
         ) from None
 
 
+def _shown(value: Any) -> str:
+    """Few characters of a value that may be nested deeper than Python writes."""
+    return f"{value!r:.40}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+
+
 def _plain(text: bytes) -> Any:
     """The JSON value, or None for what is none, or is nested deeper than Python reads."""
     try:
-        return json.loads(text)
+        return json.loads(text.decode())  # of bytes it would take UTF-16 as well
     except (ValueError, RecursionError):  # of a number with too many digits as well
         return None
 
@@ -432,7 +436,7 @@ def _summary(plain: dict[str, Any]) -> Any:
         "lhs": _meta(plain["lhs"]),
         "rhs": _meta(plain["rhs"]),
         "bias": _meta(plain["bias"]),
-        "output": tuple(map(_meta, _items(output))) if isinstance(output, list) else _meta(output),
+        "output": tuple(map(_meta, _items(output, MAX_LINE))) if isinstance(output, list) else _meta(output),
         "gemm": _gemm(plain["gemm"]),
         "flops": _count_or_none(plain["flops"]),
         "bytes": _count_or_none(plain["bytes"]),
@@ -508,7 +512,9 @@ def _items(value: Any, most: int = MAX_DIMS) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    return value if len(_is(value, str)) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    text: str = value if len(_is(value, str)) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    # Half a surrogate pair can be in JSON, and nowhere else.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _text_or_none(value: Any) -> str | None:
