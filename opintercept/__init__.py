@@ -8,9 +8,12 @@ Importing this does not import torch: every public name is loaded when it is fir
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+# A type checker takes it to be true; `typing` would be most of what importing this costs.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from opintercept import hooks as hooks
     from opintercept import runs as runs
     from opintercept._call import CallRecord as CallRecord

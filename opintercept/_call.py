@@ -117,7 +117,7 @@ class Origin(Protocol):
 
     @property
     def links(self) -> Any: ...
-    def autocast(self, lhs: Any) -> Any: ...
+    def autocast(self, call: OpCall) -> Any: ...
     def place(self, call: OpCall) -> Place: ...
     def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]: ...
 
@@ -293,7 +293,7 @@ class OpCall:
         Raises:
             OpInterceptError: The call is over, and with it the state that this reads.
         """
-        dtype: torch.dtype | None = self._live("autocast").origin.autocast(self._passed("lhs"))
+        dtype: torch.dtype | None = self._live("autocast").origin.autocast(self)
         return dtype
 
     @property
@@ -532,23 +532,23 @@ _PLAIN = frozenset((NoneType, bool, int, float, complex, str))
 
 
 def _look(value: Any) -> Any:
-    """A hashable that is the same for values which look the same to `Summary`."""
+    """A hashable that is the same for values which look the same to `Summary`.
+
+    Each attribute of a tensor that is read here takes its time in every call that is recorded.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind in (tuple, list) or not hasattr(value, "layout"):
+    if kind is tuple or kind is list:
+        return tuple([_look(item) for item in value])
+    try:
+        stride = value.stride()  # raises for some that have none
+    except AttributeError:
         return tuple([_look(item) for item in value]) if isinstance(value, Iterable) else value
-    if not value.is_floating_point() and value.numel() < 64:
+    dtype = value.dtype
+    if not dtype.is_floating_point and value.numel() < 64:
         raise TypeError("the numbers may count: tensordot takes its dimensions as a tensor too")
-    return (
-        value.shape,
-        value.stride(),  # raises where there is none
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        value.layout,
-        value.is_nested,
-    )
+    return value.shape, stride, dtype, value.device, value.requires_grad, value.layout
 
 
 class Note(NamedTuple):

@@ -361,9 +361,9 @@ class Origin:
         self.links = Links(owner) if below else None
         self._below = below
 
-    def autocast(self, lhs: Any) -> torch.dtype | None:
+    def autocast(self, call: OpCall) -> torch.dtype | None:
         """The dtype that autocast runs the call in, or None."""
-        return autocast_below(lhs) if self._below else autocast_above(lhs)
+        return autocast_below(call) if self._below else autocast_above(call._passed("lhs"))
 
     def place(self, call: OpCall) -> Place:
         """The module and the line of the call, in backward those of the forward call behind it."""
@@ -407,7 +407,7 @@ def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     return ("rhs", not on_the_left) if lhs in used else ("lhs", on_the_left)
 
 
-def autocast_below(lhs: Any) -> torch.dtype | None:
+def autocast_below(call: OpCall) -> torch.dtype | None:
     """The dtype that autocast has cast the operands to, or None; for calls below autocast.
 
     Autocast's kernel turns its switch off for what it calls. So where the switch is on, autocast has no kernel
@@ -417,7 +417,7 @@ def autocast_below(lhs: Any) -> torch.dtype | None:
     # The nesting depth has no getter; raising and lowering it has no other effect.
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    if depth == 0 or lhs is None:
+    if depth == 0 or (lhs := call._passed("lhs")) is None:
         return None
     try:
         dtype = torch.get_autocast_dtype(lhs.device.type)

@@ -17,11 +17,13 @@ import opintercept
 PACKAGE = Path(opintercept.__file__).parent
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 
+HOOKS = {name for name in SOURCES if name.startswith("hooks/")} - {"hooks/__init__.py"}
+
 # A file imports only from lower lines; those of one line know nothing of each other.
 LAYERS = (
     {"_errors.py"},
     {"_call.py"},
-    {"_ops.py", "_snapshot.py"},
+    {"_ops.py", "_snapshot.py", "_table.py"},
     {"_pipeline.py"},
     {"_origin.py"},
     {"_engines/__init__.py", "_engines/dynamo.py", "_engines/scope.py"},
@@ -29,15 +31,19 @@ LAYERS = (
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_intercept.py"},
     {"runs/store.py"},
-    {"runs/writer.py"},
+    {"runs/_align.py"},
+    {"runs/diff.py"},
     {"runs/__init__.py"},
-    {name for name in SOURCES if re.fullmatch(r"hooks/_[a-z]\w*\.py", name)} | {"hooks/when.py"},
-    {"hooks/stats.py"},
-    {name for name in SOURCES if re.fullmatch(r"hooks/[a-z]\w*\.py", name)} - {"hooks/stats.py", "hooks/when.py"},
+    {"runs/writer.py"},
+    {name for name in HOOKS if name.startswith("hooks/_")} - {"hooks/_content.py"} | {"hooks/when.py"},
+    {"hooks/_content.py", "hooks/stats.py"},
+    {name for name in HOOKS if not name.startswith("hooks/_")} - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},
     {"_expect.py"},
-    {name for name in SOURCES if re.fullmatch(r"runs/[a-z]\w*\.py", name)} - {"runs/store.py", "runs/writer.py"},
+    {name for name in SOURCES if re.fullmatch(r"runs/[a-z]\w*\.py", name)}
+    - {"runs/store.py", "runs/diff.py", "runs/writer.py"},
     {"cli/__init__.py"},
+    {"cli/_program.py"},
     {name for name in SOURCES if re.fullmatch(r"cli/[a-z]\w*\.py", name)} | {"pytest_plugin.py"},
     {"__init__.py", "__main__.py"},
 )

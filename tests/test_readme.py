@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -22,5 +24,27 @@ def test_ci_runs_every_command_of_the_readme() -> None:
 def test_every_block_of_the_readme_is_checked() -> None:
     readme = (ROOT / "README.md").read_text()
     languages = re.findall(r"^```(\w+)$", readme, re.MULTILINE)
-    assert set(languages) == {"console", "python", "text"}
+    assert set(languages) == {"console", "python", "sh", "text"}
     assert len(languages) * 2 == len(re.findall(r"^```", readme, re.MULTILINE))
+
+
+def test_the_commands_on_runs_do_what_the_readme_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    statuses = {"diff": 1, "replay": 1}  # they differ, which is what is shown
+    shown = re.findall(r"^```sh\n(.*?)^```$(?:\n```text\n(.*?)^```$)?", readme, re.MULTILINE | re.DOTALL)
+    assert sum(len(commands.splitlines()) for commands, _ in shown) == 7
+    for commands, expected in shown:
+        for command in commands.splitlines():
+            program, *arguments = shlex.split(command)
+            assert program == "opintercept"
+            done = subprocess.run(
+                [sys.executable, "-m", "opintercept", *arguments],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == statuses.get(arguments[0], 0), f"{command}\n{done.stderr}"
+        assert expected in done.stdout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from opintercept._errors import OpInterceptError
@@ -21,12 +21,16 @@ class Command(Protocol):
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the options."""
 
-    def command(self, arguments: argparse.Namespace) -> int:
-        """Run, and return the exit status."""
+    def command(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
+        """Run, and return the exit status, or what runs somebody's program and does: what that raises is its own."""
 
 
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
+    "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
+    "show": "show what a recorded run consists of",
+    "diff": "find where two recorded runs first part",
+    "report": "write one HTML page about a run, or about two",
     "replay": "run one recorded call again, alone",
 }
 UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own
@@ -45,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen.configure(command)
     arguments = parser.parse_args(argv)
     try:
-        return int(chosen.command(arguments))
+        status = chosen.command(arguments)
     except (OpInterceptError, ImportError) as unusable:
         if isinstance(unusable, ImportError) and "opintercept[" not in str(unusable):
             raise
         print(f"opintercept {argv[0]}: {unusable}", file=sys.stderr)
         return UNUSABLE
+    return int(status() if callable(status) else status)
 
 
 def count(text: str) -> int:
@@ -58,3 +63,12 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def steps(text: str) -> range:
+    """An option's range of steps: `2`, `2:5`, `2:` or `:5`."""
+    first, colon, end = text.partition(":")
+    if not all(part.isdecimal() or (colon and not part) for part in (first, end if colon else "0")):
+        raise argparse.ArgumentTypeError(f"must be a step, or a range of steps as in 0:100, got {text!r}")
+    start = int(first or 0)
+    return range(start, int(end) if end else sys.maxsize if colon else start + 1)

@@ -43,9 +43,7 @@ def command(arguments: argparse.Namespace) -> int:
         raise OpInterceptError(f"--dtype must name a dtype of torch, got {arguments.dtype!r}")
     flags = dict(flag.partition("=")[::2] for flag in arguments.flag)
     try:
-        found = replay(
-            run, arguments.index, rank=arguments.rank, dtype=dtype, device=arguments.device, flags=flags
-        )
+        found = replay(run, arguments.index, rank=arguments.rank, dtype=dtype, device=arguments.device, flags=flags)
     except (ValueError, RuntimeError) as wrong:
         raise OpInterceptError(str(wrong)) from wrong  # a flag, or a device that is not there
     if arguments.json:

@@ -12,6 +12,7 @@ from opintercept.hooks.edits import Flip as Flip
 from opintercept.hooks.edits import Noise as Noise
 from opintercept.hooks.gradients import Gradient as Gradient
 from opintercept.hooks.gradients import Gradients as Gradients
+from opintercept.hooks.graft import Graft as Graft
 from opintercept.hooks.log import Log as Log
 from opintercept.hooks.nonfinite import Finding as Finding
 from opintercept.hooks.nonfinite import NonFinite as NonFinite
@@ -38,6 +39,7 @@ __all__ = [
     "Flip",
     "Gradient",
     "Gradients",
+    "Graft",
     "Log",
     "Noise",
     "NonFinite",

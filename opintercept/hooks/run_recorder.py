@@ -331,6 +331,9 @@ class RunRecorder:
 def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
     """Operands and outputs by role."""
     found = [(role, tensor) for role in _OPERANDS if (tensor := getattr(call, role)) is not None]
+    # The value of an attention, which is an operand too; nobody wrote to it.
+    if (value := call._spec.operand("value", call.args, call.kwargs)) is not None:
+        found.append(("value", value))
     outputs = call.output if isinstance(call.output, (tuple, list)) else (call.output,)
     for place, output in enumerate(outputs[:99]):
         if isinstance(output, torch.Tensor):

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -73,7 +73,8 @@ class Replay:
 
     def __str__(self) -> str:
         record = self.call.record
-        lines = [f"call {record.index} of rank {self.call.rank}: {self.func} ({record.phase}), {self.elapsed * 1e3:.3f} ms"]
+        what = f"call {record.index} of rank {self.call.rank}: {self.func} ({record.phase})"
+        lines = [f"{what}, {self.elapsed * 1e3:.3f} ms"]
         for output in self.outputs:
             if output.equal:
                 lines.append(f"  {output.role} {output.now}: the same bit for bit")
@@ -156,12 +157,16 @@ def replay(
         ...         _ = torch.ones(2, 3) @ torch.full((3, 4), 0.1)
         ...     found = replay(runs.open_run(f"{folder}/run"), 0, dtype=torch.bfloat16)
         >>> found.equal, found.outputs[0].max_absolute
-        (False, 0.000781238...)
+        (False, 0.0007812380790710449)
     """
     chosen = _parsed(flags or {})
     call = _find(run, index, rank)
     func, name = _function(call)
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as missing:
+        raise OpInterceptError(f"device must be one that is there, got {str(device)!r}: {missing}") from missing
     arguments = _arguments(run, call, limit, lambda tensor: _moved(tensor, dtype, device), device)
     args, kwargs = arguments
     _check_size(func, args, kwargs, name, limit)
@@ -170,8 +175,9 @@ def replay(
         try:
             made = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as failed:
-            then = f"; it raised {call.error} then" if call.error else ""
-            raise OpInterceptError(f"a call must run again, got {type(failed).__name__} from {name}: {failed}{then}") from failed
+            then = "; it raised then, too" if call.error else ""
+            text = f"a call must run again, got {type(failed).__name__} from {name}: {failed}{then}"
+            raise OpInterceptError(text) from failed
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - started
@@ -333,8 +339,7 @@ def _check_size(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any
 
 
 def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:
-    metas = TensorMeta.of(recorded), TensorMeta.of(now)
-    assert metas[0] is not None and metas[1] is not None
+    metas = [cast(TensorMeta, TensorMeta.of(tensor)) for tensor in (recorded, now)]
     equal = (
         recorded.dtype == now.dtype
         and recorded.shape == now.shape
@@ -347,7 +352,7 @@ def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:
         errors = Errors()
         errors.add(wide, then, max(wide.dtype, then.dtype, key=lambda dtype: torch.finfo(dtype).eps))
         figures = [errors.absolute, errors.relative, errors.ulp, errors.cosine]
-    return Replayed(role, *metas, equal, *figures)
+    return Replayed(role, metas[0], metas[1], equal, *figures)
 
 
 def _parsed(flags: Mapping[str, str]) -> dict[str, Any]:

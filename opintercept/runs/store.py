@@ -39,7 +39,7 @@ _NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.AS
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _ROLES = frozenset(("lhs", "rhs", "bias", "output"))
-_ROLE = re.compile(r"lhs|rhs|bias|output(?:\.[1-9][0-9]?)?", re.ASCII)
+_ROLE = re.compile(r"lhs|rhs|bias|value|output(?:\.[1-9][0-9]?)?", re.ASCII)
 
 Kept = Literal["none", "stats", "sample", "full"]
 
@@ -87,8 +87,8 @@ class StoredCall:
     Attributes:
         record: Its summary.
         rank: Of the process that made it, 0 where there was one.
-        values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"output"`, and of several
-            outputs `"output.1"` and on.
+        values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"value"` of an attention,
+            `"output"`, and of several outputs `"output.1"` and on.
         tensors: For `Run.tensor`, by the same roles: where the values are, all or a sample.
         arguments: For `tensors="full"`: `{"args": [...], "kwargs": {...}}` as plain data, see `hooks._repro`.
         error: What the call raised, `"RuntimeError: ..."`; None for one that returned.

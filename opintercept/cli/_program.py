@@ -1,0 +1,168 @@
+"""Somebody's program, run in this process as `python` would run it.
+
+Invariant: the program sees its own argv, `__main__` and path, and what it raises is printed as a plain run prints it.
+Must not import torch: the program may set what torch reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.abc
+import importlib.machinery
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+from opintercept._errors import OpInterceptError
+
+_TORCH_OPS = os.path.join("torch", "_ops.py")
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def prepare(name: str, arguments: Sequence[str], *, module: bool) -> Callable[[], None]:
+    """Take the place of `__main__`, and return what runs the program in it.
+
+    Args:
+        name: A script, a folder or an archive with a `__main__.py`, or the name of a module.
+        arguments: The program's.
+        module: Whether `name` is a module's, as for `python -m`.
+
+    Raises:
+        OpInterceptError: The script cannot be read.
+    """
+    source, folder = None, os.getcwd()
+    if not module:
+        path = os.path.join(os.getcwd(), name)
+        if pkgutil.get_importer(name) is None:
+            folder = os.path.dirname(os.path.realpath(path))
+            try:
+                with io.open_code(path) as file:
+                    source = file.read()
+            except OSError as failed:
+                raise OpInterceptError(f"a script must be a file that can be read, got {name!r}: {failed}") from failed
+        else:
+            folder = path
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    sys.argv[:] = ["-m" if module else name, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    elif not module and source is None:
+        sys.path.insert(0, folder)
+    if source is None:
+        # What the interpreter itself calls for these, and what its tracebacks show; private, and as old as -m.
+        as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+        return lambda: _as_plainly(as_main, name if module else "__main__", module)
+    main.__file__ = path
+    main.__dict__["__cached__"] = None
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    return lambda: _as_plainly(_execute, source, main)
+
+
+def _execute(source: bytes, main: ModuleType) -> None:
+    exec(compile(source, str(main.__file__), "exec", dont_inherit=True), main.__dict__)
+
+
+def _as_plainly(run: Callable[..., object], *arguments: object) -> None:
+    """Run it, and see to it that the interpreter shows what it raises without the way that led into it."""
+    try:
+        run(*arguments)
+    except SystemExit:
+        raise
+    except BaseException as raised:
+        theirs, error = sys.excepthook, raised
+
+        def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            sys.excepthook = theirs
+            if value is error:
+                clean(error)
+                trace = sys.last_traceback = error.__traceback__
+            theirs(kind, value, trace)
+
+        sys.excepthook = show
+        raise
+
+
+def clean(error: BaseException) -> None:
+    """Take our frames out of the tracebacks of an exception and of those that led to it.
+
+    One that comes from a hook, or is ours, keeps those that the program called: they say where.
+    """
+    left, seen = [error], set()
+    while left:
+        error = left.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        notes = getattr(error, "__notes__", ())
+        from_hook = isinstance(error, OpInterceptError) or any(str(n).startswith("opintercept: ") for n in notes)
+        error.__traceback__ = _without_ours(error.__traceback__, inner=not from_hook)
+        left += [e for e in (error.__cause__, error.__context__) if e is not None]
+        if isinstance(error, BaseExceptionGroup):
+            left += error.exceptions
+
+
+def _without_ours(trace: TracebackType | None, *, inner: bool) -> TracebackType | None:
+    """What is left of a traceback without what led to the program, and without our frames `inner` of it."""
+    entries: list[TracebackType] = []
+    ours = False
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        # The mode engine goes on through torch's own Python.
+        ours = code.co_filename.startswith(_OURS) or (ours and code.co_filename.endswith(_TORCH_OPS))
+        if code in (_as_plainly.__code__, _execute.__code__):
+            entries.clear()
+        elif not (ours and inner):
+            entries.append(trace)
+        trace = trace.tb_next
+    following = None
+    for entry in reversed(entries):
+        entry.tb_next = following
+        following = entry
+    return following
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then` once, right after the first import of a top-level module, or now if it has been imported."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, then))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                if spec.loader is not None:
+                    self._wrap(spec.loader)
+                return spec
+        return None
+
+    def _wrap(self, loader: Any) -> None:
+        """Of this one loader, which is the module's alone; a spec that is only looked at stays without effect."""
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._then()
+
+        loader.exec_module = exec_module

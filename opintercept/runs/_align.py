@@ -1,0 +1,265 @@
+"""Which call of one run is which call of another: what is kept of each call, and the pairing.
+
+Invariant: a call costs fifty bytes here, whatever the run has in it, and no step takes more than linear time but for
+one with a budget.
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
+from functools import lru_cache
+from itertools import islice
+from typing import Any, Literal
+
+from opintercept._call import CallRecord, TensorMeta
+from opintercept.runs.store import Run, StoredCall, Values
+
+Pairing = Literal["ordinal", "sequence", "family", "shape"]
+PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")
+
+# Modules that torch puts around others; the program's own names are those without.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# What difflib may spend on a pair of runs in comparisons of equal elements: about five seconds.
+_BUDGET = 5_000_000
+_SOME = 10_000
+
+
+@lru_cache(4096)
+def module_name(name: str | None) -> str | None:
+    """The module's name without wrappers: `_orig_mod.encoder.0` is `encoder.0`."""
+    if name is None or "_" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+@lru_cache(4096)
+def operator_name(op: str) -> str:
+    """The operator's own name: that of `aten::mm` is `mm`, that of `torch.Tensor.addmm_` is `addmm`."""
+    name = op.rpartition("::")[2].rpartition(".")[2]
+    return name if name.endswith("__") else name.rstrip("_") or name
+
+
+def family(record: CallRecord) -> str:
+    """What operators that stand for one another have in common; the operator's name where there is no such thing."""
+    if record.gemm is not None:
+        return "gemm"
+    return "attention" if "attention" in record.op else operator_name(record.op)
+
+
+def metas(call: StoredCall) -> dict[str, TensorMeta]:
+    """Operands and outputs by role, as in `StoredCall.values`."""
+    record = call.record
+    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
+    found = {"lhs": record.lhs, "rhs": record.rhs, "bias": record.bias}
+    if (value := call.values.get("value")) is not None and record.rhs is not None:
+        # The third operand of an attention has the dtype of the second; its shape is not recorded.
+        found["value"] = TensorMeta((value.count,), record.rhs.dtype, record.rhs.device, None, False)
+    found |= {f"output.{number}" if number else "output": meta for number, meta in enumerate(outputs)}
+    return {role: meta for role, meta in found.items() if meta is not None}
+
+
+class Ids:
+    """Small numbers for what is equal; shared by two runs, so that equal numbers mean equal things.
+
+    What is numbered is not kept, but for its 64-bit hash: names can be long, and every call of a run that means no
+    good has another.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[int, int] = {}
+
+    def __call__(self, *parts: Any) -> int:
+        return self._ids.setdefault(hash(parts), len(self._ids) + 1)
+
+
+class Index:
+    """The calls of one process, in the order in which they ended.
+
+    Attributes:
+        position: For `Run.at`.
+        key: Module, operator, phase and `grad_of`.
+        loose: Module, phase and family.
+        module: The module.
+        phase: The phase.
+        shape: Phase, family and the GEMM, or shapes where there is none.
+        step: The step together with `shape`.
+        inputs: Shapes and hashes of all operands; 0 where there is none.
+        weights: Shape, and hashes of the right operand and the bias; 0 where there is none.
+        whole: All that is compared of the call: two calls are equal if this is.
+        by: Index into `BY` of what `whole` has of the outputs' values.
+        chosen: Whether the caller wants to know of this call.
+        only_looks: Whether nothing is trained, and no left operand requires a gradient.
+    """
+
+    BY = ("nothing", "statistics", "hash")
+
+    def __init__(self, run: Run, rank: int, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
+        self.position, self.inputs, self.weights, self.whole = array("Q"), array("q"), array("q"), array("q")
+        self.key, self.loose, self.module, self.phase = array("I"), array("I"), array("I"), array("B")
+        self.shape, self.step = array("I"), array("I")
+        self.by, self.chosen = array("B"), array("B")
+        self.only_looks = True
+        phases = ("forward", "backward", "recompute")
+        for position, call in run.located(rank):
+            record, values = call.record, call.values
+            module, kind = module_name(record.module), family(record)
+            lhs, rhs = record.lhs, record.rhs
+            shape: Any = record.gemm and record.gemm[:4]
+            if shape is None:
+                shape = (lhs and lhs.shape, rhs and rhs.shape)
+            hashes = tuple([values[role].hash if role in values else None for role in ("lhs", "rhs", "bias")])
+            shape_id = ids("shape", record.phase, kind, shape)
+            self.position.append(position)
+            self.key.append(ids("key", module, operator_name(record.op), record.phase, record.grad_of))
+            self.loose.append(ids("loose", module, record.phase, kind))
+            self.module.append(ids("module", module))
+            self.phase.append(phases.index(record.phase))
+            self.shape.append(shape_id)
+            self.step.append(ids("step", shape_id, record.step))
+            self.inputs.append(hash((shape_id, hashes)) if any(hashes) else 0)
+            self.weights.append(hash((shape_id, hashes[1:])) if hashes[1] else 0)
+            by, whole = _whole(call)
+            self.by.append(by)
+            self.whole.append(whole)
+            self.chosen.append(select is None or select(record))
+            if record.phase != "forward" or (lhs is not None and lhs.requires_grad):
+                self.only_looks = False
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+
+def _whole(call: StoredCall) -> tuple[int, int]:
+    """What of the values there is, and a hash of all that counts."""
+    found = metas(call)
+    parts: list[Any] = [outcome(call.error)]
+    for role, meta in found.items():
+        parts += (role, meta.shape, meta.dtype)
+    for role, values in call.values.items():
+        parts += (role, values.hash if values.hash is not None else _figures(values))
+    told = [role for role in found if role.startswith("output")] or list(found)
+    hashes = [call.values[role].hash is not None if role in call.values else None for role in told]
+    by = 0 if None in hashes or not hashes else 1 + all(hashes)
+    return by, hash(tuple(parts))
+
+
+def _figures(values: Values) -> tuple[float | None, ...]:
+    return (values.count, values.nan, values.inf, values.min, values.max, values.mean, values.rms)
+
+
+def outcome(error: str | None) -> str | None:
+    """The type of what a call raised: its text has addresses and the like."""
+    return None if error is None else error.partition(":")[0]
+
+
+class Pairs:
+    """The pairing of two indexes.
+
+    Attributes:
+        of_a: For each call of A the number of its counterpart in B, -1 for none.
+        how: Index into `PAIRINGS`: by `"ordinal"` among the calls of the same module, operator and phase; by
+            `"sequence"` among them, where the runs do not have as many of them, or not of the same shapes; by
+            `"family"`, of the same module and phase with another operator for the same job; by `"shape"`, in the
+            order of the calls, of a module that the other run does not know by that name.
+        of_b: As `of_a`, the other way.
+    """
+
+    def __init__(self, a: Index, b: Index) -> None:
+        self.of_a, self.of_b = array("q", [-1]) * len(a), array("q", [-1]) * len(b)
+        self.how = array("B", bytes(len(a)))
+        self._a, self._b = a, b
+        self._budget = _BUDGET
+        self._modules = set(a.module), set(b.module)
+        for how, name in ((0, "key"), (2, "loose"), (3, "phase")):
+            groups_a, groups_b = _groups(a, name, self.of_a), _groups(b, name, self.of_b)
+            for key, in_a in groups_a.items():
+                if (in_b := groups_b.get(key)) is not None:
+                    self._pair(in_a, in_b, how)
+
+    def _pair(self, in_a: Sequence[int], in_b: Sequence[int], how: int) -> None:
+        a, b = self._a, self._b
+        renamed = PAIRINGS[how] == "shape"
+        if not renamed and [a.shape[i] for i in in_a] == [b.shape[j] for j in in_b]:
+            changed = (pair for pair in zip(in_a, in_b, strict=True) if a.inputs[pair[0]] != b.inputs[pair[1]])
+            some = list(islice(changed, _SOME))  # what is shuffled shows soon
+            if {a.inputs[i] for i, _ in some}.isdisjoint({b.inputs[j] for _, j in some} - {0}):
+                self._join(zip(in_a, in_b, strict=True), how)
+                return
+        how = how or 1
+        # What has the same operands is the same call wherever it stands, what has the same weight the same module.
+        known = (a.weights, b.weights) if renamed else (a.inputs, b.inputs)
+        self._join(_by_turns(in_a, in_b, *known), how, renamed)
+        for signs in ((a.step, b.step), (a.shape, b.shape)):
+            in_a, in_b = self._rest(in_a, in_b)
+            self._join(self._in_order(in_a, in_b, *signs), how, renamed)
+        in_a, in_b = self._rest(in_a, in_b)
+        if len(in_a) == len(in_b) and not renamed:
+            self._join(zip(in_a, in_b, strict=True), how)
+
+    def _rest(self, in_a: Sequence[int], in_b: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [i for i in in_a if self.of_a[i] < 0], [j for j in in_b if self.of_b[j] < 0]
+
+    def _join(self, pairs: Iterable[tuple[int, int]], how: int, renamed: bool = False) -> None:
+        for i, j in pairs:
+            if renamed and not self._may_be_renamed(i, j):
+                continue
+            self.of_a[i], self.of_b[j], self.how[i] = j, i, how
+
+    def _may_be_renamed(self, i: int, j: int) -> bool:
+        """A module that both runs have is itself in both."""
+        in_a, in_b = self._a.module[i], self._b.module[j]
+        return in_a == in_b or in_a not in self._modules[1] or in_b not in self._modules[0]
+
+    def _in_order(
+        self, in_a: Sequence[int], in_b: Sequence[int], signs_a: Sequence[int], signs_b: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        """The longest runs of the same signs in the same order; by turns where that would take too long."""
+        start, end_a, end_b = 0, len(in_a), len(in_b)
+        while start < min(end_a, end_b) and signs_a[in_a[start]] == signs_b[in_b[start]]:
+            yield in_a[start], in_b[start]
+            start += 1
+        while min(end_a, end_b) > start and signs_a[in_a[end_a - 1]] == signs_b[in_b[end_b - 1]]:
+            end_a, end_b = end_a - 1, end_b - 1
+            yield in_a[end_a], in_b[end_b]
+        in_a, in_b = in_a[start:end_a], in_b[start:end_b]
+        middle_a, middle_b = [signs_a[i] for i in in_a], [signs_b[j] for j in in_b]
+        counts: dict[int, int] = defaultdict(int)
+        for sign in middle_b:
+            counts[sign] += 1
+        # difflib looks at each pair of equal elements, again at each level of its recursion; 20 of those.
+        work = 20 * sum(counts.get(sign, 0) for sign in middle_a) + len(middle_a) + len(middle_b)
+        if not work:
+            return
+        if work > self._budget:
+            yield from _by_turns(in_a, in_b, signs_a, signs_b)
+            return
+        self._budget -= work
+        for first_a, first_b, size in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_matching_blocks():
+            yield from zip(in_a[first_a : first_a + size], in_b[first_b : first_b + size], strict=True)
+
+
+def _groups(index: Index, name: str, paired: Sequence[int]) -> dict[int, array[int]]:
+    groups: dict[int, array[int]] = {}
+    for number, (key, other) in enumerate(zip(getattr(index, name), paired, strict=True)):
+        if other < 0:
+            if (group := groups.get(key)) is None:
+                group = groups[key] = array("I")
+            group.append(number)
+    return groups
+
+
+def _by_turns(
+    in_a: Sequence[int], in_b: Sequence[int], signs_a: Sequence[int], signs_b: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """The first call with a sign in A with the first in B, the second with the second; 0 is no sign."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for j in reversed(in_b):
+        if signs_b[j]:
+            places[signs_b[j]].append(j)
+    for i in in_a:
+        if places.get(signs_a[i]):
+            yield i, places[signs_a[i]].pop()

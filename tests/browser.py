@@ -1,0 +1,134 @@
+"""A headless Chromium of the system, driven over a pipe by the DevTools protocol: no package, no port, no network.
+
+Chromium's own `--window-size` is not enough: no window of it is narrower than 500 pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+# Chromium reads commands from descriptor 3 and answers on 4.
+_START = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
+)
+_OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
+TIMEOUT = 30.0
+
+
+class Browser:
+    """A browser with one page.
+
+    Attributes:
+        requests: Addresses that pages have asked for since `open`.
+        complaints: Uncaught exceptions and what was written to the console as an error since `open`.
+    """
+
+    def __init__(self, profile: Path) -> None:
+        binary = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+        if binary is None:
+            pytest.skip("needs Chromium")
+        reads, self._out = os.pipe()
+        self._in, writes = os.pipe()
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]
+        command = [sys.executable, "-c", _START, *map(str, ends), binary, *_OPTIONS, f"--user-data-dir={profile}"]
+        self._process = subprocess.Popen(
+            command, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for end in (reads, writes, *ends):
+            os.close(end)
+        self._unread, self._number, self._session = b"", 0, ""
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self._ask(f"{domain}.enable")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._out)  # at which the browser ends
+        os.close(self._in)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def open(self, page: Path, width: int = 1280, dark: bool = False) -> None:
+        """Show a page and wait until it has drawn itself."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", features=[scheme])
+        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.requests.clear()
+        self.complaints.clear()
+        self._ask("Page.navigate", url=page.as_uri())
+        deadline = time.monotonic() + TIMEOUT
+        while self.evaluate("document.readyState + document.documentElement?.dataset.drawn") != "completeyes":
+            assert time.monotonic() < deadline, f"the page does not draw itself: {self.complaints}"
+            time.sleep(0.05)
+
+    def evaluate(self, script: str) -> Any:
+        """The value of an expression on the page, as plain data; of a promise what it comes to."""
+        result = self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, however long, as PNG."""
+        picture = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(picture["data"]))
+
+    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+            told = answer.get("params", {})
+            match answer.get("method"):
+                case "Network.requestWillBeSent":
+                    self.requests.append(told["request"]["url"])
+                case "Runtime.exceptionThrown":
+                    self.complaints.append(json.dumps(told["exceptionDetails"]))
+                case "Runtime.consoleAPICalled" if told["type"] == "error":
+                    self.complaints.append(json.dumps(told["args"]))
+                case "Log.entryAdded" if told["entry"]["level"] == "error":
+                    self.complaints.append(told["entry"]["text"])
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            ready, _, _ = select.select([self._in], [], [], TIMEOUT)
+            chunk = os.read(self._in, 1 << 20) if ready else b""
+            assert chunk, "the browser has ended, or does not answer"
+            self._unread += chunk
+        message, _, self._unread = self._unread.partition(b"\0")
+        answer: dict[str, Any] = json.loads(message)
+        return answer

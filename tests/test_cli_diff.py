@@ -1,0 +1,191 @@
+"""`opintercept diff`: what it prints, its exit status, and names that are out to harm a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_runs_diff import ATTENTION, call, chain, values, write
+
+from opintercept.cli import main
+
+
+def size(name: str) -> float:
+    return float(values(name)["max"])
+
+
+def gap(name: str) -> float:
+    return abs(size(name) - size(f"{name}'"))
+
+
+@pytest.fixture
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Compare two runs; returns the exit status and what was printed."""
+
+    def shown(a: list[dict[str, Any]], b: list[dict[str, Any]], *options: str, **info: Any) -> tuple[int, str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        write(folder / "a", a)
+        write(folder / "b", b, **info)
+        status = main(["diff", str(folder / "a"), str(folder / "b"), *options])
+        out, err = capsys.readouterr()
+        assert err == ""
+        return status, out.replace(f"{folder}/", "")
+
+    return shown
+
+
+def test_equal_runs_exit_with_0(shown: Any) -> None:
+    status, text = shown(chain("a", "b"), chain("a", "b"))
+    assert status == 0
+    assert text == "A  a  train.py\nB  b  train.py\n\n2 calls in A, 2 in B, 2 compared: 2 equal\nno call differs\n"
+
+
+def test_the_text_says_where_two_runs_part(shown: Any) -> None:
+    a, b = chain("a", "b", "c"), chain("a", "b", "c", of="b")
+    b.append(call("new", "x", "w", "y", shape=[9, 4], phase="backward", grad_of="rhs"))
+    status, text = shown(a, b, flags={"threads": "4"})
+    assert status == 1
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[3:] == [
+        "the runs differ in A B",
+        "flag threads 1 4",
+        "",
+        "3 calls in A, 4 in B, 3 compared: 1 equal, 1 changed operand, 1 inherited",
+        "without a counterpart: 0 of A, 1 of B",
+        "",
+        "first divergence: call 1 of A and 1 of B, step 0, forward: mm in b",
+        "at train.py:7 in forward",
+        "changed operand: rhs differs, and no call that differs before it explains that",
+        "A B by max abs / max |A|",
+        "lhs equal float32[4, 4] float32[4, 4] hash 0 0",
+        f"rhs differs float32[4, 4] float32[4, 4] hash >= {gap('wb'):.3g} >= {gap('wb') / size('wb'):.3g}",
+        f"output differs float32[4, 4] float32[4, 4] hash >= {gap('y1'):.3g} >= {gap('y1') / size('y1'):.3g}",
+        "",
+        "modules in which calls differ pass first calls changed operand inherited max abs / max |A|",
+        f"b forward 1 1 1 {gap('y1') / size('y1'):.3g}",
+        f"c forward 2 1 1 {gap('y2') / size('y2'):.3g}",
+        "",
+        "run without a counterpart operator pass first calls",
+        "B new mm backward of rhs 3 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("b", "options", "said"),
+    [
+        (chain("a", "b", of="a"), [], "changed operand: rhs differs, and no call that differs before it"),
+        ([call("a", "x0", "wa", "other"), chain("a", "b")[1]], [], "added: the operands are equal, the output is not"),
+        (chain("a", "b", of="a"), ["--limit", "1"], "... and 1 more, which a larger --limit shows"),
+        (chain("a"), [], "without a counterpart: 1 of A, 0 of B"),
+        ([*chain("z"), *chain("a", "b", of="a")], [], "before it, 0 calls of A and 1 of B have no counterpart"),
+        ([line | {"module": ""} for line in chain("a", "b")], [], "paired 2 under another module's name"),
+        (chain("a", "b", of="a"), ["--rtol", "10"], "of those that are equal, not by the hash of all bits: 2 by stat"),
+        (chain("a", "b", of="a"), ["--atol", "10", "--no-tensors"], "no call differs"),
+        (chain("a", "b", of="a"), ["--module", "b"], "1 compared: 1 inherited"),
+        (chain("a", "b", of="b"), ["--op", "mm", "--phase", "forward"], "2 compared: 1 equal, 1 changed operand"),
+        ([call(m, "x", "w", "y", kept=False) for m in "ab"], [], "2 not compared"),
+    ],
+    ids=range(11),
+)
+def test_the_text_has(shown: Any, b: list[dict[str, Any]], options: list[str], said: str) -> None:
+    status, text = shown(chain("a", "b"), b, *options)
+    assert said in text
+    assert status == (0 if "no call differs" in text else 1)
+
+
+def test_an_attention_and_an_error_are_told(shown: Any) -> None:
+    a = [call("a", "q", "k", "y", op=ATTENTION)]
+    assert "unclear: the recorded operands are equal, but" in shown(a, [call("a", "q", "k", "z", op=ATTENTION)])[1]
+    raised = call("a", "x", "w", None, error="RuntimeError: no\nmemory")
+    assert "  raised in B: RuntimeError: no\\nmemory\n" in shown([call("a", "x", "w", "y")], [raised])[1]
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(shown: Any) -> None:
+    name = "\x1b[2Jm\n\u202e\ud800[red]"
+    a = [call(name, "x", "w", "y", source=name, op=f"aten::{name}")]
+    status, text = shown(a, [call(name, "x", "w'", "y", op=f"aten::{name}")], argv=[name], flags={name: name})
+    assert status == 1
+    assert "\\x1b[2Jm\\n\\u202e\\ud800[red]" in text
+    assert all(character.isprintable() or character == "\n" for character in text)
+
+
+def test_json_is_strict_and_whole(shown: Any) -> None:
+    b = chain("a", "b", of="a")
+    b[0]["values"]["output"]["nan"] = 1
+    status, text = shown(chain("a", "b"), b, "--json")
+    assert status == 1
+    plain = json.loads(text, parse_constant=lambda constant: pytest.fail(constant))
+    assert plain["a"]["path"] == "a" or plain["a"]["path"].endswith("/a")
+    assert plain["equal"] is False
+    assert (plain["kinds"], plain["pairs"]) == ({"changed operand": 1, "inherited": 1}, 2)
+    assert plain["first"]["a"]["module"] == "a"
+    assert plain["first"]["changed"] == ["rhs"]
+    assert [role["max_absolute"] for role in plain["first"]["roles"]][2] is None  # infinite
+    assert shown(chain("a"), chain("a"), "--json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{a}", "{a}x"], r"a run must be a folder with run\.json"),
+        (["{a}", "{empty}"], r"two runs must have calls in common, got none: 1 calls in '.*/a', 0 in '.*/empty'"),
+        (
+            ["{a}", "{a}", "--op", "bmm"],
+            r"two runs must have calls in common that are asked for, got none: 1 ",
+        ),
+    ],
+    ids=["no run", "no calls", "no such calls"],
+)
+def test_what_cannot_be_compared_exits_with_2(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a", chain("a"))
+    write(tmp_path / "empty", [])
+    assert main(["diff", *(argument.format(a=tmp_path / "a", empty=tmp_path / "empty") for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.match(f"opintercept diff: {message}", err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["a"], r"the following arguments are required: b"),
+        (["a", "b", "--rtol", "-1"], r"--rtol: must be a number of at least 0, got '-1'"),
+        (["a", "b", "--atol", "nan"], r"--atol: must be a number of at least 0, got 'nan'"),
+        (["a", "b", "--rtol", "x"], r"--rtol: must be a number of at least 0, got 'x'"),
+        (["a", "b", "--limit", "0"], r"--limit: must be a whole number of at least 1, got '0'"),
+        (["a", "b", "--phase", "sideways"], r"--phase: invalid choice: 'sideways'"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_exit_with_2(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["diff", *options])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_runs_without_tensors_are_compared_without_torch(tmp_path: Path) -> None:
+    write(tmp_path / "a", chain("a", "b"))
+    write(tmp_path / "b", chain("a", "b", of="b"))
+    arguments = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    code = f"import sys\nfrom opintercept.cli import main\nprint(main({arguments}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "1 False"
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    write(tmp_path / "a", chain("a"))
+    command = [sys.executable, "-m", "opintercept", "diff", str(tmp_path / "a"), str(tmp_path / "a"), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+    process.stderr.close()

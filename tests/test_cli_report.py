@@ -1,0 +1,65 @@
+"""`opintercept report`: a page from the command line, and what it says where it cannot make one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opintercept import hooks, intercept
+from opintercept.cli import main
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with intercept(hooks.RunRecorder(tmp_path / "run", tensors="stats")):
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    return tmp_path / "run"
+
+
+def test_report_writes_a_page_of_one_run_or_two(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{page}: {page.stat().st_size / 1e6:.1f} MB\n"
+    assert err == ""
+    one = page.read_text("utf-8")
+    assert '"parting":null' in one
+    assert main(["report", str(run), str(run), "--out", str(page)]) == 0
+    assert '"parting":{"equal":true' in page.read_text("utf-8")
+    assert one.startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+def test_report_goes_to_the_working_directory(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run)]) == 0
+    assert (tmp_path / "report.html").exists()
+
+
+def test_report_says_what_it_cannot_use(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "missing")]) == 2
+    assert capsys.readouterr().err.startswith("opintercept report: a run must be a folder with run.json")
+    assert main(["report", str(run), "-o", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"opintercept report: a page must go to a plain file, got '{tmp_path}'\n"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "plotly.offline", None)
+        assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 2
+    assert capsys.readouterr().err == (
+        "opintercept report: a report needs plotly, got none; pip install 'opintercept[cli]'\n"
+    )
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_report_without_tensors_needs_no_torch(run: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom opintercept.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
+    )
+    arguments = ["report", run, run, "-o", tmp_path / "page.html"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,703 @@
+"""Two runs compared: which calls belong together, what is inherited and what is added, and runs that lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import minilm
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch._inductor import config as inductor
+
+from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept, runs
+
+SHAPE = [4, 4]
+
+
+def values(name: Any, *, hashed: bool = True) -> dict[str, Any]:
+    """Statistics and hash of a tensor that is called so."""
+    digest = hashlib.blake2b(str(name).encode(), digest_size=8).hexdigest()
+    size = 1 + int(digest[:4], 16) / 2**17
+    plain = {"hash": digest if hashed else None, "count": 16, "nan": 0, "inf": 0}
+    return plain | {"min": -size, "max": size, "mean": 0.0, "rms": size / 2}
+
+
+def call(
+    module: str | None,
+    lhs: Any,
+    rhs: Any,
+    output: Any,
+    *,
+    bias: Any = None,
+    op: str = "aten::mm",
+    grad: tuple[bool, bool] = (False, False),
+    shape: list[int] = SHAPE,
+    dtype: str = "float32",
+    kept: bool = True,
+    **fields: Any,
+) -> dict[str, Any]:
+    """A line; tensors are given by name, an output of None is that of a call that raised."""
+
+    def meta(name: Any, requires_grad: bool = False) -> Any:
+        plain = {"shape": shape, "dtype": dtype, "device": "cpu", "stride": None, "requires_grad": requires_grad}
+        return None if name is None else plain
+
+    tensors = {"lhs": lhs, "rhs": rhs, "bias": bias, "output": output} | fields.pop("more", {})
+    gemm = {"batch": 1, "m": shape[0], "n": 4, "k": 4, "dtypes": [dtype, dtype], "transposes": [False, False]}
+    plain = {
+        "index": 0,
+        "step": 0,
+        "op": op,
+        "func": f"{op}.default",
+        "phase": "forward",
+        "module": module,
+        "source": "train.py:7 in forward",
+        "forward": None,
+        "grad_of": None,
+        "lhs": meta(lhs, grad[0]),
+        "rhs": meta(rhs, grad[1]),
+        "bias": meta(bias),
+        "output": meta(output),
+        "gemm": None if "attention" in op else gemm,
+        "flops": 128,
+        "bytes": 192,
+        "autocast": None,
+        "opaque": False,
+        "elapsed": 0.001,
+    }
+    if kept:
+        plain["values"] = {
+            role: name if isinstance(name, dict) else values(name) for role, name in tensors.items() if name is not None
+        }
+    return plain | fields
+
+
+def write(folder: Path, calls: list[dict[str, Any]], **info: Any) -> runs.Run:
+    folder.mkdir(parents=True)
+    plain = {"schema": 1, "argv": ["train.py"], "started": "", "finished": True, "tensors": "stats", "rank": 0}
+    plain |= {"world_size": 1, "versions": {"torch": "2.13.0"}, "devices": [], "flags": {"threads": "1"}}
+    (folder / "run.json").write_text(json.dumps(plain | info))
+    lines = [
+        json.dumps({"index": number} | {k: v for k, v in c.items() if k != "index"}) for number, c in enumerate(calls)
+    ]
+    (folder / "calls.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return runs.open_run(folder)
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Callable[..., runs.Difference]:
+    def compare(a: list[dict[str, Any]], b: list[dict[str, Any]], **options: Any) -> runs.Difference:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return runs.diff(write(folder / "a", a), write(folder / "b", b), **options)
+
+    return compare
+
+
+def kinds(found: runs.Difference) -> dict[str, dict[str, int]]:
+    return {str(row.module): dict(row.kinds) for row in found.modules}
+
+
+def chain(*modules: str, of: str = "") -> list[dict[str, Any]]:
+    """Modules one after another, each with a weight of its own; what is named in `of` has other values from there."""
+    calls, suffix = [], ""
+    for number, module in enumerate(modules):
+        weight, x = f"w{module}", f"x{number}{suffix}"
+        if module == of:
+            suffix, weight = "'", f"w{module}'"
+        calls.append(call(module, x, weight, f"y{number}{suffix}"))
+    return calls
+
+
+def test_runs_of_the_same_values_are_equal(compare: Any) -> None:
+    found = compare(chain("a", "b", "c"), chain("a", "b", "c"))
+    assert found.equal
+    assert (found.first, found.kinds, found.by, found.pairings) == (None, {"equal": 3}, {"hash": 3}, {"ordinal": 3})
+    assert (found.modules, found.worst, found.unmatched, found.settings, found.before) == ((), (), (), (), (0, 0))
+
+
+def test_a_changed_weight_is_the_first_divergence_and_the_rest_inherits(compare: Any) -> None:
+    found = compare(chain("a", "b", "c", "d"), chain("a", "b", "c", "d", of="b"))
+    assert not found.equal
+    assert (found.first.kind, found.first.changed, found.first.a.record.module) == ("changed operand", ("rhs",), "b")
+    assert [role.equal for role in found.first.roles] == [True, False, False]
+    assert kinds(found) == {"b": {"changed operand": 1}, "c": {"inherited": 1}, "d": {"inherited": 1}}
+    assert found.kinds == {"equal": 1, "changed operand": 1, "inherited": 2}
+
+
+def test_an_output_that_differs_for_equal_operands_is_added_there(compare: Any) -> None:
+    a, b = chain("a", "b", "c"), chain("a", "b", "c")
+    b[1]["values"]["output"] = values("other")
+    b[2]["values"]["lhs"] = values("another")
+    found = compare(a, b)
+    assert kinds(found) == {"b": {"added": 1}, "c": {"inherited": 1}}
+    assert found.first.changed == ()
+
+
+def test_a_second_source_is_added_although_the_first_came_before(compare: Any) -> None:
+    a, b = chain("a", "b", "c"), chain("a", "b", "c")
+    for number in (0, 2):
+        b[number]["values"]["output"] = values("other")
+    assert kinds(compare(a, b)) == {"a": {"added": 1}, "c": {"added": 1}}
+
+
+def test_a_parameter_that_differs_later_is_changed_too(compare: Any) -> None:
+    a = [call(module, f"x{module}", f"w{module}", f"y{module}", grad=(False, True)) for module in "abc"]
+    b = [call(module, f"x{module}'", f"w{module}'", f"y{module}'", grad=(False, True)) for module in "abc"]
+    b[0]["values"]["lhs"] = values("xa")
+    found = compare(a, b)
+    assert found.kinds == {"changed operand": 3}
+    assert [set(entry.changed) for entry in found.worst] == [{"rhs"}] * 3
+    # Where something is trained the later ones may come from the optimizer's step.
+    for lines in (a, b):
+        lines.append(call("a", "g", "xa", "dw", phase="backward", grad_of="rhs", forward=0))
+    assert compare(a, b).kinds == {"equal": 1, "changed operand": 1, "inherited": 2}
+
+
+def test_an_activation_that_requires_a_gradient_is_no_parameter(compare: Any) -> None:
+    a = [call(module, f"x{module}", f"w{module}", f"y{module}", grad=(module != "a", True)) for module in "abc"]
+    b = [call(module, f"x{module}", f"w{module}'", f"y{module}'", grad=(module != "a", True)) for module in "abc"]
+    assert compare(a, b).kinds == {"changed operand": 1, "inherited": 2}
+
+
+def passes(*, prime: str = "", weights: str = "ac", steady: str = "") -> list[dict[str, Any]]:
+    """Two passes through a, b and c."""
+    calls = []
+    for step in range(2):
+        for module in "abc":
+            x = "x" if module in steady else f"x{step}"
+            mark = prime if module != "a" else ""
+            weight = f"w{module}{prime if module in weights else ''}"
+            y = "y" if module in steady else f"y{step}"
+            calls.append(call(module, f"{x}{module}{mark}", weight, f"{y}{module}{prime}", step=step))
+    return calls
+
+
+def test_a_weight_that_is_the_same_in_every_pass_is_changed_if_all_before_it_varied(compare: Any) -> None:
+    found = compare(passes(), passes(prime="'"))
+    assert kinds(found) == {"a": {"changed operand": 2}, "b": {"inherited": 2}, "c": {"changed operand": 2}}
+    assert {entry.a.record.module: entry.changed for entry in found.worst if entry.changed} == {
+        "a": ("rhs",),
+        "c": ("rhs",),
+    }
+
+
+def test_a_constant_operand_after_a_constant_output_may_come_from_it(compare: Any) -> None:
+    found = compare(passes(steady="b"), passes(prime="'", steady="b"))
+    # The first two calls of all are at the start; b's output never changes, so c's weight can have been made of it.
+    assert kinds(found)["c"] == {"inherited": 2}
+
+
+def test_a_weight_that_training_changes_is_inherited(compare: Any) -> None:
+    a = [
+        call(module, f"x{step}{module}", f"w{step}{module}", f"y{step}{module}") for step in range(3) for module in "ab"
+    ]
+    b = [call(m, f"x{s}{m}", f"w{s}{m}{chr(39) * bool(s)}", f"y{s}{m}'") for s in range(3) for m in "ab"]
+    found = compare(a, b)
+    assert found.first.kind == "added"
+    assert found.kinds == {"added": 2, "inherited": 4}
+
+
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize(("value", "kind"), [("v", "unclear"), ("v'", "inherited")], ids=["equal value", "other value"])
+def test_an_attention_has_operands_that_are_not_recorded(compare: Any, value: str, kind: str) -> None:
+    a = [*chain("v"), call("attn", "q", "k", "y", op=ATTENTION, more={"value": "v"})]
+    b = [*chain("v", of="v"), call("attn", "q", "k", "y'", op=ATTENTION, more={"value": value})]
+    found = compare(a, b)
+    assert kinds(found)["attn"] == {kind: 1}
+
+
+def test_a_call_that_raised_in_one_run_differs(compare: Any) -> None:
+    raised = call("a", "x", "w", None, error="RuntimeError: no memory at 0x12")
+    found = compare([raised], chain("a"))
+    assert found.kinds == {"changed operand": 1}
+    same = compare([raised], [raised | {"error": "RuntimeError: no memory at 0x34"}])
+    assert same.equal
+    other = compare([raised], [call("a", "x", "w", "y")])
+    assert (other.first.kind, other.first.a.error) == ("unclear", raised["error"])
+
+
+def test_without_values_nothing_is_said_to_be_equal(compare: Any) -> None:
+    a = [call("a", "x", "w", "y", kept=False)]
+    found = compare(a, a)
+    assert found.equal
+    assert (found.kinds, found.by) == ({"not compared": 1}, {"nothing": 1})
+    shorter = compare(a, [call("a", "x", "w", "y", kept=False, shape=[2, 4])])
+    assert (shorter.first.kind, shorter.metadata) == ("changed operand", 1)
+    assert compare(a, [call("a", "x", "w", "y")]).kinds == {"not compared": 1}
+
+
+def test_without_hashes_statistics_decide(compare: Any) -> None:
+    def sparse(rms: float) -> list[dict[str, Any]]:
+        x = values("x", hashed=False)
+        return [call("a", x, "w", x | {"rms": x["rms"] * rms})]
+
+    # Sums in floating point differ in their last digits, and that says nothing of the values.
+    for rms in (1, 1 + 1e-9):
+        found = compare(sparse(1), sparse(rms))
+        assert (found.kinds, found.by) == ({"equal": 1}, {"statistics": 1})
+    found = compare(sparse(1), sparse(1.5))
+    assert found.kinds == {"added": 1}
+    output = found.first.output
+    assert (output.equal, output.by) == (False, "statistics")
+    assert output.max_absolute == output.a_values.rms * 0.5
+    assert output.relative == output.max_absolute / output.a_values.max
+
+
+@pytest.mark.parametrize(
+    ("change", "absolute"),
+    [({"nan": 1}, math.inf), ({"inf": 2}, math.inf), ({"max": 3.0}, 1.0), ({"min": None, "max": None}, None)],
+    ids=str,
+)
+def test_statistics_bound_the_error_from_below(compare: Any, change: dict[str, Any], absolute: float | None) -> None:
+    y = {"hash": "0" * 16, "count": 16, "nan": 0, "inf": 0, "min": -1.0, "max": 2.0, "mean": 0.5, "rms": 1.0}
+    found = compare([call("a", "x", "w", y)], [call("a", "x", "w", y | change | {"hash": "1" * 16})])
+    assert found.first.kind == "added"
+    assert found.first.output.max_absolute == absolute
+
+
+def test_a_tolerance_makes_dtypes_comparable(compare: Any) -> None:
+    near = values("y") | {"hash": "0" * 16, "max": values("y")["max"] * (1 + 2**-9)}
+    a, b = [call("a", "x", "w", "y")], [call("a", "x", "w", near, dtype="bfloat16")]
+    assert compare(a, b).first.changed == ("lhs", "rhs")
+    found = compare(a, b, rtol=2**-8)
+    assert found.equal
+    assert (found.by, found.metadata) == ({"statistics": 1}, 1)
+    assert compare(a, b, rtol=2**-10).first.kind == "added"
+    assert compare(a, b, atol=0.1).equal
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rtol": -1}, r"rtol must be a number of at least 0, got -1"),
+        ({"atol": math.inf}, r"atol must be a number of at least 0, got inf"),
+        ({"rtol": "1"}, r"rtol must be a number of at least 0, got '1'"),
+        ({"limit": 0}, r"limit must be a whole number of at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(compare: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare(chain("a"), chain("a"), **options)
+
+
+def test_runs_without_a_common_call_cannot_be_compared(compare: Any) -> None:
+    other = [call("b", "x", "w", "y", shape=[2, 4], phase="backward")]
+    with pytest.raises(OpInterceptError, match=r"two runs must have calls in common, got none: 1 calls in .*, 1 in "):
+        compare(chain("a"), other)
+    with pytest.raises(OpInterceptError, match=r"got none: 0 calls in "):
+        compare([], chain("a"))
+
+
+def many(numbers: list[int]) -> list[dict[str, Any]]:
+    """Calls of three modules, each with operands of its own."""
+    return [call("abc"[n % 3], f"x{n}", f"w{n % 3}", f"y{n}", step=n // 6, shape=[4 + n % 2, 4]) for n in numbers]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), count=st.integers(2, 24))
+def test_inserted_missing_and_shuffled_calls_leave_the_others_paired(compare: Any, data: Any, count: int) -> None:
+    """Calls with operands of their own are found again whatever happened around them."""
+    numbers = list(range(count))
+    a = data.draw(st.lists(st.sampled_from(numbers), min_size=1, unique=True).map(sorted))
+    b = data.draw(st.permutations(data.draw(st.lists(st.sampled_from(numbers), min_size=1, unique=True))))
+    common = set(a) & set(b)
+    if not common:
+        return
+    found = compare(many(a), many(b))
+    pairs = found.pairs - found.kinds.get("equal", 0)
+    assert found.kinds.get("equal", 0) == len(common)
+    # What has no counterpart is left alone, or paired with one of the same module and shape.
+    assert found.unmatched_calls == (len(a) - len(common) - pairs, len(b) - len(common) - pairs)
+    assert found.equal is (set(a) == set(b))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_modules_that_go_missing_or_are_new_move_no_other(compare: Any, data: Any) -> None:
+    """Every value differs, so that only names, shapes and order can tell."""
+    layers = data.draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20))
+    gone, new = data.draw(st.sampled_from("abcde")), data.draw(st.booleans())
+    kept = [layer for layer in layers if layer != gone]
+    if not kept:
+        return
+    a = [call(layer, f"x{n}", f"w{layer}", f"y{n}") for n, layer in enumerate(layers)]
+    b = [call(layer, f"x{n}'", f"w{layer}'", f"y{n}'") for n, layer in enumerate(kept)]
+    if new:
+        b.insert(len(b) // 2, call("new", "x", "w", "y", shape=[9, 4]))
+    found = compare(a, b, limit=1000)
+    assert found.pairs == len(kept)
+    assert all(pair.a.record.module == pair.b.record.module for pair in found.worst)
+    assert found.unmatched_calls == (layers.count(gone), int(new))
+    assert {(row.run, row.module, row.calls) for row in found.unmatched} == {
+        *([("a", gone, layers.count(gone))] if gone in layers else []),
+        *([("b", "new", 1)] if new else []),
+    }
+
+
+def test_calls_without_a_counterpart_before_the_first_divergence_are_counted(compare: Any) -> None:
+    a, b = chain("a", "b", "c"), chain("a", "b", "c", of="b")
+    b.insert(0, call("new", "x", "w", "y", shape=[9, 4]))
+    found = compare(a, b)
+    assert (found.before, found.first.b.record.index) == ((0, 1), 2)
+
+
+def test_steps_tell_apart_what_shapes_do_not(compare: Any) -> None:
+    def steps(counts: list[int], prime: str) -> list[dict[str, Any]]:
+        return [
+            call("a", f"x{s}{n}{prime}", "w", f"y{s}{n}", step=s) for s, size in enumerate(counts) for n in range(size)
+        ]
+
+    found = compare(steps([2, 2, 2], ""), steps([2, 1, 2], "'"), limit=100)
+    assert (
+        sorted((pair.a.record.step, pair.b.record.step) for pair in found.worst)
+        == [(0, 0)] * 2 + [(1, 1)] + [(2, 2)] * 2
+    )
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."])
+def test_what_torch_wraps_has_the_name_of_the_program(compare: Any, wrapper: str) -> None:
+    found = compare(chain("a", "b"), [line | {"module": wrapper + line["module"]} for line in chain("a", "b")])
+    assert (found.kinds, found.pairings) == ({"equal": 2}, {"ordinal": 2})
+
+
+def test_another_operator_for_the_same_job_is_its_counterpart(compare: Any) -> None:
+    found = compare(chain("a"), [line | {"op": "torch.nn.functional.linear"} for line in chain("a")])
+    assert (found.kinds, found.pairings) == ({"equal": 1}, {"family": 1})
+    # The bias is added elsewhere, so that the outputs cannot be compared, which is no difference.
+    fused = [call("a", "x0", "wa", "z", bias="b", op="aten::addmm")]
+    found = compare(fused, chain("a"))
+    assert (found.kinds, found.pairings) == ({"not compared": 1}, {"family": 1})
+
+
+def test_another_device_has_other_kernels_for_the_same_call(compare: Any) -> None:
+    def on(device: str, op: str, *more: Any) -> list[dict[str, Any]]:
+        lines = [*chain("a"), call("attn", "q", "k", "y", op=op)]
+        for line in lines:
+            for role in ("lhs", "rhs", "output"):
+                line[role]["device"] = device
+        lines[1]["output"] = [lines[1]["output"], *more]
+        return lines
+
+    seed = {"shape": [2], "dtype": "int64", "device": "cuda:0", "stride": None, "requires_grad": False}
+    cuda = on("cuda:0", "aten::_scaled_dot_product_efficient_attention", seed | {"dtype": "float32"}, seed, seed)
+    found = compare(on("cpu", ATTENTION, seed | {"dtype": "float32"}), cuda)
+    assert (found.kinds, found.pairings) == ({"equal": 2}, {"ordinal": 1, "family": 1})
+
+
+def test_seeds_that_an_attention_returns_make_no_difference(compare: Any) -> None:
+    a, b = (
+        [call("attn", "q", "k", "y", op="aten::_scaled_dot_product_flash_attention", more={"output.1": seed})]
+        for seed in ("seed", "another seed")
+    )
+    for line in (*a, *b):
+        line["output"] = [line["output"], line["output"] | {"dtype": "uint64"}]
+    assert compare(a, b).equal
+
+
+def test_a_compiled_model_has_the_calls_of_its_modules(compare: Any) -> None:
+    compiled = [line | {"module": ""} for line in chain("a", "b", "c", of="b")]
+    found = compare(chain("a", "b", "c"), compiled)
+    assert found.pairings == {"shape": 3}
+    assert [(row.module, row.other) for row in found.modules] == [("b", ""), ("c", "")]
+    back = compare(compiled, chain("a", "b", "c"))
+    assert [(row.module, row.other) for row in back.modules] == [("", "b"), ("", "c")]
+
+
+def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> None:
+    a = [*chain("a", "b"), call("a", "x", "w", "y")]
+    b = [*chain("a", "b"), call("b", "x", "w", "y")]
+    found = compare(a, b)
+    assert (found.pairs, found.unmatched_calls) == (2, (1, 1))
+
+
+def test_one_process_is_compared_with_each_of_several(tmp_path: Path) -> None:
+    one = write(tmp_path / "one", chain("a", "b"))
+    for rank in range(2):
+        write(tmp_path / "two" / f"rank{rank}", chain("a", "b", of="b" * rank), rank=rank, world_size=2)
+    two = runs.open_run(tmp_path / "two")
+    found = runs.diff(one, two)
+    assert (found.ranks, found.calls, found.pairs) == (((0, 0), (0, 1)), (4, 4), 4)
+    assert (found.first.b.rank, [row.ranks for row in found.modules]) == (1, [(0, 1)])
+    assert ("world size", "1", "2") in found.settings
+    assert runs.diff(two, one).ranks == ((0, 0), (1, 0))
+    assert runs.diff(two, two).equal
+
+
+def test_the_batch_of_a_rank_may_be_smaller(tmp_path: Path) -> None:
+    one = write(tmp_path / "one", [call(m, f"x{m}", f"w{m}", f"y{m}", shape=[8, 4]) for m in "aab"])
+    two = write(tmp_path / "two", [call(m, f"x{m}'", f"w{m}", f"y{m}'", shape=[4, 4]) for m in "aab"])
+    assert runs.diff(one, two).pairs == 3
+
+
+def test_settings_that_differ_are_listed_flags_first(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", chain("a"), versions={"torch": "2.12"}, flags={"threads": "1", "tf32": "True"})
+    b = write(
+        tmp_path / "b", chain("a"), argv=["train.py", "--fast"], versions={"torch": "2.13"}, flags={"threads": "2"}
+    )
+    assert runs.diff(a, b).settings == (
+        ("flag threads", "1", "2"),
+        ("flag tf32", "True", ""),
+        ("version of torch", "2.12", "2.13"),
+        ("argv", "train.py", "train.py --fast"),
+    )
+
+
+def test_rows_are_cut_and_counted(compare: Any) -> None:
+    modules = [f"m{n}" for n in range(6)]
+    found = compare([*chain(*modules), *chain("gone", "away")], chain(*modules, of="m0"), limit=2)
+    assert (len(found.modules), found.modules_in_all, len(found.worst)) == (2, 6, 2)
+    assert (len(found.unmatched), found.unmatched_calls) == (2, (2, 0))
+    assert [row.module for row in found.modules] == ["m0", "m1"]
+
+
+def test_select_leaves_out_what_is_not_asked_for_but_compares_it(compare: Any) -> None:
+    found = compare(chain("a", "b", "c"), chain("a", "b", "c", of="a"), select=lambda record: record.module == "c")
+    assert (found.pairs, found.kinds, found.first.a.record.module) == (1, {"inherited": 1}, "c")
+
+
+def test_a_difference_is_plain_data(compare: Any) -> None:
+    found = compare(chain("a", "b"), [*chain("a", "b", of="b"), call("c", "x", "w", "y")])
+    plain = json.loads(json.dumps(found.as_dict()))
+    assert plain["equal"] is False
+    assert plain["first"]["changed"] == ["rhs"]
+    assert plain["first"]["a"] == {
+        "rank": 0,
+        "index": 1,
+        "step": 0,
+        "op": "aten::mm",
+        "phase": "forward",
+        "module": "b",
+        "source": "train.py:7 in forward",
+        "grad_of": None,
+        "error": None,
+    }
+    assert plain["unmatched"][0]["run"] == "b"
+    assert plain["modules"][0]["kinds"] == {"changed operand": 1}
+
+
+def test_memory_is_some_tens_of_bytes_for_each_call(tmp_path: Path) -> None:
+    def peak(calls: int) -> int:
+        a, b = (
+            write(tmp_path / f"{calls}{mark}", [call("a", n, "w", f"{n}{mark * (n > 10)}") for n in range(calls)])
+            for mark in "ab"
+        )
+        tracemalloc.start()
+        try:
+            assert runs.diff(a, b, limit=10).kinds == {"equal": 11, "added": calls - 11}
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(100)  # caches
+    # Two runs, each fifty bytes a call, and the pairing.
+    assert (peak(1200) - peak(400)) / 800 < 400
+
+
+# What a folder that means no good may have in its lines: the fields of a call, with anything in them.
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore:.*lines that are no calls")
+def test_whatever_a_run_says_the_comparison_ends_with_an_answer_or_an_error(tmp_path: Path, data: Any) -> None:
+    def hostile(line: dict[str, Any]) -> Any:
+        line = json.loads(json.dumps(line))
+        numbers = st.sampled_from([0, -1, 2**62, 1e308, -1e308, math.nan, math.inf, -math.inf, None])
+        for role in data.draw(st.lists(st.sampled_from(["lhs", "rhs", "output"]), max_size=3)):
+            figure = data.draw(st.sampled_from(["count", "nan", "min", "max", "mean", "rms"]))
+            line["values"][role][figure] = data.draw(numbers)
+        for field in data.draw(st.lists(st.sampled_from(sorted(line)), max_size=2)):
+            line[field] = data.draw(JSON)
+        if data.draw(st.booleans()):
+            line["output"] = [line["lhs"], None, {"shape": [], "dtype": "int", "device": "", "stride": None}]
+        return line
+
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    both = []
+    for name in "ab":
+        lines = [hostile(line) for line in chain("a", "b", "a", of=data.draw(st.sampled_from(["", "a", "b"])))]
+        run = write(folder / name, [])
+        text = "".join(f"{json.dumps(line)}\n" for line in lines) + data.draw(st.text(max_size=20))
+        (folder / name / "calls.jsonl").write_bytes(text.encode("utf-8", "surrogatepass"))
+        both.append(run)
+    try:
+        found = runs.diff(*both, rtol=data.draw(st.sampled_from([0.0, 0.1])))
+    except OpInterceptError as error:
+        assert "calls in common" in str(error)  # noqa: PT017 - either is right
+    else:
+        assert sum(found.kinds.values()) == found.pairs
+        json.dumps(found.as_dict())
+
+
+def test_calls_that_are_all_alike_are_aligned_in_linear_time(compare: Any) -> None:
+    """difflib alone would take minutes: every call is like every other."""
+    a = [call("ab"[n % 2], f"x{n}", "w", "y", shape=[4 + n % 3, 4]) for n in range(3000)]
+    b = [call("ab"[n % 2], f"x{n}'", "w", "y", shape=[4 + n % 3 % 2, 4]) for n in range(2500)]
+    found = compare(a, b)
+    assert found.pairs > 1500
+
+
+def test_a_warning_says_what_was_skipped(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", chain("a"))
+    with (tmp_path / "a" / "calls.jsonl").open("a") as file:
+        file.write("{torn")
+    with pytest.warns(OpInterceptWarning, match=r"1 lines that are no calls"):
+        assert runs.diff(a, write(tmp_path / "b", chain("a"))).equal
+
+
+def record(path: Path, program: Callable[[], Any], tensors: Any = "stats") -> runs.Run:
+    with intercept(hooks.RunRecorder(path, tensors)):
+        program()
+    return runs.open_run(path)
+
+
+@pytest.mark.parametrize("tensors", ["stats", "sample", "full"])
+def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 6), torch.randn(6, 7)
+    other = w + torch.randn(6, 7) * 1e-3
+    a, b = (record(tmp_path / name, lambda w=w: x @ w, tensors) for name, w in (("a", w), ("b", other)))
+    found = runs.diff(a, b)
+    assert found.first.changed == ("rhs",)
+    for role, one, two in (("rhs", w, other), ("output", x @ w, x @ other)):
+        (got,) = (entry for entry in found.first.roles if entry.role == role)
+        gap = (one.double() - two.double()).abs()
+        if tensors == "stats":
+            assert got.by == "hash"
+            assert 0 < got.max_absolute <= gap.max()
+            assert got.cosine is got.max_ulp is got.max_relative is None
+            continue
+        assert got.by == {"full": "tensors", "sample": "sample"}[tensors]  # of less than 64 values, all of them
+        assert got.max_absolute == gap.max()
+        assert got.relative == gap.max() / one.double().abs().max()
+        assert got.max_relative == (gap / one.double().abs()).max()
+        assert got.cosine == pytest.approx(torch.cosine_similarity(one.flatten(), two.flatten(), 0).item(), abs=1e-6)
+        assert got.max_ulp > 1
+    assert runs.diff(a, b, tensors=False).first.output.by == "hash"
+    assert runs.diff(a, b, rtol=1e-2).equal
+    assert runs.diff(a, a).equal
+
+
+def test_ulp_are_those_of_the_coarser_dtype(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 6), torch.randn(6, 7)
+    a = record(tmp_path / "a", lambda: x @ w, "full")
+    b = record(tmp_path / "b", lambda: x.bfloat16() @ w.bfloat16(), "full")
+    for one, two in ((a, b), (b, a)):
+        found = runs.diff(one, two)
+        assert [entry.equal for entry in found.first.roles] == [False] * 3
+        # Rounding to bfloat16 is right to half a unit; seen from there, the exact value can be in the next binade.
+        assert 0.4 < next(entry.max_ulp for entry in found.first.roles if entry.role == "lhs") <= 1
+        assert runs.diff(one, two, rtol=2**-6).equal
+
+
+def test_tensors_that_are_lost_leave_statistics(tmp_path: Path) -> None:
+    x = torch.ones(4, 4)
+    a, b = (record(tmp_path / n, lambda f=f: x @ (x * f), "full") for n, f in (("a", 1.0), ("b", 2.0)))
+    for path in (tmp_path / "b" / "tensors").iterdir():
+        path.write_bytes(b"no tensors")
+    output = runs.diff(a, b).first.output
+    assert (output.equal, output.by, output.max_absolute, output.cosine) == (False, "hash", 4.0, None)
+
+
+def test_integers_have_no_ulp(tmp_path: Path) -> None:
+    x = torch.ones(4, 4, dtype=torch.int32)
+    a, b = (record(tmp_path / n, lambda f=f: x @ (x * f), "full") for n, f in (("a", 1), ("b", 2)))
+    output = runs.diff(a, b).first.output
+    assert (output.max_absolute, output.relative, output.max_ulp, output.cosine) == (4.0, 1.0, None, 1.0)
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(16),
+        torch.nn.Linear(16, 16, bias=False),
+        torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0),
+    )
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_eager_and_compiled_are_the_same_calls(tmp_path: Path, training: bool) -> None:
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    weights = torch.arange(16.0)  # the sum of what a LayerNorm gives has no gradient but rounding errors
+
+    def step(model: Any) -> None:
+        for _ in range(2):
+            if training:
+                model(x).square().mul(weights).sum().backward()
+            else:
+                with torch.no_grad():
+                    model(x)
+
+    a = record(tmp_path / "a", lambda: step(net().train(training)))
+    with inductor.patch(compile_threads=1):
+        b = record(tmp_path / "b", lambda: step(torch.compile(net().train(training))))
+    found = runs.diff(a, b, rtol=1e-5, limit=1000)
+    assert found.equal, found
+    assert found.pairs == found.calls[0] == found.calls[1] > 10
+    assert found.pairings == {"shape": found.pairs}
+    exact = runs.diff(a, b, limit=1000)
+    assert not exact.equal
+    changed = net().train(training)
+    changed[3].weight.data = changed[3].weight.data.bfloat16().float()
+    with inductor.patch(compile_threads=1):
+        c = record(tmp_path / "c", lambda: step(torch.compile(changed)))
+    found = runs.diff(a, c, rtol=1e-5, limit=1000)
+    assert (found.first.a.record.module, found.first.kind, found.first.changed) == ("3", "changed operand", ("rhs",))
+    assert "added" not in found.kinds
+
+
+SENTENCES = [
+    f"{subject} {verb} {when}."
+    for subject in ("A cat", "The river", "Nobody", "My aunt", "This engine")
+    for verb in ("sings", "waits", "turns", "rests", "counts")
+    for when in ("today", "in the rain")
+]
+
+
+def encode(model: Any, tokenizer: Any) -> None:
+    with torch.no_grad():
+        for start in range(0, len(SENTENCES), 10):
+            model(**tokenizer(SENTENCES[start : start + 10], padding="max_length", max_length=12, return_tensors="pt"))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_of_a_pretrained_model_that_is_rounded_is_named(tmp_path: Path, compiled: bool) -> None:
+    model, tokenizer = minilm.load()
+    assert len(SENTENCES) == 50
+    a = record(tmp_path / "a", lambda: encode(model, tokenizer))
+    layer = "encoder.layer.3"
+    for parameter in model.get_submodule(layer).parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    with inductor.patch(compile_threads=1):
+        b = record(tmp_path / "b", lambda: encode(torch.compile(model) if compiled else model, tokenizer))
+    started = time.perf_counter()
+    found = runs.diff(a, b, rtol=1e-5 if compiled else 0.0)
+    assert time.perf_counter() - started < 10
+    assert found.pairs == found.calls[0] == found.calls[1] == 5 * 43
+    assert found.first.a.record.module == f"{layer}.attention.self.query"
+    assert (found.first.kind, found.first.changed, found.before) == ("changed operand", ("rhs", "bias"), (0, 0))
+    rows = {row.module: row.kinds for row in found.modules}
+    assert min(rows) >= layer
+    for module, kinds in rows.items():
+        own = module.startswith(layer) and module != f"{layer}.attention.self"
+        assert kinds == {"changed operand" if own else "inherited": 5}, module

@@ -1,0 +1,222 @@
+"""Recorded calls run again alone: the same bits, other dtypes and flags, scripts, and runs that lie."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opintercept import OpInterceptError, hooks, intercept, runs
+from opintercept.cli import main
+from opintercept.runs.replay import FLAGS, replay, write_script
+
+
+def record(folder: Path, program: Callable[[], Any], level: Any = "dispatch", tensors: Any = "full") -> runs.Run:
+    with intercept(hooks.RunRecorder(folder / "run", tensors), level=level):
+        program()
+    return runs.open_run(folder / "run")
+
+
+def product() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(5, 7) @ torch.randn(7, 3)
+
+
+def training() -> None:
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(3, 5, 16)
+    torch.nn.Linear(16, 4)(attention(x, x, x, need_weights=False)[0]).sum().backward()
+
+
+def in_place() -> None:
+    torch.manual_seed(0)
+    total = torch.randn(3, 3)
+    total.addmm_(total.t().contiguous(), torch.randn(3, 3), beta=0.5, alpha=2)
+    torch.baddbmm(torch.randn(1, 3, 3), torch.randn(2, 3, 4), torch.randn(2, 4, 3), out=torch.empty(2, 3, 3))
+
+
+def views() -> None:
+    torch.manual_seed(0)
+    complex_ = torch.randn(4, 3, dtype=torch.complex64)
+    torch.mm(complex_.mH, complex_)
+    torch.mm(torch.randn(8, 10)[::2, 1::3], torch.randn(3, 4).T.contiguous().T)
+    torch.bmm(torch.randn(3, 4).expand(2, 3, 4), torch.randn(2, 4, 3))
+
+
+@pytest.mark.parametrize("program", [product, training, in_place, views])
+def test_every_call_gives_the_same_bits_again(program: Callable[[], Any], tmp_path: Path) -> None:
+    run = record(tmp_path, program)
+    calls = list(run.calls())
+    assert calls
+    for call in calls:
+        again = replay(run, call.record.index)
+        assert again.equal, str(again)
+        assert [output.role for output in again.outputs] == [role for role in call.tensors if role.startswith("output")]
+        assert str(again).endswith("the same bit for bit")
+
+
+def test_a_call_of_the_function_level_runs_again_as_it_was_called(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+    run = record(tmp_path, lambda: layer(x), level="function")
+    again = replay(run, 0)
+    assert (again.func, again.equal) == ("torch.nn.functional.linear", True)
+
+
+def test_another_dtype_shows_what_it_costs(tmp_path: Path) -> None:
+    run = record(tmp_path, product)
+    (output,) = replay(run, 0, dtype=torch.bfloat16).outputs
+    torch.manual_seed(0)
+    lhs, rhs = torch.randn(5, 7), torch.randn(7, 3)
+    error = ((lhs.bfloat16() @ rhs.bfloat16()).double() - (lhs @ rhs).double()).abs().max()
+    assert (output.equal, output.max_absolute) == (False, error.item())
+    assert (output.recorded.dtype, output.now.dtype) == ("float32", "bfloat16")
+    (wide,) = replay(run, 0, dtype=torch.float64).outputs
+    assert 0 < wide.max_absolute < 1e-5 < output.max_absolute  # float32's rounding of sums of 7 products near 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("mkldnn", "False"), ("threads", "1"), ("float32_matmul_precision", "high")]
+)
+def test_a_flag_holds_for_the_replay_alone(name: str, value: str, tmp_path: Path) -> None:
+    run = record(tmp_path, product)
+    read = FLAGS[name][0]
+    before, seen = read(), []
+    with intercept(lambda call: seen.append(read())):
+        replay(run, 0, flags={name: value})
+    assert [str(flag) for flag in seen] == [value]
+    assert read() == before
+
+
+def test_a_script_runs_the_call_with_torch_and_safetensors_alone(tmp_path: Path) -> None:
+    run = record(tmp_path, views)
+    script = write_script(run, 0, tmp_path / "again")
+    code = f"import runpy, sys; sys.modules['opintercept'] = None; runpy.run_path({script!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.complex64 [3, 3] NaN 0 Inf 0\n"
+
+
+def test_the_command_prints_the_comparison_and_exits_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(record(tmp_path, product).path)
+    assert main(["replay", path, "0"]) == 0
+    assert "output float32[5, 3]: the same bit for bit" in capsys.readouterr().out
+    assert main(["replay", path, "0", "--dtype", "bfloat16", "--json"]) == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["equal"], plain["outputs"][0]["now"]["dtype"]) == (False, "bfloat16")
+    assert main(["replay", path, "0", "--script", str(tmp_path / "again.py")]) == 0
+    assert capsys.readouterr().out == f"python {tmp_path / 'again.py'}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["7"], r"index must be that of a recorded call, got 7; `opintercept show --calls` lists them"),
+        (["0", "--rank", "3"], r"rank must be one of 0, got 3"),
+        (["0", "--dtype", "nn"], r"--dtype must name a dtype of torch, got 'nn'"),
+        (["0", "--flag", "speed=11"], r"a flag must be one of float32_matmul_precision, .*, got 'speed'"),
+        (["0", "--flag", "mkldnn=perhaps"], r"a flag must be True or False, got 'perhaps'"),
+        (["0", "--device", "abacus"], r"device must be one that is there, got 'abacus'"),
+    ],
+    ids=["index", "rank", "dtype", "flag", "value", "device"],
+)
+def test_what_cannot_be_replayed_exits_with_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(record(tmp_path, product).path)
+    assert main(["replay", path, *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_run_without_arguments_is_refused(tmp_path: Path) -> None:
+    run = record(tmp_path, product, tensors="stats")
+    with pytest.raises(OpInterceptError, match=r"if its arguments were kept, got call 0 without; record with tensors="):
+        replay(run, 0)
+
+
+def test_a_call_that_raised_says_so_again(tmp_path: Path) -> None:
+    def fail() -> None:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.ones(2, 3) @ torch.ones(4, 5)
+
+    run = record(tmp_path, fail)
+    with pytest.raises(OpInterceptError, match=r"cannot be multiplied .*; it raised then, too"):
+        replay(run, 0)
+
+
+def lie(run: runs.Run, **changes: Any) -> runs.Run:
+    """Rewrite the fields of a run's only call."""
+    path = run.path / "calls.jsonl"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes) + "\n")
+    return runs.open_run(run.path)
+
+
+@pytest.mark.parametrize(
+    "func",
+    ["aten.add.Tensor", "os.system", "aten.mm.default; import os", "torch.load", "torch.hub.load", "__import__", ""],
+)
+def test_only_operators_of_the_table_are_called(func: str, tmp_path: Path) -> None:
+    run = lie(record(tmp_path, product), func=func)
+    for act in (lambda: replay(run, 0), lambda: write_script(run, 0, tmp_path / "again")):
+        with pytest.raises(OpInterceptError, match=r"must be an operator of the op table, got "):
+            act()
+    run = lie(run, op=func)
+    with pytest.raises(OpInterceptError, match=r"must be an operator of the op table, got "):
+        replay(run, 0)
+    assert not (tmp_path / "again.py").exists()
+
+
+def tensor(run: runs.Run, shape: list[Any], stride: list[Any]) -> dict[str, Any]:
+    return {"tensor": next(run.calls()).tensors["lhs"], "shape": shape, "stride": stride}
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ([5, 7], [2**39, 1]),
+        ([5, 7], [1, -1]),
+        ([2**20, 2**20], [1, 1]),
+        ([5, 7], [1]),
+        ([5, True], [7, 1]),
+        ([5, 7], [0, 1]),
+        ([5.0, 7], [7, 1]),
+    ],
+)
+def test_strides_that_lie_are_refused_before_memory_is_taken(
+    shape: list[Any], stride: list[Any], tmp_path: Path
+) -> None:
+    run = record(tmp_path, product)
+    given = {"args": [tensor(run, shape, stride), tensor(run, [7, 5], [5, 1])], "kwargs": {}}
+    with pytest.raises(OpInterceptError, match=r"a tensor must have (a shape and strides that fit|sound strides)"):
+        replay(lie(run, arguments=given), 0)
+
+
+def test_an_output_out_of_proportion_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    run = record(tmp_path, lambda: torch.ones(70_000, 1) @ torch.ones(1, 2))
+    lhs = tensor(run, [70_000, 1], [1, 1])
+    run = lie(run, arguments={"args": [lhs, lhs | {"shape": [1, 70_000], "stride": [1, 1]}], "kwargs": {}})
+    with pytest.raises(OpInterceptError, match=r"an output must have at most 4294967296 bytes, got 19600000000 for"):
+        replay(run, 0)
+
+
+@pytest.mark.parametrize("value", [{"torch": "load"}, {"torch": "hub"}, {"eval": "1"}, {"tensor": "../../x"}, {}])
+def test_arguments_are_plain_data(value: Any, tmp_path: Path) -> None:
+    run = record(tmp_path, product)
+    run = lie(run, arguments={"args": [value, value], "kwargs": {}})
+    with pytest.raises(OpInterceptError, match=r"a recorded argument must be a tensor, a number or a dtype, got "):
+        replay(run, 0)
+
+
+def test_names_that_lead_out_of_the_run_are_refused(tmp_path: Path) -> None:
+    run = record(tmp_path, product)
+    value = {"tensor": "../0/0123456789abcdef-0", "shape": [5, 7], "stride": [7, 1]}
+    run = lie(run, arguments={"args": [value, value], "kwargs": {}})
+    with pytest.raises(OpInterceptError, match=r"a tensor must have a name such as .*, got '\.\./0/"):
+        replay(run, 0)

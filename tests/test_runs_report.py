@@ -1,0 +1,554 @@
+"""The report: what it adds up, that it stays small; in a real browser what it shows, and that nothing in it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opintercept import OpInterceptError, hooks, intercept
+from opintercept._call import CallRecord, Gemm, TensorMeta
+from opintercept.runs import open_run, report
+
+LHS, RHS, OUT = (TensorMeta(shape, "float32", "cpu", None, False) for shape in ((2, 3), (3, 4), (2, 4)))
+CALL = CallRecord(
+    index=0,
+    step=0,
+    op="aten::mm",
+    func="aten::mm.default",
+    phase="forward",
+    module="layer",
+    source="train.py:1 in forward",
+    forward=None,
+    grad_of=None,
+    lhs=LHS,
+    rhs=RHS,
+    bias=None,
+    output=OUT,
+    gemm=Gemm(1, 2, 4, 3, ("float32", "float32"), (False, False)),
+    flops=48,
+    bytes=104,
+    autocast=None,
+    opaque=False,
+    elapsed=1e-6,
+)
+INFO: dict[str, Any] = {
+    "schema": 1,
+    "argv": ["train.py"],
+    "started": "2026-01-02T03:04:05",
+    "finished": True,
+    "tensors": "stats",
+    "rank": 0,
+    "world_size": 1,
+    "versions": {"torch": "2.13.0"},
+    "devices": [],
+    "flags": {},
+}
+
+
+def values(count: int = 8, nan: int = 0, inf: int = 0, **moments: float | None) -> dict[str, Any]:
+    known = {"min": -1.0, "max": 2.0, "mean": 0.5, "rms": 1.0} | moments
+    return {"hash": None, "count": count, "nan": nan, "inf": inf} | known
+
+
+def folder(path: Path, *calls: tuple[CallRecord, dict[str, Any]], **info: Any) -> Path:
+    """A run's folder with these calls, each with the values of its operands and output."""
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps(INFO | info))
+    lines = (json.dumps(record.as_dict() | {"values": kept}) for record, kept in calls)
+    (path / "calls.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_values_of_calls_in_one_cell_are_put_together(tmp_path: Path) -> None:
+    calls = [
+        (CALL, {"output": values(8, min=-1.0, max=1.0, mean=0.5, rms=2.0)}),
+        (CALL, {"output": values(10, nan=1, inf=1, min=-3.0, max=0.5, mean=-0.25, rms=1.0)}),
+        (CALL, {"output": values(4, nan=4, min=None, max=None, mean=None, rms=None)}),
+    ]
+    heat = report.summary(open_run(folder(tmp_path / "run", *calls)))["heat"]
+    assert heat["modules"] == ["layer"]
+    assert heat["roles"] == ["output"]
+    # Row, column, calls, FLOP, seconds, and count, NaN, Inf, smallest, largest, mean, rms: (8*4 + 8*1) / 16 = 2.5.
+    assert heat["phases"] == {"forward": [[0, 0, 3, 144, 3e-6, [22, 5, 1, -3.0, 1.0, 0.125, 1.581]]]}
+
+
+def test_the_first_output_that_is_not_finite_is_named_with_its_cause(tmp_path: Path) -> None:
+    broken = replace(CALL, index=7, step=3, module="head", phase="backward")
+    calls = [
+        (CALL, {"lhs": values(nan=1), "output": values()}),
+        (broken, {"lhs": values(), "rhs": values(inf=2), "output": values(nan=3, inf=1)}),
+        (replace(broken, index=8), {"output": values(nan=8)}),
+    ]
+    totals = report.summary(open_run(folder(tmp_path / "run", *calls)))["totals"]
+    assert totals["nonfinite"] == 2
+    assert totals["steps"] == [0, 3]
+    found = totals["first"]
+    assert (found["index"], found["module"], found["phase"], found["step"]) == (7, "head", "backward", 3)
+    assert (found["nan"], found["inf"], found["count"], found["from"]) == (3, 1, 8, ["rhs"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    places=st.lists(
+        st.tuples(st.integers(0, 9), st.one_of(st.integers(0, 40), st.integers(0, 2**62)), st.booleans()), max_size=120
+    )
+)
+def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]]) -> None:
+    bounds = pytest.MonkeyPatch()
+    for name, bound in (("MODULES", 6), ("COLUMNS", 7), ("CELLS", 20)):
+        bounds.setattr(report, name, bound)
+    with bounds.context():
+        heat = report._Heat()
+        for module, step, forward in places:
+            record = replace(CALL, module=str(module), step=step, phase="forward" if forward else "backward")
+            row = heat.add(report.StoredCall(record, 0, {}, {}, None, None))
+            assert row is None or list(heat.modules)[row] == str(module)
+        shown = heat.as_dict()
+    bounds.undo()
+    cells = [cell for phase in shown["phases"].values() for cell in phase]
+    assert sum(cell[2] for cell in cells) + shown["left_out"] == len(places)
+    assert len(shown["modules"]) <= 6
+    assert len(shown["steps"]) <= 7
+    assert len(cells) <= 20 or len(shown["steps"]) == 1
+    assert {cell[1] for cell in cells} == set(range(len(shown["steps"])))
+    steps = {step for module, step, _ in places if str(module) in shown["modules"]}
+    assert {step // shown["width"] * shown["width"] for step in steps} == set(shown["steps"])
+
+
+def test_steps_far_apart_have_a_column_each(tmp_path: Path) -> None:
+    calls = [(replace(CALL, step=step), {}) for step in range(0, 15_000, 100)]
+    heat = report.summary(open_run(folder(tmp_path / "run", *calls)))["heat"]
+    assert heat["width"] == 1
+    assert heat["steps"] == list(range(0, 15_000, 100))
+
+
+def test_products_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "ROWS_ADDED_UP", 3)
+    monkeypatch.setattr(report, "ROWS", 2)
+    calls = [(replace(CALL, module=f"encoder.{i}.conv1.2d", elapsed=1.0), {}) for i in range(5)]
+    calls += [(replace(CALL, op=f"aten::{op}", elapsed=elapsed), {}) for op, elapsed in (("a", 0.5), ("b", 2.0))]
+    calls += [
+        (replace(CALL, op="aten::c", elapsed=elapsed, flops=None), {}) for elapsed in (math.nan, -1.0, None, 0.25)
+    ]
+    gemms = report.summary(open_run(folder(tmp_path / "run", *calls)))["gemms"]
+    assert gemms["rows"] == [
+        ["mm", "forward", "encoder.*.conv1.2d", "[2, 3] @ [3, 4]", "float32", "cpu", 5, 240, 520, 5.0],
+        ["b", "forward", "layer", "[2, 3] @ [3, 4]", "float32", "cpu", 1, 48, 104, 2.0],
+    ]
+    assert gemms["rest"] == [5, None, 520, 0.75]
+
+
+def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
+    calls = (
+        (
+            replace(CALL, module=f"{'deep.' * 60}{i % 500}", step=i // 500 * 100, op=f"aten::{i}"),
+            {role: values(mean=i / 7, rms=i / 3) for role in report.ROLES},
+        )
+        for i in range(8000)
+    )
+    text = report.page(open_run(folder(tmp_path / "run", *calls)))
+    assert len(text) - len(report._plotly()) < 4e6
+
+
+def data_of(text: str) -> Any:
+    (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(block)
+
+
+def test_numbers_that_json_cannot_say_are_left_out(tmp_path: Path) -> None:
+    broken = values(count=2**62, nan=2**62, min=math.nan, max=-math.inf, mean=1e308, rms=1e308)
+    big = values(count=2**62, min=-1e308, max=1e308, mean=-1e308, rms=1e308)
+    calls = [(replace(CALL, elapsed=math.inf), {"output": broken}), (CALL, {"output": big, "lhs": broken})]
+    data = data_of(report.page(open_run(folder(tmp_path / "run", *calls))))
+    (cell,) = data["runs"][0]["heat"]["phases"]["forward"]
+    assert cell[5] == [2**63, 2**62, 0, -1e308, 1e308, None, None]
+
+
+def test_the_page_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(folder(tmp_path / "run", (CALL, {})))
+    page = tmp_path / "page.html"
+    page.write_text("before")
+
+    def fails(*paths: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fails)
+        with pytest.raises(
+            OpInterceptError, match=r"a page must go where it can be written, got .*page\.html.*no space"
+        ):
+            report.write(page, run)
+    assert page.read_text() == "before"
+    with pytest.raises(OpInterceptError, match=r"a page must go where it can be written, got .*: .*No such file"):
+        report.write(tmp_path / "missing" / "page.html", run)
+    with pytest.raises(OpInterceptError, match=r"a page must go to a plain file, got '/dev/null'"):
+        report.write("/dev/null", run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+    link = tmp_path / "link.html"
+    link.symlink_to(page)
+    report.write(link, run)
+    assert link.is_symlink()
+    assert page.read_text("utf-8") == report.page(run)
+
+
+def test_the_page_needs_plotly_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    run = open_run(folder(tmp_path / "run"))
+    with pytest.raises(ImportError, match=r"a report needs plotly, got none; pip install 'opintercept\[cli\]'"):
+        report.page(run)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Records three layers forward and backward for some steps; `change` gives the second layer other weights."""
+    pytest.importorskip("safetensors")
+    torch = pytest.importorskip("torch")
+
+    def record(name: str, tensors: str, steps: int = 1, change: float = 0.0) -> Path:
+        generator = torch.Generator().manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.normal_(generator=generator)
+            model[1].weight[0, 0] += change
+        with intercept(hooks.RunRecorder(tmp_path / name, tensors=tensors)) as interceptor:
+            for _ in range(steps):
+                model(torch.randn(64, 32, generator=generator)).sum().backward()
+                interceptor.step()
+        return tmp_path / name
+
+    return record
+
+
+def test_histograms_are_of_the_values_that_were_recorded(recorded: Callable[..., Path]) -> None:
+    run = open_run(recorded("run", "full", steps=3))
+    shown = report.summary(run)["histograms"]
+    assert (shown["unread"], shown["left_out"], shown["sampled"]) == (0, 0, False)
+    assert len(shown["shown"]) == 6  # three modules, forward and backward
+    for each in shown["shown"]:
+        assert [one["steps"] for one in each["drawn"]] == [[0, 0], [2, 2]]
+    outputs = [call for call in run.calls() if call.record.module == "1" and call.record.phase == "forward"]
+    tensors = [run.tensor(call, "output") for call in (outputs[0], outputs[-1])]
+    (drawn,) = (each for each in shown["shown"] if (each["module"], each["phase"]) == (1, "forward"))
+    low, high = drawn["edges"]
+    assert low == min(float(tensor.min()) for tensor in tensors)
+    assert high == max(float(tensor.max()) for tensor in tensors)
+    for one, tensor in zip(drawn["drawn"], tensors, strict=True):
+        bins = len(one["counts"])
+        assert bins == math.isqrt(tensor.numel()) == 45
+        # The last edge belongs to the last bin.
+        places = ((tensor.double() - low) / (high - low) * bins).long().clamp(max=bins - 1)
+        assert one["counts"] == places.flatten().bincount(minlength=bins).tolist()
+        assert (one["count"], one["nonfinite"]) == (2048, 0)
+
+
+def test_samples_of_several_calls_make_a_histogram(
+    recorded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(recorded("run", "sample", steps=20))
+    shown = report.summary(run)["histograms"]
+    assert shown["sampled"]
+    for each in shown["shown"]:
+        first, last = each["drawn"]
+        assert sum(first["counts"]) == sum(last["counts"]) == 8 * 64
+        assert first["steps"][0] == 0
+        assert last["steps"][1] == 19
+    monkeypatch.setattr(report, "HISTOGRAMS", 2)
+    monkeypatch.setattr(report, "TENSORS", 64 * 4 * 10)
+    shown = report.summary(run)["histograms"]
+    assert shown["left_out"] == 4
+    assert sum(one["calls"] for each in shown["shown"] for one in each["drawn"]) == 10
+    assert shown["unread"] == 22
+
+
+@pytest.mark.parametrize(
+    ("values", "edges", "counts"),
+    [
+        ([], [0.0, 0.0], [0]),
+        ([math.nan, math.inf], [0.0, 0.0], [0]),
+        ([2.0, 2.0, math.nan], [2.0, 2.0], [2]),
+        ([-1.7e308, 1.7e308], [-1.7e308, 1.7e308], [2]),
+        ([3 + 4j, 0j], [0.0, 5.0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+        ([True, False], [0.0, 1.0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_histograms_of_odd_values(values: list[Any], edges: list[float], counts: list[int]) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor(values, dtype=torch.complex64 if 0j in values and 3 + 4j in values else None)
+    if tensor.is_floating_point():
+        tensor = torch.tensor(values, dtype=torch.float64)
+    found, (histogram,) = report._histograms([[tensor]])
+    assert found == edges
+    assert histogram["counts"] == counts
+    assert histogram["nonfinite"] == len(values) - sum(counts)
+
+
+def test_two_runs_give_the_error_of_each_module_that_differs(recorded: Callable[..., Path]) -> None:
+    a, b = open_run(recorded("a", "full", steps=2)), open_run(recorded("b", "full", steps=2, change=0.5))
+    parting = data_of(report.page(a, b))["parting"]
+    first = parting["first"]
+    assert (first["row"], first["module"], first["phase"], first["kind"]) == (1, "1", "forward", "changed operand")
+    assert (first["changed"], first["by"], first["step"]) == (["rhs"], "tensors", 0)
+    errors = {(row, phase): (kind, differ, size) for row, phase, kind, calls, differ, size in parting["modules"]}
+    assert {key[0] for key in errors if key[1] == "forward"} == {1, 2}
+    assert errors[2, "forward"][:2] == ("inherited", 2)
+    assert errors[1, "forward"][2] >= first["relative"] > 0
+    assert not parting["equal"]
+    same = data_of(report.page(a, a))["parting"]
+    assert (same["equal"], same["first"], same["modules"], same["worst"]) == (True, None, [], [])
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """Of a run of six modules and five steps, the last of which has NaN and Inf."""
+    calls = []
+    for step in range(5):
+        for layer in range(6):
+            forward = replace(CALL, index=len(calls), step=step, module=f"layers.{layer}", elapsed=1e-6 * (layer + 1))
+            kept = values(rms=2.0**layer, nan=int(step == 4 and layer > 2), inf=int(step == 4 and layer == 2))
+            calls.append((forward, {"lhs": values(), "rhs": values(), "output": kept}))
+            backward = replace(forward, phase="backward", op="aten::bmm", flops=96, elapsed=5e-5)
+            calls.append((backward, {"output": values()}))
+    path = tmp_path / "page.html"
+    report.write(path, open_run(folder(tmp_path / "run", *calls)))
+    return path
+
+
+CHOOSE = (
+    "((id, value) => {{ const field = document.getElementById(id); field.value = value;"
+    "field.dispatchEvent(new Event('{}')); }})"
+)
+CELLS = (
+    "[...document.querySelectorAll('#gemms-table tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_fits_and_follows_the_colour_scheme(browser: Browser, page: Path, width: int) -> None:
+    grounds = []
+    for dark in (False, True):
+        browser.open(page, width, dark)
+        assert browser.complaints == []
+        assert [address for address in browser.requests if not address.startswith("data:")] == [page.as_uri()]
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        wide = browser.evaluate(
+            "[...document.querySelectorAll('.main-svg')].map(each => each.getBoundingClientRect().right)"
+        )
+        assert len(wide) > 3
+        assert max(wide) <= width
+        grounds.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+        # Labels of the plots are readable on it.
+        ink = browser.evaluate("getComputedStyle(document.querySelector('#heat-plot .ytick text')).fill")
+        assert ink == browser.evaluate("getComputedStyle(document.body).color")
+    light, dark_ground = (sum(map(int, re.findall(r"\d+", ground))) for ground in grounds)
+    assert light > 3 * 200
+    assert dark_ground < 3 * 50
+
+
+def test_cells_that_are_not_finite_have_a_mark(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    count = "document.querySelectorAll('#heat-plot .scatterlayer .point').length"
+    assert browser.evaluate(count) == 4
+    key = "document.getElementById('heat-key').textContent"
+    assert browser.evaluate(key).startswith("✖ has NaN: 3 cells▲ has Inf, no NaN: 1 cell")
+    shown = "document.getElementById('first').textContent"
+    assert "Call 52 in step 4, forward: mm in layers.2" in browser.evaluate(shown)
+    choose = CHOOSE.format("change")
+    for statistic in ("absmax", "mean", "min", "max", "nonfinite"):
+        browser.evaluate(f"{choose}('heat-statistic', '{statistic}')")
+        assert browser.evaluate(count) == 4
+    for field, value in (("heat-role", "lhs"), ("heat-phase", "backward"), ("heat-statistic", "seconds")):
+        browser.evaluate(f"{choose}('{field}', '{value}')")
+        assert browser.evaluate(count) == 0
+    browser.evaluate(f"{CHOOSE.format('input')}('heat-filter', 'LAYERS.3')")
+    assert browser.evaluate("document.querySelectorAll('#heat-plot .ytick').length") == 1
+    assert browser.complaints == []
+
+
+def test_products_are_sorted_and_filtered(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    rows = browser.evaluate(CELLS)
+    assert [row[:2] for row in rows] == [["bmm", "backward"], ["mm", "forward"]]
+    assert rows[1][2:] == [
+        "layers.*",
+        "[2, 3] @ [3, 4]",
+        "float32",
+        "30",
+        "1.44 k",
+        "105 µs",
+        "6.5 %",
+        "13.7 M",
+        "0.4615",
+    ]
+    sort = "document.querySelectorAll('#gemms-table th button')[{}].click()"
+    head = "[...document.querySelectorAll('#gemms-table th')].map(each => each.getAttribute('aria-sort'))"
+    for column, order in ((0, "ascending"), (0, "descending"), (9, "descending"), (9, "ascending")):
+        browser.evaluate(sort.format(column))
+        assert browser.evaluate(head)[column] == order
+        names = [row[0] for row in browser.evaluate(CELLS)]
+        assert names == (["mm", "bmm"] if order == "descending" else ["bmm", "mm"])
+    points = "document.querySelectorAll('#roofline .point').length"
+    assert browser.evaluate(points) == 2
+    browser.evaluate(f"{CHOOSE.format('change')}('gemms-op', 'mm')")
+    assert [row[0] for row in browser.evaluate(CELLS)] == ["mm"]
+    assert browser.evaluate(points) == 1
+    browser.evaluate(f"{CHOOSE.format('input')}('gemms-shape', '[9')")
+    assert browser.evaluate(CELLS) == []
+    assert browser.complaints == []
+
+
+def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    many = [(replace(CALL, module=f"layers.{i}", op=f"aten::{i}"), {"output": values(nan=i)}) for i in range(450)]
+    bounds = {
+        "empty": [],
+        "bare": [(replace(CALL, module=None, lhs=None, gemm=None, flops=None, bytes=None, elapsed=None), {})],
+        "work": [(replace(CALL, step=step), {}) for step in range(3)],
+        "long": [(replace(CALL, step=step), {"output": values(rms=0.0)}) for step in range(1000)],
+        "many": many,
+    }
+    told = {
+        "empty": "The run has no calls.",
+        "bare": "No values were recorded",
+        "work": "No values were recorded",
+        "long": "To fit, 8 steps are put together in each column.",
+        "many": "The map has the first 400 modules; 50 calls of others are not in it.",
+    }
+    for name, calls in bounds.items():
+        report.write(tmp_path / "page.html", open_run(folder(tmp_path / name, *calls)))
+        browser.open(tmp_path / "page.html", 400)
+        assert browser.complaints == [], name
+        assert told[name] in browser.evaluate("document.body.innerText")
+        assert browser.evaluate("document.documentElement.scrollWidth") == 400
+        assert browser.evaluate("document.getElementById('heat-plot').childElementCount > 0") == bool(calls)
+    # Of 400 modules some have their name beside them; of the few that one zooms in on, all.
+    labels = "[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)"
+    assert 20 < len(browser.evaluate(labels)) < 80
+    browser.evaluate("Plotly.relayout('heat-plot', {'yaxis.range': [14.5, 9.5]}).then(() => 0)")
+    assert browser.evaluate(labels) == [f"layers.{i}" for i in range(10, 15)]
+
+
+def test_two_runs_are_compared_and_either_is_shown(
+    browser: Browser, recorded: Callable[..., Path], tmp_path: Path
+) -> None:
+    a, b = recorded("a", "sample", steps=2), recorded("b", "sample", steps=3, change=0.5)
+    path = tmp_path / "page.html"
+    report.write(path, open_run(a), open_run(b))
+    browser.open(path, 400)
+    told = "document.getElementById('parting').innerText"
+    assert "First divergence: call 1 of A, 1 of B, in step 0, forward: addmm in 1" in browser.evaluate(told)
+    assert "Its rhs has other values, which no call before gave it." in browser.evaluate(told)
+    # Where the mark is, is the module that was changed: the second of three.
+    place = "(each => (each.top + each.bottom) / 2)(document.querySelector('{}').getBoundingClientRect())"
+    marked = browser.evaluate(place.format("#parting-plot .shapelayer path"))
+    label = browser.evaluate(place.format("#parting-plot .ytick:nth-child(2) text"))
+    assert marked == pytest.approx(label, abs=4)  # pixels: half of a line of text
+    assert browser.evaluate("document.querySelectorAll('#parting-plot .ytick').length") == 3
+    assert browser.evaluate("document.querySelectorAll('#parting-plot .point').length") == 3
+    browser.evaluate(f"{CHOOSE.format('change')}('parting-phase', 'backward')")
+    assert browser.evaluate("document.querySelectorAll('#parting-plot .shapelayer path').length") == 0
+    assert browser.evaluate("document.querySelectorAll('#histogram-plot .trace').length") == 1
+    steps = "document.querySelectorAll('#heat-plot .xtick').length"
+    assert browser.evaluate(steps) == 2
+    browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
+    assert browser.evaluate(steps) == 3
+    assert browser.evaluate("document.documentElement.scrollWidth") == 400
+    # Nothing in common: still a page.
+    report.write(path, open_run(a), open_run(folder(tmp_path / "other")))
+    browser.open(path, 400)
+    assert "two runs must have calls in common, got none" in browser.evaluate(told)
+    assert browser.evaluate("document.getElementById('parting-plot').childElementCount") == 0
+    assert browser.complaints == []
+
+
+HOSTILE = [
+    "<script>document.title='ran'</script>",
+    "</script><script>document.title='ran'</script>",
+    "<img src=x onerror=\"document.title='ran'\">",
+    "<a href=\"javascript:document.title='ran'\">a</a><b>b</b>",
+    "\"'><svg onload=document.title='ran'>`${document.title='ran'}`",
+    "--><!--<script>&lt;b&gt;&amp;%{x}$$x$$",
+    "@@script@@",
+    "__proto__",
+    "\x00\x07\x1b[31m\r\n\u2028",
+    "\u202e\u2066evil\u05d0\u0639",
+    "\ud800",
+    "huge " * 800,
+]
+
+
+@pytest.mark.parametrize("policy", [True, False], ids=["policy", "no policy"])
+def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, policy: bool) -> None:
+    calls = []
+    for i, text in enumerate(HOSTILE):
+        meta = replace(LHS, dtype=text, device=text)
+        gemm = Gemm(1, 2, 4, 3, (text, text), (False, False))
+        for step in (0, 1):
+            record = replace(
+                CALL, index=i, step=step, module=text, op=text, func=text, source=text, lhs=meta, gemm=gemm
+            )
+            calls.append((record, {"output": values(nan=1)}))
+        calls.append((replace(record, lhs=LHS), {}))
+    texts = {text: text for text in HOSTILE}
+    info = {"argv": HOSTILE, "started": HOSTILE[0], "versions": texts, "devices": HOSTILE, "flags": texts}
+    run = open_run(folder(tmp_path / HOSTILE[2].replace("/", ""), *calls, **info))
+    texts = {f"{text} ": f"{text} " for text in HOSTILE}
+    changed = [(record, kept | {"output": values(rms=i + 2.0, nan=1)}) for i, (record, kept) in enumerate(calls)]
+    other = open_run(folder(tmp_path / "other", *changed, **info | {"versions": texts, "flags": texts}))
+    path = tmp_path / "page.html"
+    report.write(path, run, other)
+    if not policy:  # what the policy would stop must not be there to begin with
+        text, found = re.subn("<meta http-equiv[^>]*>", "", path.read_text("utf-8"))
+        assert found == 1
+        path.write_text(text, "utf-8")
+    browser.open(path)
+    assert browser.complaints == []
+    # Hover over each row of the map and each point of the roofline; plotly looks 20 times a second.
+    hover = (
+        "(async () => {{ const texts = []; for (let i = 0; i < {}; i++) {{"
+        "Plotly.Fx.hover('{}', [{{curveNumber: {}, pointNumber: {}}}]);"
+        "await new Promise(done => setTimeout(done, 70));"
+        "texts.push(document.querySelector('#{} .hoverlayer').textContent); }} return texts; }})()"
+    )
+    over_map = browser.evaluate(hover.format(len(HOSTILE), "heat-plot", 0, "[i, 0]", "heat-plot"))
+    over_roof = browser.evaluate(hover.format(len(HOSTILE), "roofline", 1, "i", "roofline"))
+    labels = browser.evaluate("[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)")
+    names = [row[2] for row in browser.evaluate(CELLS)]
+    for text, label, over in zip(HOSTILE, labels, over_map, strict=True):
+        shown = report._shown(text)
+        assert shown in names
+        assert label == shown or (len(shown) > 44 >= len(label) and label.endswith(shown[-10:]))
+        assert over.startswith(f"{shown}step 0, forward, 1 call")
+    assert any("<img" in text for text in over_roof)
+    over_parting = browser.evaluate(hover.format(2, "parting-plot", 2, "i", "parting-plot"))
+    assert [text.partition("2 calls of 3")[0] for text in over_parting] == HOSTILE[:2]
+    browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert browser.evaluate("document.title") == "opintercept report"
+    assert browser.evaluate("document.querySelectorAll('script').length") == 3
+    assert browser.evaluate("document.querySelectorAll('img, svg a, main a, iframe, b b, p svg').length") == 0
+    everything = browser.evaluate("document.body.innerText")
+    assert not re.search("[\x00\x07\x1b\u202e\u2066\u2028]", everything)
+    assert browser.evaluate("document.documentElement.scrollWidth") == 1280
+    assert [address for address in browser.requests if not address.startswith("data:")] == [path.as_uri()]
