@@ -699,9 +699,12 @@ with intercept(recorder):
         recorder = hooks.RunRecorder(tmp_path / "run", "full")
 
         def child() -> None:
+            assert recorder._writer is not None
+            waiting = list(recorder._writer._waiting)
             torch.full((2, 2), 9.0) @ torch.eye(2)
             with intercept(recorder):
                 torch.full((2, 2), 9.0) @ torch.eye(2)
+            assert recorder._writer._waiting == waiting  # nobody is there to take them
 
         with intercept(recorder):
             torch.full((2, 2), 1.0) @ torch.eye(2)
