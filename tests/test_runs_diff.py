@@ -196,6 +196,14 @@ def test_a_constant_operand_after_a_constant_output_may_come_from_it(compare: An
     assert kinds(found)["c"] == {"inherited": 2}
 
 
+def test_an_operand_that_is_there_once_may_come_from_what_differed_before(compare: Any) -> None:
+    def program(prime: str) -> list[dict[str, Any]]:
+        calls = [call("a", f"x{n}", f"w{prime}", f"y{n}{prime}", grad=(True, True)) for n in range(2)]
+        return [*calls, call("c", "x", f"v{prime}", f"y{prime}", grad=(True, True))]
+
+    assert kinds(compare(program(""), program("'"))) == {"a": {"changed operand": 2}, "c": {"inherited": 1}}
+
+
 def test_a_weight_that_training_changes_is_inherited(compare: Any) -> None:
     a = [
         call(module, f"x{step}{module}", f"w{step}{module}", f"y{step}{module}") for step in range(3) for module in "ab"
@@ -246,6 +254,9 @@ def test_without_hashes_statistics_decide(compare: Any) -> None:
     for rms in (1, 1 + 1e-9):
         found = compare(sparse(1), sparse(rms))
         assert (found.kinds, found.by) == ({"equal": 1}, {"statistics": 1})
+    far = sparse(1)
+    far[0]["values"]["output"]["max"] *= 1 + 1e-9
+    assert compare(sparse(1), far).kinds == {"added": 1}
     found = compare(sparse(1), sparse(1.5))
     assert found.kinds == {"added": 1}
     output = found.first.output
