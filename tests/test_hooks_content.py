@@ -237,10 +237,11 @@ def test_statistics_are_those_of_the_finite_values(
     assert got.finite == (odd == "finite")
 
 
+@pytest.mark.parametrize("count", [1, 5, 64, 5000])
 @pytest.mark.parametrize("scale", [3e38, 1e30, 1.0, 1e-30, 1e-44])
-def test_statistics_hold_over_the_whole_range_of_float32(scale: float) -> None:
-    tensor = torch.full((64, 64), scale)
-    expected = tensor[0, 0].item()
+def test_statistics_hold_over_the_whole_range_of_float32(scale: float, count: int) -> None:
+    tensor = torch.full((count,), scale)
+    expected = tensor[0].item()
     got = values(tensor)
     assert (got.min, got.max) == (expected, expected)
     assert got.mean == pytest.approx(expected, rel=1e-6)  # sums are rounded
@@ -310,6 +311,33 @@ def test_memory_that_is_used_again_is_read_again() -> None:
 
 
 @pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("kind", ["written to", "another at its address"])
+def test_sums_are_not_all_that_is_compared(kind: str) -> None:
+    # One value is so large that rounding hides the exchange of two others in the sum of floats.
+    tensor = torch.rand(16, 16).index_fill(1, torch.tensor([0]), 1e30)
+    stale = hash_of(tensor)
+    exchanged = tensor.clone()
+    exchanged[3, 4:8] = tensor[3, 4:8].roll(2)
+    assert _content._sums(tensor, tensor) == _content._sums(exchanged, exchanged)
+    if kind == "written to":
+        tensor.copy_(exchanged)
+    else:
+        array, address = tensor.numpy(), tensor.data_ptr()
+        array[:] = exchanged.numpy()
+        tensor = torch.from_numpy(array)
+        assert tensor.data_ptr() == address
+        assert tensor._version == 0
+    assert hash_of(tensor) != stale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_a_dimension_of_one_may_have_any_stride(dtype: torch.dtype) -> None:
+    row = torch.arange(8).to(dtype)
+    for tensor in (row[::2][1:2], row.view(4, 2).t()[:1, 1:2], row[3:].as_strided((3, 1), (1, 5)), row[2]):
+        assert hash_of(tensor) == hash_of(tensor.clone(memory_format=torch.contiguous_format))
+
+
+@pytest.mark.usefixtures("forgetful")
 def test_what_has_not_changed_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Any] = []
     hash_all = _content._hash
@@ -366,6 +394,28 @@ def test_conjugate_and_negative_bits_are_resolved() -> None:
     negative = tensor.conj().imag
     assert negative.is_neg()
     assert hash_of(negative) == hash_of(negative.resolve_neg())
+
+
+def test_what_a_transform_has_wrapped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.randn(size, size) for size in (4, 20, 200)]
+    expected = [hash_of(tensor) for tensor in tensors]
+    monkeypatch.setattr(_content, "_tables", {})
+    _content._memo.clear()
+    _content._products.cache_clear()
+    _content._spread.cache_clear()
+
+    def function(x: Tensor) -> Tensor:
+        for tensor in tensors:
+            content_of(tensor)
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    torch.func.vmap(function)(torch.ones(3, 3))
+    for table in _content._tables.values():
+        table.data_ptr()
+    for size in (4, 20, 200):
+        _content._spread(size, torch.float32).data_ptr()
+    assert [hash_of(tensor) for tensor in tensors] == expected
 
 
 def test_no_random_number_is_drawn() -> None:

@@ -465,6 +465,66 @@ def test_no_tensor_is_too_odd(odd: str, level: str, tensors: Any, tmp_path: Path
     assert after.tensors.keys() == {"lhs", "rhs", "output"}
 
 
+def distributed() -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    lhs = DTensor.from_local(torch.ones(70, 70), mesh, [Shard(0)])
+    rhs = DTensor.from_local(torch.ones(70, 70), mesh, [Replicate()])
+    return (lhs @ rhs).to_local()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="built without it")
+@pytest.mark.parametrize("level", ["dispatch", "function"])
+def test_distributed_tensors_are_no_obstacle(level: Any, tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        recorder = hooks.Recorder()
+        with intercept([recorder, hooks.RunRecorder(tmp_path / "run", "full")], level=level):
+            assert torch.equal(distributed(), torch.full((70, 70), 70.0))
+    finally:
+        torch.distributed.destroy_process_group()
+    with intercept(()):
+        pass  # the kernels may go, gloo's threads are gone
+    stored = calls_of(tmp_path / "run")
+    assert [call.record for call in stored] == recorder.records
+    assert stored
+
+
+class Broken(torch.Tensor):
+    """Refuses everything but matrix products."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in ("aminmax", "view", "clone", "contiguous", "sum"):
+            raise AssertionError("mine")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_that_refuses_is_recorded_without_values(tmp_path: Path) -> None:
+    with intercept(hooks.RunRecorder(tmp_path / "run", "full"), level="function"):
+        torch.ones(70, 70).as_subclass(Broken) @ torch.ones(70, 70)
+    (call,) = calls_of(tmp_path / "run")
+    assert "rhs" in call.values
+
+
+def test_a_filter_chooses_what_is_recorded(tmp_path: Path) -> None:
+    with intercept(hooks.when(hooks.RunRecorder(tmp_path / "run", "full"), op="bmm")):
+        torch.eye(2) @ torch.eye(2)
+        out = torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
+        out.baddbmm_(out, out)
+        with pytest.raises(RuntimeError, match="size"):
+            torch.bmm(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    assert [(call.record.op, call.error is None) for call in calls_of(tmp_path / "run")] == [
+        ("aten::bmm", True),
+        ("aten::bmm", False),
+    ]
+
+
 def test_compiled_graphs_are_recorded(tmp_path: Path) -> None:
     with torch._inductor.config.patch(compile_threads=1):
         torch._dynamo.reset()

@@ -125,11 +125,11 @@ class RunRecorder:
 
     def enter(self) -> None:
         """Make the folder and start to write, or go on where this recorder's last block ended."""
+        if self._process != os.getpid():
+            if self._entered or self._info is not None:
+                return  # in a child: the run is the parent's
+            self._process, self._lock = os.getpid(), threading.RLock()
         with self._lock:
-            if self._process != os.getpid():
-                if self._entered or self._info is not None:
-                    return  # in a child: the run is the parent's
-                self._process = os.getpid()
             self._entered += 1
             if self._entered > 1:  # the block of another interceptor
                 return

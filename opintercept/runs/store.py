@@ -38,10 +38,8 @@ MAX_TENSOR = 1 << 32
 _NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_ROLES = frozenset({"lhs", "rhs", "bias", "output"})
+_ROLES = frozenset(("lhs", "rhs", "bias", "output"))
 _ROLE = re.compile(r"lhs|rhs|bias|value|output(?:\.[1-9][0-9]?)?", re.ASCII)
-
-_PHASES = get_args(Phase)
 
 Kept = Literal["none", "stats", "sample", "full"]
 
@@ -393,70 +391,74 @@ def _plain(text: bytes) -> Any:
 
 
 def _call(line: bytes, rank: int) -> StoredCall | None:
-    # Most of a line is what calls that look alike share, and takes most of the time to read. No text has a bare quote
-    # in it, so a mark is where it seems to be; what is between the marks must be an object's members by itself.
-    head, _, rest = line.partition(b',"op":')
-    fragment, mark, tail = rest.partition(b',"values":')
+    # What calls that look alike share stands together in a line, from "op" to "opaque", and is read once.
+    start = line.find(b',"op":')
+    middle = line.find(b',"opaque":', start)
+    if start > 0 and middle > 0:
+        end = line.find(b"e", middle + 10) + 1  # of true or false
+        fragment = line[start + 1 : end]
+        shared = _fragments.get(fragment)
+        if shared is None and (shared := _shared(_plain(b"{%b}" % fragment))) is not None:
+            if len(_fragments) >= _FRAGMENTS:
+                _fragments.clear()
+            if len(fragment) <= MAX_TEXT:
+                _fragments[fragment] = shared
+        if shared is not None and (call := _stored(_plain(line[:start] + line[end:]), shared, rank)) is not None:
+            return call
+    plain = _plain(line)
+    shared = _shared(plain)
+    return None if shared is None else _stored(plain, shared, rank)
+
+
+_PHASES = get_args(Phase)
+_WRONG = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+_FRAGMENTS = 1024
+_fragments: dict[bytes, dict[str, Any]] = {}
+
+
+def _shared(plain: Any) -> dict[str, Any] | None:
+    """The fields of a record that follow from how arguments and output look; None for what is no call."""
     try:
-        summary = _summaries.get(fragment)
-        known = summary is not None
-        if mark and not known and len(fragment) <= MAX_TEXT:
-            summary = _summary(_is(_plain(b'{"op":' + fragment + b"}"), dict))
-        plain = _plain(head + mark + tail) if summary else None
-        if not isinstance(plain, dict) or not plain.keys() >= _OWN:  # written in another order
-            plain = _is(_plain(line), dict)
-            summary = _summary(plain)
-        elif not known:
-            if len(_summaries) >= _MOST_SUMMARIES:
-                _summaries.clear()
-            _summaries[fragment] = summary
+        output = plain["output"]
+        return {
+            "op": _text(plain["op"]),
+            "func": _text(plain["func"]),
+            "lhs": _meta(plain["lhs"]),
+            "rhs": _meta(plain["rhs"]),
+            "bias": _meta(plain["bias"]),
+            "output": tuple(map(_meta, _items(output, MAX_LINE))) if isinstance(output, list) else _meta(output),
+            "gemm": _gemm(plain["gemm"]),
+            "flops": _count_or_none(plain["flops"]),
+            "bytes": _count_or_none(plain["bytes"]),
+            "opaque": _is(plain["opaque"], bool),
+        }
+    except _WRONG:
+        return None
+
+
+def _stored(plain: Any, shared: dict[str, Any], rank: int) -> StoredCall | None:
+    try:
         values = {_role(role): _values(entry) for role, entry in _is(plain.get("values", {}), dict).items()}
         tensors = {_role(role): _name(name) for role, name in _is(plain.get("tensors", {}), dict).items()}
         arguments = plain.get("arguments")
         if arguments is not None:
             _items(_is(arguments, dict)["args"], MAX_LINE)
             _is(arguments["kwargs"], dict)
-        error = _text_or_none(plain.get("error"))
-        return StoredCall(_record(plain, summary), rank, values, tensors, arguments, error)
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        record = CallRecord(
+            index=_count(plain["index"]),
+            step=_count(plain["step"]),
+            phase=_choice(plain["phase"], _PHASES),
+            module=_text_or_none(plain["module"]),
+            source=_text_or_none(plain["source"]),
+            forward=_count_or_none(plain["forward"]),
+            grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
+            autocast=_text_or_none(plain["autocast"]),
+            elapsed=_number_or_none(plain["elapsed"]),
+            **shared,
+        )
+        return StoredCall(record, rank, values, tensors, arguments, _text_or_none(plain.get("error")))
+    except (AttributeError, *_WRONG):
         return None
-
-
-_OWN = {"index", "step", "phase", "module", "source", "forward", "grad_of", "autocast", "elapsed"}
-_summaries: dict[bytes, Any] = {}
-_MOST_SUMMARIES = 4096
-
-
-def _summary(plain: dict[str, Any]) -> Any:
-    """The fields of a record that `_call.Summary` has, too."""
-    output = plain["output"]
-    return {
-        "op": _text(plain["op"]),
-        "func": _text(plain["func"]),
-        "lhs": _meta(plain["lhs"]),
-        "rhs": _meta(plain["rhs"]),
-        "bias": _meta(plain["bias"]),
-        "output": tuple(map(_meta, _items(output, MAX_LINE))) if isinstance(output, list) else _meta(output),
-        "gemm": _gemm(plain["gemm"]),
-        "flops": _count_or_none(plain["flops"]),
-        "bytes": _count_or_none(plain["bytes"]),
-        "opaque": _is(plain["opaque"], bool),
-    }
-
-
-def _record(plain: dict[str, Any], summary: Any) -> CallRecord:
-    return CallRecord(
-        index=_count(plain["index"]),
-        step=_count(plain["step"]),
-        phase=_choice(plain["phase"], _PHASES),
-        module=_text_or_none(plain["module"]),
-        source=_text_or_none(plain["source"]),
-        forward=_count_or_none(plain["forward"]),
-        grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
-        autocast=_text_or_none(plain["autocast"]),
-        elapsed=_number_or_none(plain["elapsed"]),
-        **summary,
-    )
 
 
 def _meta(plain: Any) -> TensorMeta | None:
@@ -485,7 +487,7 @@ def _gemm(plain: Any) -> Gemm | None:
 
 def _values(plain: Any) -> Values:
     hash_ = plain["hash"]
-    if hash_ is not None and not (isinstance(hash_, str) and _HASH.fullmatch(hash_)):
+    if hash_ is not None and not (type(hash_) is str and _HASH.fullmatch(hash_)):
         raise ValueError("hash")
     return Values(
         hash_,
@@ -512,7 +514,9 @@ def _items(value: Any, most: int = MAX_DIMS) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    text: str = value if len(_is(value, str)) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    if type(value) is not str:
+        raise TypeError("a text")
+    text = value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
     # Half a surrogate pair can be in JSON, and nowhere else.
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
@@ -522,24 +526,23 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _integer(value: Any) -> int:
-    if type(value) is not int or not -(2**63) <= value < 2**63:  # True is none
+    if type(value) is not int or not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of 64 bits")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError("a count")
+        raise ValueError("a count of 64 bits")
     return value
 
 
 def _count_or_none(value: Any) -> int | None:
-    # FLOP of many calls can be more than 64 bits; of one they are not.
     return None if value is None else _count(value)
 
 
 def _number_or_none(value: Any) -> float | None:
-    if type(value) is float or value is None:
+    if value is None or type(value) is float:
         return value
     if type(value) is not int:
         raise TypeError("a number")

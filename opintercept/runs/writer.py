@@ -260,11 +260,11 @@ class Writer(threading.Thread):
             values = ",".join(f'"{role}":{_text(value.read())}' for role, value in entry.values.items())
             parts.append(f',"values":{{{values}}}')
         if entry.roles:
-            parts.append(f',"tensors":{json.dumps({role: names[place] for role, place in entry.roles.items()})}')
+            parts.append(f',"tensors":{_compact({role: names[place] for role, place in entry.roles.items()})}')
         if entry.arguments is not None:
-            parts.append(f',"arguments":{json.dumps(_with_names(entry.arguments, names))}')
+            parts.append(f',"arguments":{_compact(_with_names(entry.arguments, names))}')
         if entry.error is not None:
-            parts.append(f',"error":{json.dumps(entry.error)}')
+            parts.append(f',"error":{_quoted(entry.error)}')
         parts.append("}\n")
         return "".join(parts)
 
@@ -279,7 +279,7 @@ class Writer(threading.Thread):
             if len(self._fragments) >= _FRAGMENTS:
                 self._fragments.clear()
             # Kept alive, so that no other gets its address.
-            known = self._fragments[id(note.summary)] = (note.summary, json.dumps(summary)[1:-1])
+            known = self._fragments[id(note.summary)] = (note.summary, _compact(summary)[1:-1])
         return known[1]
 
 
@@ -309,6 +309,9 @@ def _text(values: Values) -> str:
         f'{{"hash":{_quoted(values.hash)},"count":{values.count},"nan":{values.nan},"inf":{values.inf},'
         f'"min":{_plain(values.min)},"max":{_plain(values.max)},"mean":{_plain(values.mean)},"rms":{_plain(values.rms)}}}'
     )
+
+
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _plain(number: float | None) -> str:
