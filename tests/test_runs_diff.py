@@ -428,6 +428,16 @@ def test_a_compiled_model_has_the_calls_of_its_modules(compare: Any) -> None:
     assert [(row.module, row.other) for row in back.modules] == [("", "b"), ("", "c")]
 
 
+def test_passes_of_a_compiled_model_are_paired_in_their_order(compare: Any) -> None:
+    def passes(prime: str, modules: list[str]) -> list[dict[str, Any]]:
+        names = [(step, w, module) for step in range(3) for w, module in zip("ab", modules, strict=True)]
+        return [call(module, f"x{step}{w}{prime}", w, f"y{step}{w}{prime}", step=step) for step, w, module in names]
+
+    # One pass less, so that the lists are not as long.
+    found = compare(passes("", ["a", "b"]), passes("'", ["", ""])[:4])
+    assert sorted((pair.a.record.index, pair.b.record.index) for pair in found.worst) == [(n, n) for n in range(4)]
+
+
 def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> None:
     a = [*chain("a", "b"), call("a", "x", "w", "y")]
     b = [*chain("a", "b"), call("b", "x", "w", "y")]
