@@ -230,10 +230,11 @@ class Pairs:
         counts: dict[int, int] = defaultdict(int)
         for sign in middle_b:
             counts[sign] += 1
-        # difflib looks at each pair of equal elements, again at each level of its recursion; 20 of those.
-        work = 20 * sum(counts.get(sign, 0) for sign in middle_a) + len(middle_a) + len(middle_b)
-        if not work:
+        alike = sum(counts.get(sign, 0) for sign in middle_a)
+        if not alike:
             return
+        # difflib looks at each pair of equal elements, again at each level of its recursion; 20 of those.
+        work = 20 * alike + len(middle_a) + len(middle_b)
         if work > self._budget:
             yield from _by_turns(in_a, in_b, signs_a, signs_b)
             return
