@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import ModuleType
@@ -176,6 +176,16 @@ def _pair(op: Op, args: Args, kwargs: Kwargs) -> tuple[torch.Size, torch.Size]:
     return op.operand("lhs", args, kwargs).shape, op.operand("rhs", args, kwargs).shape
 
 
+def broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The shape of both together; the first call of `torch.broadcast_shapes` imports sympy, which takes half a second.
+
+    Shapes that do not go together are the operator's to refuse.
+    """
+    shorter, longer = sorted((one, other), key=len)
+    lead = len(longer) - len(shorter)
+    return (*longer[:lead], *(b if a == 1 else a for a, b in zip(longer[lead:], shorter, strict=True)))
+
+
 def _matmul(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
     """`[*b, m, k] @ [*b, k, n]`, 1-d operands and broadcast batches as `torch.matmul` takes them."""
     lhs, rhs = _pair(op, args, kwargs)
@@ -183,7 +193,7 @@ def _matmul(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
         return None
     m = lhs[-2] if len(lhs) > 1 else 1
     n = rhs[-1] if len(rhs) > 1 else 1
-    batch = math.prod(torch.broadcast_shapes(lhs[:-2], rhs[:-2]))
+    batch = math.prod(broadcast(lhs[:-2], rhs[:-2]))
     return _shape(op, args, kwargs, batch, m, n, lhs[-1])
 
 
@@ -207,7 +217,7 @@ def _inner(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 def _vecdot(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
     """A batch of dot products along `dim`."""
     lhs, rhs = _pair(op, args, kwargs)
-    full = torch.broadcast_shapes(lhs, rhs)
+    full = broadcast(lhs, rhs)
     k = full[kwargs.get("dim", -1)]
     return _shape(op, args, kwargs, math.prod(full) // k if k else 0, 1, 1, k)
 

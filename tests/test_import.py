@@ -203,3 +203,13 @@ def test_private_torch_api_stays_in_the_engines_and_origin() -> None:
 )
 def test_the_private_api_check_finds_what_it_should(line: str, found: bool) -> None:
     assert bool(PRIVATE.search(line)) is found
+
+
+def test_a_record_imports_nothing_that_takes_long() -> None:
+    code = (
+        "import sys, torch\nfrom opintercept import hooks, intercept\nrecorder = hooks.Recorder()\n"
+        "with intercept(recorder):\n    torch.ones(2, 3) @ torch.ones(3, 4)\n"
+        "assert recorder.records[0].gemm.batch == 1\nprint('sympy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

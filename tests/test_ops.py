@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from opintercept import OpCall, _ops, intercept
+from opintercept._ops import broadcast
 
 TABLED_VERSION = torch.__version__.startswith("2.13.")
 NOT_IN_IT = {  # but in 2.11 or in 2.15
@@ -672,3 +673,14 @@ def test_gemm_of_a_matmul_is_what_its_output_says(shapes: tuple[tuple[int, ...],
         assert product.flatten()[0] == gemm.k  # all ones: each entry adds up its products
     assert gemm.m == (lhs.shape[-2] if lhs.dim() > 1 else 1)
     assert _ops.row_of(torch.matmul).flops((lhs, rhs), {}) == 2 * product.numel() * lhs.shape[-1]
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 3]), max_size=4),
+    st.lists(st.booleans(), max_size=4),
+    st.integers(0, 4),
+)
+def test_shapes_are_broadcast_as_torch_does(shape: list[int], ones: list[bool], dims: int) -> None:
+    other = [1 if one else size for size, one in zip(shape, [*ones, *[False] * 4], strict=False)][len(shape) - dims :]
+    assert broadcast(shape, other) == broadcast(other, shape) == torch.broadcast_shapes(shape, other)
+    assert broadcast(torch.Size(shape), ()) == tuple(shape)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._call import OpCall, is_strided
+from opintercept._ops import broadcast
 
 # Scores in one piece: 32 MiB of float32.
 _PIECE = 1 << 23
@@ -171,7 +172,7 @@ def attention_of(call: OpCall) -> Attention | str | None:
     mask = next((bound[word] for word in ("attn_mask", "attn_bias", "bias") if bound.get(word) is not None), None)
     causal, mask = _causal(name, bound, mask, key.shape[-2] - query.shape[-2])
     # Without grouped heads query and key broadcast as in a product.
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    lead = broadcast(query.shape[:-3], key.shape[:-3])
     query = query.expand(*lead, max(query.shape[-3], key.shape[-3]), *query.shape[-2:])
     if mask is not None:
         mask = mask.expand(*query.shape[:-1], key.shape[-2])

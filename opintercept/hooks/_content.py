@@ -214,8 +214,7 @@ def _weights(device: torch.device, size: int, of_rows: bool) -> torch.Tensor:
     known = _tables.get((device, size, of_rows))
     if known is None:
         if (table := _tables.get((device, _BLOCK, of_rows))) is None:
-            numbers = [_signed(_mixed(2 * i + of_rows + 2**40)) for i in range(_BLOCK)]
-            table = _plain(torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device))
+            table = _plain(_mixed_all(2 * torch.arange(_BLOCK, device="cpu") + (of_rows + 2**40)).to(device))
             _tables[device, _BLOCK, of_rows] = table
         known = _tables[device, size, of_rows] = _plain(table[:size])
     return known
@@ -227,6 +226,14 @@ def _mixed(number: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     return z ^ (z >> 31)
+
+
+def _mixed_all(numbers: torch.Tensor) -> torch.Tensor:
+    """`_signed(_mixed(number))` of each: int64 arithmetic is mod 2**64, and a shift fills up with the sign."""
+    z = numbers * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
+    return z ^ (z >> 31 & 2**33 - 1)
 
 
 def _signed(number: int) -> int:
