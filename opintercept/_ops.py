@@ -179,10 +179,13 @@ def _pair(op: Op, args: Args, kwargs: Kwargs) -> tuple[torch.Size, torch.Size]:
 def broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     """The shape of both together; the first call of `torch.broadcast_shapes` imports sympy, which takes half a second.
 
-    Shapes that do not go together are the operator's to refuse.
+    Raises:
+        ValueError: They do not go together.
     """
     shorter, longer = sorted((one, other), key=len)
     lead = len(longer) - len(shorter)
+    if any(a != b and a != 1 and b != 1 for a, b in zip(longer[lead:], shorter, strict=True)):
+        raise ValueError(f"shapes must be the same or 1 in each dimension, got {one} and {other}")
     return (*longer[:lead], *(b if a == 1 else a for a, b in zip(longer[lead:], shorter, strict=True)))
 
 

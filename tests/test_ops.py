@@ -684,3 +684,8 @@ def test_shapes_are_broadcast_as_torch_does(shape: list[int], ones: list[bool], 
     other = [1 if one else size for size, one in zip(shape, [*ones, *[False] * 4], strict=False)][len(shape) - dims :]
     assert broadcast(shape, other) == broadcast(other, shape) == torch.broadcast_shapes(shape, other)
     assert broadcast(torch.Size(shape), ()) == tuple(shape)
+
+
+def test_shapes_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the same or 1 in each dimension, got \(2, 3\) and \(2,\)"):
+        broadcast((2, 3), (2,))
