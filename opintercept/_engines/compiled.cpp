@@ -49,8 +49,8 @@ const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one k
     DispatchKey::PythonTLSSnapshot,
 });
 
-PyObject *state, *run, *current, *backward_phase; // of Python, see `setup`
-PyObject *watch_method, *kernel_engine, *forward_phase; // strings
+PyObject *state, *watch_of, *run, *current, *backward_phase; // of Python, see `setup`
+PyObject *kernel_engine, *forward_phase; // strings
 PyObject* invoke_function;
 
 std::atomic<bool> all_threads{false}; // whether threads that have entered nothing are watched
@@ -309,7 +309,7 @@ struct Kernel final : c10::OperatorKernel {
     Owned watch(
         found != nullptr
             ? Py_NewRef(found)
-            : check(PyObject_CallMethodObjArgs(scope, watch_method, kernel_engine, overload.name, nullptr)));
+            : check(PyObject_CallFunctionObjArgs(watch_of, scope, kernel_engine, overload.name, nullptr)));
     if (watch.p == Py_None) {
       return false;
     }
@@ -408,10 +408,10 @@ struct Kernel final : c10::OperatorKernel {
   }
 };
 
-// setup(state, Scope, Watch, run, current, backward_phase)
+// setup(state, Scope, Watch, Scope.watch, run, current, backward_phase)
 PyObject* setup(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
-  if (!PyArg_ParseTuple(args, "OOOOOO", &state, &scope, &watch, &run, &current, &backward_phase)) {
+  if (!PyArg_ParseTuple(args, "OOOOOOO", &state, &scope, &watch, &watch_of, &run, &current, &backward_phase)) {
     return nullptr;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
@@ -421,7 +421,7 @@ PyObject* setup(PyObject*, PyObject* args) {
       !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row")) {
     return nullptr;
   }
-  for (PyObject* each : {state, run, current, backward_phase}) {
+  for (PyObject* each : {state, watch_of, run, current, backward_phase}) {
     Py_INCREF(each);
   }
   Py_RETURN_NONE;
@@ -525,7 +525,6 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   if (made == nullptr) {
     return nullptr;
   }
-  watch_method = PyUnicode_InternFromString("watch");
   kernel_engine = PyUnicode_InternFromString("kernel");
   forward_phase = PyUnicode_InternFromString("forward");
   invoke_function = PyObject_GetAttrString(made, "invoke");

@@ -29,7 +29,8 @@ class _Compiled:
         self._extension = extension
         self._prepared: dict[str, Any] = {}  # by overload, made once; None for those that are left to Python
         # What C++ calls has no frame of ours above it that keeps Dynamo out.
-        functions = [keep_out(f) for f in (_pipeline.run, scope.current, _origin.backward_phase)]
+        called = (scope.Scope.watch, _pipeline.run, scope.current, _origin.backward_phase)
+        functions = [keep_out(function) for function in called]
         extension.setup(scope.state, scope.Scope, scope.Watch, *functions)
         scope.state.told = extension.watch_all_threads
         extension.watch_all_threads(bool(scope.state.everywhere.blocks))
@@ -60,6 +61,9 @@ def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def load() -> kernels.Compiled:
     """The compiled kernels of this process; the first process on a machine takes a minute to build them.
+
+    Waits, as torch does, for another process that builds them; one that was killed leaves a file named `lock` in
+    torch's cache of extensions, which has to go.
 
     Raises:
         OpInterceptError: They cannot be built here.
