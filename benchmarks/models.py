@@ -61,6 +61,47 @@ def _others(model: torch.nn.Module) -> dict[str, Make]:
     return found | {"DebugMode": DebugMode}
 
 
+class _Body:
+    """What is timed: the model's own call, or another's way to call it."""
+
+    def __init__(self, plain: Callable[[], Any]) -> None:
+        self._call = plain
+
+    def __call__(self) -> Any:
+        return self._call()
+
+    @contextlib.contextmanager
+    def as_called_by(self, call: Callable[[], Any]) -> Iterator[None]:
+        """Call the model so, in a block."""
+        plain, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = plain
+
+
+def _peers(model: Any, tokens: torch.Tensor, body: _Body) -> dict[str, Make]:
+    """Tools of others, where they are installed (the extra `bench`)."""
+    found: dict[str, Make] = {}
+    with contextlib.suppress(ImportError):
+        from nnsight import NNsight  # type: ignore[import-not-found]
+
+        traced = NNsight(model)
+
+        def with_nnsight() -> Any:
+            with traced.trace(tokens):
+                _ = [layer.output.save() for layer in traced.model.layers]
+                out = traced.output.save()
+            return out.logits
+
+        found["nnsight, the outputs of 4 layers"] = lambda: body.as_called_by(_inference(with_nnsight))
+    with contextlib.suppress(ImportError):
+        import torchlens  # type: ignore[import-not-found]
+
+        found["TorchLens"] = lambda: body.as_called_by(_inference(lambda: torchlens.trace(model, tokens)))
+    return found
+
+
 def llama() -> Any:
     """Four layers of width 64: 319 operators, 29 of them matmuls, each of which takes microseconds."""
     config = transformers.LlamaConfig(
@@ -92,16 +133,20 @@ def run(smoke: bool) -> list[Row]:
         Recorder=lambda: intercept(hooks.Recorder(), engine="compiled"),
         Stats=lambda: intercept(hooks.Stats(), engine="compiled"),
     )
+    body = _Body(_inference(lambda: model(tokens).logits))
     found = compare(
         "models",
         "Llama, 4 layers of width 64, forward",
-        _inference(lambda: model(tokens).logits),
+        body,
         OURS | HOOKS | in_c | _others(model),
         rounds=rounds,
         number=1 if smoke else 3,
         check=False,  # two of torch's modes change the last bits
         bounds={"no-op hook": ("plain", 1.20), "Recorder": ("plain", 1.45), "Stats": ("plain", 2.2)},
     )
+    if peers := _peers(model, tokens, body):
+        program = "Llama, forward, by tools of others"
+        found += compare("models", program, body, {"plain": nullcontext} | peers, rounds=min(rounds, 3), check=False)
 
     def train() -> Any:
         model.zero_grad()

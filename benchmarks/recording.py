@@ -90,19 +90,23 @@ def _step(smoke: bool) -> list[Row]:
 
 
 def _disk(smoke: bool) -> list[Row]:
-    """Large products, of which each operand and output is new, and a file of as many bytes."""
+    """Large products, of which each operand and output is new, and a file of as many bytes, both until on the disk."""
     size = 256 if smoke else 1024
     torch.manual_seed(0)
-    pairs = [(torch.randn(size, size), torch.randn(size, size)) for _ in range(2 if smoke else 24)]
+    pairs = [(torch.randn(size, size), torch.randn(size, size)) for _ in range(2 if smoke else 60)]
     times: dict[str, list[float]] = {"plain write": [], 'RunRecorder, tensors="full"': []}
-    for turn in range(1 if smoke else 6):
+    for turn in range(1 if smoke else 4):
         with tempfile.TemporaryDirectory() as folder:
             with intercept(hooks.RunRecorder(f"{folder}/run", "full")):
                 started = time.perf_counter()
                 for a, b in pairs:
                     torch.mm(a, b)
+            stored = list(Path(folder).rglob("*.safetensors"))
+            for path in stored:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             recorded = time.perf_counter() - started
-            total = sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
+            total = sum(path.stat().st_size for path in stored)
             started = time.perf_counter()
             for a, b in pairs:
                 torch.mm(a, b)
@@ -112,6 +116,7 @@ def _disk(smoke: bool) -> list[Row]:
             with open(os.path.join(folder, "plain"), "wb", buffering=0) as file:
                 for block in blocks:
                     file.write(block)
+                os.fsync(file.fileno())
             plain = time.perf_counter() - started
         if turn or smoke:
             times["plain write"].append(plain)

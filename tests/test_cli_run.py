@@ -257,9 +257,18 @@ def test_a_program_without_torch_gets_none(tmp_path: Path) -> None:
     """
     name = script(tmp_path, program)
     assert beside(tmp_path, name)[1] == "True SourceFileLoader False\n"
-    assert ends(start(tmp_path, *OURS, name))[2] == (
-        "opintercept: nothing to see, the program's process has not imported torch\n"
-    )
+    assert ends(start(tmp_path, *OURS, name))[2] == NOTHING
+
+
+CHILDREN = "processes that it starts are not watched, but each of those that torchrun starts with this command is"
+NOTHING = f"opintercept: nothing to see, the program has not imported torch in its own process; {CHILDREN}\n"
+
+
+def test_a_program_may_put_other_streams_in_place_or_close_them(tmp_path: Path) -> None:
+    name = script(tmp_path, "import io, sys\nsys.stdout = sys.stderr = io.StringIO()")
+    assert ends(start(tmp_path, *OURS, name)) == (0, "", NOTHING)
+    name = script(tmp_path, "import sys\nsys.stdout.close()\nsys.stderr.close()")
+    assert ends(start(tmp_path, *OURS, name)) == (0, "", "")
 
 
 @pytest.mark.parametrize(
@@ -390,24 +399,51 @@ def test_a_program_that_intercepts_by_itself(tmp_path: Path) -> None:
     inside = re.compile(r'  File "[^"]*_pipeline.py".*\n    .*\n.*\^\n')
     assert no_address(inside.sub("", got[2])) == no_address(inside.sub("", expected[2]))
     assert "in post" in got[2]
-    assert "NonFiniteError: NaN is made by aten::mm" in got[2]
+    assert "NonFiniteError: NaN comes into aten::mm in no module (script.py:25" in got[2]
 
 
 WAITS = """
-    import signal, sys, time
+    import os, signal, sys, time
     import torch
 
     torch.ones(2, 3) @ torch.full((3, 4), float("nan"))
-    time.sleep(1.5)  # what is recorded is written once a second
+    while not os.path.getsize(sys.argv[1] + "/calls.jsonl"):  # it is written once a second
+        time.sleep(0.05)
     print("ready", flush=True)
     signal.pause()
 """
 
 
 @FORKS
+def test_what_child_processes_run_is_not_watched_and_this_is_told(tmp_path: Path) -> None:
+    program = """
+        import multiprocessing, os, torch
+
+        def work(n):
+            return float((torch.ones(2, n) @ torch.ones(n, 2)).sum())
+
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            print(pool.map(work, [1, 2, 3]))
+        if os.fork() == 0:
+            print(work(4), flush=True)
+            raise SystemExit
+        os.wait()
+    """
+    name = script(tmp_path, program)
+    status, out, err = ends(start(tmp_path, *OURS, "--out", "run", name))
+    assert (status, out) == (0, "[4.0, 8.0, 12.0]\n16.0\n")
+    assert err.splitlines()[0] == f"opintercept: 0 calls, 0 FLOP, 0 not finite, 0.000 ms in them; {CHILDREN}"
+    run = runs.open_run(tmp_path / "run")
+    assert run.info.finished
+    assert not list(run.calls())
+
+
+@FORKS
 def test_a_signal_ends_it_as_a_plain_run_and_keeps_what_was_recorded(tmp_path: Path) -> None:
     name = script(tmp_path, WAITS)
-    processes = {n: start(tmp_path, *OURS, "--out", f"run{n}", name) for n in (signal.SIGINT, signal.SIGTERM)}
+    processes = {
+        n: start(tmp_path, *OURS, "--out", f"run{n}", name, f"run{n}") for n in (signal.SIGINT, signal.SIGTERM)
+    }
     for number, process in processes.items():
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -421,7 +457,7 @@ def test_a_signal_ends_it_as_a_plain_run_and_keeps_what_was_recorded(tmp_path: P
         if number == signal.SIGTERM:
             assert err == ""
             continue
-        where = f'  File "{tmp_path / name}", line 8, in <module>\n    signal.pause()\n'
+        where = f'  File "{tmp_path / name}", line 9, in <module>\n    signal.pause()\n'
         assert err.startswith(f"Traceback (most recent call last):\n{where}KeyboardInterrupt\nopintercept: 1 call,")
         assert "NaN comes into aten::mm in no module (script.py:5 in <module>), call 0 (forward), through rhs" in err
 
@@ -476,6 +512,24 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "run.json").read_text() == "{}"
     assert ends(replaced)[0] == 0
     assert len(list(runs.open_run(tmp_path / "replaced").calls())) == 1
+
+
+def test_recording_statistics_needs_no_extra_and_recording_values_says_which(tmp_path: Path) -> None:
+    for name in ("rich", "plotly", "safetensors"):
+        script(tmp_path, f"raise ModuleNotFoundError('no {name} here', name='{name}')", f"{name}.py")
+    name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
+    stats = start(tmp_path, *OURS, "--out", "stats", name)
+    full = start(tmp_path, *OURS, "--out", "full", "--tensors", "full", name)
+    status, _, err = ends(stats)
+    assert status == 0
+    assert err.startswith("opintercept: 1 call, 24 FLOP, 0 not finite")
+    status, _, err = ends(full)
+    assert status == 2
+    assert "pip install 'opintercept[cli]'" in err
+    assert not (tmp_path / "full").exists()
+    status, out, _ = ends(start(tmp_path, "-m", "opintercept", "show", "stats"))
+    assert status == 0
+    assert "calls     1 call, 24 FLOP" in out
 
 
 @FORKS

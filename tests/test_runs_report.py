@@ -443,6 +443,11 @@ def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
         assert told[name] in browser.evaluate("document.body.innerText")
         assert browser.evaluate("document.documentElement.scrollWidth") == 400
         assert browser.evaluate("document.getElementById('heat-plot').childElementCount > 0") == bool(calls)
+    # Of 400 modules some have their name beside them; of the few that one zooms in on, all.
+    labels = "[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)"
+    assert 20 < len(browser.evaluate(labels)) < 80
+    browser.evaluate("Plotly.relayout('heat-plot', {'yaxis.range': [14.5, 9.5]}).then(() => 0)")
+    assert browser.evaluate(labels) == [f"layers.{i}" for i in range(10, 15)]
 
 
 def test_two_runs_are_compared_and_either_is_shown(

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from opintercept._call import Phase
 from opintercept._errors import OpInterceptError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOOKS = ("profile", "nonfinite", "stats", "reference", "print")
 _PROGRESS_SECONDS = 0.25
+_CHILDREN = "processes that it starts are not watched, but each of those that torchrun starts with this command is"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +111,7 @@ class _Watch:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.error: BaseException | None = None  # of the program
         self._arguments = arguments
+        self._stderr = sys.stderr  # the program may put another in its place, for what it writes itself
         self._process = os.getpid()
         self._shown: dict[str, Any] = {}  # hooks by name
         self._tally: Any = None
@@ -127,7 +129,7 @@ class _Watch:
         except (OpInterceptError, ImportError, OSError, TypeError, ValueError) as unusable:
             self._interceptor = None
             atexit.unregister(self.end)
-            print(f"opintercept run: {unusable}", file=sys.stderr)
+            _write(self._stderr, f"opintercept run: {unusable}\n")
             raise SystemExit(UNUSABLE) from None
         self._entered_by = threading.get_ident()
         _count_steps(self._interceptor)
@@ -143,12 +145,12 @@ class _Watch:
             "nonfinite": lambda: hooks.NonFinite(action="record"),
             "stats": hooks.Stats,
             "reference": hooks.Reference,
-            "print": lambda: hooks.Print(file=sys.stderr),
+            "print": lambda: hooks.Print(file=self._stderr),
         }
         self._shown = {name: make[name]() for name in dict.fromkeys(names)}
         self._rank, self._world_size = rank_and_world_size()
         visible = not chosen.quiet and self._rank == 0
-        self._tally = _Tally(self._shown.get("nonfinite"), visible and sys.stderr.isatty())
+        self._tally = _Tally(self._shown.get("nonfinite"), self._stderr, visible and self._stderr.isatty())
         watching = [*self._shown.values(), self._tally]
         if chosen.out is not None:
             watching.append(
@@ -182,11 +184,9 @@ class _Watch:
         self.clear_progress()
         if self._arguments.quiet or self._rank != 0:
             return
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe is its reader's wish
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
             sys.stdout.flush()  # what the program printed comes first
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._report():
-                print(line, file=sys.stderr)
+        _write(self._stderr, "".join(f"{line}\n" for line in self._report()))
 
     def _leave(self) -> None:
         error = self.error if self._failed else None
@@ -215,10 +215,11 @@ class _Watch:
     def _report(self) -> Iterator[str]:
         chosen, tally = self._arguments, self._tally
         if self._interceptor is None:
-            yield "opintercept: nothing to see, the program's process has not imported torch"
+            yield f"opintercept: nothing to see, the program has not imported torch in its own process; {_CHILDREN}"
             return
         rank = f" by rank 0 of {self._world_size}" if self._world_size > 1 else ""
-        yield f"opintercept: {tally}{rank}, {duration(tally.seconds)} in them"
+        none = "" if tally.calls or tally.failed else f"; {_CHILDREN}"
+        yield f"opintercept: {tally}{rank}, {duration(tally.seconds)} in them{none}"
         for name, hook in self._shown.items():
             if name != "print" and tally.calls:
                 yield from _shortened(hook, chosen.top)
@@ -238,34 +239,39 @@ class _Watch:
 class _Tally:
     """Counts calls, and shows the count on a terminal while the program runs."""
 
-    def __init__(self, nonfinite: Any, visible: bool) -> None:
+    def __init__(self, nonfinite: Any, stderr: TextIO, visible: bool) -> None:
         self.calls = 0
         self.failed = 0
         self.flops = 0
         self.seconds = 0.0
+        self._lock = threading.RLock()
         self._nonfinite = nonfinite
+        self._stderr = stderr
         self._due = time.monotonic() + _PROGRESS_SECONDS if visible else float("inf")
         self._drawn = False
 
     def post(self, call: OpCall) -> None:
-        """Count the call. Threads may lose a count to each other while it is shown, no more than that."""
-        self.calls += 1
-        self.flops += call.flops or 0
-        self.seconds += call.elapsed or 0.0
+        """Count the call."""
+        flops = call._summary().flops or 0  # worked out once for calls that look alike
+        with self._lock:
+            self.calls += 1
+            self.flops += flops
+            self.seconds += call.elapsed or 0.0
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + _PROGRESS_SECONDS
             self._drawn = True
-            _write(f"\r\x1b[Kopintercept: {self}")
+            _write(self._stderr, f"\r\x1b[Kopintercept: {self}")
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Count a call that raised."""
-        self.failed += 1
+        with self._lock:
+            self.failed += 1
 
     def clear(self) -> None:
         """Take the line away."""
         if self._drawn:
             self._drawn = False
-            _write("\r\x1b[K")
+            _write(self._stderr, "\r\x1b[K")
 
     def __str__(self) -> str:
         text = f"{self.calls:,} {'call' if self.calls == 1 else 'calls'}, {amount(self.flops, 'FLOP')}"
@@ -276,10 +282,10 @@ class _Tally:
         return text
 
 
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a terminal that has gone
-        sys.stderr.write(text)
-        sys.stderr.flush()
+def _write(stderr: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed, or a terminal that has gone
+        stderr.write(text)
+        stderr.flush()
 
 
 def _shortened(hook: Any, top: int) -> Iterator[str]:

@@ -152,7 +152,8 @@ class _Sum:
         return {**dict(key), **own, "flops_per_second": _rate(own["flops"], self.seconds)}
 
     def __str__(self) -> str:
-        text = f"{self.calls:,} calls, {amount(self.flops, 'FLOP')}, {duration(self.seconds)} in them"
+        text = f"{self.calls:,} {'call' if self.calls == 1 else 'calls'}, {amount(self.flops, 'FLOP')}"
+        text += f", {duration(self.seconds)} in them"
         return f"{text}, {self.nonfinite:,} not finite, {self.raised:,} that raised"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -19,14 +20,15 @@ from opintercept.runs.store import Values
 
 _BLOCK = 1 << 16  # weights of a table; longer rows and more of them are taken in blocks
 _SMALL = 1 << 14  # elements whose weights are kept whole
-_PIECE = 1 << 22  # elements that are widened to 64 bits at a time
+_PIECE = 1 << 18  # elements that are widened to 64 bits at a time; fresh memory for more takes longer than the sum
 _WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 # Devices whose values are read at once; those of others are read when the work queued there is done.
 _ON_HOST = ("cpu",)
 _MEMO, _MEMO_NUMEL = 4096, 64
+_LONGEST = 1 << 17  # rows and columns of what is remembered
 
 _tables: dict[tuple[torch.device, int, bool], torch.Tensor] = {}  # parts of one, too: slicing takes its time
-_memo: dict[Any, tuple[int, Values]] = {}
+_memo: dict[Any, tuple[weakref.ref[torch.Tensor], int | None, tuple[int, float], Values]] = {}
 _lock = threading.Lock()
 
 
@@ -68,6 +70,13 @@ def content_of(tensor: Any) -> Content | None:
     products of one for the row and one for the column: D. Lemire and O. Kaser, "Strongly universal string hashing
     is fast", The Computer Journal 57(11), 2014. A transposed matrix is so read in the order of memory.
     """
+    try:
+        return _content_of(tensor)
+    except Exception:  # a dtype that torch cannot reduce, one value for many, whatever a subclass raises
+        return None
+
+
+def _content_of(tensor: Any) -> Content | None:
     values = stored_values(tensor)
     if values is None:
         return None
@@ -77,30 +86,54 @@ def content_of(tensor: Any) -> Content | None:
         return Content(Values(None if bits is None else f"{0:016x}", 0, 0, 0, None, None, None, None))
     if values.device.type not in _ON_HOST:
         return Content(None, _packed(values, bits))
-    if bits is None or count < _MEMO_NUMEL or (words := _words(bits[0])) is None:
+    if bits is None or count < _MEMO_NUMEL or (sums := _sums(values, bits[0])) is None:
         return Content(_on_host(values, bits))
-    # Weights come by again and again, and q, k and v share an operand. A sum over the words is ten times as fast
-    # as the hash; together with the address and the version, equal sums mean that nothing was written since.
+    # Weights come by again and again, and q, k and v share an operand. The sums take a tenth of the hash's time.
+    # The same tensor, which has lived since, and an equal version mean that nothing was written but past autograd,
+    # by `.data` say; that, the sums tell.
     version = None if tensor.is_inference() else tensor._version
-    key = (values.data_ptr(), values.shape, values.stride(), values.dtype, version)
+    lives = tensor._base if tensor._is_view() else tensor
+    key = (values.data_ptr(), values.shape, values.stride(), values.dtype)
     known = _memo.get(key)
-    if known is not None and known[0] == words:
-        return Content(known[1])
+    if known is not None and known[0]() is lives and known[1:3] == (version, sums):
+        return Content(known[3])
     read = _on_host(values, bits)
     with _lock:
         if len(_memo) >= _MEMO:
             _memo.clear()
-        _memo[key] = (words, read)
+        _memo[key] = (weakref.ref(lives), version, sums, read)
     return Content(read)
 
 
-def _words(dense: torch.Tensor) -> int | None:
-    """The sum of 64-bit words, or None where memory is not made of them."""
+def _sums(values: torch.Tensor, dense: torch.Tensor) -> tuple[int, float] | None:
+    """The sum of 64-bit words, which any one change changes, and one of weighted values, which an exchange does.
+
+    None where memory is not made of such words, and for other dtypes than BLAS multiplies.
+    """
+    if dense.dtype is not values.dtype or dense.dtype not in (torch.float32, torch.float64) or not dense.dim():
+        return None
     flat = dense.view(-1)
     size = flat.element_size()
-    if (flat.numel() * size) % 8 or (flat.storage_offset() * size) % 8 or flat.data_ptr() % 8:
+    width = dense.size(-1)
+    height = flat.numel() // width
+    if (flat.numel() * size) % 8 or flat.data_ptr() % 8 or max(width, height) > _LONGEST:
         return None
-    return int(flat.view(torch.int64).sum())
+    rows = torch.mv(dense.view(height, width), _spread(width, dense.dtype))
+    weighted = torch.dot(rows, _spread(height, dense.dtype)).item()
+    return int(flat.view(torch.int64).sum()), weighted
+
+
+@lru_cache(256)
+def _spread(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Weights from 1 to 2, `[size]`."""
+    generator = torch.Generator("cpu").manual_seed(size)
+    return _plain(torch.rand(size, dtype=dtype, generator=generator, device="cpu") + 1)
+
+
+def _plain(table: torch.Tensor) -> torch.Tensor:
+    """The table, to be kept; a RuntimeError for one that a transform of torch.func has wrapped, and ends."""
+    table.data_ptr()
+    return table
 
 
 def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -111,7 +144,9 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.is_contiguous():
-        return tensor, False
+        # A dimension of one may have any stride, and its tensor no view of another dtype.
+        plain = not tensor.dim() or tensor.stride(-1) == 1
+        return (tensor if plain else tensor.clone(memory_format=torch.contiguous_format)), False
     if tensor.dim() == 2 and tensor.mT.is_contiguous():
         return tensor.mT, True
     return tensor.contiguous(), False
@@ -119,9 +154,10 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 def _hash(dense: torch.Tensor, swapped: bool) -> torch.Tensor:
     """The hash as an int64 tensor of no dimension, on the tensor's device."""
+    dense = dense if dense.dim() else dense.view(1)
     lanes = dense.view(_WIDE[dense.element_size()])
     wide = lanes.numel() // dense.numel()  # two lanes of 32 bits for an element of 64
-    width = dense.size(-1) if dense.dim() else 1
+    width = dense.size(-1)
     if wide == 1:
         return _form(lanes if lanes.dim() == 2 else lanes.view(-1, width), swapped)
     lanes = lanes.view(-1, width, wide)
@@ -158,7 +194,7 @@ def _form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
 def _products(device: torch.device, height: int, width: int, swapped: bool) -> torch.Tensor:
     """The weights of elements, `[height, width]`."""
     inner, outer = _weights(device, width, swapped), _weights(device, height, not swapped)
-    return outer.unsqueeze(1) * inner
+    return _plain(outer.unsqueeze(1) * inner)
 
 
 def _factor(block: int, of_rows: bool) -> int:
@@ -179,8 +215,9 @@ def _weights(device: torch.device, size: int, of_rows: bool) -> torch.Tensor:
     if known is None:
         if (table := _tables.get((device, _BLOCK, of_rows))) is None:
             numbers = [_signed(_mixed(2 * i + of_rows + 2**40)) for i in range(_BLOCK)]
-            table = _tables[device, _BLOCK, of_rows] = torch.tensor(numbers, dtype=torch.int64).to(device)
-        known = _tables[device, size, of_rows] = table[:size]
+            table = _plain(torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device))
+            _tables[device, _BLOCK, of_rows] = table
+        known = _tables[device, size, of_rows] = _plain(table[:size])
     return known
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import random
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import torch
 
 from opintercept._call import OpCall, is_strided
 from opintercept._errors import OpInterceptWarning
+from opintercept._pipeline import share_memory
 from opintercept.hooks._content import Content, content_of
 from opintercept.hooks._copies import can_store, copied, safetensors_for
 from opintercept.hooks._repro import plain_arguments
@@ -97,14 +99,16 @@ class RunRecorder:
         self._overwrite = overwrite
         self._check_free()
         self._writer: Writer | None = None
+        self._closed: Writer | None = None  # of the block before
+        self._info: RunInfo | None = None
+        self._entered = 0
         self._last: deque[Entry] = deque(maxlen=self.flight)
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
-        self._before: dict[int, dict[str, tuple[Content | None, torch.Tensor]]] = {}
+        self._before: dict[tuple[int, int], dict[str, tuple[Content | None, torch.Tensor]]] = {}
         self._places: dict[Any, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._outside: BaseException | None = None
         self._process = os.getpid()
-        self._begun = False
         self._told = False
 
     def _check_free(self) -> None:
@@ -121,54 +125,74 @@ class RunRecorder:
 
     def enter(self) -> None:
         """Make the folder and start to write, or go on where this recorder's last block ended."""
-        self._process = os.getpid()
-        self._outside = sys.exception()
-        if self.flight is None:
-            self._start()
+        if self._process != os.getpid():
+            if self._entered or self._info is not None:
+                return  # in a child: the run is the parent's
+            self._process, self._lock = os.getpid(), threading.RLock()
+        with self._lock:
+            self._entered += 1
+            if self._entered > 1:  # the block of another interceptor
+                return
+            self._outside = sys.exception()
+            try:
+                if self.flight is None:
+                    self._start()
+            except BaseException:
+                self._entered = 0
+                raise
 
     def _start(self) -> None:
-        folder, rank, world_size = _own(self.path)
-        if not self._begun:
+        if self._info is None:
             self._check_free()
+            folder, rank, world_size = _own(self.path)
             if self._overwrite and folder.exists() and any(folder.iterdir()):
                 remove_run(folder)
-            self._begun = True
-        info = RunInfo(
-            argv=tuple(text[:MAX_TEXT] for text in sys.argv),
-            started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            finished=False,
-            tensors=self.tensors,
-            rank=rank,
-            world_size=world_size,
-            versions=_versions(),
-            devices=_devices(),
-            flags=_flags(),
-        )
-        self._writer = Writer(folder, info, self.max_bytes)
-        self._writer.start()
+            self._folder = folder
+            self._info = RunInfo(
+                argv=tuple(text[:MAX_TEXT] for text in sys.argv),
+                started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                finished=False,
+                tensors=self.tensors,
+                rank=rank,
+                world_size=world_size,
+                versions=_versions(),
+                devices=_devices(),
+                flags=_flags(),
+            )
+        writer = Writer(self._folder, self._info, self.max_bytes, self._closed)
+        writer.start()
+        self._writer = writer
         atexit.register(self._stop)
 
     def exit(self) -> None:
         """Write what is left; with `flight`, if an exception is what ends the block."""
         if self._process != os.getpid():
             return
-        exception = sys.exception()
-        if self.flight is not None:
-            failed = exception is not None and exception is not self._outside
-            if failed and self._last:
-                self._start()
-                assert self._writer is not None
-                for entry in self._last:
-                    self._writer.put(entry)
-            self._last.clear()
-        self._stop()
+        with self._lock:
+            self._entered -= 1
+            if self._entered:
+                return
+            exception = sys.exception()
+            if self.flight is not None:
+                failed = exception is not None and exception is not self._outside
+                if failed and self._last:
+                    self._start()
+                    assert self._writer is not None
+                    for entry in self._last:
+                        self._writer.put(entry)
+                self._last.clear()
+            self._outside = None
+            self._before.clear()
+            self._stop()
 
     def _stop(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None and self._process == os.getpid():
-            atexit.unregister(self._stop)
-            writer.close()
-            self._tell(writer)
+        writer = self._writer
+        if writer is None or self._process != os.getpid():
+            return
+        writer.close()  # again at the end of the program if an exception breaks in here
+        self._writer, self._closed = None, writer
+        atexit.unregister(self._stop)
+        self._tell(writer)
 
     def _tell(self, writer: Writer) -> None:
         if writer.failure is not None and not self._told:
@@ -182,14 +206,14 @@ class RunRecorder:
     def pre(self, call: OpCall) -> None:
         """Read the operands that the operator is about to overwrite."""
         written = call.written
-        if not written or self.tensors == "none":
+        if not written or self.tensors == "none" or captured(written[0], "RunRecorder"):
             return
-        addresses = {_address(tensor) for tensor in written} - {None}
-        self._before[id(call)] = {
-            role: (content_of(tensor), tensor.clone() if self._keeps(failed=False) else tensor)
-            for role in _OPERANDS
-            if (tensor := getattr(call, role)) is not None and _address(tensor) in addresses
-        }
+        before = {}
+        for role in _OPERANDS:
+            tensor = getattr(call, role)
+            if tensor is not None and any(share_memory(tensor, target) for target in written):
+                before[role] = content_of(tensor), tensor.detach().clone() if self._keeps(failed=False) else tensor
+        self._before[id(call), call.index] = before
 
     def post(self, call: OpCall) -> None:
         """Take the call."""
@@ -203,7 +227,7 @@ class RunRecorder:
         return self.tensors in ("sample", "full") or (failed and self.flight is not None)
 
     def _take(self, call: OpCall, exception: BaseException | None) -> None:
-        before = self._before.pop(id(call), {}) if self._before else {}
+        before = self._before.pop((id(call), call.index), {}) if self._before else {}
         writer = self._writer
         if self._process != os.getpid() or (self.flight is None and writer is None):
             return
@@ -273,9 +297,14 @@ class RunRecorder:
                 return name
             if (clone := self._clones.get(key)) is not None:
                 return Kept(clone, None, content, not full)
-        clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
-        if not clone.is_contiguous():
-            clone = clone.contiguous()
+        if full and tensor.device.type == "cpu":
+            clone, ready = tensor.clone(memory_format=torch.contiguous_format), None
+        else:
+            clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
+        try:
+            clone.data_ptr()
+        except RuntimeError:  # a transform of torch.func has wrapped it
+            return None
         if key is not None:
             self._clones[key] = clone
         return Kept(clone, ready, content, not full)
@@ -287,8 +316,8 @@ class RunRecorder:
             return tensor.reshape(-1)
         places = self._places.get((count, device))
         if places is None:
-            generator = torch.Generator().manual_seed(count)
-            places = torch.randint(count, (self.sample,), generator=generator).sort().values.to(device)
+            drawn = sorted(random.Random(count).choices(range(count), k=self.sample))
+            places = torch.tensor(drawn, device="cpu").to(device)
             with self._lock:
                 if len(self._places) >= 1024:
                     self._places.clear()
@@ -310,13 +339,6 @@ def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
         if isinstance(output, torch.Tensor):
             found.append((f"output.{place}" if place else "output", output))
     return found
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or one that stands for others
-        return None
 
 
 def _own(path: Path) -> tuple[Path, int, int]:

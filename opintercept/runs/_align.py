@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal
 
 from opintercept._call import CallRecord, TensorMeta
@@ -24,6 +25,7 @@ PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # What difflib may spend on a pair of runs in comparisons of equal elements: about five seconds.
 _BUDGET = 5_000_000
+_SOME = 10_000
 
 
 @lru_cache(4096)
@@ -88,7 +90,7 @@ class Index:
         inputs: Shapes and hashes of all operands; 0 where there is none.
         weights: Shape, and hashes of the right operand and the bias; 0 where there is none.
         whole: All that is compared of the call: two calls are equal if this is.
-        by: Index into `BY` of what `whole` has of values.
+        by: Index into `BY` of what `whole` has of the outputs' values.
         chosen: Whether the caller wants to know of this call.
         only_looks: Whether nothing is trained, and no left operand requires a gradient.
     """
@@ -137,12 +139,11 @@ def _whole(call: StoredCall) -> tuple[int, int]:
     parts: list[Any] = [outcome(call.error)]
     for role, meta in found.items():
         parts += (role, meta.shape, meta.dtype)
-    by = 2 if call.values else 0
     for role, values in call.values.items():
         parts += (role, values.hash if values.hash is not None else _figures(values))
-        by = min(by, 1 if values.hash is None else 2)
-    if by and not call.values.keys() >= found.keys() - {"bias"}:
-        by = 1 if "output" in call.values else 0
+    told = [role for role in found if role.startswith("output")] or list(found)
+    hashes = [call.values[role].hash is not None if role in call.values else None for role in told]
+    by = 0 if None in hashes or not hashes else 1 + all(hashes)
     return by, hash(tuple(parts))
 
 
@@ -183,8 +184,9 @@ class Pairs:
         a, b = self._a, self._b
         renamed = PAIRINGS[how] == "shape"
         if not renamed and [a.shape[i] for i in in_a] == [b.shape[j] for j in in_b]:
-            changed = [pair for pair in zip(in_a, in_b, strict=True) if a.inputs[pair[0]] != b.inputs[pair[1]]]
-            if {a.inputs[i] for i, _ in changed}.isdisjoint({b.inputs[j] for _, j in changed} - {0}):
+            changed = (pair for pair in zip(in_a, in_b, strict=True) if a.inputs[pair[0]] != b.inputs[pair[1]])
+            some = list(islice(changed, _SOME))  # what is shuffled shows soon
+            if {a.inputs[i] for i, _ in some}.isdisjoint({b.inputs[j] for _, j in some} - {0}):
                 self._join(zip(in_a, in_b, strict=True), how)
                 return
         how = how or 1
@@ -228,10 +230,11 @@ class Pairs:
         counts: dict[int, int] = defaultdict(int)
         for sign in middle_b:
             counts[sign] += 1
-        # difflib looks at each pair of equal elements, again at each level of its recursion; 20 of those.
-        work = 20 * sum(counts.get(sign, 0) for sign in middle_a) + len(middle_a) + len(middle_b)
-        if not work:
+        alike = sum(counts.get(sign, 0) for sign in middle_a)
+        if not alike:
             return
+        # difflib looks at each pair of equal elements, again at each level of its recursion; 20 of those.
+        work = 20 * alike + len(middle_a) + len(middle_b)
         if work > self._budget:
             yield from _by_turns(in_a, in_b, signs_a, signs_b)
             return

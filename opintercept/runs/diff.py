@@ -644,7 +644,8 @@ class _Processes:
             if role.equal is False:
                 bits |= _BITS.get(role.role, _OUTPUT)
             if role.role not in _BITS:
-                bits |= _BLANK * (role.equal is None and role.a is not None and role.b is not None)
+                blank = role.role == "output" and role.equal is None and role.a is not None and role.b is not None
+                bits |= _BLANK * blank
                 relative = max(relative, _order(role.relative))
             if role.by != "hash" and role.equal:
                 weakest = "statistics" if "statistics" in (weakest, role.by) else str(role.by)

@@ -89,6 +89,27 @@
       ...layout,
     }, { displaylogo: false, displayModeBar: false, doubleClick: "reset" });
   }
+  // As many names beside the rows as there is room for, also when a part of them is looked at more closely.
+  function rowTicks(names, height, range) {
+    const [from, to] = [Math.max(0, Math.ceil(Math.min(...range))), Math.min(names.length - 1, Math.floor(Math.max(...range)))];
+    const every = Math.ceil((to - from + 1) / (height / 14)) || 1;
+    const tickvals = [];
+    for (let row = from; row <= to; row += every) tickvals.push(row);
+    return { tickvals, ticktext: tickvals.map((row) => label(short(names[row], narrow() ? 20 : 44))) };
+  }
+  function rowAxis(names, height) {
+    const range = [names.length - 0.5, -0.5];
+    return axis("", { ...rowTicks(names, height, range), range, showgrid: false, zeroline: false, ticks: "" });
+  }
+  function followZoom(id, names, height) {
+    const place = byId(id);
+    place.removeAllListeners("plotly_relayout");
+    place.on("plotly_relayout", (event) => {
+      if ("yaxis.tickvals" in event) return;
+      const { tickvals, ticktext } = rowTicks(names, height, place.layout.yaxis.range);
+      Plotly.relayout(place, { "yaxis.tickvals": tickvals, "yaxis.ticktext": ticktext });
+    });
+  }
   function clear(id) {
     Plotly.purge(byId(id));
     byId(id).replaceChildren();
@@ -105,7 +126,7 @@
       [figure(totals.flops, "FLOP"), "of work"],
       [time(totals.seconds), "host time in operators"],
       [`${totals.modules.toLocaleString("en")}${totals.more_modules ? "+" : ""}`, totals.modules === 1 ? "module" : "modules"],
-      [(totals.calls ? totals.steps[1] - totals.steps[0] + 1 : 0).toLocaleString("en"), totals.steps[1] === totals.steps[0] ? "step" : "steps"],
+      [(totals.calls ? totals.steps[1] - totals.steps[0] + 1 : 0).toLocaleString("en"), totals.calls && totals.steps[1] === totals.steps[0] ? "step" : "steps"],
       [heat.roles.includes("output") ? totals.nonfinite.toLocaleString("en") : "?", "outputs with NaN or Inf", totals.nonfinite > 0],
     ];
     if (totals.errors) cards.push([totals.errors.toLocaleString("en"), totals.errors === 1 ? "call raised" : "calls raised", true]);
@@ -133,7 +154,8 @@
         `Call ${found.index} in step ${found.step}, ${found.phase}: `, name(found.op), " in ", name(found.module),
         ...(found.source ? [", ", name(found.source)] : []), run.about.processes.startsWith("1 ") ? "" : `, rank ${found.rank}`,
         `, has ${kinds.filter(Boolean).join(" and ")} among ${counted(found.count, "value")}. `,
-        found.from.length ? `They were there before: in its ${found.from.join(" and ")}.` : "Its operands were finite: it was made there."),
+        found.from === null ? "Its operands' values were not recorded."
+          : found.from.length ? `There are some in its ${found.from.join(" and ")} already.` : "Its operands are finite: it was made there."),
     );
   }
 
@@ -231,12 +253,7 @@
     const bars = heat.steps.length === 1;
     const small = narrow();
     const height = Math.max(bars ? 120 : 160, Math.min(rows.length * 18, 720)) + (small && !bars ? 110 : 60);
-    const every = Math.ceil(rows.length / ((height - 60) / 14));
-    const shown = rows.map((row, number) => [number, heat.modules[row]]).filter(([number]) => number % every === 0);
-    const yaxis = axis("", {
-      tickvals: shown.map(([number]) => number), ticktext: shown.map(([, text]) => label(short(text, small ? 16 : 44))),
-      range: [rows.length - 0.5, -0.5], showgrid: false, zeroline: false, tickfont: { size: 11 }, ticks: "",
-    });
+    const names = rows.map((row) => heat.modules[row]);
     const scale = statistic.scale === "signed" ? scales.signed : scales.even;
     const bar = {
       thickness: 12, outlinewidth: 0, tickvals: ticks, ticktext: tickText, tickfont: { size: 11 },
@@ -284,7 +301,8 @@
       broken.inf.length && `▲ has Inf, no NaN: ${counted(broken.inf.length, "cell")}`,
       broken.nan.length + broken.inf.length ? "Statistics are of the finite values." : "All values are finite.",
     ].filter(Boolean).map((text) => element("span", {}, text))));
-    draw("heat-plot", traces, { height, xaxis, yaxis, margin: { l: 10, r: small ? 10 : 16, t: 8, b: small && !bars ? 90 : 44 } });
+    draw("heat-plot", traces, { height, xaxis, yaxis: rowAxis(names, height - 60), margin: { l: 10, r: small ? 10 : 16, t: 8, b: small && !bars ? 90 : 44 } });
+    followZoom("heat-plot", names, height - 60);
   }
   // Of long arrays, which are too many arguments for Math.min.
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
@@ -466,7 +484,7 @@
       const { first } = found;
       const changed = { added: "Its operands are equal and its output is not: the error is made there.", inherited: "Its operands differ already.",
         "changed operand": `Its ${first.changed.join(" and ")} ${first.changed.length > 1 ? "have" : "has"} other values, which no call before gave it.` }[first.kind]
-        || "Its recorded operands are equal and its output is not; not all that it reads is recorded.";
+        || "Its recorded operands are equal and its output is not; not all that it reads is recorded, or one of the two raised.";
       lines.push(element("p", {}, element("b", {}, "First divergence: "), `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
         name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", changed,
         first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" ? "" : "at least "}${error(first.relative)}, by ${ways[first.by]}.`));
@@ -514,7 +532,7 @@
     const tickvals = [];
     for (let power = low; power <= high; power += every) tickvals.push(power);
     const ticktext = tickvals.map((power) => `10<sup>${power}</sup>`);
-    const edge = Math.max(0.6, (high - low) * (narrow() ? 0.24 : 0.12));
+    const edge = Math.max(0.6, (high - low) * (narrow() ? 0.36 : 0.12));
     const [equal, infinite] = [low - edge, high + edge];
     tickvals.unshift(equal);
     ticktext.unshift("equal");
@@ -547,6 +565,7 @@
         marker: { symbol, size, color: color(variable), line: { width: 1, color: color("panel") } },
       });
     }
+    const names = rows.map((row) => heat.modules[row]);
     const layout = {};
     const { first } = found;
     if (first && first.phase === phase && place.has(first.row)) {
@@ -554,19 +573,17 @@
       layout.shapes = [{ type: "line", xref: "paper", layer: "below", x0: 0, x1: 1, y0: y, y1: y, line: { color: color("mark"), width: 1.5, dash: "dash" } }];
       const top = y < rows.length / 2;
       layout.annotations = [{
-        xref: "paper", x: 1, y, xanchor: "right", yanchor: top ? "top" : "bottom", showarrow: false, text: "★ first divergence", font: { color: color("mark"), size: 12 },
+        xref: "paper", x: 1, y, xanchor: "right", yanchor: top ? "top" : "bottom", showarrow: false, text: `★ first divergence${rows.length > 45 ? `: ${label(short(names[y], narrow() ? 20 : 44))}` : ""}`, font: { color: color("mark"), size: 12 },
         bgcolor: color("panel"),
       }];
     }
     const height = Math.max(160, Math.min(rows.length * 16, 640)) + 100;
-    const each = Math.ceil(rows.length / ((height - 100) / 14));
-    const shown = rows.filter((_, number) => number % each === 0 || rows[number] === (first || {}).row);
     draw("parting-plot", traces, {
       height, margin: { l: 10, r: 16, t: narrow() ? 70 : 44, b: 44 }, ...layout,
       xaxis: axis("largest relative error of an output", { tickvals, ticktext, tickangle: 0, range: [(unknown ? equal - edge : equal) - edge / 2, infinite + edge / 2], zeroline: false }),
-      yaxis: axis("", { tickvals: shown.map((row) => place.get(row)), ticktext: shown.map((row) => label(short(heat.modules[row], narrow() ? 16 : 44))),
-        range: [rows.length - 0.5, -0.5], showgrid: false, zeroline: false, ticks: "" }),
+      yaxis: rowAxis(names, height - 100),
     });
+    followZoom("parting-plot", names, height - 100);
   }
 
   // --- all of it

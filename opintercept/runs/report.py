@@ -57,6 +57,17 @@ def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> N
     Raises:
         OpInterceptError: The file cannot be written.
         ImportError: plotly is not installed, or safetensors and a run has tensors.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from opintercept import hooks, intercept, runs
+        >>> from opintercept.runs import report
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with intercept(hooks.RunRecorder(f"{folder}/run")):
+        ...         _ = torch.nn.Linear(3, 2)(torch.zeros(4, 3))
+        ...     report.write(f"{folder}/page.html", runs.open_run(f"{folder}/run"))
+        ...     sorted(os.listdir(folder))
+        ['page.html', 'run']
     """
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):
@@ -286,7 +297,7 @@ class _Totals:
                 "nan": output.nan,
                 "inf": output.inf,
                 "count": output.count,
-                "from": [role for role, values in operands.items() if not values.finite],
+                "from": [role for role, values in operands.items() if not values.finite] if operands else None,
             }
 
     def as_dict(self) -> dict[str, Any]:

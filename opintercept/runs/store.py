@@ -8,10 +8,10 @@ Must not import torch: a run without tensors is read without it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 INFO, CALLS, TENSORS = "run.json", "calls.jsonl", "tensors"
 # No line that is written comes near; more is no run of ours.
-MAX_LINE = 1 << 20
+MAX_LINE = 1 << 22
 MAX_INFO = 1 << 20
 MAX_TEXT = 4096
 MAX_DIMS = 64
@@ -38,10 +38,8 @@ MAX_TENSOR = 1 << 32
 _NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_ROLES = frozenset({"lhs", "rhs", "bias", "output"})
+_ROLES = frozenset(("lhs", "rhs", "bias", "output"))
 _ROLE = re.compile(r"lhs|rhs|bias|value|output(?:\.[1-9][0-9]?)?", re.ASCII)
-
-_PHASES = get_args(Phase)
 
 Kept = Literal["none", "stats", "sample", "full"]
 
@@ -143,25 +141,26 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     """
     folder = Path(path)
     parts = {0: folder}
-    if not (folder / INFO).exists():
-        found = [(int(match[1]), entry) for entry in _entries(folder) if (match := _RANK.fullmatch(entry.name))]
-        parts = {rank: entry for rank, entry in sorted(found) if (entry / INFO).exists()}
+    if not os.path.lexists(folder / INFO):
+        parts = {rank: entry for rank, entry in _ranks(folder) if os.path.lexists(entry / INFO)}
         if not parts:
             raise OpInterceptError(
                 f"a run must be a folder with {INFO}, or with rank0/{INFO} and so on, got {str(folder)!r}; "
                 "record one with `opintercept run` or hooks.RunRecorder"
             )
-    infos = {rank: _info(part) for rank, part in parts.items()}
+    infos = {rank: read_info(part) for rank, part in parts.items()}
     if len(parts) == 1 and 0 in parts:
         infos_by_rank = {info.rank: info for info in infos.values()}
         return Run(folder, {info.rank: parts[0] for info in infos.values()}, infos_by_rank)
     return Run(folder, parts, infos)
 
 
-def _entries(folder: Path) -> list[Path]:
+def _ranks(folder: Path) -> list[tuple[int, Path]]:
+    """The folders of processes; a link to one may lead anywhere."""
     try:
-        return list(folder.iterdir())
-    except OSError:
+        found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := _RANK.fullmatch(entry.name))]
+        return sorted((rank, entry) for rank, entry in found if entry.is_dir() and not entry.is_symlink())
+    except (OSError, ValueError):  # of a NUL in the path
         return []
 
 
@@ -219,9 +218,10 @@ class Run:
             position = 0
             while line := file.readline(MAX_LINE):
                 size = len(line)
-                while not line.endswith(b"\n") and (rest := file.readline(MAX_LINE)):
-                    size, line = size + len(rest), rest  # too long: read to its end, and drop it
-                call = _call(line, rank) if size <= MAX_LINE and line.endswith(b"\n") else None
+                whole = line.endswith(b"\n")
+                while not line.endswith(b"\n") and (line := file.readline(MAX_LINE)):
+                    size += len(line)  # too long: read to its end, and drop it
+                call = _call(line, rank) if whole else None
                 if call is None:
                     skipped += 1
                 else:
@@ -285,13 +285,15 @@ class Run:
         path = self._parts[rank] / TENSORS / f"{int(match[1]):08d}.safetensors"
         safe_open = _safe_open()
         _refuse_special(path)
-        _check_sizes(path, match[2], limit)
         try:
             with safe_open(path, "pt") as file:
-                tensor: torch.Tensor = file.get_tensor(match[2])
-                return tensor
+                size = _size_of(file.get_slice(match[2]))
+                if size <= limit:
+                    tensor: torch.Tensor = file.get_tensor(match[2])
+                    return tensor
         except Exception as broken:  # a SafetensorError, an OSError, a KeyError of an unknown dtype
             raise OpInterceptError(f"a tensor must be in its file, got {name!r} of {path}: {broken}") from broken
+        raise OpInterceptError(f"a tensor must have at most {limit} bytes, got {size} for {name!r} of {path}")
 
 
 def _safe_open() -> Any:
@@ -300,6 +302,12 @@ def _safe_open() -> Any:
     except ImportError as missing:
         raise ImportError("a run's tensors need safetensors, got none; pip install 'opintercept[cli]'") from missing
     return safe_open
+
+
+def _size_of(part: Any) -> int:
+    """Bytes of a tensor that safetensors has found to be within its file."""
+    bits = re.search("[0-9]+", part.get_dtype())  # "F32", "F8_E4M3"
+    return math.prod(map(_integer, _items(part.get_shape()))) * (int(bits[0]) if bits else 8) // 8
 
 
 def _refuse_special(path: Path) -> None:
@@ -313,23 +321,6 @@ def _refuse_special(path: Path) -> None:
             raise OpInterceptError(f"a run must be made of plain files and folders, got {str(part)!r}; remove it")
 
 
-def _check_sizes(path: Path, name: str, limit: int) -> None:
-    """Refuse a tensor that is larger than it may be, or than its file is."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            total = os.fstat(file.fileno()).st_size
-            header: Any = json.loads(file.read(length)) if length <= min(total, 64 * MAX_LINE) else None
-        begin, end = header[name]["data_offsets"]
-        sound = isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= total
-    except (OSError, struct.error, ValueError, TypeError, KeyError, RecursionError):
-        sound = False
-    if not sound:
-        raise OpInterceptError(f"a tensor must be in its file, got no sound {name!r} in {str(path)!r}")
-    if end - begin > limit:
-        raise OpInterceptError(f"a tensor must have at most {limit} bytes, got {end - begin} for {name!r} of {path}")
-
-
 def _open(path: Path) -> BufferedReader:
     """Open a plain file.
 
@@ -337,21 +328,27 @@ def _open(path: Path) -> BufferedReader:
         FileNotFoundError: There is none.
         OpInterceptError: It is a link, a pipe or the like, or cannot be read.
     """
+    # Not waiting for somebody who writes to a pipe, and not through a link; Windows has neither flag.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        # Not waiting for somebody who writes to a pipe, and not through a link; Windows has neither flag.
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        file = os.fdopen(os.open(path, flags), "rb")
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
         raise
-    except OSError as failed:
+    except (OSError, ValueError) as failed:  # a ValueError of a NUL in the path
         raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}: {failed}") from failed
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}; remove it")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
-def _info(folder: Path) -> RunInfo:
+def read_info(folder: Path) -> RunInfo:
+    """What the run of one process says of itself.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OpInterceptError: It cannot be used.
+    """
     with _open(folder / INFO) as file:
         read = file.read(MAX_INFO + 1)
     plain = _plain(read) if len(read) <= MAX_INFO else None
@@ -359,7 +356,7 @@ def _info(folder: Path) -> RunInfo:
         raise OpInterceptError(f"{INFO} must be a JSON object of at most {MAX_INFO} bytes, got another in {folder}")
     if plain.get("schema") != SCHEMA:
         raise OpInterceptError(
-            f"a run must have schema {SCHEMA}, got {str(plain.get('schema'))[:40]!r} in {folder}; read it with the "
+            f"a run must have schema {SCHEMA}, got {_shown(plain.get('schema'))} in {folder}; read it with the "
             "version of opintercept that wrote it"
         )
     try:
@@ -380,79 +377,88 @@ def _info(folder: Path) -> RunInfo:
         ) from None
 
 
+def _shown(value: Any) -> str:
+    """Few characters of a value that may be nested deeper than Python writes."""
+    return f"{value!r:.40}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+
+
 def _plain(text: bytes) -> Any:
     """The JSON value, or None for what is none, or is nested deeper than Python reads."""
     try:
-        return json.loads(text)
+        return json.loads(text.decode())  # of bytes it would take UTF-16 as well
     except (ValueError, RecursionError):  # of a number with too many digits as well
         return None
 
 
 def _call(line: bytes, rank: int) -> StoredCall | None:
-    # Most of a line is what calls that look alike share, and takes most of the time to read. No text has a bare quote
-    # in it, so a mark is where it seems to be; what is between the marks must be an object's members by itself.
-    head, _, rest = line.partition(b',"op":')
-    fragment, mark, tail = rest.partition(b',"values":')
+    # What calls that look alike share stands together in a line, from "op" to "opaque", and is read once.
+    start = line.find(b',"op":')
+    middle = line.find(b',"opaque":', start)
+    if start > 0 and middle > 0:
+        end = line.find(b"e", middle + 10) + 1  # of true or false
+        fragment = line[start + 1 : end]
+        shared = _fragments.get(fragment)
+        if shared is None and (shared := _shared(_plain(b"{%b}" % fragment))) is not None:
+            if len(_fragments) >= _FRAGMENTS:
+                _fragments.clear()
+            if len(fragment) <= MAX_TEXT:
+                _fragments[fragment] = shared
+        if shared is not None and (call := _stored(_plain(line[:start] + line[end:]), shared, rank)) is not None:
+            return call
+    plain = _plain(line)
+    shared = _shared(plain)
+    return None if shared is None else _stored(plain, shared, rank)
+
+
+_PHASES = get_args(Phase)
+_WRONG = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+_FRAGMENTS = 1024
+_fragments: dict[bytes, dict[str, Any]] = {}
+
+
+def _shared(plain: Any) -> dict[str, Any] | None:
+    """The fields of a record that follow from how arguments and output look; None for what is no call."""
     try:
-        summary = _summaries.get(fragment)
-        known = summary is not None
-        if mark and not known and len(fragment) <= MAX_TEXT:
-            summary = _summary(_is(_plain(b'{"op":' + fragment + b"}"), dict))
-        plain = _plain(head + mark + tail) if summary else None
-        if not isinstance(plain, dict) or not plain.keys() >= _OWN:  # written in another order
-            plain = _is(_plain(line), dict)
-            summary = _summary(plain)
-        elif not known:
-            if len(_summaries) >= _MOST_SUMMARIES:
-                _summaries.clear()
-            _summaries[fragment] = summary
+        output = plain["output"]
+        return {
+            "op": _text(plain["op"]),
+            "func": _text(plain["func"]),
+            "lhs": _meta(plain["lhs"]),
+            "rhs": _meta(plain["rhs"]),
+            "bias": _meta(plain["bias"]),
+            "output": tuple(map(_meta, _items(output, MAX_LINE))) if isinstance(output, list) else _meta(output),
+            "gemm": _gemm(plain["gemm"]),
+            "flops": _count_or_none(plain["flops"]),
+            "bytes": _count_or_none(plain["bytes"]),
+            "opaque": _is(plain["opaque"], bool),
+        }
+    except _WRONG:
+        return None
+
+
+def _stored(plain: Any, shared: dict[str, Any], rank: int) -> StoredCall | None:
+    try:
         values = {_role(role): _values(entry) for role, entry in _is(plain.get("values", {}), dict).items()}
         tensors = {_role(role): _name(name) for role, name in _is(plain.get("tensors", {}), dict).items()}
         arguments = plain.get("arguments")
         if arguments is not None:
             _items(_is(arguments, dict)["args"], MAX_LINE)
             _is(arguments["kwargs"], dict)
-        error = _text_or_none(plain.get("error"))
-        return StoredCall(_record(plain, summary), rank, values, tensors, arguments, error)
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        record = CallRecord(
+            index=_count(plain["index"]),
+            step=_count(plain["step"]),
+            phase=_choice(plain["phase"], _PHASES),
+            module=_text_or_none(plain["module"]),
+            source=_text_or_none(plain["source"]),
+            forward=_count_or_none(plain["forward"]),
+            grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
+            autocast=_text_or_none(plain["autocast"]),
+            elapsed=_number_or_none(plain["elapsed"]),
+            **shared,
+        )
+        return StoredCall(record, rank, values, tensors, arguments, _text_or_none(plain.get("error")))
+    except (AttributeError, *_WRONG):
         return None
-
-
-_OWN = {"index", "step", "phase", "module", "source", "forward", "grad_of", "autocast", "elapsed"}
-_summaries: dict[bytes, Any] = {}
-_MOST_SUMMARIES = 4096
-
-
-def _summary(plain: dict[str, Any]) -> Any:
-    """The fields of a record that `_call.Summary` has, too."""
-    output = plain["output"]
-    return {
-        "op": _text(plain["op"]),
-        "func": _text(plain["func"]),
-        "lhs": _meta(plain["lhs"]),
-        "rhs": _meta(plain["rhs"]),
-        "bias": _meta(plain["bias"]),
-        "output": tuple(map(_meta, _items(output))) if isinstance(output, list) else _meta(output),
-        "gemm": _gemm(plain["gemm"]),
-        "flops": _count_or_none(plain["flops"]),
-        "bytes": _count_or_none(plain["bytes"]),
-        "opaque": _is(plain["opaque"], bool),
-    }
-
-
-def _record(plain: dict[str, Any], summary: Any) -> CallRecord:
-    return CallRecord(
-        index=_count(plain["index"]),
-        step=_count(plain["step"]),
-        phase=_choice(plain["phase"], _PHASES),
-        module=_text_or_none(plain["module"]),
-        source=_text_or_none(plain["source"]),
-        forward=_count_or_none(plain["forward"]),
-        grad_of=_choice(plain["grad_of"], ("lhs", "rhs", None)),
-        autocast=_text_or_none(plain["autocast"]),
-        elapsed=_number_or_none(plain["elapsed"]),
-        **summary,
-    )
 
 
 def _meta(plain: Any) -> TensorMeta | None:
@@ -481,7 +487,7 @@ def _gemm(plain: Any) -> Gemm | None:
 
 def _values(plain: Any) -> Values:
     hash_ = plain["hash"]
-    if hash_ is not None and not (isinstance(hash_, str) and _HASH.fullmatch(hash_)):
+    if hash_ is not None and not (type(hash_) is str and _HASH.fullmatch(hash_)):
         raise ValueError("hash")
     return Values(
         hash_,
@@ -508,7 +514,11 @@ def _items(value: Any, most: int = MAX_DIMS) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    return value if len(_is(value, str)) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    if type(value) is not str:
+        raise TypeError("a text")
+    text = value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    # Half a surrogate pair can be in JSON, and nowhere else.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -516,24 +526,23 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _integer(value: Any) -> int:
-    if type(value) is not int or not -(2**63) <= value < 2**63:  # True is none
+    if type(value) is not int or not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of 64 bits")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError("a count")
+        raise ValueError("a count of 64 bits")
     return value
 
 
 def _count_or_none(value: Any) -> int | None:
-    # FLOP of many calls can be more than 64 bits; of one they are not.
     return None if value is None else _count(value)
 
 
 def _number_or_none(value: Any) -> float | None:
-    if type(value) is float or value is None:
+    if value is None or type(value) is float:
         return value
     if type(value) is not int:
         raise TypeError("a number")

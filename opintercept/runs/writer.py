@@ -10,20 +10,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
+import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Protocol
 
-from opintercept._call import Note, TensorMeta
+from opintercept._call import Note, TensorMeta, dtype_name
 from opintercept._errors import OpInterceptError
-from opintercept.runs.store import CALLS, INFO, TENSORS, RunInfo, Values
+from opintercept.runs.store import CALLS, INFO, MAX_LINE, TENSORS, RunInfo, Values, read_info
 
 _INTERVAL = 1.0  # seconds after which what there is is written
-_CALLS, _BYTES = 512, 1 << 25  # that are handed over at once
-_QUEUED = 4
+_CALLS, _BYTES = 512, 1 << 25  # so much is written at once
+_QUEUED = 4  # times as much may wait to be written
 _FRAGMENTS, _NAMES = 4096, 1 << 16
+_RANK = re.compile(r"rank[0-9]{1,6}", re.ASCII)
+_STORED = re.compile(r"[0-9]{8,}\.(safetensors|part)", re.ASCII)
 
 
 class Reading(Protocol):
@@ -75,6 +79,7 @@ class Writer(threading.Thread):
         folder: Is made, with what leads there.
         info: For `run.json`, which says that it is not finished until `close`.
         max_bytes: What all files may take; None for as much as there is.
+        after: Whose run goes on; it has been closed.
 
     Attributes:
         calls: How many are on the disk.
@@ -86,71 +91,87 @@ class Writer(threading.Thread):
         OSError: The folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path, info: RunInfo, max_bytes: int | None) -> None:
+    def __init__(self, folder: Path, info: RunInfo, max_bytes: int | None, after: Writer | None = None) -> None:
         super().__init__(name=f"opintercept writes {folder}", daemon=True)
-        self.calls = 0
-        self.nbytes = 0
-        self.failure: str | None = None
-        self.names: dict[Any, str] = {}
+        self.calls: int = after.calls if after else 0
+        self.nbytes: int = after.nbytes if after else 0
+        self.failure: str | None = after.failure if after else None
+        self.names: dict[Any, str] = after.names if after else {}
         self._folder = folder
         self._info = info
         self._max_bytes = max_bytes
-        self._files = 0
-        self._tensors = 0
+        self._files: int = after._files if after else 0
+        self._tensors: int = after._tensors if after else 0
         self._fragments: dict[int, tuple[Any, str]] = {}
-        self._lock = threading.RLock()  # a signal's handler may run operators while it is held
-        self._batch: list[Entry] = []
-        self._size = 0
-        self._queue: queue.Queue[list[Entry] | None] = queue.Queue(_QUEUED)
+        # Its lock is an RLock: a signal's handler may run operators while it is held.
+        self._changed = threading.Condition()
+        self._waiting: list[Entry] = []
+        self._size = 0  # bytes of the tensors in there
+        self._closing = self._done = False
         folder.mkdir(parents=True, exist_ok=True)
-        _write_info(folder, info)
+        self._write_info(finished=False)
         self._file = open(folder / CALLS, "ab", buffering=0)  # noqa: SIM115 - closed by the thread
 
     def put(self, entry: Entry) -> None:
         """Take a call; waits where the disk is slower than the program."""
-        with self._lock:
-            self._batch.append(entry)
+        with self._changed:
+            while self._is_full(_QUEUED) and self.is_alive():
+                self._changed.wait(_INTERVAL)
+            self._waiting.append(entry)
             self._size += entry.nbytes
-            if len(self._batch) >= _CALLS or self._size >= _BYTES:
-                self._hand_over(self._taken())
+            if self._is_full(1):
+                self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
-        with self._lock:
-            self._hand_over(self._taken())
-        self._hand_over(None)
+        """Write what is left and end the thread; may be called again where an exception broke in."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            # Not by `join`: once interrupted, that of Python 3.11 takes the thread for dead.
+            while not self._done and self.is_alive():
+                self._changed.wait(_INTERVAL)
         self.join()
 
-    def _taken(self) -> list[Entry]:
-        with self._lock:
-            batch, self._batch, self._size = self._batch, [], 0
-        return batch
+    def _is_full(self, times: int) -> bool:
+        return len(self._waiting) >= times * _CALLS or self._size >= times * _BYTES
 
-    def _hand_over(self, batch: list[Entry] | None) -> None:
-        while self.is_alive():
-            with contextlib.suppress(queue.Full):
-                return self._queue.put(batch, timeout=1.0)
+    def _next(self) -> list[Entry]:
+        """What there is after an interval, or sooner if it is much; empty when all is done."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._closing or self._is_full(1), _INTERVAL)
+                if self._waiting or self._closing:
+                    batch, self._waiting, self._size = self._waiting, [], 0
+                    self._changed.notify_all()
+                    return batch
 
     def run(self) -> None:
         """Write until `close`."""
-        with self._file:
-            while True:
-                try:
-                    batch = self._queue.get(timeout=_INTERVAL)
-                except queue.Empty:
-                    batch = self._taken()
-                if batch is None:
-                    break
-                if batch and self.failure is None:
-                    try:
-                        self._write(batch)
-                    except Exception as exception:  # a full disk, or a device that has failed
-                        self.failure = f"{type(exception).__name__}: {exception}"
-            if self.failure is None:
-                try:
-                    _write_info(self._folder, self._info, finished=True)
-                except OSError as exception:
-                    self.failure = f"{type(exception).__name__}: {exception}"
+        try:
+            with self._file:
+                while batch := self._next():
+                    self._try(self._write, batch)
+                    del batch
+                self._try(self._write_info)
+        finally:
+            with self._changed:
+                self._done = True
+                self._changed.notify_all()
+
+    def _try(self, write: Callable[..., None], *what: Any) -> None:
+        if self.failure is None:
+            try:
+                write(*what)
+            except Exception as exception:  # a full disk, or a device that has failed
+                self.failure = f"{type(exception).__name__}: {exception}"
+
+    def _write_info(self, finished: bool = True) -> None:
+        plain = self._info.as_dict() | {"finished": finished}
+        part = self._folder / f"{INFO}.part"
+        part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
+        part.replace(self._folder / INFO)
+        if not self.nbytes:
+            self.nbytes = (self._folder / INFO).stat().st_size
 
     def _write(self, batch: list[Entry]) -> None:
         tensors: dict[str, Any] = {}
@@ -161,7 +182,10 @@ class Writer(threading.Thread):
             own: dict[str, Any] = {}
             names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
             line = self._line(entry, names).encode()
-            total += len(line) + sum(t.numel() * t.element_size() for t in own.values())
+            if len(line) > MAX_LINE:  # of a list with very many tensors
+                entry.arguments = None
+                line = self._line(entry, names).encode()
+            total += len(line) + sum(_stored_bytes(tensor) for tensor in own.values())
             if self._max_bytes is not None and total > self._max_bytes:
                 full = total
                 break
@@ -173,7 +197,6 @@ class Writer(threading.Thread):
         if len(self.names) + len(new) > _NAMES:
             self.names.clear()
         self.names |= new
-        self.calls += len(lines)
         if full:
             self.failure = f"max_bytes={self._max_bytes}, got {full} bytes with the next call; raise it, or keep less"
 
@@ -210,35 +233,38 @@ class Writer(threading.Thread):
         self.nbytes += path.stat().st_size
 
     def _append(self, text: bytes) -> None:
-        start, view = self._file.seek(0, os.SEEK_END), memoryview(text)
+        """Write lines, as many whole ones as there is room for."""
+        start, view, written = self._file.seek(0, os.SEEK_END), memoryview(text), 0
         try:
-            while view:
-                view = view[self._file.write(view) :]
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._file.truncate(start)
-            raise
-        self.nbytes += len(text)
+            while written < len(text):
+                written += self._file.write(view[written:])
+        finally:
+            whole = text.rfind(b"\n", 0, written) + 1
+            if whole < written:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(start + whole)
+            self.nbytes += whole
+            self.calls += text.count(b"\n", 0, whole)
 
     def _line(self, entry: Entry, names: list[str]) -> str:
         note = entry.note
         place = note.place
         head = (
-            f'{{"index":{note.index},"step":{note.step},"phase":"{note.phase}","module":{json.dumps(place.module)},'
-            f'"source":{json.dumps(place.source)},"forward":{json.dumps(note.kin[0])},"grad_of":{json.dumps(note.kin[1])},'
-            f'"autocast":{json.dumps(None if note.autocast is None else str(note.autocast).removeprefix("torch."))},'
-            f'"elapsed":{json.dumps(note.elapsed)},{self._fragment(note)}'
+            f'{{"index":{note.index},"step":{note.step},"phase":"{note.phase}","module":{_quoted(place.module)},'
+            f'"source":{_quoted(place.source)},"forward":{_plain(note.kin[0])},"grad_of":{_quoted(note.kin[1])},'
+            f'"autocast":{_quoted(None if note.autocast is None else dtype_name(note.autocast))},'
+            f'"elapsed":{_plain(note.elapsed)},{self._fragment(note)}'
         )
         parts = [head]
         if entry.values:
             values = ",".join(f'"{role}":{_text(value.read())}' for role, value in entry.values.items())
             parts.append(f',"values":{{{values}}}')
         if entry.roles:
-            parts.append(f',"tensors":{json.dumps({role: names[place] for role, place in entry.roles.items()})}')
+            parts.append(f',"tensors":{_compact({role: names[place] for role, place in entry.roles.items()})}')
         if entry.arguments is not None:
-            parts.append(f',"arguments":{json.dumps(_with_names(entry.arguments, names))}')
+            parts.append(f',"arguments":{_compact(_with_names(entry.arguments, names))}')
         if entry.error is not None:
-            parts.append(f',"error":{json.dumps(entry.error)}')
+            parts.append(f',"error":{_quoted(entry.error)}')
         parts.append("}\n")
         return "".join(parts)
 
@@ -253,7 +279,7 @@ class Writer(threading.Thread):
             if len(self._fragments) >= _FRAGMENTS:
                 self._fragments.clear()
             # Kept alive, so that no other gets its address.
-            known = self._fragments[id(note.summary)] = (note.summary, json.dumps(summary)[1:-1])
+            known = self._fragments[id(note.summary)] = (note.summary, _compact(summary)[1:-1])
         return known[1]
 
 
@@ -279,19 +305,26 @@ def _meta(value: Any) -> Any:
 
 
 def _text(values: Values) -> str:
-    quoted = "null" if values.hash is None else f'"{values.hash}"'
-    numbers = ",".join(
-        f'"{name}":{"null" if number is None else repr(number)}'
-        for name, number in (("min", values.min), ("max", values.max), ("mean", values.mean), ("rms", values.rms))
+    return (
+        f'{{"hash":{_quoted(values.hash)},"count":{values.count},"nan":{values.nan},"inf":{values.inf},'
+        f'"min":{_plain(values.min)},"max":{_plain(values.max)},"mean":{_plain(values.mean)},"rms":{_plain(values.rms)}}}'
     )
-    return f'{{"hash":{quoted},"count":{values.count},"nan":{values.nan},"inf":{values.inf},{numbers}}}'
 
 
-def _write_info(folder: Path, info: RunInfo, *, finished: bool = False) -> None:
-    plain = info.as_dict() | {"finished": finished}
-    part = folder / f"{INFO}.part"
-    part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
-    part.replace(folder / INFO)
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _plain(number: float | None) -> str:
+    return "null" if number is None else repr(number)
+
+
+def _quoted(text: str | None) -> str:
+    return "null" if text is None else encode_basestring_ascii(text)
+
+
+def _stored_bytes(tensor: Any) -> int:
+    """What a tensor takes in its file, at most: the values and their entry in the head."""
+    return int(tensor.numel() * tensor.element_size() + 160 + 20 * tensor.dim())
 
 
 def remove_run(folder: Path) -> None:
@@ -300,14 +333,25 @@ def remove_run(folder: Path) -> None:
     Raises:
         OpInterceptError: The folder holds something that is no run.
     """
-    ranks = [entry for entry in folder.glob("rank[0-9]*") if entry.is_dir() and not entry.is_symlink()]
-    if not (folder / INFO).exists() and not any((rank / INFO).exists() for rank in ranks):
+    ranks = [entry for entry in folder.glob("rank*") if _RANK.fullmatch(entry.name) and not entry.is_symlink()]
+    parts = [part for part in (*ranks, folder) if _is_run(part)]
+    if not parts:
         raise OpInterceptError(f"what is overwritten must be a run, got other files in {str(folder)!r}; remove them")
-    for part in (*ranks, folder):
-        for pattern in (INFO, CALLS, f"{INFO}.part", f"{TENSORS}/*.safetensors", f"{TENSORS}/*.part"):
-            for path in part.glob(pattern):
-                path.unlink()
-        for empty in (part / TENSORS, part):
+    for part in parts:
+        stored = part / TENSORS
+        found = [] if stored.is_symlink() else [path for path in stored.glob("*") if _STORED.fullmatch(path.name)]
+        for path in (part / CALLS, *found, part / f"{INFO}.part", part / INFO):  # while there is one, it is a run
+            path.unlink(missing_ok=True)
+        for empty in (stored, part):
             if empty != folder:
                 with contextlib.suppress(OSError):
                     empty.rmdir()
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether the folder has what a writer begins with; other programs have a `run.json`, too."""
+    try:
+        read_info(folder)
+    except (OSError, OpInterceptError):
+        return False
+    return True

@@ -1,0 +1,271 @@
+"""The thread that writes runs: order, bounds, and what is left where the disk gives up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opintercept import CallRecord, OpInterceptError, runs
+from opintercept._call import NOWHERE, Note, Summary, TensorMeta
+from opintercept._engines import kernels
+from opintercept.runs import Values, writer
+from opintercept.runs.store import RunInfo
+from opintercept.runs.writer import Entry, Kept, Writer, remove_run
+
+INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
+META = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
+SUMMARY = Summary("aten::mm", "aten.mm.default", META, META, None, META, None, 16, 48, False)
+
+
+class Known:
+    """Values that are at hand."""
+
+    def __init__(self, hashed: str | None, **numbers: float | None) -> None:
+        self.values = Values(hashed, 4, 0, 0, **({"min": 0.0, "max": 1.0, "mean": 0.5, "rms": 0.5} | numbers))
+
+    def read(self) -> Values:
+        return self.values
+
+
+def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entry:
+    kept: list[Any] = [Kept(tensor, None, hashed and Known(hashed), False) for tensor in tensors]
+    roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
+    return Entry(
+        Note(SUMMARY, index, 0, "forward", NOWHERE, (None, None, False), None, 1e-6), {}, kept, roles, None, None
+    )
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Writer]:
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    yield thread
+    thread.close()
+    assert not thread.is_alive()
+
+
+def calls_in(folder: Path) -> list[runs.StoredCall]:
+    return list(runs.open_run(folder).calls())
+
+
+def test_the_kernel_engine_knows_the_thread_for_harmless(started: Writer) -> None:
+    assert type(started).__module__ in kernels._HARMLESS
+    assert started.daemon
+
+
+def test_a_line_is_what_the_record_says(started: Writer, tmp_path: Path) -> None:
+    nasty = 'a"b\\\n\u2028\ud800\x00\x7f'
+    plain = entry(3)
+    plain.values = {
+        "lhs": Known(None, min=None, max=-0.0, mean=5e-324, rms=1.7976931348623157e308),
+        "output.1": Known("0" * 16),
+    }
+    plain.arguments = {"args": [1, 2.5, None, True, {"list": [1]}], "kwargs": {nasty: nasty}}
+    plain.error = nasty
+    started.put(plain)
+    started.close()
+    (call,) = calls_in(tmp_path / "run")
+    assert call.record == plain.note.record()
+    assert type(call.record) is CallRecord
+    assert {role: value.read() for role, value in plain.values.items()} == call.values
+    assert call.arguments == plain.arguments
+    assert call.error == nasty.replace("\ud800", "?")
+    text = (tmp_path / "run/calls.jsonl").read_text("ascii")
+    assert text.count("\n") == 1
+    assert json.loads(text)["values"]["lhs"]["max"] == 0.0
+
+
+def test_calls_are_written_in_the_order_in_which_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_INTERVAL", 0.0005)  # intervals end while batches are handed over
+    monkeypatch.setattr(writer, "_CALLS", 7)
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    for index in range(3000):
+        thread.put(entry(index))
+    thread.close()
+    assert [call.record.index for call in calls_in(tmp_path / "run")] == list(range(3000))
+    assert thread.calls == 3000
+
+
+def test_calls_are_on_the_disk_after_an_interval(started: Writer, tmp_path: Path) -> None:
+    started.put(entry(0, torch.ones(2)))
+    end = time.monotonic() + 3 * writer._INTERVAL
+    while not calls_in(tmp_path / "run") and time.monotonic() < end:
+        time.sleep(0.05)
+    run = runs.open_run(tmp_path / "run")
+    (call,) = run.calls()
+    stored = run.tensor(call, "lhs")
+    assert stored is not None
+    assert torch.equal(stored, torch.ones(2))
+    assert not run.info.finished
+
+
+def test_much_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_INTERVAL", 60.0)
+    time.sleep(1.1)  # it may be waiting for the interval as it was
+    for calls, tensors in ((1, [torch.empty(writer._BYTES // 4)]), (writer._CALLS, [])):
+        before = started.calls
+        for index in range(calls):
+            started.put(entry(index, *tensors))
+        end = time.monotonic() + 20
+        while started.calls < before + calls and time.monotonic() < end:
+            time.sleep(0.02)
+        assert started.calls == before + calls
+
+
+def test_a_slow_disk_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_BYTES", 4000)
+    gate = threading.Event()
+    monkeypatch.setattr(Writer, "_save", lambda self, tensors: gate.wait(10))
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    done: list[int] = []
+    program = threading.Thread(
+        target=lambda: [done.append(i) or thread.put(entry(i, torch.ones(250))) for i in range(50)]
+    )
+    program.start()
+    time.sleep(0.5)
+    assert program.is_alive()
+    assert len(done) <= 2 * 4 * writer._QUEUED + 1  # of 1000 bytes each: in the thread's hands, waiting, and the next
+    gate.set()
+    program.join(20)
+    assert not program.is_alive()
+    thread.close()
+    assert thread.calls == 50
+
+
+def test_a_thread_that_has_died_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_CALLS", 1)
+    monkeypatch.setattr(threading, "excepthook", lambda *args: None)
+
+    def die(self: Any, batch: Any) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(Writer, "_write", die)
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    for index in range(20):
+        thread.put(entry(index))
+    thread.close()
+    assert not thread.is_alive()
+
+
+def test_what_cannot_be_written_stops_it_and_is_told(tmp_path: Path) -> None:
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    bad = entry(0)
+    bad.arguments = {"args": [object()], "kwargs": {}}
+    thread.put(bad)
+    thread.close()
+    assert thread.failure is not None
+    assert "not JSON serializable" in thread.failure
+    assert not runs.open_run(tmp_path / "run").info.finished
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 1000, 1500])
+def test_as_many_whole_lines_as_there_is_room_for_are_kept(room: int, tmp_path: Path) -> None:
+    class Disk:
+        """Takes a few bytes at a time, and no more than there is room for."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, data: bytes) -> int:
+            size = min(len(data), 97, room - self.file.tell())
+            if not size:
+                raise OSError(28, "No space left on device")
+            return int(self.file.write(data[:size]))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> Disk:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.close()
+
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread._file = Disk(thread._file)  # type: ignore[assignment]
+    thread.start()
+    for index in range(5):
+        thread.put(entry(index))
+    thread.close()
+    assert thread.failure == "OSError: [Errno 28] No space left on device"
+    text = (tmp_path / "run/calls.jsonl").read_bytes()
+    assert len(text) <= room
+    assert not text or text.endswith(b"\n")
+    assert [call.record.index for call in calls_in(tmp_path / "run")] == list(range(thread.calls))
+    assert (thread.calls > 0) == (room >= 1000)
+
+
+def test_a_writer_goes_on_after_another(tmp_path: Path) -> None:
+    before = None
+    for index in range(3):
+        thread = Writer(tmp_path / "run", INFO, None, before)
+        thread.start()
+        thread.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
+        thread.put(entry(index, torch.zeros(2), hashed="0" * 16))
+        thread.close()
+        before = thread
+    run = runs.open_run(tmp_path / "run")
+    found = [run.tensor(call, "lhs") for call in run.calls()]
+    assert [tensor is not None and tensor[0].item() for tensor in found] == [0, 0, 1, 0, 2, 0]
+    assert len({call.tensors["lhs"] for call in run.calls()}) == 3
+    assert before is not None
+    assert before.calls == 6
+    size = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert before.nbytes - size == len("false") - len("true")  # of run.json
+
+
+def test_names_are_forgotten_before_they_are_too_many(
+    started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_NAMES", 10)
+    for index in range(100):
+        started.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
+        if index % 7 == 0:
+            time.sleep(0.001)
+    started.close()
+    assert len(started.names) <= 100
+    run = runs.open_run(tmp_path / "run")
+    for call in run.calls():
+        stored = run.tensor(call, "lhs")
+        assert stored is not None
+        assert stored[0] == call.record.index
+
+
+def test_a_line_that_would_be_too_long_goes_without_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_LINE", 5000)
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    long = entry(0)
+    long.arguments = {"args": [0] * 5000, "kwargs": {}}
+    thread.put(long)
+    thread.close()
+    (call,) = calls_in(tmp_path / "run")
+    assert call.arguments is None
+
+
+def test_only_a_run_is_removed(tmp_path: Path) -> None:
+    for part in ("", "rank0", "rank1", "rankle"):
+        thread = Writer(tmp_path / "run" / part, INFO, None)
+        thread.start()
+        thread.put(entry(0, torch.ones(2)))
+        thread.close()
+    (tmp_path / "run/rank1/mine").write_text("")
+    remove_run(tmp_path / "run")
+    left = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert left == [
+        "rank1/mine",
+        *(f"rankle/{name}" for name in ("calls.jsonl", "run.json", "tensors/00000000.safetensors")),
+    ]
+    with pytest.raises(OpInterceptError, match="what is overwritten must be a run, got other files in"):
+        remove_run(tmp_path / "run")
