@@ -13,7 +13,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._timing import Make, Row, compare
-from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, no_op
+from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, compiled, no_op
 from opintercept import OpCall, hooks, intercept
 
 
@@ -128,12 +128,17 @@ def run(smoke: bool) -> list[Row]:
     rounds = 2 if smoke else 25
     model = llama()
     tokens = torch.randint(0, 100, (1, 8))
+    in_c = compiled(
+        no_op_hook=lambda: intercept(no_op, engine="compiled"),
+        Recorder=lambda: intercept(hooks.Recorder(), engine="compiled"),
+        Stats=lambda: intercept(hooks.Stats(), engine="compiled"),
+    )
     body = _Body(_inference(lambda: model(tokens).logits))
     found = compare(
         "models",
         "Llama, 4 layers of width 64, forward",
         body,
-        OURS | HOOKS | _others(model),
+        OURS | HOOKS | in_c | _others(model),
         rounds=rounds,
         number=1 if smoke else 3,
         check=False,  # two of torch's modes change the last bits
@@ -149,7 +154,9 @@ def run(smoke: bool) -> list[Row]:
         loss.backward()
         return loss
 
-    found += compare("models", "Llama, training step", train, OURS | HOOKS, rounds=rounds, number=1 if smoke else 3)
+    found += compare(
+        "models", "Llama, training step", train, OURS | HOOKS | in_c, rounds=rounds, number=1 if smoke else 3
+    )
     size: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2} if smoke else {}
     gpt2: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).eval()  # type: ignore[no-untyped-call]
     prompt = torch.randint(0, 50000, (1, 64))

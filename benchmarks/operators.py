@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks._timing import Make, Row, compare
-from opintercept import intercept
+from opintercept import OpInterceptError, intercept
 
 
 class EmptyDispatchMode(TorchDispatchMode):
@@ -29,6 +29,15 @@ class EmptyFunctionMode(TorchFunctionMode):
 
 def no_op(call: Any) -> None:
     """A hook that does nothing."""
+
+
+def compiled(**configurations: Any) -> dict[str, Make]:
+    """Configurations of compiled kernels, by name; none where they cannot be built."""
+    try:
+        intercept(engine="compiled")
+    except OpInterceptError:
+        return {}
+    return {f"compiled kernels, {name.replace('_', ' ')}": make for name, make in configurations.items()}
 
 
 CONFIGURATIONS: dict[str, Make] = {
@@ -50,11 +59,12 @@ def run(smoke: bool) -> list[Row]:
     """`add`, which nobody watches, and `mm`, which the interceptors do."""
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     rounds, number = (3, 300) if smoke else (25, 2000)
+    in_c = compiled(no_hook=lambda: intercept(engine="compiled"), one_hook=lambda: intercept(no_op, engine="compiled"))
     add = compare(
         "operators",
         "add 8x8, unwatched",
         lambda: torch.add(a, b),
-        CONFIGURATIONS,
+        CONFIGURATIONS | in_c,
         rounds=rounds,
         number=number,
         bounds={
@@ -68,7 +78,7 @@ def run(smoke: bool) -> list[Row]:
         "operators",
         "mm 8x8, watched",
         lambda: torch.mm(a, b),
-        CONFIGURATIONS,
+        CONFIGURATIONS | in_c,
         rounds=rounds,
         number=number,
         bounds={

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from opintercept import _origin
-from opintercept._engines import dispatch_mode, function_mode, kernels, unseen
+from opintercept._engines import compiled, dispatch_mode, function_mode, kernels, unseen
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
@@ -27,7 +27,7 @@ from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_
 P = ParamSpec("P")
 R = TypeVar("R")
 
-EngineChoice = Literal["auto", "kernel", "mode"]
+EngineChoice = Literal["auto", "kernel", "mode", "compiled"]
 Threads = Literal["current", "all"]
 
 
@@ -51,9 +51,10 @@ def intercept(
         level: `"dispatch"`: what runs, below autograd and autocast, forward and backward. `"function"`: what
             the program calls, above autograd.
         engine: At dispatch level: `"kernel"` for a finite set of ops, `"mode"` for any; `"auto"` takes
-            the kernel engine where it can.
+            the kernel engine where it can. `"compiled"` is the kernel engine with its kernels in C++, which a
+            compiler builds in a minute when first asked for, and which torch's cache of extensions keeps.
         threads: `"current"`: the threads that enter, and autograd's on their behalf. `"all"`: the process
-            (kernel engine only).
+            (kernel engine only, compiled or not).
         on_error: `"raise"`, or `"warn"`: a hook that raises is switched off with one warning.
 
     Returns:
@@ -62,7 +63,7 @@ def intercept(
     Raises:
         TypeError: A hook or an op of a kind that cannot be used.
         ValueError: An unknown name, or a combination that does not exist.
-        OpInterceptError: This torch lacks what the engine is built on.
+        OpInterceptError: This torch lacks what the engine is built on, or compiled kernels cannot be built.
 
     Example:
         >>> import torch
@@ -93,6 +94,7 @@ class Interceptor:
         chosen = _engine(ops, level, engine, threads)
         hooks = _hooks(hooks, level)
         {"kernel": kernels, "mode": dispatch_mode, "function": function_mode}[chosen].available()
+        self._compiled = compiled.load() if engine == "compiled" else None
         if isinstance(ops, str) and ops == "matmul":
             self._overloads, keys = _family(chosen)
         else:
@@ -156,7 +158,7 @@ class Interceptor:
         if self._pipeline.links is not None:
             self._pipeline.links.begin()
         if self._watcher.engine == "kernel":
-            kernels.enter(self._watcher, self._overloads)
+            kernels.enter(self._watcher, self._overloads, self._compiled)
         elif self._watcher.engine == "mode":
             dispatch_mode.ENGINE.enter(self._watcher)
         else:
@@ -271,7 +273,7 @@ class _Life:
 
     def __enter__(self) -> None:
         if self._interceptor._watcher.engine == "kernel":
-            kernels.hold(self._interceptor._overloads)
+            kernels.hold(self._interceptor._overloads, self._interceptor._compiled)
         try:
             self._interceptor._begin()
         except BaseException:
@@ -384,13 +386,13 @@ def _engine(ops: Any, level: Level, engine: EngineChoice, threads: Threads) -> _
             raise ValueError(f'engine must be left at "auto" at function level, which has one engine, got {engine!r}')
         chosen: _scope.Engine = "function"
     elif everything:
-        if engine == "kernel":
+        if engine in ("kernel", "compiled"):
             raise ValueError(
-                'the kernel engine needs a finite set of ops, got ops="all"; name the ops, or use engine="mode"'
+                f'the {engine} engine needs a finite set of ops, got ops="all"; name the ops, or use engine="mode"'
             )
         chosen = "mode"
     else:
-        chosen = "kernel" if engine == "auto" else engine
+        chosen = "mode" if engine == "mode" else "kernel"
     if threads == "all" and chosen != "kernel":
         raise ValueError(
             f'threads="all" needs the kernel engine, torch\'s modes are bound to a thread, got {level} level with the '

@@ -46,7 +46,7 @@ def backward_phase() -> Phase:
     """The pass of a call inside of a graph task: backward, or a checkpoint's recomputation of the forward."""
     # Both a recomputation and `create_graph=True` turn gradients on; only the one has checkpoint's frames.
     if torch.is_grad_enabled():
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe()  # may be the only one: a compiled kernel has none
         while frame is not None:
             if frame.f_code.co_filename == _CHECKPOINT:
                 return "recompute"

@@ -7,6 +7,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from opintercept._engines import compiled, kernels
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--compiled`: what is tested of the kernel engine is tested of its kernels in C++."""
+    parser.addoption("--compiled", action="store_true", help="test the kernel engine with its kernels in C++")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Install compiled kernels wherever the kernel engine would install its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--compiled"):
+            hold, made = kernels.hold, compiled.load()
+            patch.setattr(kernels, "hold", lambda overloads, _=None: hold(overloads, made))
+        yield
+
 
 def dispatcher_state() -> dict[str, object]:
     """Everything of torch's that a block changes and must bring back."""

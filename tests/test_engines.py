@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiler import COMPILED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
 from opintercept._engines import function_mode, kernels, scope
+
+BELOW = [pytest.param({}, id="kernel"), COMPILED, pytest.param({"engine": "mode"}, id="mode")]
+ENGINES = [*BELOW, pytest.param({"level": "function"}, id="function")]
 
 A = torch.randn(4, 4)
 
@@ -101,7 +105,7 @@ def test_kernel_engine_sees_what_vmap_grad_and_jvp_run() -> None:
     assert len(innermost) > 10
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+@pytest.mark.parametrize("engine", BELOW)
 def test_tensors_without_values_pass_unseen(engine: dict[str, Any]) -> None:
     recorder = hooks.Recorder()
     with intercept(recorder, **engine):
@@ -112,7 +116,7 @@ def test_tensors_without_values_pass_unseen(engine: dict[str, Any]) -> None:
     assert recorder.records == []
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+@pytest.mark.parametrize("engine", BELOW)
 def test_a_wrapper_subclass_gives_a_call_for_each_product_that_runs(engine: dict[str, Any]) -> None:
     recorder = hooks.Recorder()
     pair = TwoTensor(A, A + 1)
@@ -122,7 +126,7 @@ def test_a_wrapper_subclass_gives_a_call_for_each_product_that_runs(engine: dict
     assert ops_of(recorder) == ["aten::mm"] * 2
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("first", ["inside", "outside"])
 def test_compile_makes_the_same_graph_once(engine: dict[str, Any], first: str) -> None:
     graphs: list[list[str]] = []
@@ -163,7 +167,7 @@ def in_a_frame_that_is_not_compiled(x: torch.Tensor) -> torch.Tensor:
     return multiply_uncompiled(x.sin())
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize("model", [after_a_graph_break, in_a_frame_that_is_not_compiled])
 def test_dynamo_leaves_hooks_alone(model: Any, engine: dict[str, Any]) -> None:
     frames: list[str] = []
@@ -185,7 +189,7 @@ def test_dynamo_leaves_hooks_alone(model: Any, engine: dict[str, Any]) -> None:
     assert frames == plain
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_traced_graph_has_none_of_the_operators_of_hooks(engine: dict[str, Any]) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, A).relu()
@@ -267,7 +271,7 @@ def test_dispatch_level_replacement_is_a_straight_through_edit() -> None:
         assert torch.equal(x.grad, expected.grad)
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["plain", "out", "in place"])
 def test_a_replacement_reaches_the_tensor_that_the_caller_reads(engine: dict[str, Any], form: str) -> None:
     def transpose_and_shift(call: OpCall) -> torch.Tensor:
@@ -286,7 +290,7 @@ def test_a_replacement_reaches_the_tensor_that_the_caller_reads(engine: dict[str
     assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["plain", "out", "in place"])
 def test_replaced_inputs_are_multiplied_and_the_caller_reads_the_result(engine: dict[str, Any], form: str) -> None:
     class Doubles:
@@ -330,7 +334,7 @@ def test_idle_kernels_pass_calls_on() -> None:
     assert recorder.records == []
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "mode"}], ids=["kernel", "mode"])
+@pytest.mark.parametrize("engine", BELOW)
 def test_backward_calls_are_told_from_forward_ones(engine: dict[str, Any]) -> None:
     phases: list[str] = []
     x = A.clone().requires_grad_()

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import COMPILED
 
 import opintercept._intercept as intercept_module
 from opintercept import HookError, Interceptor, OpCall, OpInterceptError, OpInterceptWarning, intercept
@@ -27,6 +28,7 @@ from opintercept._engines import kernels, scope
 
 ENGINES = [
     pytest.param({}, id="kernel"),
+    COMPILED,
     pytest.param({"engine": "mode"}, id="mode"),
     pytest.param({"level": "function"}, id="function"),
 ]
@@ -231,7 +233,7 @@ def test_an_exception_of_the_operator_keeps_its_type_and_text(engine: dict[str, 
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("engine", ENGINES[:2])
+@pytest.mark.parametrize("engine", ENGINES[:3])
 def test_a_hook_that_raises_stops_the_program_with_a_note(engine: dict[str, Any], backward: bool) -> None:
     w = A.clone().requires_grad_()
 
@@ -271,7 +273,7 @@ def test_a_type_error_of_a_hook_gets_through_an_operator_that_would_swallow_it(
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("engine", ENGINES[:2])
+@pytest.mark.parametrize("engine", ENGINES[:3])
 def test_a_hook_that_raises_is_switched_off_on_warn(engine: dict[str, Any], backward: bool) -> None:
     w = A.clone().requires_grad_()
     calls: list[str] = []
@@ -701,11 +703,11 @@ def test_a_torch_mode_that_popped_ours_is_reported() -> None:
     torch.overrides._pop_mode()
 
 
-@pytest.mark.parametrize("engine", [{}, {"threads": "all"}, *ENGINES[1:]], ids=["kernel", "all", "mode", "function"])
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"threads": "all"}, id="all")])
 def test_a_forked_child_does_not_run_the_hooks_of_its_parent(engine: dict[str, Any]) -> None:
     seen = Seen()
     read, write = os.pipe()
-    with intercept(seen, **(engine if isinstance(engine, dict) else {})):
+    with intercept(seen, **engine):
         child = os.fork()
         if child == 0:
             status = 1
@@ -791,10 +793,11 @@ def test_results_and_gradients_of_batched_matmul_are_right() -> None:
         ({"ops": "linear"}, ValueError, "aten::linear is taken apart before dispatch level can see it; watch 'mm'"),
         ({"ops": ["empty"]}, ValueError, r"aten::empty.\w+ has a kernel already .*use engine='mode'"),
         ({"level": "kernel"}, ValueError, "level must be one of 'function', 'dispatch', got 'kernel'"),
-        ({"engine": "fast"}, ValueError, "engine must be one of 'auto', 'kernel', 'mode', got 'fast'"),
+        ({"engine": "fast"}, ValueError, "engine must be one of 'auto', 'kernel', 'mode', 'compiled', got 'fast'"),
         ({"threads": 8}, ValueError, "threads must be one of 'current', 'all', got 8"),
         ({"on_error": "ignore"}, ValueError, "on_error must be one of 'raise', 'warn', got 'ignore'"),
         ({"ops": "all", "engine": "kernel"}, ValueError, "the kernel engine needs a finite set of ops"),
+        ({"ops": "all", "engine": "compiled"}, ValueError, "the compiled engine needs a finite set of ops"),
         ({"level": "function", "engine": "kernel"}, ValueError, 'engine must be left at "auto" at function level'),
         ({"level": "function", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),
         ({"engine": "mode", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),

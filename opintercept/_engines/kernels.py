@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -70,10 +70,23 @@ _UNREAL = (
 # Key set of a call, by its bits, to the part below ours. A `&` of key sets costs 350 ns, this 30.
 _below: dict[int, Any] = {}
 
+
+class Compiled(Protocol):
+    """Kernels in C++, see `compiled`."""
+
+    def install(self, name: str, overload: torch._ops.OpOverload) -> Any:
+        """A handle that takes the kernel out when it goes; None for an overload that needs the one in Python."""
+
+    def running(self) -> int:
+        """How many of the kernels are on the stack of this thread."""
+
+
 _lock = threading.Lock()
 _kernels: dict[str, Callable[..., Any]] = {}  # by overload, made once
 _installed: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
+_compiled: Compiled | None = None  # set for good by the first block that asks for it
+_handles: list[Any] = []  # of compiled kernels, which go with them
 _users = 0
 _threads_at_entry: frozenset[str] = frozenset()
 _kernel_code: CodeType | None = None
@@ -132,14 +145,20 @@ def runnable(overload: torch._ops.OpOverload) -> bool:
     return any(_has_kernel(overload.name(), key) for key in _BACKENDS)
 
 
-def hold(overloads: dict[str, torch._ops.OpOverload]) -> None:
+def hold(overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
     """Install what is missing, and keep it until `release`.
+
+    Whoever made them, kernels serve all: those that others use stay when compiled ones are asked for.
 
     Raises:
         OpInterceptError: Somebody else has a kernel where ours would go, and it would not be called.
     """
-    global _users, _threads_at_entry
+    global _users, _threads_at_entry, _compiled
     with _lock:
+        if compiled is not None:
+            _compiled = compiled
+            if _libraries and not _users and _quiet():
+                _remove()  # idle ones, left from a time that was not quiet
         missing = {name: overload for name, overload in overloads.items() if name not in _installed}
         taken = [name for name in missing if _has_kernel(name, "BackendSelect")]
         if taken:
@@ -150,7 +169,7 @@ def hold(overloads: dict[str, torch._ops.OpOverload]) -> None:
         if not _users:
             _threads_at_entry = native_threads()
         for name, overload in missing.items():
-            _install(name, overload)
+            _install(name, overload, compiled)
         _users += 1
 
 
@@ -163,11 +182,11 @@ def release() -> None:
             _remove()
 
 
-def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload]) -> None:
+def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
     """Install what is missing for `watcher` and enter its block in this thread."""
     scope = _scope.current()
     block = Block(watcher)
-    hold(overloads)
+    hold(overloads, compiled)
     with _lock:
         if watcher.everywhere:
             state.watch_everywhere((*state.everywhere.blocks, block))
@@ -186,7 +205,12 @@ def leave(scope: Scope, position: int) -> None:
     release()
 
 
-def _install(name: str, overload: torch._ops.OpOverload) -> None:
+def _install(name: str, overload: torch._ops.OpOverload, compiled: Compiled | None) -> None:
+    handle = None if compiled is None else compiled.install(name, overload)
+    if handle is not None:
+        _handles.append(handle)
+        _installed.add(name)
+        return
     namespace = overload.namespace
     library = _libraries.get(namespace)
     if library is None:
@@ -199,6 +223,7 @@ def _install(name: str, overload: torch._ops.OpOverload) -> None:
 
 
 def _remove() -> None:
+    _handles.clear()
     for library in _libraries.values():
         library._destroy()
     _libraries.clear()
@@ -215,6 +240,8 @@ def _quiet() -> bool:
     Python frames. The thread that writes a run never does, nor tqdm's monitor, which outlives every progress bar,
     nor execnet's reader of messages, which lives as long as a worker of pytest-xdist.
     """
+    if _compiled is not None and _compiled.running():
+        return False
     _let_threads_start()
     names = {thread.ident: type(thread).__module__ for thread in threading.enumerate()}
     here = threading.get_ident()
@@ -286,7 +313,7 @@ def _has_forked_tasks() -> bool:
 def _let_forked_tasks_end() -> None:
     # A task of `torch.jit.fork` was lent its caller's scope, and gives it back, which takes the GIL, after its
     # future is done. A thread that asks for the GIL of an interpreter that is going down aborts the process.
-    if _kernels and _has_forked_tasks():
+    if (_kernels or _compiled is not None) and _has_forked_tasks():
         time.sleep(0.05)
 
 
@@ -302,7 +329,7 @@ def _descend(keyset: Any) -> tuple[Any, bool]:
     return below, real
 
 
-def _redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """How to go on below with a key set and arguments: `OpOverload.redispatch` without its Python frame."""
     boxed = overload._handle.redispatch_boxed
     if name.partition(".")[0] in MATMUL:
@@ -324,7 +351,7 @@ def _redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., A
 
 def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
     global _kernel_code
-    redispatch = _redispatcher(name, overload)
+    redispatch = redispatcher(name, overload)
     below_of = _below.get
     graph_task, backward_phase = _origin.graph_task, _origin.backward_phase
     has_scope, get_scope, stash = _has_scope, _get_scope, _stash

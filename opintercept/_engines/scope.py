@@ -116,18 +116,22 @@ class Everywhere:
 
 
 class _State:
-    __slots__ = ("everywhere", "idle")
+    __slots__ = ("everywhere", "idle", "told")
 
     everywhere: Everywhere
     idle: Scope  # of a thread that has entered nothing
+    told: Callable[[bool], None] | None  # whether any block watches all threads; compiled kernels ask without the GIL
 
     def watch_everywhere(self, blocks: tuple[Block, ...]) -> None:
         """Replace the blocks that watch all threads."""
         self.everywhere = Everywhere(blocks)
         self.idle = Scope()
+        if self.told is not None:
+            self.told(bool(blocks))
 
 
 state = _State()
+state.told = None
 
 
 class Watch:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import COMPILED
 from programs import EMPTY, ENGINES, PROGRAMS, Program, assert_same, execute, outermost
 from torch.profiler import ProfilerActivity, profile
 
@@ -51,10 +52,11 @@ def _compare(
     gradients: bool,
     wrap: Any = lambda function: function,
     function: Any = None,
+    engine: dict[str, Any] | None = None,
 ) -> None:
     """Calls of the kernel engine against the profiler, and the outcome against a run without it."""
     seen: list[str] = []
-    interceptor = intercept(lambda call: seen.append(call.op))
+    interceptor = intercept(lambda call: seen.append(call.op), **(engine or {}))
     watched = {name.partition(".")[0] for name in interceptor._overloads}
     events: list[Any] = []
 
@@ -75,11 +77,14 @@ def _compare(
     assert seen or failed
 
 
+@pytest.mark.parametrize("engine", [pytest.param({}, id="kernel"), COMPILED])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=_by_name)
-def test_kernel_engine_sees_what_the_profiler_sees_and_changes_nothing(program: Program, context: str) -> None:
+def test_kernel_engine_sees_what_the_profiler_sees_and_changes_nothing(
+    program: Program, context: str, engine: dict[str, Any]
+) -> None:
     run_in, gradients = CONTEXTS[context]
-    _compare(program, run_in, gradients)
+    _compare(program, run_in, gradients, engine=engine)
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.scriptable], ids=_by_name)

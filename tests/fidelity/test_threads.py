@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import BUILDS
 
 from opintercept import OpCall, intercept
 from opintercept._engines import kernels, scope
@@ -30,6 +31,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "mode": {"engine": "mode"},
     "function": {"level": "function"},
 }
+if BUILDS:
+    ENGINES["compiled"] = {"engine": "compiled"}
 
 A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
 BATCH = torch.randn(2, 4, 4)
@@ -113,7 +116,7 @@ def switch_often() -> Iterator[None]:
 
 @pytest.mark.parametrize("mix", [*ENGINES, "all of them"])
 def test_eight_threads_enter_and_leave_the_same_and_their_own(mix: str) -> None:
-    engines = [mix if mix in ENGINES else list(ENGINES)[number % 3] for number in range(THREADS)]
+    engines = [mix if mix in ENGINES else list(ENGINES)[number % len(ENGINES)] for number in range(THREADS)]
     shared_seen = {engine: Seen() for engine in engines}
     shared = {engine: intercept(seen, **ENGINES[engine]) for engine, seen in shared_seen.items()}
     own_seen = [Seen() for _ in engines]

@@ -1,0 +1,532 @@
+// The kernel of `kernels._make_kernel` in C++: the same decisions in the same order, and the same loop,
+// `_pipeline.run`, for a call that is watched. Calls that nobody watches do not become Python objects.
+//
+// Invariant: what is kept beyond a call, `prepare`'s and `setup`'s, is kept for ever, so that kernels may be taken
+// out, and the interpreter go down, in any order; the scope of the thread is restored on every way out.
+
+#include <Python.h>
+#include <structmember.h>
+
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+// Exported by torch. Declared here, since the headers that declare them take most of a minute to compile; where one
+// is missing or another, loading the extension fails, before any kernel is installed.
+namespace torch::autograd {
+int get_current_graph_task_id(); // torch/csrc/autograd/engine.h
+}
+namespace torch::jit {
+py::object toPyObject(c10::IValue ivalue); // torch/csrc/jit/python/pybind_utils.h
+c10::IValue toIValue(py::handle obj, const c10::TypePtr& type, std::optional<int32_t> N);
+} // namespace torch::jit
+PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
+c10::impl::PyInterpreter* getPyInterpreter(); // torch/csrc/PyInterpreter.h
+
+namespace {
+
+using at::impl::ThreadLocalPythonObjects;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using Stack = std::vector<c10::IValue>;
+using ScopePtr = std::shared_ptr<c10::SafePyObject>;
+
+const std::string KEY = "opintercept";
+const DispatchKeySet BELOW(DispatchKeySet::FULL_AFTER, DispatchKey::BackendSelect);
+const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one key of several bits
+    DispatchKey::Functionalize,
+    DispatchKey::FuncTorchBatched,
+    DispatchKey::FuncTorchGradWrapper,
+    DispatchKey::FuncTorchVmapMode,
+    DispatchKey::FuncTorchDynamicLayerFrontMode,
+    DispatchKey::FuncTorchDynamicLayerBackMode,
+    DispatchKey::PythonTLSSnapshot,
+});
+
+PyObject *state, *watch_of, *run, *current, *backward_phase; // of Python, see `setup`
+PyObject *kernel_engine, *forward_phase; // strings
+PyObject* invoke_function;
+
+std::atomic<bool> all_threads{false}; // whether threads that have entered nothing are watched
+thread_local int running = 0; // kernels on the stack of this thread
+// The scope for hooks while a kernel has stashed it, and so holds it: nobody sees a call that finds it in place.
+thread_local PyObject* hidden_here = nullptr;
+
+// Where Python keeps an attribute that is a slot; asking by name costs five times as much, and more in cold caches.
+struct Slot {
+  Py_ssize_t offset = 0;
+
+  bool find(PyObject* type, const char* name) {
+    PyObject* found = PyObject_GetAttrString(type, name);
+    if (found == nullptr || Py_TYPE(found) != &PyMemberDescr_Type) {
+      Py_XDECREF(found);
+      PyErr_Format(PyExc_TypeError, "%s must be a slot", name);
+      return false;
+    }
+    offset = reinterpret_cast<PyMemberDescrObject*>(found)->d_member->offset;
+    Py_DECREF(found);
+    return true;
+  }
+
+  PyObject* of(PyObject* object) const { // borrowed
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+  }
+};
+
+Slot state_everywhere, state_idle, scope_everywhere, scope_kernels, watch_hidden, watch_inner, watch_pipelines, watch_row;
+
+struct Overload {
+  PyObject* name;
+  PyObject* overload;
+  PyObject* redispatch; // (raw key set, *args, **kwargs), for arguments that a hook has replaced
+  size_t positional = 0;
+  std::vector<PyObject*> names;
+  std::vector<const c10::IValue*> defaults;
+};
+
+struct Owned { // a reference
+  PyObject* p;
+  explicit Owned(PyObject* stolen) : p(stolen) {}
+  ~Owned() {
+    Py_XDECREF(p);
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+};
+
+PyObject* check(PyObject* p) {
+  if (p == nullptr) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return p;
+}
+
+ScopePtr shared(PyObject* scope) {
+  Py_INCREF(scope);
+  return std::make_shared<c10::SafePyObject>(scope, getPyInterpreter());
+}
+
+PyObject* to_python(const c10::IValue& value) {
+  if (value.isNone()) {
+    Py_RETURN_NONE;
+  }
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+      return check(THPVariable_Wrap(tensor));
+    }
+  }
+  return torch::jit::toPyObject(value).release().ptr();
+}
+
+// One watched call; what `invoke` gets as its head.
+struct Call {
+  const Overload* overload;
+  const c10::OperatorHandle* op;
+  DispatchKeySet below;
+  Stack* stack;
+  size_t count; // of values that are ours at the end of the stack
+  PyObject* args;
+  std::vector<std::pair<PyObject*, PyObject*>> kwargs; // names, which are interned, and values, which are held
+  ScopePtr inner; // nullptr if hidden
+  ScopePtr hidden;
+  PyObject* output = nullptr; // what our own outputs became
+  bool done = false; // whether the values are outputs now, or gone
+
+  Call() = default;
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  ~Call() {
+    for (auto& [name, value] : kwargs) {
+      Py_DECREF(value);
+    }
+    Py_XDECREF(output);
+  }
+};
+
+struct Head { // what `run` hands to `invoke`; outlives its call in the traceback of an exception
+  PyObject_HEAD
+  Call* call;
+};
+
+PyTypeObject HeadType = {PyVarObject_HEAD_INIT(nullptr, 0) "opintercept._engines.compiled.Head"};
+
+struct Inside { // the scope for the inner steps of an operator that is seen
+  Call* call;
+  PyObject* before;
+  explicit Inside(Call* c) : call(c), before(hidden_here) {
+    if (call->inner) {
+      hidden_here = nullptr;
+      ThreadLocalPythonObjects::set(KEY, call->inner);
+    }
+  }
+  ~Inside() {
+    if (call->inner) {
+      ThreadLocalPythonObjects::set(KEY, call->hidden);
+      hidden_here = before;
+    }
+  }
+};
+
+// Whether `run` passes on what it got, so that the values on the stack can stay. A list may have been changed.
+bool same_arguments(const Call& call, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  if (count != PyTuple_GET_SIZE(call.args)) {
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (args[i] != PyTuple_GET_ITEM(call.args, i) || PyList_CheckExact(args[i])) {
+      return false;
+    }
+  }
+  Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  if (named != static_cast<Py_ssize_t>(call.kwargs.size())) {
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < named; i++) {
+    auto& [name, value] = call.kwargs[i];
+    if (PyTuple_GET_ITEM(names, i) != name || args[count + i] != value || PyList_CheckExact(value)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+PyObject* outputs_to_python(const Stack& stack, size_t count) {
+  if (count == 0) {
+    Py_RETURN_NONE;
+  }
+  if (count == 1) {
+    return to_python(stack.back());
+  }
+  Owned found(check(PyTuple_New(static_cast<Py_ssize_t>(count))));
+  for (size_t i = 0; i < count; i++) {
+    PyTuple_SET_ITEM(found.p, static_cast<Py_ssize_t>(i), to_python(stack[stack.size() - count + i]));
+  }
+  return Py_NewRef(found.p);
+}
+
+// Whether nobody can have changed an output, so that the values on the stack can stay.
+bool frozen(PyObject* output) {
+  if (PyTuple_CheckExact(output)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(output); i++) {
+      if (PyList_CheckExact(PyTuple_GET_ITEM(output, i))) {
+        return false;
+      }
+    }
+  }
+  return !PyList_CheckExact(output);
+}
+
+// invoke(head, *args, **kwargs), which `run` calls between its hooks.
+PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  Call* call = reinterpret_cast<Head*>(args[0])->call;
+  if (call == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "the operator has returned");
+    return nullptr;
+  }
+  try {
+    if (!call->done && same_arguments(*call, args + 1, count - 1, names)) {
+      call->done = true;
+      {
+        Inside inside(call);
+        pybind11::gil_scoped_release nogil;
+        call->op->redispatchBoxed(call->below, call->stack);
+      }
+      call->count = call->op->schema().returns().size();
+      call->output = outputs_to_python(*call->stack, call->count);
+      return Py_NewRef(call->output);
+    }
+    Owned raw(check(PyLong_FromUnsignedLongLong(call->below.raw_repr())));
+    Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+    std::vector<PyObject*> all(args, args + count + named);
+    all[0] = raw.p;
+    Inside inside(call);
+    return PyObject_Vectorcall(call->overload->redispatch, all.data(), static_cast<size_t>(count), names);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+struct Kernel final : c10::OperatorKernel {
+  const Overload* overload;
+  explicit Kernel(const Overload* o) : overload(o) {}
+
+  void operator()(const c10::OperatorHandle& op, DispatchKeySet keyset, Stack* stack) {
+    struct Running {
+      Running() {
+        running++;
+      }
+      ~Running() {
+        running--;
+      }
+    } counted;
+    DispatchKeySet below = keyset & BELOW;
+    if (keyset.has(DispatchKey::Meta) || keyset.has_any(UNREAL) || !ran_with_hooks(*overload, op, below, stack)) {
+      op.redispatchBoxed(below, stack);
+    }
+  }
+
+  // Whether somebody watches, in which case the call is over.
+  static bool ran_with_hooks(const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack) {
+    ScopePtr saved;
+    if (ThreadLocalPythonObjects::contains(KEY)) {
+      saved = ThreadLocalPythonObjects::get(KEY);
+      if (saved->ptr(getPyInterpreter()) == hidden_here) {
+        return false;
+      }
+    } else if (!all_threads.load(std::memory_order_relaxed)) {
+      return false;
+    }
+    pybind11::gil_scoped_acquire gil;
+    bool ran = ran_with_hooks(overload, op, below, stack, saved);
+    saved.reset(); // while we have the GIL
+    return ran;
+  }
+
+  static bool ran_with_hooks(
+      const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack, ScopePtr& saved) {
+    if (!saved) {
+      saved = shared(state_idle.of(state));
+    }
+    if (scope_everywhere.of(saved->ptr(getPyInterpreter())) != state_everywhere.of(state)) {
+      Owned fresh(check(PyObject_CallNoArgs(current)));
+      saved = shared(fresh.p);
+    }
+    PyObject* scope = saved->ptr(getPyInterpreter());
+    PyObject* found = PyDict_GetItemWithError(scope_kernels.of(scope), overload.name);
+    if (found == Py_None) {
+      return false;
+    }
+    Owned watch(
+        found != nullptr
+            ? Py_NewRef(found)
+            : check(PyObject_CallFunctionObjArgs(watch_of, scope, kernel_engine, overload.name, nullptr)));
+    if (watch.p == Py_None) {
+      return false;
+    }
+    PyObject* hidden = watch_hidden.of(watch.p); // never assigned to again, and so held by the watch
+    PyObject* inner = watch_inner.of(watch.p);
+
+    Call call;
+    call.overload = &overload;
+    call.op = &op;
+    call.below = below;
+    call.stack = stack;
+    call.count = overload.names.size();
+    const c10::IValue* values = stack->data() + stack->size() - call.count;
+    // As torch does for kernels in Python: defaults at the end are left out, and those of keyword arguments.
+    size_t positional = overload.positional;
+    while (positional > 0 && overload.defaults[positional - 1] != nullptr &&
+           *overload.defaults[positional - 1] == values[positional - 1]) {
+      positional--;
+    }
+    Owned args(check(PyTuple_New(static_cast<Py_ssize_t>(positional))));
+    for (size_t i = 0; i < positional; i++) {
+      PyTuple_SET_ITEM(args.p, static_cast<Py_ssize_t>(i), to_python(values[i]));
+    }
+    Owned kwargs(check(PyDict_New()));
+    for (size_t i = overload.positional; i < call.count; i++) {
+      if (overload.defaults[i] == nullptr || !(*overload.defaults[i] == values[i])) {
+        Owned value(to_python(values[i]));
+        if (PyDict_SetItem(kwargs.p, overload.names[i], value.p) < 0) {
+          check(nullptr);
+        }
+        call.kwargs.emplace_back(overload.names[i], Py_NewRef(value.p));
+      }
+    }
+    call.args = args.p;
+    call.hidden = shared(hidden);
+    if (inner != hidden) {
+      call.inner = shared(inner);
+    }
+    Owned phase(
+        torch::autograd::get_current_graph_task_id() == -1 ? Py_NewRef(forward_phase)
+                                                           : check(PyObject_CallNoArgs(backward_phase)));
+    Owned head(check(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&HeadType))));
+    reinterpret_cast<Head*>(head.p)->call = &call;
+    Owned result(nullptr);
+    {
+      struct Hooks {
+        PyObject* before = hidden_here;
+        ScopePtr& scope;
+        PyObject* head;
+        Hooks(Call& call, ScopePtr& s, PyObject* h, PyObject* hidden) : scope(s), head(h) {
+          ThreadLocalPythonObjects::set(KEY, call.hidden);
+          hidden_here = hidden;
+        }
+        ~Hooks() {
+          reinterpret_cast<Head*>(head)->call = nullptr;
+          hidden_here = before;
+          ThreadLocalPythonObjects::set(KEY, scope);
+        }
+      } hooks(call, saved, head.p, hidden);
+      PyObject* arguments[] = {
+          watch_pipelines.of(watch.p),
+          watch_row.of(watch.p),
+          overload.overload,
+          phase.p,
+          invoke_function,
+          head.p,
+          args.p,
+          kwargs.p};
+      result.p = PyObject_Vectorcall(run, arguments, 8, nullptr);
+    }
+    check(result.p);
+    if (result.p == call.output && frozen(result.p)) {
+      return true;
+    }
+    const auto& returns = op.schema().returns();
+    Stack results;
+    if (returns.empty()) {
+      TORCH_CHECK(result.p == Py_None, "expected no output of ", op.operator_name());
+    } else if (returns.size() == 1) {
+      results.push_back(torch::jit::toIValue(result.p, returns[0].real_type(), std::nullopt));
+    } else {
+      Owned each(check(PySequence_Fast(result.p, "an operator with several outputs must return a sequence")));
+      TORCH_CHECK(
+          PySequence_Fast_GET_SIZE(each.p) == static_cast<Py_ssize_t>(returns.size()),
+          "expected ", returns.size(), " outputs of ", op.operator_name());
+      for (size_t i = 0; i < returns.size(); i++) {
+        results.push_back(torch::jit::toIValue(
+            PySequence_Fast_GET_ITEM(each.p, static_cast<Py_ssize_t>(i)), returns[i].real_type(), std::nullopt));
+      }
+    }
+    stack->erase(stack->end() - static_cast<ptrdiff_t>(call.count), stack->end());
+    for (auto& value : results) {
+      stack->push_back(std::move(value));
+    }
+    return true;
+  }
+};
+
+// setup(state, Scope, Watch, Scope.watch, run, current, backward_phase)
+PyObject* setup(PyObject*, PyObject* args) {
+  PyObject *scope, *watch;
+  if (!PyArg_ParseTuple(args, "OOOOOOO", &state, &scope, &watch, &watch_of, &run, &current, &backward_phase)) {
+    return nullptr;
+  }
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
+  if (!state_everywhere.find(type, "everywhere") || !state_idle.find(type, "idle") ||
+      !scope_everywhere.find(scope, "everywhere") || !scope_kernels.find(scope, "kernels") ||
+      !watch_hidden.find(watch, "hidden") || !watch_inner.find(watch, "inner") ||
+      !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row")) {
+    return nullptr;
+  }
+  for (PyObject* each : {state, watch_of, run, current, backward_phase}) {
+    Py_INCREF(each);
+  }
+  Py_RETURN_NONE;
+}
+
+// prepare(name, overload name, the two as one, overload, redispatch) -> capsule, or None for an overload with an
+// argument that torch hands to Python as what C++ cannot easily make: a dtype, a layout, a memory format
+PyObject* prepare(PyObject*, PyObject* args) {
+  const char *name, *overload_name;
+  PyObject *key, *object, *redispatch;
+  if (!PyArg_ParseTuple(args, "ssOOO", &name, &overload_name, &key, &object, &redispatch)) {
+    return nullptr;
+  }
+  try {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload_name);
+    for (const auto& argument : op.schema().arguments()) {
+      std::string type = argument.real_type()->str();
+      for (const char* special : {"ScalarType", "Layout", "MemoryFormat"}) {
+        if (type.find(special) != std::string::npos) {
+          Py_RETURN_NONE;
+        }
+      }
+    }
+    auto* made = new Overload{Py_NewRef(key), Py_NewRef(object), Py_NewRef(redispatch)};
+    for (const auto& argument : op.schema().arguments()) {
+      made->names.push_back(PyUnicode_InternFromString(argument.name().c_str()));
+      made->defaults.push_back(argument.default_value() ? &*argument.default_value() : nullptr);
+      if (!argument.kwarg_only()) {
+        made->positional++;
+      }
+    }
+    return PyCapsule_New(made, nullptr, nullptr);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+// install(name, overload name, prepared) -> capsule, which takes the kernel out when it goes
+PyObject* install(PyObject*, PyObject* args) {
+  const char *name, *overload_name;
+  PyObject* prepared;
+  if (!PyArg_ParseTuple(args, "ssO", &name, &overload_name, &prepared)) {
+    return nullptr;
+  }
+  try {
+    auto* overload = static_cast<Overload*>(PyCapsule_GetPointer(prepared, nullptr));
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(overload));
+    auto* handle = new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+        c10::OperatorName(name, overload_name),
+        DispatchKey::BackendSelect,
+        std::move(kernel),
+        std::nullopt,
+        nullptr,
+        "opintercept"));
+    return PyCapsule_New(handle, nullptr, [](PyObject* capsule) {
+      delete static_cast<c10::RegistrationHandleRAII*>(PyCapsule_GetPointer(capsule, nullptr));
+    });
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+PyObject* watch_all_threads(PyObject*, PyObject* yes) {
+  all_threads = yes == Py_True;
+  Py_RETURN_NONE;
+}
+
+PyObject* running_kernels(PyObject*, PyObject*) {
+  return PyLong_FromLong(running);
+}
+
+PyMethodDef methods[] = {
+    {"setup", setup, METH_VARARGS, nullptr},
+    {"prepare", prepare, METH_VARARGS, nullptr},
+    {"install", install, METH_VARARGS, nullptr},
+    {"watch_all_threads", watch_all_threads, METH_O, nullptr},
+    {"running", running_kernels, METH_NOARGS, nullptr},
+    {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+#define INIT_OF(name) PyInit_##name
+#define INIT(name) INIT_OF(name)
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, TEXT(TORCH_EXTENSION_NAME), nullptr, -1, methods};
+
+} // namespace
+
+PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
+  HeadType.tp_basicsize = sizeof(Head);
+  HeadType.tp_flags = Py_TPFLAGS_DEFAULT;
+  HeadType.tp_new = PyType_GenericNew;
+  if (PyType_Ready(&HeadType) < 0) {
+    return nullptr;
+  }
+  PyObject* made = PyModule_Create(&module);
+  if (made == nullptr) {
+    return nullptr;
+  }
+  kernel_engine = PyUnicode_InternFromString("kernel");
+  forward_phase = PyUnicode_InternFromString("forward");
+  invoke_function = PyObject_GetAttrString(made, "invoke");
+  return made;
+}

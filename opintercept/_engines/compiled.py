@@ -1,0 +1,87 @@
+"""Kernels in C++ for the kernel engine, built by torch with the machine's compiler when first asked for.
+
+Invariant: nothing is built, nor torch's machinery for it imported, before somebody asks. What compiled kernels do
+is what `kernels._make_kernel` does; the source next to this file says where they spare Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opintercept import _origin, _pipeline
+from opintercept._engines import kernels, scope
+from opintercept._engines.dynamo import keep_out
+from opintercept._errors import OpInterceptError
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class _Compiled:
+    def __init__(self, extension: Any) -> None:
+        self._extension = extension
+        self._prepared: dict[str, Any] = {}  # by overload, made once; None for those that are left to Python
+        # What C++ calls has no frame of ours above it that keeps Dynamo out.
+        called = (scope.Scope.watch, _pipeline.run, scope.current, _origin.backward_phase)
+        functions = [keep_out(function) for function in called]
+        extension.setup(scope.state, scope.Scope, scope.Watch, *functions)
+        scope.state.told = extension.watch_all_threads
+        extension.watch_all_threads(bool(scope.state.everywhere.blocks))
+        self.running: Callable[[], int] = extension.running
+
+    def install(self, name: str, overload: torch._ops.OpOverload) -> Any:
+        schema = overload._schema
+        names = (schema.name, schema.overload_name)
+        if name not in self._prepared:
+            redispatch = _from_raw(kernels.redispatcher(name, overload))
+            self._prepared[name] = self._extension.prepare(*names, name, overload, redispatch)
+        prepared = self._prepared[name]
+        return None if prepared is None else self._extension.install(*names, prepared)
+
+
+def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
+    keyset = torch._C.DispatchKeySet.from_raw_repr
+
+    def from_raw(raw: int, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return redispatch(keyset(raw), *args, **kwargs)
+        finally:
+            del args, kwargs  # as in `_pipeline.run`
+
+    return keep_out(from_raw)
+
+
+@functools.cache
+def load() -> kernels.Compiled:
+    """The compiled kernels of this process; the first process on a machine takes a minute to build them.
+
+    Waits, as torch does, for another process that builds them; one that was killed leaves a file named `lock` in
+    torch's cache of extensions, which has to go.
+
+    Raises:
+        OpInterceptError: They cannot be built here.
+    """
+    # The cache is shared by all versions of torch, whose binary interfaces differ.
+    name = "opintercept_" + re.sub(r"\W", "_", torch.__version__)
+    options = [] if sys.platform == "win32" else ["-O2"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about compilers that torch does not know
+            from torch.utils import cpp_extension  # wants setuptools, and takes half a second
+
+            extension = cpp_extension.load(name, [str(_SOURCE)], extra_cflags=options)
+        return _Compiled(extension)
+    except Exception as exception:
+        lines = str(exception).splitlines()
+        reason = next((line for line in lines if "error:" in line), lines[0] if lines else type(exception).__name__)
+        raise OpInterceptError(
+            "compiled kernels need a C++ compiler, ninja, setuptools and the headers of Python and of torch, "
+            f'got: {reason.strip()}; use engine="kernel", which does the same in Python'
+        ) from exception

@@ -1,0 +1,387 @@
+"""What is special about kernels in C++: how they are built and taken out, and that a hook gets what it gets in Python.
+
+`pytest --compiled` runs all other tests of the kernel engine with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.resources
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiler import needs_compiler
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from opintercept import OpCall, OpInterceptError, hooks, intercept
+from opintercept._engines import compiled, kernels
+from opintercept._intercept import Interceptor
+
+A, B = torch.randn(4, 4), torch.randn(4, 4)
+X = torch.randn(2, 3, 4)
+
+
+def watch(*hooks: Any, **options: Any) -> Interceptor:
+    return intercept(hooks, engine="compiled", **options)
+
+
+def test_the_source_is_shipped_beside_the_module() -> None:
+    source = importlib.resources.files("opintercept").joinpath("_engines/compiled.cpp")
+    assert "TORCH_EXTENSION_NAME" in source.read_text("utf-8")
+
+
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Build as on a machine that never has."""
+    monkeypatch.setattr(compiled, "load", compiled.load.__wrapped__)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with contextlib.suppress(ImportError):
+        from torch.utils import _cpp_extension_versioner, cpp_extension
+
+        # It would remember this build, and make the next one of that name the second version of an extension.
+        versions = _cpp_extension_versioner.ExtensionVersioner()
+        monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", versions)
+    return monkeypatch
+
+
+def refused(reason: str) -> str:
+    return rf'a C\+\+ compiler, ninja, .* got: .*{reason}.*; use engine="kernel"'
+
+
+def test_without_ninja_the_error_names_the_engine_in_python(no_cache: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setuptools")
+    no_cache.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
+    with pytest.raises(OpInterceptError, match=refused("Ninja is required")):
+        watch()
+    assert not kernels._installed
+
+
+def test_without_setuptools_the_error_names_the_engine_in_python(no_cache: pytest.MonkeyPatch) -> None:
+    no_cache.setitem(sys.modules, "torch.utils.cpp_extension", None)
+    no_cache.delattr(torch.utils, "cpp_extension", raising=False)
+    with pytest.raises(OpInterceptError, match=refused("cpp_extension")):
+        watch()
+
+
+@needs_compiler
+def test_without_a_compiler_the_error_names_the_engine_in_python(no_cache: pytest.MonkeyPatch) -> None:
+    no_cache.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OpInterceptError, match=refused("")):
+        watch()
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_is_one_error(no_cache: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text('#error "these are not the headers"\n')
+    no_cache.setattr(compiled, "_SOURCE", source)
+    with pytest.raises(OpInterceptError, match=refused("these are not the headers")):
+        watch()
+
+
+@needs_compiler
+def test_every_operator_of_the_family_is_restored() -> None:
+    names = list(watch()._overloads)
+    before = {name: torch._C._dispatch_dump(name) for name in names}
+    for _ in range(2):
+        with watch():
+            inside = {name: torch._C._dispatch_dump(name) for name in names}
+        assert {name: torch._C._dispatch_dump(name) for name in names} == before
+    python = [name for name in names if "BackendSelect: opintercept" not in inside[name]]
+    # Those with a dtype among their arguments, which C++ leaves to Python.
+    assert all("BackendSelect: registered at" in inside[name] for name in python)
+    assert "aten::mm" not in python
+    assert len(python) < len(names) / 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", ["kernel", "compiled"])
+def test_kernels_of_either_kind_serve_blocks_of_both(first: str) -> None:
+    outer, inner = hooks.Recorder(), hooks.Recorder()
+    (second,) = {"kernel", "compiled"} - {first}
+    with intercept(outer, engine=first), intercept(inner, engine=second):  # type: ignore[arg-type]
+        torch.mm(A, B)
+    assert [record.op for record in outer.records + inner.records] == ["aten::mm"] * 2
+    assert not kernels._installed
+
+
+@needs_compiler
+def test_idle_kernels_in_python_make_way_for_compiled_ones(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--compiled"):
+        pytest.skip("no kernel is one in Python then")
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait)
+    found = []
+    with intercept():
+        thread.start()
+        found.append(torch._C._dispatch_dump("aten::mm"))
+    with watch():  # that thread might be running one
+        found.append(torch._C._dispatch_dump("aten::mm"))
+    leave.set()
+    thread.join()
+    with watch():
+        found.append(torch._C._dispatch_dump("aten::mm"))
+    assert not kernels._installed
+    assert ["BackendSelect: opintercept" in table for table in found] == [False, False, True]
+
+
+@needs_compiler
+def test_a_block_that_is_left_under_a_kernel_leaves_the_kernels_in_place() -> None:
+    @torch.library.custom_op("opintercept_tests::leaves", mutates_args=())
+    def leaves(x: torch.Tensor) -> torch.Tensor:
+        pause.__exit__(None, None, None)
+        block.__exit__(None, None, None)
+        return x.clone()
+
+    block = watch(ops=["mm", "opintercept_tests::leaves"])
+    block.__enter__()
+    pause = block.paused()
+    pause.__enter__()
+    torch.ops.opintercept_tests.leaves(A)
+    assert "aten::mm" in kernels._installed
+    with watch(ops="mm"):
+        pass
+    assert not kernels._installed
+
+
+# Calls whose arguments and outputs are of every kind that the dispatcher has.
+CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "mm": ("mm", lambda: torch.mm(A, B)),
+    "out": ("mm", lambda: torch.mm(A, B, out=torch.empty(4, 4))),
+    "default numbers": ("addmm", lambda: torch.addmm(A, A, B, beta=1, alpha=1)),
+    "equal to the defaults": ("addmm", lambda: torch.addmm(A, A, B, beta=1.0, alpha=True)),
+    "other numbers": ("addmm", lambda: torch.addmm(A, A, B, beta=2, alpha=0.5)),
+    "one number": ("addmm", lambda: torch.addmm(A, A, B, alpha=3)),
+    "in place": ("addmm_", lambda: torch.ones(4, 4).addmm_(A, B)),
+    "parameter": ("mm", lambda: torch.mm(torch.nn.Parameter(A), B)),
+    "number that is a tensor": ("add", lambda: A + 1),
+    "complex number": ("mul", lambda: A * 2j),
+    "list of tensors": ("cat", lambda: torch.cat([A, B], 1)),
+    "list of tensors out": ("unbind", lambda: torch.unbind(A)),
+    "list of tensors in and out": ("_foreach_add", lambda: torch._foreach_add([A, B], [B, A], alpha=2)),
+    "no output": ("_foreach_add_", lambda: torch._foreach_add_([A.clone()], [B])),
+    "several outputs": ("topk", lambda: torch.topk(A, 2)),
+    "integers": ("sum.dim_IntList", lambda: A.sum((0, 1), keepdim=True)),
+    "dtype": ("sum.dim_IntList", lambda: A.sum(0, dtype=torch.float64)),
+    "memory format": ("clone", lambda: X[None].clone(memory_format=torch.channels_last)),
+    "missing numbers": ("clamp", lambda: torch.clamp(A, max=0.5)),
+    "missing tensors": ("index", lambda: X[:, [0, 1]]),
+    "text": ("div", lambda: torch.div(A, B, rounding_mode="floor")),
+    "missing bias": ("convolution", lambda: F.conv1d(X, torch.ones(1, 3, 2))),
+    "symbols": ("view", lambda: A.view(2, -1)),
+}
+
+
+def shape_of(value: Any) -> Any:
+    """A value as a hook sees it: types all the way down, and tensors by what tells them apart."""
+    if isinstance(value, torch.Tensor):
+        known = next((name for name, tensor in (("A", A), ("B", B), ("X", X)) if value is tensor), None)
+        return type(value), known, value.dtype, value.stride(), value.requires_grad, value.tolist()
+    if isinstance(value, (list, tuple)):
+        return type(value), [shape_of(item) for item in value]
+    if isinstance(value, dict):
+        return {key: shape_of(item) for key, item in value.items()}
+    return type(value), value
+
+
+def _keep(found: list[Any], call: OpCall) -> None:
+    found.append((call.args, call.kwargs, call.output))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CALLS)
+def test_a_hook_gets_the_arguments_and_outputs_that_it_gets_in_python(name: str) -> None:
+    op, program = CALLS[name]
+    seen: dict[str, list[Any]] = {"kernel": [], "compiled": []}
+    for engine, found in seen.items():
+        hook = functools.partial(_keep, found)
+        with intercept(hook, ops=op, engine=engine):  # type: ignore[arg-type]
+            result = program()
+        found[:] = [shape_of(item) for item in found]
+        found.append(shape_of(result))
+    assert len(seen["kernel"]) == 2
+    assert seen["compiled"] == seen["kernel"]
+
+
+class _ChangesList:
+    """Changes the lists of a call where they are, which no engine is told of."""
+
+    def pre(self, call: OpCall) -> None:
+        for value in call.args:
+            if isinstance(value, list):
+                value.reverse()
+
+    def post(self, call: OpCall) -> None:
+        if isinstance(call.output, list):
+            call.output.reverse()
+
+
+class _Replaces:
+    def pre(self, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert call.lhs is not None
+        assert call.rhs is not None
+        swapped = {id(call.lhs): call.rhs, id(call.rhs): call.lhs}
+        return tuple(swapped.get(id(a), a) for a in call.args), {k: v for k, v in call.kwargs.items() if k != "alpha"}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [(name, _ChangesList) for name in CALLS]
+    + [(name, _Replaces) for name in CALLS if CALLS[name][0] in ("mm", "addmm")],
+)
+def test_what_a_hook_changes_has_the_same_effect_as_in_python(name: str, hook: Callable[[], Any]) -> None:
+    op, program = CALLS[name]
+    results = {}
+    for engine in "kernel", "compiled":
+        with intercept(hook(), ops=op, engine=engine):  # type: ignore[arg-type]
+            results[engine] = shape_of(program())
+    assert results["compiled"] == results["kernel"]
+
+
+@needs_compiler
+def test_an_exception_of_the_operator_is_the_same_with_and_without_hooks() -> None:
+    class Errors(list[BaseException]):
+        def error(self, call: OpCall, exception: BaseException) -> None:
+            self.append(exception)
+
+    errors = Errors()
+    with watch(errors), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as watched:
+        torch.mm(A, torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as bare:
+        torch.mm(A, torch.ones(3, 4))
+    assert str(watched.value) == str(bare.value)
+    assert type(watched.value) is type(bare.value)
+    assert [watched.value] == errors
+
+
+class _OwnError(Exception):
+    pass
+
+
+@needs_compiler
+def test_an_exception_raised_in_python_passes_through_as_it_is() -> None:
+    raised = _OwnError("from inside")
+
+    @torch.library.custom_op("opintercept_tests::raises", mutates_args=())
+    def raises(x: torch.Tensor) -> torch.Tensor:
+        raise raised
+
+    with watch(lambda call: None, ops="opintercept_tests::raises"), pytest.raises(_OwnError, match="inside") as caught:
+        torch.ops.opintercept_tests.raises(A)
+    assert caught.value is raised
+    failing = watch(lambda call: 1 / 0)
+    with failing, pytest.raises(ZeroDivisionError) as divided:
+        torch.mm(A, B)
+    assert "opintercept: raised by post hook" in divided.value.__notes__[0]
+    with failing, failing.paused():
+        assert torch.equal(torch.mm(A, B), A @ B)  # the scope is that of before
+
+
+@needs_compiler
+def test_what_a_traceback_keeps_of_a_call_does_not_run_it_again() -> None:
+    with watch(), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught:
+        torch.mm(A, torch.ones(3, 4))
+    frame = next(entry.frame for entry in caught.traceback if entry.name == "run").f_locals
+    with pytest.raises(RuntimeError, match="the operator has returned"):
+        frame["invoke"](frame["head"], A, B)
+
+
+@needs_compiler
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_a_call_keeps_no_tensor_when_it_is_over(fails: bool) -> None:
+    def fail(call: OpCall) -> None:
+        if fails:
+            raise _OwnError
+
+    lhs, out = torch.randn(4, 4), torch.empty(4, 4)
+    gone = weakref.ref(lhs), weakref.ref(out)
+    with watch(fail):
+        with contextlib.suppress(_OwnError):
+            torch.mm(lhs, B, out=out)
+        del lhs, out
+        assert [ref() for ref in gone] == [None, None]
+
+
+@needs_compiler
+def test_threads_that_entered_nothing_are_seen_only_by_blocks_for_all() -> None:
+    mine, everyones = hooks.Recorder(), hooks.Recorder()
+
+    def multiply() -> None:
+        thread = threading.Thread(target=torch.mm, args=(A, B))
+        thread.start()
+        thread.join()
+
+    with watch(mine):
+        multiply()
+        with watch(everyones, threads="all"):
+            multiply()
+        multiply()
+    assert (len(mine.records), len(everyones.records)) == (0, 1)
+
+
+@needs_compiler
+def test_a_child_process_has_blocks_of_its_own() -> None:
+    with watch():
+        child = os.fork()
+        if not child:
+            seen = hooks.Recorder()
+            torch.mm(A, B)
+            with watch(seen):
+                torch.mm(A, B)
+            os._exit(0 if len(seen.records) == 1 and not kernels._installed else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@needs_compiler
+def test_autograd_and_inference_mode_are_seen_as_by_kernels_in_python() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    seen: dict[str, list[Any]] = {}
+    for engine in "kernel", "compiled":
+        recorder = hooks.Recorder()
+        with intercept(recorder, engine=engine):  # type: ignore[arg-type]
+            torch.utils.checkpoint.checkpoint(model, A, use_reentrant=False).sum().backward()
+            with torch.inference_mode():
+                model(A)
+        seen[engine] = [(r.op, r.phase, r.module, r.forward, r.grad_of) for r in recorder.records]
+    assert seen["compiled"] == seen["kernel"]
+    assert {phase for _, phase, *_ in seen["compiled"]} == {"forward", "recompute", "backward"}
+
+
+@needs_compiler
+def test_dynamo_compiles_nothing_that_kernels_call() -> None:
+    torch._dynamo.reset()
+    block = watch(lambda call: None)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with block:
+            y = torch.mm(x, x)
+        return y.sin()
+
+    counters.clear()
+    for _ in range(2):
+        torch.compile(function, backend="eager")(A)
+    # The function and what comes after each break of its graph.
+    assert counters["frames"]["total"] <= 6
+
+
+@needs_compiler
+def test_compiled_graphs_run_under_compiled_kernels_without_a_recompilation() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda x: torch.mm(x, x).relu(), backend=counter)
+    recorder = hooks.Recorder()
+    with watch(recorder):
+        step(A)
+        step(A)
+    step(A)
+    assert (counter.frame_count, [record.op for record in recorder.records]) == (1, ["aten::mm"] * 2)
