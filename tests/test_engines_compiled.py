@@ -385,3 +385,13 @@ def test_compiled_graphs_run_under_compiled_kernels_without_a_recompilation() ->
         step(A)
     step(A)
     assert (counter.frame_count, [record.op for record in recorder.records]) == (1, ["aten::mm"] * 2)
+
+
+def test_a_lock_that_a_killed_build_has_left_is_named(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    compiled._refuse_old_lock(lock)
+    lock.touch()
+    compiled._refuse_old_lock(lock)
+    os.utime(lock, (0, 0))
+    with pytest.raises(OpInterceptError, match=r"not be locked by a build that has ended, got .*lock' of \d+ s "):
+        compiled._refuse_old_lock(lock)

@@ -6,9 +6,11 @@ is what `kernels._make_kernel` does; the source next to this file says where the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from opintercept._engines.dynamo import keep_out
 from opintercept._errors import OpInterceptError
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+_LONGEST_BUILD = 600.0  # seconds
 
 
 class _Compiled:
@@ -62,11 +65,10 @@ def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
 def load() -> kernels.Compiled:
     """The compiled kernels of this process; the first process on a machine takes a minute to build them.
 
-    Waits, as torch does, for another process that builds them; one that was killed leaves a file named `lock` in
-    torch's cache of extensions, which has to go.
+    Waits, as torch does, for another process that builds them.
 
     Raises:
-        OpInterceptError: They cannot be built here.
+        OpInterceptError: They cannot be built here, or a process that was killed while it built them left its lock.
     """
     # The cache is shared by all versions of torch, whose binary interfaces differ.
     name = "opintercept_" + re.sub(r"\W", "_", torch.__version__)
@@ -76,8 +78,11 @@ def load() -> kernels.Compiled:
             warnings.simplefilter("ignore")  # about compilers that torch does not know
             from torch.utils import cpp_extension  # wants setuptools, and takes half a second
 
+            _refuse_old_lock(Path(cpp_extension._get_build_directory(name, verbose=False)) / "lock")
             extension = cpp_extension.load(name, [str(_SOURCE)], extra_cflags=options)
         return _Compiled(extension)
+    except OpInterceptError:
+        raise
     except Exception as exception:
         lines = str(exception).splitlines()
         reason = next((line for line in lines if "error:" in line), lines[0] if lines else type(exception).__name__)
@@ -85,3 +90,14 @@ def load() -> kernels.Compiled:
             "compiled kernels need a C++ compiler, ninja, setuptools and the headers of Python and of torch, "
             f'got: {reason.strip()}; use engine="kernel", which does the same in Python'
         ) from exception
+
+
+def _refuse_old_lock(lock: Path) -> None:
+    """torch waits for a lock to go, for ever; the path is private to torch, and without it load would wait too."""
+    with contextlib.suppress(OSError):
+        age = time.time() - lock.stat().st_mtime
+        if age > _LONGEST_BUILD:
+            raise OpInterceptError(
+                f"compiled kernels must not be locked by a build that has ended, got {str(lock)!r} of {age:.0f} s ago; "
+                "remove it"
+            )
