@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -447,6 +448,7 @@ def test_a_signal_ends_it_as_a_plain_run_and_keeps_what_was_recorded(tmp_path: P
     for number, process in processes.items():
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)  # until it pauses: a traceback marks what part of a line it was in
         process.send_signal(number)
         status, _, err = ends(process)
         assert status == -number
@@ -501,9 +503,9 @@ def test_flight_records_the_last_calls_of_a_program_that_fails(tmp_path: Path) -
 
 def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
-    for folder in ("kept", "replaced"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "run.json").write_text("{}")
+    assert ends(start(tmp_path, *OURS, "--out", "replaced", name))[0] == 0
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "run.json").write_text("{}")
     kept = start(tmp_path, *OURS, "--out", "kept", name)
     replaced = start(tmp_path, *OURS, "--out", "replaced", "--overwrite", name)
     status, _, err = ends(kept)

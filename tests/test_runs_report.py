@@ -537,7 +537,7 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
     labels = browser.evaluate("[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)")
     names = [row[2] for row in browser.evaluate(CELLS)]
     for text, label, over in zip(HOSTILE, labels, over_map, strict=True):
-        shown = report._shown(text)
+        shown = report._shown(text.encode("utf-8", "replace").decode())  # half a surrogate pair is no text
         assert shown in names
         assert label == shown or (len(shown) > 44 >= len(label) and label.endswith(shown[-10:]))
         assert over.startswith(f"{shown}step 0, forward, 1 call")

@@ -408,8 +408,12 @@ def execute(
 
 
 def _overlap(step: Step, operands: list[Tensor], options: dict[str, Any]) -> bool:
-    """Whether a step writes into what it multiplies: the values depend on how memory happens to be aligned."""
+    """Whether a step writes into what it multiplies, or twice to one place: the values depend on who comes first."""
     target = operands[0] if step.op in _IN_PLACE else options.get("out")
+    if target is not None and target.numel() > 1:
+        span = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
+        if target.numel() > span:
+            return True
     read = operands[1:] if step.op in _IN_PLACE else operands
     return target is not None and any(target.untyped_storage()._cdata == x.untyped_storage()._cdata for x in read)
 

@@ -501,13 +501,16 @@ ENDINGS = {
         import _thread, time
         import torch
         from opintercept import intercept
+        worked = []
         def work():
             interceptor = intercept(lambda call: None)
             interceptor.__enter__()
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+            worked.append(interceptor)
         for _ in range(20):
             _thread.start_new_thread(work, ())
-        time.sleep(0.2)
+        while len(worked) < 20:  # one that is in an operator then ends a process of torch's by abort without us, too
+            time.sleep(0.01)
     """,
 }
 
