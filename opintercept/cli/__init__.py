@@ -9,22 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from opintercept._errors import OpInterceptError
 
-
-class Command(Protocol):
-    """What the file of a command has."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options."""
-
-    def command(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
-        """Run, and return the exit status, or what runs somebody's program and does: what that raises is its own."""
-
-
+# Each is a file with `configure(parser)`, which adds the options, and `command(arguments)`, which runs and returns the
+# exit status, or returns what runs: that is somebody's program, whose errors are its own.
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
     "run": "run a program, show what its matmuls cost and where they go wrong, and record them",

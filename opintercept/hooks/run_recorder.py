@@ -23,6 +23,7 @@ from opintercept._errors import OpInterceptWarning
 from opintercept._pipeline import share_memory
 from opintercept.hooks._content import Content, content_of
 from opintercept.hooks._copies import can_store, copied, safetensors_for
+from opintercept.hooks._ranks import rank_and_world_size
 from opintercept.hooks._repro import plain_arguments
 from opintercept.hooks._roles import checked_count
 from opintercept.hooks._values import captured
@@ -343,11 +344,7 @@ def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
 
 def _own(path: Path) -> tuple[Path, int, int]:
     """The folder of this process, its rank and the number of processes."""
-    rank, world_size = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    elif os.environ.get("RANK", "").isdecimal() and os.environ.get("WORLD_SIZE", "").isdecimal():  # of torchrun
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = rank_and_world_size()
     return (path / f"rank{rank}" if world_size > 1 else path), rank, world_size
 
 
@@ -364,32 +361,35 @@ def _devices() -> tuple[str, ...]:
     return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
+# Settings that decide how products are computed.
+FLAGS: dict[str, Callable[[], Any]] = {
+    "default_dtype": torch.get_default_dtype,
+    "float32_matmul_precision": torch.get_float32_matmul_precision,
+    "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "threads": torch.get_num_threads,
+    "mkldnn": lambda: torch.backends.mkldnn.enabled,
+    "mkldnn.allow_tf32": lambda: torch.backends.mkldnn.allow_tf32,
+    "cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "cuda.preferred_blas_library": torch.backends.cuda.preferred_blas_library,
+    "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+    "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+    "sdp.flash": torch.backends.cuda.flash_sdp_enabled,
+    "sdp.mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "sdp.math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
 def _flags() -> dict[str, str]:
-    """Settings that decide how products are computed; those that this torch has."""
-    asked: dict[str, Callable[[], Any]] = {
-        "default_dtype": torch.get_default_dtype,
-        "float32_matmul_precision": torch.get_float32_matmul_precision,
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-        "threads": torch.get_num_threads,
-        "mkldnn": lambda: torch.backends.mkldnn.enabled,
-        "mkldnn.allow_tf32": lambda: torch.backends.mkldnn.allow_tf32,
-        "cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
-        "cuda.matmul.allow_fp16_reduced_precision_reduction": (
-            lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-        ),
-        "cuda.matmul.allow_bf16_reduced_precision_reduction": (
-            lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-        ),
-        "cuda.preferred_blas_library": torch.backends.cuda.preferred_blas_library,
-        "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
-        "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
-        "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
-        "sdp.flash": torch.backends.cuda.flash_sdp_enabled,
-        "sdp.mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-        "sdp.math": torch.backends.cuda.math_sdp_enabled,
-    }
+    """The values of `FLAGS`, of those that this torch has."""
     found = {}
-    for name, ask in asked.items():
+    for name, ask in FLAGS.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some are about to be renamed
             try:

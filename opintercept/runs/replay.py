@@ -19,6 +19,7 @@ import torch
 from opintercept._call import TensorMeta, describe, tensors_of
 from opintercept._errors import OpInterceptError
 from opintercept._ops import functions, overloads, row_of
+from opintercept.hooks import run_recorder
 from opintercept.hooks._repro import write_repro
 from opintercept.hooks.reference import Errors
 from opintercept.runs.store import MAX_TENSOR, Run, StoredCall
@@ -93,33 +94,28 @@ def _bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None], Callable[[str], Any]]:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value), _bool
+def _attribute(owner: Any, name: str) -> Callable[[Any], None]:
+    return lambda value: setattr(owner, name, value)
 
 
-# By the names that a run's flags have: how to read one, how to set it, how to read its value in a text.
-FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[str], Any]]] = {
-    "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, str),
-    "deterministic_algorithms": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
+_SETTERS: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
+    "float32_matmul_precision": (torch.set_float32_matmul_precision, str),
+    "deterministic_algorithms": (torch.use_deterministic_algorithms, _bool),
+    "threads": (torch.set_num_threads, int),
+    "mkldnn": (torch.backends.mkldnn.set_flags, _bool),
+    "cuda.matmul.allow_tf32": (_attribute(torch.backends.cuda.matmul, "allow_tf32"), _bool),
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": (
+        _attribute(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
         _bool,
     ),
-    "threads": (torch.get_num_threads, torch.set_num_threads, int),
-    "mkldnn": (
-        lambda: torch.backends.mkldnn.enabled,
-        lambda value: torch.backends.mkldnn.set_flags(value),
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        _attribute(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
         _bool,
     ),
-    "cuda.matmul.allow_tf32": _attribute(torch.backends.cuda.matmul, "allow_tf32"),
-    "cuda.matmul.allow_fp16_reduced_precision_reduction": _attribute(
-        torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
-    ),
-    "cuda.matmul.allow_bf16_reduced_precision_reduction": _attribute(
-        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
-    ),
-    "cudnn.allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
+    "cudnn.allow_tf32": (_attribute(torch.backends.cudnn, "allow_tf32"), _bool),
 }
+# By the names that a run's flags have: how to read one, how to set it, how to read its value in a text.
+FLAGS = {name: (run_recorder.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
 
 
 def replay(
