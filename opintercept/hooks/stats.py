@@ -75,8 +75,8 @@ class _Key(NamedTuple):
 # What a cell adds up, in this order; the range is kept beside it as (-min, max), which both grow. The spread is
 # the sum of squared distances from the mean: sums of squares lose it next to a large mean.
 _COUNT, _FINITE, _NAN, _NONZERO, _UNDERFLOW, _OVERFLOW, _TOTAL, _SPREAD = range(8)
-# A reduction reads so many values at a time, so that their float64 form stays in a CPU's cache, or takes little
-# of a device's memory; one in float32, so many in a row.
+# A reduction reads so many values at a time, so that they stay in a CPU's cache, and what is made of them takes little
+# of a device's memory; the squares of one in float32, so many in a row.
 _CHUNK, _PIECE, _ROW = 1 << 19, 1 << 23, 1 << 10
 # Small tensors wait for others of their size, since a reduction of few values is nothing but overhead; all
 # together for no more than so many values.
@@ -175,11 +175,12 @@ class _Cell:
 class Stats:
     """Streaming statistics of operands and outputs by module, operator and pass.
 
-    Sums are in float64 (of rows of 1024 values of 16 bits or fewer, in float32): of the values, and of their
-    squared distances from the mean, put together as Chan, Golub and LeVeque (1979) do. On a CPU values are read
-    in pieces that stay in the cache, small tensors many at once; on other devices the sums stay there until
-    somebody looks, so that no call waits. Mean and standard deviation are right to 1e-5 whatever the mean; a
-    mean that is next to nothing beside the values, to their rounding. `str(stats)` is a table.
+    Each tensor gives the sum of its values and of their squared distances from its mean, put together as Chan, Golub
+    and LeVeque (1979) do. On a CPU, small tensors are read many at once in float64; large ones in pieces that stay
+    in the cache, floating point of up to 32 bits in float32, with squares in rows of 1024. On other devices the
+    sums stay there, in float64, until somebody looks, so that no call waits. Mean and standard deviation are right to
+    1e-5 whatever the mean; a mean that is next to nothing beside the values, to the rounding of its sum.
+    `str(stats)` is a table.
 
     Operands are read before the operator runs, outputs after; of several outputs the first. Fake and vmapped tensors
     have no values, and a call that a CUDA graph captures has none yet: they are counted in `skipped`.
@@ -288,9 +289,8 @@ class Stats:
                 if self._histogram:
                     cell.add_histogram(_powers(part))
         elif count > _SMALL:
-            room = torch.empty(min(count, _CHUNK), dtype=torch.float64, device="cpu")
-            for part in flat.split(_CHUNK):
-                cell.add(*self._read(part, room))
+            for part in flat.split(_CHUNK) if count > _CHUNK else (flat,):
+                cell.add(*self._read(part))
                 if self._histogram:
                     cell.add_histogram(_powers(part))
         elif count:
@@ -303,36 +303,38 @@ class Stats:
             elif self._held > _WAITING:
                 self._read_batches()
 
-    def _read(self, values: torch.Tensor, room: torch.Tensor) -> tuple[list[float], float, float]:
-        """The sums and the range of values on the CPU, in as few passes as can be; `room` is written to."""
+    def _read(self, values: torch.Tensor) -> tuple[list[float], float, float]:
+        """The sums and the range of values on the CPU, in as few passes and operators as can be."""
         count = finite = values.numel()
-        # float32 holds the values of 16 bits, at half the work; their squares must stay away from its ends.
-        narrow = values.is_floating_point() and values.element_size() <= 2 and count % _ROW == 0
-        wide = (room.view(torch.float32) if narrow else room)[:count].copy_(values)
+        # float32 does for values of as many bits, at half the work; their squares must stay away from its ends.
+        narrow = values.is_floating_point() and values.element_size() <= 4
+        wide = values.to(torch.float32 if narrow else torch.float64)  # may be the program's own: only read
         low, high = map(float, torch.aminmax(wide))
         if narrow and not 1e-12 < max(-low, high) < 1e15:  # also where they are NaN
-            wide = room[:count].copy_(values)
+            wide = values.to(torch.float64)
         nan = 0
         if not (math.isfinite(low) and math.isfinite(high)):
             nan = int(wide.isnan().sum())
-            values = wide[wide.isfinite()]
-            finite = values.numel()
+            wide = wide[wide.isfinite()]
+            finite = wide.numel()
             if not finite:
                 return [count, 0, nan, count, 0.0, count - nan, 0.0, 0.0], -math.inf, -math.inf
-            wide = room[:finite].copy_(values)
             low, high = map(float, torch.aminmax(wide))
         total, squares = _moments(wide)
         spread = squares - total * total / finite if math.isfinite(squares) else math.inf
-        nonzero = finite if low > 0 or high < 0 else int(wide.ne_(0).sum())
+        nonzero = finite if low > 0 or high < 0 else int(torch.ne(wide, 0, out=torch.empty_like(wide)).sum())
         if 4 * spread < squares:  # the difference has lost digits
-            rest, squares = _moments(wide.copy_(values).sub_(total / finite))
+            shift = float(torch.tensor(total / finite, dtype=wide.dtype))  # as it is when subtracted
+            rest, squares = _moments(wide - shift)
             spread = max(0.0, squares - rest * rest / finite)
+            total = shift * finite + rest
         lost, underflow = count - finite, 0
         overflow = lost - nan
         if self._target is not None:
-            underflow = int(wide.copy_(values).abs_().le_(self._tiny).sum()) - (finite - nonzero)
+            magnitudes = wide.to(torch.float64).abs()  # the target's limits are numbers of float64
+            underflow = int((magnitudes <= self._tiny).sum()) - (finite - nonzero)
             if max(-low, high) > self._huge:
-                overflow += int(wide.copy_(values).abs_().gt_(self._huge).sum())
+                overflow += int((magnitudes > self._huge).sum())
         return [count, finite, nan, nonzero + lost, underflow, overflow, total, spread], -low, high
 
     def _read_batch(self, count: int) -> None:
@@ -351,7 +353,7 @@ class Stats:
             if math.isfinite(sums[-2]):
                 cell.add([count, count, 0, *sums], below, above)
             else:
-                cell.add(*self._read(tensor, torch.empty_like(tensor)))
+                cell.add(*self._read(tensor))
             if self._histogram:
                 cell.add_histogram(_powers(tensor))
 
@@ -581,11 +583,18 @@ def _together(lots: torch.Tensor) -> torch.Tensor:
 
 def _moments(wide: torch.Tensor) -> tuple[float, float]:
     """The sum and the sum of squares; of float32 by rows, so that no rounding comes up often enough to matter."""
-    if wide.dtype is torch.float64:
-        return float(wide.sum()), float(torch.dot(wide, wide))
-    rows = wide.view(-1, _ROW)
-    norms = torch.linalg.vector_norm(rows, dim=1).to(torch.float64)
-    return float(rows.sum(1).to(torch.float64).sum()), float(torch.dot(norms, norms))
+    whole = wide.numel() // _ROW * _ROW if wide.dtype is torch.float32 else 0
+    squares = 0.0
+    if whole:
+        squares += _square(torch.linalg.vector_norm(wide[:whole].view(-1, _ROW), dim=1))
+    if whole < wide.numel():
+        squares += _square(wide[whole:])
+    return float(wide.sum()), squares
+
+
+def _square(values: torch.Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return norm * norm
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
