@@ -128,6 +128,7 @@ class Owner(Protocol):
     next_index: Callable[[], int]
     steps: int
     origin: Origin
+    look: Callable[..., Any]
 
 
 class OpCall:
@@ -397,30 +398,31 @@ class OpCall:
 
     def note(self) -> Note:
         """What `record` needs, taken now and put together later, for those who keep many."""
-        autocast = self.autocast
+        origin = self._live("a record").origin
         return Note(
             self._summary(),
             self.index,
             self.step,
             self.phase,
-            self._where(),
+            origin.place(self) if self._place is None else self._place,
             self._relation() if self.phase == "backward" else _NO_KIN,
-            autocast,
+            origin.autocast(self),
             self.elapsed,
         )
 
     def _summary(self) -> Summary:
         """Worked out once for all calls whose arguments look alike: a model has many calls and few shapes."""
+        look = self._live("a record").look
         try:
-            key = (self.func, _look(self.args), _look(self.kwargs.items()), _look(self.output))
+            key = look(self.func, self.args, self.kwargs, self.output)
             known = _summaries.get(key)
         except (AttributeError, RuntimeError, TypeError):  # an exotic tensor, a symbolic size
             return self._summarise()
         if known is None:
             if len(_summaries) >= 4096:  # a program whose shapes never come again
                 _summaries.clear()
-            known = _summaries[key] = self._summarise()
-        return known
+            known = _summaries[key] = (self._summarise(), self.func)
+        return known[0]
 
     def _summarise(self) -> Summary:
         outputs = [TensorMeta.of(t) for t in _tensors(self.output)]
@@ -526,16 +528,18 @@ class Summary(NamedTuple):
     opaque: bool
 
 
-_summaries: dict[Any, Summary] = {}
+_summaries: dict[Any, tuple[Summary, Any]] = {}  # with the operator, whose identity is in the key
 _NO_KIN = (None, None, False)
 _PLAIN = frozenset((NoneType, bool, int, float, complex, str))
 
 
-def _look(value: Any) -> Any:
-    """A hashable that is the same for values which look the same to `Summary`.
+def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """A hashable that is the same for calls which look the same to `Summary`; raises where that cannot be told."""
+    return id(func), _look(args), _look(kwargs.items()), _look(output)
 
-    Each attribute of a tensor that is read here takes its time in every call that is recorded.
-    """
+
+def _look(value: Any) -> Any:
+    """The same for a value. Each attribute of a tensor that is read here takes its time in every recorded call."""
     kind = type(value)
     if kind in _PLAIN:
         return value

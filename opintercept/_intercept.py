@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
-from opintercept import _origin
+from opintercept import _call, _origin
 from opintercept._engines import compiled, dispatch_mode, function_mode, kernels, unseen
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
@@ -94,14 +94,15 @@ class Interceptor:
         chosen = _engine(ops, level, engine, threads)
         hooks = _hooks(hooks, level)
         {"kernel": kernels, "mode": dispatch_mode, "function": function_mode}[chosen].available()
-        self._compiled = compiled.load() if engine == "compiled" else None
+        self._compiled = made = compiled.load() if engine == "compiled" else None
         if isinstance(ops, str) and ops == "matmul":
             self._overloads, keys = _family(chosen)
         else:
             self._overloads, keys = _chosen(select(ops, level), chosen)
         below = level == "dispatch"
-        origin = _origin.Origin(below, _scope.owner)
-        self._pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap)
+        walk, look = (_origin.walk, _call.look) if made is None else (made.walk, made.look)
+        origin = _origin.Origin(below, _scope.owner, walk)
+        self._pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, look)
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
 
     def register(self, hook: Hook) -> Handle:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.utils.checkpoint
@@ -34,8 +34,9 @@ _ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
 _RUN, _RUN_SEVERAL = _pipeline.run.__code__, _pipeline._run_several.__code__
+WALKED_CODE = (_OUTER_CALL, _INNER_CALL, _RUN, _RUN_SEVERAL)
 _CHECKPOINT = torch.utils.checkpoint.__file__
-_NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 # What torch puts between a module and its parent without the user having written it.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
@@ -74,12 +75,13 @@ class _LastRoot:
     names: dict[int, _Names] | None = None
 
 
-def place(phase: Phase) -> Place:
-    """Walk the Python stack once: the innermost module, its name under the outermost one, and the source line."""
-    # Above `run` are the hook that asks, which may be a module's method, and whatever has asked for it.
-    top: FrameType | None = sys._getframe(1)
-    while top is not None and top.f_code is not _RUN and top.f_code is not _RUN_SEVERAL:
-        top = top.f_back
+Walked: TypeAlias = tuple[torch.nn.Module | None, torch.nn.Module | None, CodeType | None, int]
+"""The innermost and the outermost module, and the user's code with its instruction; None and -1 outside of them."""
+
+
+def walk() -> Walked:
+    """Walk the Python stack once, from the operator outwards."""
+    top = _top()
     # Three stretches of the stack, since each look at a frame costs: up to the innermost module; up to the
     # outermost; and beyond, where somebody may have called `model.forward` directly. The source line is sought in
     # the first one and, since most modules inside of models are torch's own, in a part of the second.
@@ -102,27 +104,42 @@ def place(phase: Phase) -> Place:
             outer = frame
         frame = frame.f_back
     try:
-        if inner is None or outer is None:
-            names: tuple[str, ...] = ("",)
-        else:
-            module, root = _module_of(inner), _module_of(outer)
-            assert module is not None
-            assert root is not None
-            names = _find(root, module) or _elsewhere(root, module, inner)
-            if phase == "recompute":
-                # The stack of a recomputation starts at the checkpoint and not at the root.
-                known = [found for other in list(_by_root) if (found := _find(other, module))]
-                names = max(known, key=lambda names: len(names[0]), default=names)
+        module = None if inner is None else _module_of(inner)
+        root = None if outer is None else _module_of(outer)
         frame = top
         while frame is not None:
             code = frame.f_code
             known_user = _users.get(id(code))
             if known_user[1] if known_user is not None else _is_users(code):
-                return Place(names, code, frame.f_lasti)
+                return module, root, code, frame.f_lasti
             frame = frame.f_back
-        return Place(names, None, -1)
+        return module, root, None, -1
     finally:
         del top, inner, outer, frame  # a frame that reaches itself is garbage
+
+
+def _top() -> FrameType | None:
+    """The frame of the pipeline: above it are the hook that asks, maybe a module's method, and who has asked for it."""
+    top: FrameType | None = sys._getframe(1)
+    try:
+        while top is not None and top.f_code is not _RUN and top.f_code is not _RUN_SEVERAL:
+            top = top.f_back
+        return top
+    finally:
+        del top
+
+
+def place(phase: Phase, walked: Walked) -> Place:
+    """Name the innermost module after the outermost one."""
+    module, root, code, instruction = walked
+    if module is None or root is None:
+        return Place(("",), code, instruction)
+    names = _find(root, module) or _elsewhere(root, module)
+    if phase == "recompute":
+        # The stack of a recomputation starts at the checkpoint and not at the root.
+        known = [found for other in list(_by_root) if (found := _find(other, module))]
+        names = max(known, key=lambda names: len(names[0]), default=names)
+    return Place(names, code, instruction)
 
 
 def _called_directly(frame: FrameType) -> bool:
@@ -141,26 +158,26 @@ def _module_of(frame: FrameType) -> torch.nn.Module | None:
     return module if isinstance(module, torch.nn.Module) else None
 
 
-def _elsewhere(root: torch.nn.Module, module: torch.nn.Module, frame: FrameType) -> tuple[str, ...]:
+def _elsewhere(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...]:
     """Name a module that is registered nowhere after the innermost one around it that is."""
-    outer: FrameType | None = frame.f_back
+    frame = _top()
     try:
-        while outer is not None:
-            if outer.f_code is _OUTER_CALL:
-                around = _module_of(outer)
+        while frame is not None:
+            if frame.f_code is _OUTER_CALL:
+                around = _module_of(frame)
                 found = None if around is None else _find(root, around)
                 if found is not None:
                     return (f"{found[0]}.<{type(module).__name__}>".lstrip("."),)
-            outer = outer.f_back
+            frame = frame.f_back
         return (f"<{type(module).__name__}>",)
     finally:
-        del frame, outer
+        del frame
 
 
 def _is_users(code: CodeType) -> bool:
     if len(_users) > 10_000:  # a program that makes code without end, a notebook say
         _users.clear()
-    users = not code.co_filename.startswith(_NOT_SOURCE)
+    users = not code.co_filename.startswith(NOT_SOURCE)
     _users[id(code)] = (code, users)
     return users
 
@@ -246,8 +263,9 @@ class Links:
     SOFT, HARD = 4096, 1 << 16
     THREADS = 64  # from so many on, those of threads that have ended go
 
-    def __init__(self, owner: Callable[[], int | None]) -> None:
+    def __init__(self, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
         self._owner = owner
+        self._walk = walk
         # Autograd's numbers are per thread.
         self._threads: dict[int, _ThreadLinks] = {}
         self._round = 0
@@ -302,7 +320,7 @@ class Links:
         # A tuple of plain values, which the garbage collector does not have to visit.
         links[number] = Link(call.index, call.op, self._round, tuple(operands), needed)
         if not backward:
-            mine.places[number] = call._place = place(call.phase)
+            mine.places[number] = call._place = place(call.phase, self._walk())
         elif (behind := self.find()) is not None:
             mine.places[number] = behind[1]
 
@@ -355,10 +373,12 @@ class Origin:
     Args:
         below: Whether the calls run below autograd and autocast.
         owner: The thread on whose behalf this one runs, for autograd's device threads.
+        walk: `walk`, or what does the same.
     """
 
-    def __init__(self, below: bool, owner: Callable[[], int | None]) -> None:
-        self.links = Links(owner) if below else None
+    def __init__(self, below: bool, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
+        self.links = Links(owner, walk) if below else None
+        self._walk = walk
         self._below = below
 
     def autocast(self, call: OpCall) -> torch.dtype | None:
@@ -370,7 +390,7 @@ class Origin:
         if call.phase != "backward":
             if self.links is not None:
                 self.links.wanted = True
-            return place(call.phase)
+            return place(call.phase, self._walk())
         behind = self._behind(call)
         return NOWHERE if behind is None else behind[1]
 

@@ -18,7 +18,7 @@ from time import perf_counter
 from types import CodeType, TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
-from opintercept._call import NOWHERE, OpCall, OpSpec, Origin, Phase, Place, describe, is_tensor
+from opintercept._call import NOWHERE, OpCall, OpSpec, Origin, Phase, Place, describe, is_tensor, look
 from opintercept._errors import HookError, OpInterceptWarning
 
 OnError = Literal["raise", "warn"]
@@ -183,6 +183,7 @@ class Pipeline:
         origin: Answers where calls come from; injected, since it needs torch.
         tap: Makes what gets at the gradients of one call, see `_engines.gradients.Tap`; likewise. None at
             dispatch level.
+        look: `_call.look`, or what does the same.
     """
 
     __slots__ = (
@@ -195,6 +196,7 @@ class Pipeline:
         "error",
         "level",
         "links",
+        "look",
         "next_index",
         "on_error",
         "opaque",
@@ -211,8 +213,10 @@ class Pipeline:
         on_error: OnError = "raise",
         origin: Origin | None = None,
         tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
+        look: Callable[..., Any] = look,
     ) -> None:
         self._tap = tap
+        self.look = look
         self.level = level
         self.on_error = on_error
         self.origin: Origin = origin or NoOrigin()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from opintercept import _call, _origin
 from opintercept._engines import compiled, kernels
 
 
@@ -22,6 +23,8 @@ def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.config.getoption("--compiled"):
             hold, made = kernels.hold, compiled.load()
             patch.setattr(kernels, "hold", lambda overloads, _=None: hold(overloads, made))
+            patch.setattr(_origin, "walk", made.walk)
+            patch.setattr(_call, "look", made.look)
         yield
 
 

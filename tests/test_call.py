@@ -484,9 +484,9 @@ def test_autocast_is_none_for_an_operator_that_it_leaves_alone(engine: str) -> N
 
 
 def refuse_live_state(call: OpCall) -> None:
-    for read in (lambda: call.autocast, call.record):
+    for what, read in {"autocast": lambda: call.autocast, "a record": call.record}.items():
         with pytest.raises(
-            OpInterceptError, match=r"autocast can only be read while the operator runs, .* call\.record"
+            OpInterceptError, match=rf"{what} can only be read while the operator runs, .* call\.record"
         ):
             read()
 

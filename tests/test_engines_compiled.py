@@ -16,14 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
 from compiler import needs_compiler
+from hypothesis import HealthCheck, given, settings
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from opintercept import OpCall, OpInterceptError, hooks, intercept
+from opintercept import OpCall, OpInterceptError, _call, _origin, hooks, intercept
 from opintercept._engines import compiled, kernels
 from opintercept._intercept import Interceptor
 
@@ -35,9 +38,11 @@ def watch(*hooks: Any, **options: Any) -> Interceptor:
     return intercept(hooks, engine="compiled", **options)
 
 
-def test_the_source_is_shipped_beside_the_module() -> None:
-    source = importlib.resources.files("opintercept").joinpath("_engines/compiled.cpp")
-    assert "TORCH_EXTENSION_NAME" in source.read_text("utf-8")
+def test_the_sources_are_shipped_beside_the_module() -> None:
+    folder = importlib.resources.files("opintercept").joinpath("_engines/compiled")
+    sources = [file.name for file in folder.iterdir() if file.name.endswith(".cpp")]
+    assert sorted(sources) == ["call.cpp", "kernels.cpp", "origin.cpp"]
+    assert [path.name for path in compiled._SOURCES] == sorted(sources)
 
 
 @pytest.fixture
@@ -84,7 +89,7 @@ def test_without_a_compiler_the_error_names_the_engine_in_python(no_cache: pytes
 def test_a_source_that_does_not_compile_is_one_error(no_cache: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text('#error "these are not the headers"\n')
-    no_cache.setattr(compiled, "_SOURCE", source)
+    no_cache.setattr(compiled, "_SOURCES", [source])
     with pytest.raises(OpInterceptError, match=refused("these are not the headers")):
         watch()
 
@@ -385,6 +390,214 @@ def test_compiled_graphs_run_under_compiled_kernels_without_a_recompilation() ->
         step(A)
     step(A)
     assert (counter.frame_count, [record.op for record in recorder.records]) == (1, ["aten::mm"] * 2)
+
+
+class _Leaf(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x)
+
+
+class _Closure(nn.Module):
+    """Its `self` lies in a cell, and it calls its part in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf = _Leaf()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [lambda: self.leaf(x), lambda: self.leaf.forward(x), lambda: torch.mm(x, x)]
+        each = [part() for part in parts] + list(map(self.leaf, [x]))
+        return torch.stack([*each, *(self.leaf(y) for y in (x, x))]).sum(0)
+
+
+def _decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+class _Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Closure()
+
+    @_decorated
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)  # type: ignore[no-any-return]
+
+
+class _Deletes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = _Decorated()
+        del self
+        return part(x) + part.forward(x)  # type: ignore[no-any-return]
+
+
+def _named_forward() -> Callable[..., torch.Tensor]:
+    def forward(self: object, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x)
+
+    return functools.partial(forward, "no module")
+
+
+WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "no module": lambda x: torch.mm(x, x),
+    "a leaf": _Leaf(),
+    "forward called directly": _Leaf().forward,
+    "a closure": _Closure(),
+    "a closure called directly": _Closure().forward,
+    "a decorator": _Decorated(),
+    "a decorator called directly": _Decorated().forward,
+    "a module that is no longer a local": _Deletes(),
+    "a function of that name": _named_forward(),
+    "linear layers": nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))),
+    "data parallel": nn.DataParallel(nn.Linear(4, 4)),
+    "compiled by Dynamo": torch.compile(_Closure(), backend="eager"),
+    "a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(_Leaf(), x, use_reentrant=False),
+    "a generator": lambda x: sum(torch.mm(y, y) for y in (x, x)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("engine", ["kernel", "compiled"])
+@pytest.mark.parametrize("name", WALKS)
+def test_the_walk_in_cpp_finds_what_the_walk_in_python_finds(name: str, engine: str) -> None:
+    class Asks(nn.Module):
+        def forward(self) -> None:
+            found.append((compiled.load().walk(), _origin.walk()))
+
+    found: list[tuple[_origin.Walked, _origin.Walked]] = []
+    asks = Asks()
+
+    def hook(call: OpCall) -> None:
+        asks()
+        found.append((compiled.load().walk(), _origin.walk()))
+
+    with intercept(hook, engine=engine), torch.enable_grad():  # type: ignore[arg-type]
+        for x in (A, A.clone().requires_grad_()):
+            result = WALKS[name](x)
+            if result.requires_grad:
+                result.sum().backward()
+    assert len(found) >= 4
+    for cpp, python in found:
+        assert cpp[0] is python[0]
+        assert cpp[1] is python[1]
+        assert cpp[2:] == python[2:]
+
+
+@needs_compiler
+def test_the_walk_outside_of_a_call_finds_nothing_and_keeps_nothing() -> None:
+    walk = compiled.load().walk
+    assert walk() == (None, None, None, -1) == _origin.walk()
+    leaf = _Leaf()
+    before = sys.getrefcount(leaf)
+    with watch(lambda call: [walk() for _ in range(100)] and None):
+        leaf(A)
+    assert sys.getrefcount(leaf) == before
+
+
+@needs_compiler
+def test_the_walk_passes_an_exception_of_an_odd_class_on() -> None:
+    class Odd:
+        @property
+        def __class__(self) -> type:  # type: ignore[override]
+            raise _OwnError("asked for its class")
+
+    def forward(odd: object) -> None:
+        torch.mm(A, B)
+
+    for walk in (compiled.load().walk, _origin.walk):
+        with watch(lambda call, walk=walk: walk() and None), pytest.raises(_OwnError, match="asked for its class"):
+            forward(Odd())
+
+
+_numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=2))
+
+
+@st.composite
+def _tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.sampled_from([0, 1, 2, 8, 9]), max_size=3))
+    tensor = torch.empty(shape, dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool])))
+    change = draw(
+        st.sampled_from(["none", "transposed", "expanded", "parameter", "meta", "subclass", "sparse", "inference"])
+    )
+    if change == "transposed":
+        return tensor.movedim(0, -1) if shape else tensor
+    if change == "expanded":
+        return tensor.expand(3, *shape)
+    if change == "parameter":
+        return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    if change == "subclass":
+        return tensor.as_subclass(torch.nn.Buffer if hasattr(torch.nn, "Buffer") else nn.UninitializedParameter)
+    if change == "inference":
+        with torch.inference_mode():
+            return tensor.clone()
+    return tensor.to("meta") if change == "meta" else tensor.to_sparse() if change == "sparse" else tensor
+
+
+_values = st.one_of(_numbers, _tensors(), st.lists(st.one_of(_tensors(), st.integers(-2, 2)), max_size=2))
+_calls = st.tuples(
+    st.sampled_from([torch.ops.aten.mm.default, torch.ops.aten.bmm.default]),
+    st.lists(_values, max_size=3).map(tuple),
+    st.dictionaries(st.sampled_from(["alpha", "beta", "\ud800"]), _values, max_size=2),
+    st.one_of(_tensors(), st.lists(_tensors(), max_size=2), st.tuples(_tensors(), _tensors()), st.none()),
+)
+
+
+def _key(look: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+    try:
+        key = look(*call)
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return key
+
+
+@needs_compiler
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_calls, st.lists(_calls, max_size=3))
+def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
+    call: tuple[Any, ...], others: list[tuple[Any, ...]]
+) -> None:
+    cpp, python = compiled.load().look, _call.look
+    func, args, kwargs, output = call
+    # The same again, in other objects, and with one value of another call: what random calls hardly ever have.
+    others = [*others, (func, tuple(args), dict(kwargs), output)]
+    others += [(func, args, kwargs, other[3]) for other in others] + [
+        (func, other[1], kwargs, output) for other in others
+    ]
+    for other in others:
+        keys = [(_key(look, call), _key(look, other)) for look in (cpp, python)]
+        assert [one is None for one, _ in keys] == [keys[0][0] is None] * 2
+        assert [two is None for _, two in keys] == [keys[0][1] is None] * 2
+        if None not in keys[0]:
+            assert keys[0][0] != keys[0][1] or keys[1][0] == keys[1][1]
+            if repr(call) == repr(other):  # Python takes 1, 1.0 and True for the same
+                assert (keys[0][0] == keys[0][1]) == (keys[1][0] == keys[1][1])
+
+
+@needs_compiler
+def test_the_look_in_cpp_tells_calls_apart_by_whatever_a_record_has() -> None:
+    base = torch.ones(8, 8)
+    changed = [
+        base.double(),
+        base[:4],
+        base.T,
+        base.clone().requires_grad_(),
+        base.to("meta"),
+        base[:, ::2],
+        torch.ones(64, dtype=torch.int32),
+        torch.ones(64, dtype=torch.int64),
+    ]
+    values: list[Any] = [base, *changed, None, True, False, 0, 1, 2, 0.0, 2.0, [1, 2], [1], (base,), [[1], 2], 1 << 70]
+    look = compiled.load().look
+    keys = [look(func, (value,), {}, base) for value in values for func in (torch.mm, torch.bmm)]
+    keys += [look(torch.mm, (), {"alpha": value}, base) for value in values]
+    keys += [look(torch.mm, (base,), {}, value) for value in values[1:]]
+    assert len(set(map(repr, keys))) == len(keys)
+    assert sum(not isinstance(key, bytes) for key in keys) == 4  # the large number is left to Python
 
 
 def test_a_lock_that_a_killed_build_has_left_is_named(tmp_path: Path) -> None:

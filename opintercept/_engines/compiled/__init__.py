@@ -1,7 +1,8 @@
-"""Kernels in C++ for the kernel engine, built by torch with the machine's compiler when first asked for.
+"""What `engine="compiled"` has in C++, built by torch with the machine's compiler when first asked for.
 
-Invariant: nothing is built, nor torch's machinery for it imported, before somebody asks. What compiled kernels do
-is what `kernels._make_kernel` does; the source next to this file says where they spare Python.
+Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
+`kernels._make_kernel`, `origin.cpp` has `_origin.walk`, `call.cpp` has `_call.look`.
+Invariant: nothing is built, nor torch's machinery for it imported, before somebody asks.
 """
 
 from __future__ import annotations
@@ -18,16 +19,24 @@ from typing import Any
 
 import torch
 
-from opintercept import _origin, _pipeline
+from opintercept import _call, _origin, _pipeline
 from opintercept._engines import kernels, scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._errors import OpInterceptError
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _LONGEST_BUILD = 600.0  # seconds
 
 
-class _Compiled:
+class Extension:
+    """The extension of this process.
+
+    Attributes:
+        running: See `kernels.Compiled`.
+        walk: As `_origin.walk`.
+        look: As `_call.look`.
+    """
+
     def __init__(self, extension: Any) -> None:
         self._extension = extension
         self._prepared: dict[str, Any] = {}  # by overload, made once; None for those that are left to Python
@@ -38,8 +47,13 @@ class _Compiled:
         scope.state.told = extension.watch_all_threads
         extension.watch_all_threads(bool(scope.state.everywhere.blocks))
         self.running: Callable[[], int] = extension.running
+        extension.set_up_look(_call.look, torch.Tensor, torch.nn.Parameter)
+        self.look: Callable[..., Any] = extension.look
+        has_walk = extension.set_up_walk(*_origin.WALKED_CODE, torch.nn.Module, _origin.NOT_SOURCE)
+        self.walk: Callable[[], _origin.Walked] = extension.walk if has_walk else _origin.walk
 
     def install(self, name: str, overload: torch._ops.OpOverload) -> Any:
+        """See `kernels.Compiled`."""
         schema = overload._schema
         names = (schema.name, schema.overload_name)
         if name not in self._prepared:
@@ -62,7 +76,7 @@ def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def load() -> kernels.Compiled:
+def load() -> Extension:
     """The compiled kernels of this process; the first process on a machine takes a minute to build them.
 
     Waits, as torch does, for another process that builds them.
@@ -79,8 +93,8 @@ def load() -> kernels.Compiled:
             from torch.utils import cpp_extension  # wants setuptools, and takes half a second
 
             _refuse_old_lock(Path(cpp_extension._get_build_directory(name, verbose=False)) / "lock")
-            extension = cpp_extension.load(name, [str(_SOURCE)], extra_cflags=options)
-        return _Compiled(extension)
+            extension = cpp_extension.load(name, [str(source) for source in _SOURCES], extra_cflags=options)
+        return Extension(extension)
     except OpInterceptError:
         raise
     except Exception as exception:

@@ -29,6 +29,12 @@ c10::IValue toIValue(py::handle obj, const c10::TypePtr& type, std::optional<int
 PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
 c10::impl::PyInterpreter* getPyInterpreter(); // torch/csrc/PyInterpreter.h
 
+// In the files beside this one.
+PyObject* opintercept_walk(PyObject*, PyObject*);
+PyObject* opintercept_set_up_walk(PyObject*, PyObject*);
+PyObject* opintercept_look(PyObject*, PyObject* const*, Py_ssize_t);
+PyObject* opintercept_set_up_look(PyObject*, PyObject*);
+
 namespace {
 
 using at::impl::ThreadLocalPythonObjects;
@@ -502,6 +508,10 @@ PyMethodDef methods[] = {
     {"watch_all_threads", watch_all_threads, METH_O, nullptr},
     {"running", running_kernels, METH_NOARGS, nullptr},
     {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"set_up_walk", opintercept_set_up_walk, METH_VARARGS, nullptr},
+    {"walk", opintercept_walk, METH_NOARGS, nullptr},
+    {"set_up_look", opintercept_set_up_look, METH_VARARGS, nullptr},
+    {"look", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_look)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,0 +1,139 @@
+// `_call.look` in C++: what tells calls that look alike, as bytes, without a Python object for each shape and dtype.
+//
+// Invariant: what this cannot tell is left to `_call.look`, so that both find the same calls alike.
+
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+namespace torch::jit { // torch/csrc/jit/python/pybind_utils.h, see `kernels.cpp`
+c10::IValue toIValue(pybind11::handle obj, const c10::TypePtr& type, std::optional<int32_t> N);
+} // namespace torch::jit
+
+namespace {
+
+PyObject *look_in_python, *tensor_type, *parameter_type;
+
+template <typename T>
+void put(std::string& key, char kind, const T& value) {
+  key.push_back(kind);
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+void put(std::string& key, c10::IntArrayRef numbers) {
+  put(key, 'a', numbers.size());
+  key.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+}
+
+// The functions below return whether they can tell.
+
+bool look_at_tensor(std::string& key, PyObject* value) {
+  const at::Tensor tensor = torch::jit::toIValue(value, c10::TensorType::get(), std::nullopt).toTensor();
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided || tensor.is_nested()) {
+    return false;
+  }
+  auto dtype = tensor.scalar_type();
+  if (!c10::isFloatingType(dtype) && tensor.numel() < 64) {
+    return false; // its numbers may count
+  }
+  put(key, 'T', dtype);
+  put(key, 'd', tensor.device());
+  put(key, 'r', tensor.requires_grad());
+  put(key, tensor.sizes());
+  put(key, tensor.strides());
+  return true;
+}
+
+bool look_at(std::string& key, PyObject* value) {
+  auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+  if (type == tensor_type || type == parameter_type) {
+    return look_at_tensor(key, value);
+  }
+  if (value == Py_None || PyBool_Check(value)) {
+    key.push_back(value == Py_None ? 'n' : value == Py_True ? 'y' : 'z');
+    return true;
+  }
+  if (PyLong_CheckExact(value)) {
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    put(key, 'i', number);
+    return overflow == 0;
+  }
+  if (PyFloat_CheckExact(value)) {
+    put(key, 'f', PyFloat_AS_DOUBLE(value));
+    return true;
+  }
+  if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value)) {
+    return false;
+  }
+  Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
+  put(key, 't', size);
+  for (Py_ssize_t i = 0; i < size; i++) {
+    if (!look_at(key, PySequence_Fast_GET_ITEM(value, i))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool look_at_named(std::string& key, PyObject* named) {
+  Py_ssize_t at = 0;
+  PyObject *name, *value;
+  while (PyDict_Next(named, &at, &name, &value)) {
+    Py_ssize_t size;
+    const char* text = PyUnicode_AsUTF8AndSize(name, &size);
+    if (text == nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    put(key, 'k', size);
+    key.append(text, static_cast<size_t>(size));
+    if (!look_at(key, value)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool look_at_call(std::string& key, PyObject* const* call) {
+  try {
+    return PyTuple_CheckExact(call[1]) && PyDict_CheckExact(call[2]) && look_at(key, call[1]) &&
+        look_at_named(key, call[2]) && look_at(key, call[3]);
+  } catch (const std::exception&) { // a tensor that stands for others
+    PyErr_Clear();
+    return false;
+  }
+}
+
+} // namespace
+
+// look(func, args, kwargs, output) -> bytes, or what `_call.look` says
+PyObject* opintercept_look(PyObject*, PyObject* const* call, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_Format(PyExc_TypeError, "look must get a call's func, args, kwargs and output, got %zd values", count);
+    return nullptr;
+  }
+  std::string key;
+  put(key, 'F', call[0]);
+  if (look_at_call(key, call)) {
+    return PyBytes_FromStringAndSize(key.data(), static_cast<Py_ssize_t>(key.size()));
+  }
+  return PyObject_Vectorcall(look_in_python, call, 4, nullptr);
+}
+
+// set_up_look(look, torch.Tensor, torch.nn.Parameter)
+PyObject* opintercept_set_up_look(PyObject*, PyObject* args) {
+  if (!PyArg_ParseTuple(args, "OOO", &look_in_python, &tensor_type, &parameter_type)) {
+    return nullptr;
+  }
+  for (PyObject* each : {look_in_python, tensor_type, parameter_type}) {
+    Py_INCREF(each);
+  }
+  Py_RETURN_NONE;
+}
