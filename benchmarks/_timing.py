@@ -1,7 +1,7 @@
 """Timing configurations of one program against each other.
 
-Invariant: configurations take turns, round after round, in one process, so that a machine that changes its speed
-changes all of them; medians are compared, and results are checked to be equal after timing.
+Invariant: configurations take turns, round after round, in one process, and are compared round by round, so that a
+machine that changes its speed changes both sides; medians are told, and results are checked to be equal after timing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Row:
         program: What ran.
         configuration: Under what.
         seconds: Median time of one run.
-        ratio: To the first configuration.
-        spread: Half the distance of the quartiles, as a share of the median.
+        ratio: To the first configuration, the median over the rounds.
+        spread: Half the distance of the quartiles of the ratio, as a share of it.
         bound: What the ratio may be at most; None where nothing is promised.
     """
 
@@ -77,7 +77,7 @@ def compare(
     for turn in range(rounds + 1):
         for name, make in configurations.items():
             with make():
-                for _ in range(1 + number // 5):  # what comes and goes with a block leaves caches cold
+                for _ in range(1 + number // 3):  # what comes and goes with a block leaves caches cold
                     body()
                 started = time.perf_counter()
                 for _ in range(number):
@@ -100,20 +100,25 @@ def rows(
     bounds: Mapping[str, tuple[str, float]] | None = None,
 ) -> list[Row]:
     """Rows of measured times, the first of which is what the others are compared with."""
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    base = next(iter(medians.values()))
-    found = [Row(suite, program, name, medians[name], medians[name] / base, _spread(times[name])) for name in times]
-    for name, (other, bound) in (bounds or {}).items():
-        ratio = medians[name] / medians[other]
-        found.append(Row(suite, program, f"{name} / {other}", medians[name], ratio, _spread(times[name]), bound))
+    base = next(iter(times))
+    compared: list[tuple[str, str, str, float | None]] = [(name, name, base, None) for name in times]
+    compared += [(f"{name} / {other}", name, other, bound) for name, (other, bound) in (bounds or {}).items()]
+    found = []
+    for shown, name, other, bound in compared:
+        ratio, spread = _ratio(times[name], times[other])
+        found.append(Row(suite, program, shown, statistics.median(times[name]), ratio, spread, bound))
     return found
 
 
-def _spread(values: list[float]) -> float:
-    if len(values) < 4:
-        return 0.0
-    low, median, high = statistics.quantiles(values, n=4)
-    return (high - low) / 2 / median
+def _ratio(times: list[float], others: list[float]) -> tuple[float, float]:
+    """The median ratio and its spread; of each round where both had as many, else of any to the other's median."""
+    if times is others or len(times) != len(others):
+        others = [statistics.median(others)] * len(times)
+    ratios = [mine / theirs for mine, theirs in zip(times, others, strict=True)]
+    if len(ratios) < 4:
+        return statistics.median(ratios), 0.0
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return median, (high - low) / 2 / median
 
 
 def table(found: Iterable[Row]) -> str:

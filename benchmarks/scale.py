@@ -30,27 +30,35 @@ def run(smoke: bool) -> list[Row]:
 def _calls(smoke: bool) -> list[Row]:
     found = []
     a = torch.randn(8, 8)
+    size = 25 if smoke else 200
     for name, make in HOOKS.items():
         counts = [100, 1000] if smoke else [1_000, 10_000, 100_000, 1_000_000]
         if name == "Recorder":
             counts.pop()  # it keeps a record of each call, which is what it is for
         times: dict[str, list[float]] = {}
+        speed: list[float] = []  # of the machine, told by an operator that nobody watches
         # In one block from start to end: the later calls meet all that the earlier ones have left behind.
         with intercept(make()):
             done = 0
             for count in counts:
                 slices = []
-                size = max(50, (count - done) // 20)
                 while done < count:
-                    started = time.perf_counter()
-                    for _ in range(size):
-                        torch.mm(a, a)
-                    slices.append((time.perf_counter() - started) / size)
+                    speed.append(_time(torch.add, a, size))
+                    slices.append(_time(torch.mm, a, size) / speed[-1])
                     done += size
                 times[f"up to {count:,} calls"] = slices
+        usual = statistics.median(speed)
+        times = {name: [slice_ * usual for slice_ in slices] for name, slices in times.items()}
         first, last = next(iter(times)), list(times)[-1]
         found += rows("scale", f"mm 8x8 under {name}", times, {last: (first, 1.1)})
     return found
+
+
+def _time(op: Callable[..., Any], a: torch.Tensor, calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        op(a, a)
+    return (time.perf_counter() - started) / calls
 
 
 def _layers(smoke: bool) -> list[Row]:
