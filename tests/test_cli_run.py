@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from compiler import needs_compiler
 
 from opintercept import runs
 
@@ -346,15 +347,22 @@ FAILS = """
 """
 
 
-def test_an_operator_that_fails_is_printed_as_in_a_plain_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--engine", "mode"],
+        pytest.param(["--engine", "compiled"], marks=needs_compiler),
+        ["--level", "function"],
+    ],
+    ids=" ".join,
+)
+def test_an_operator_that_fails_is_printed_as_in_a_plain_run(tmp_path: Path, options: list[str]) -> None:
     name = script(tmp_path, FAILS)
-    plain = start(tmp_path, name)
-    watched = [
-        start(tmp_path, *OURS, "-q", *options, name) for options in ([], ["--engine", "mode"], ["--level", "function"])
-    ]
+    plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "-q", *options, name)
     expected = ends(plain)
     assert "shapes cannot be multiplied" in expected[2]
-    assert [ends(process) for process in watched] == [expected] * 3
+    assert ends(watched) == expected
 
 
 def test_what_only_torch_can_refuse_exits_with_2_where_it_is_imported(tmp_path: Path) -> None:

@@ -65,7 +65,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what runs, or what is called (default dispatch)",
     )
     parser.add_argument(
-        "--engine", choices=("auto", "kernel", "mode"), default="auto", help="how operators are seen (default auto)"
+        "--engine",
+        choices=("auto", "kernel", "compiled", "mode"),
+        default="auto",
+        help="how operators are seen (default auto)",
     )
     parser.add_argument("--threads", choices=("all", "current"), help="default all, with the kernel engine")
     parser.add_argument("--module", metavar="GLOB", help="only calls in modules of such a name: 'encoder.*'")
