@@ -237,7 +237,7 @@ def test_statistics_are_those_of_the_finite_values(
     assert got.finite == (odd == "finite")
 
 
-@pytest.mark.parametrize("count", [1, 5, 64, 5000])
+@pytest.mark.parametrize("count", [1, 5, 64, 5000, 70_000])
 @pytest.mark.parametrize("scale", [3e38, 1e30, 1.0, 1e-30, 1e-44])
 def test_statistics_hold_over_the_whole_range_of_float32(scale: float, count: int) -> None:
     tensor = torch.full((count,), scale)
@@ -246,6 +246,15 @@ def test_statistics_hold_over_the_whole_range_of_float32(scale: float, count: in
     assert (got.min, got.max) == (expected, expected)
     assert got.mean == pytest.approx(expected, rel=1e-6)  # sums are rounded
     assert got.rms == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_root_mean_square_of_a_large_tensor_has_its_digits(dtype: torch.dtype) -> None:
+    tensor = torch.rand(1 << 12, 1 << 12).to(dtype)  # torch's own norm is 5e-4 off
+    got = values(tensor)
+    exact = tensor.to(torch.float64)
+    assert got.rms == pytest.approx(exact.square().mean().sqrt().item(), rel=1e-6)
+    assert got.mean == pytest.approx(exact.mean().item(), rel=1e-6)
 
 
 @pytest.mark.usefixtures("forgetful")

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import HookError, OpInterceptError, hooks, intercept
-from opintercept.hooks import StatsRow, stats
+from opintercept.hooks import StatsRow, _values, stats
 
 # Small tensors are read many together, larger ones in pieces, those of other devices there: all with small pieces.
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def read(way: str, **sizes: int) -> Iterator[None]:
     """Have values read in one of the ways, with pieces of other sizes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (WAYS[way] | sizes).items():
-            patch.setattr(stats, name, value)
+            patch.setattr(_values if name == "_ROW" else stats, name, value)
         yield
 
 

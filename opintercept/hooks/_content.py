@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from opintercept._call import is_strided
-from opintercept.hooks._values import stored_values
+from opintercept.hooks._values import moments, stored_values
 from opintercept.runs.store import Values
 
 _BLOCK = 1 << 16  # weights of a table; longer rows and more of them are taken in blocks
-_SMALL = 1 << 14  # elements whose weights are kept whole
+_SMALL = 1 << 14  # elements whose weights are kept whole, and whose squares float32 can add up
 _PIECE = 1 << 18  # elements that are widened to 64 bits at a time; fresh memory for more takes longer than the sum
 _WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 # Devices whose values are read at once; those of others are read when the work queued there is done.
@@ -257,7 +257,11 @@ def _on_host(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None) -> Va
     floats = values if values.dtype in (torch.float32, torch.float64) else _floats(values)
     ends = torch.aminmax(floats)
     low, high = ends[0].item(), ends[1].item()
-    total, norm = floats.sum().item(), torch.linalg.vector_norm(floats).item()
+    if count <= _SMALL:
+        total, norm = floats.sum().item(), torch.linalg.vector_norm(floats).item()
+    else:
+        total, squares = moments(floats.reshape(-1))
+        norm = math.sqrt(squares)
     if math.isfinite(low) and math.isfinite(high):
         if not (math.isfinite(total) and math.isfinite(norm)):
             double = floats.to(torch.float64)

@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
-from operator import mul
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from opintercept._call import OpCall, describe, dtype_name
 from opintercept._errors import HookError, OpInterceptError
 from opintercept._table import aligned, write_csv
-from opintercept.hooks._values import captured, first_output, stored_values
+from opintercept.hooks._values import captured, first_output, moments, stored_values
 
 OPERANDS = ("lhs", "rhs", "bias", "output")
 
@@ -77,8 +76,8 @@ class _Key(NamedTuple):
 # the sum of squared distances from the mean: sums of squares lose it next to a large mean.
 _COUNT, _FINITE, _NAN, _NONZERO, _UNDERFLOW, _OVERFLOW, _TOTAL, _SPREAD = range(8)
 # A reduction reads so many values at a time, so that they stay in a CPU's cache, and what is made of them takes little
-# of a device's memory; the squares of one in float32, so many in a row.
-_CHUNK, _PIECE, _ROW = 1 << 19, 1 << 23, 1 << 10
+# of a device's memory.
+_CHUNK, _PIECE = 1 << 19, 1 << 23
 # Small tensors wait for others of their size, since a reduction of few values is nothing but overhead; all
 # together for no more than so many values.
 _SMALL, _BATCH, _WAITING = 1 << 13, 64, 1 << 20
@@ -323,14 +322,14 @@ class Stats:
             if not finite:
                 return [count, 0, nan, count, 0.0, count - nan, 0.0, 0.0], -math.inf, -math.inf
             low, high = map(float, torch.aminmax(wide))
-        total, squares = _moments(wide)
+        total, squares = moments(wide)
         spread = squares - total * total / finite if math.isfinite(squares) else math.inf
         nonzero = finite
         if low <= 0 <= high and not wide.abs().amin():
             nonzero = int(torch.ne(wide, 0, out=torch.empty_like(wide)).sum())
         if 4 * spread < squares:  # the difference has lost digits
             shift = float(torch.tensor(total / finite, dtype=wide.dtype))  # as it is when subtracted
-            rest, squares = _moments(wide - shift)
+            rest, squares = moments(wide - shift)
             spread = max(0.0, squares - rest * rest / finite)
             total = shift * finite + rest
         lost, underflow = count - finite, 0
@@ -584,20 +583,6 @@ def _together(lots: torch.Tensor) -> torch.Tensor:
     apart = torch.where(number > 0, lots[:, _TOTAL] / number.clamp(min=1) - mean, 0.0)
     sums[_SPREAD] += torch.dot(number, apart * apart)
     return torch.cat([sums, lots[:, 8:].amax(0)])
-
-
-def _moments(wide: torch.Tensor) -> tuple[float, float]:
-    """The sum and the sum of squares; of float32 by rows, so that no rounding comes up often enough to matter."""
-    whole = wide.numel() // _ROW * _ROW if wide.dtype is torch.float32 else 0
-    squares = 0.0
-    if whole:
-        rows = wide if whole == wide.numel() else wide[:whole]
-        norms = torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1).tolist()
-        squares = sum(map(mul, norms, norms))
-    if whole < wide.numel():
-        norm = float(torch.linalg.vector_norm(wide[whole:], dtype=torch.float64))
-        squares += norm * norm
-    return float(wide.sum()), squares
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
