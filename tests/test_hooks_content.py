@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,11 +24,10 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
 @pytest.fixture
-def forgetful() -> Iterator[None]:
-    """Nothing is remembered from other tests."""
-    _content._memo.clear()
-    yield
-    _content._memo.clear()
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered from other tests, and tensors are as large ones are."""
+    for name, value in {"_memo": {}, "_alike": {}, "_SMALL": 0}.items():
+        monkeypatch.setattr(_content, name, value)
 
 
 def values(tensor: Tensor) -> Values:
@@ -357,6 +355,26 @@ def test_what_has_not_changed_is_hashed_once(monkeypatch: pytest.MonkeyPatch) ->
             assert hash_of(weight) == hash_of(weight.clone())
             assert hash_of(weight.t()) == hash_of(weight.t().clone())
     assert len(hashed) == 2 + 6  # the weight, its transpose, and each clone
+
+
+def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    on_host = _content._on_host
+    monkeypatch.setattr(_content, "_on_host", lambda *args: (read.append(1), on_host(*args))[1])
+    monkeypatch.setattr(_content, "_alike", {})
+    tensor = torch.randn(16, 16)
+    for same in (tensor, tensor.clone(), tensor.t().contiguous().t()):
+        assert values(same) == values(tensor)
+    assert len(read) == 1
+    # Other numbers with the same bits.
+    assert values(tensor.view(torch.int32)).max == tensor.view(torch.int32).max().item()
+    assert values(tensor.view(16, 8, 2)).hash != values(tensor).hash
+    assert values(torch.zeros(3)).count == 3
+    assert values(torch.zeros(4)).count == 4
+    for _ in range(2 * _content._MEMO // 100):
+        for _ in range(100):
+            values(torch.randn(2))
+    assert len(_content._alike) <= _content._MEMO
 
 
 @pytest.mark.usefixtures("forgetful")

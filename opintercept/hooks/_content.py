@@ -24,11 +24,12 @@ _PIECE = 1 << 18  # elements that are widened to 64 bits at a time; fresh memory
 _WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 # Devices whose values are read at once; those of others are read when the work queued there is done.
 _ON_HOST = ("cpu",)
-_MEMO, _MEMO_NUMEL = 4096, 64
+_MEMO = 4096
 _LONGEST = 1 << 17  # rows and columns of what is remembered
 
 _tables: dict[tuple[torch.device, int, bool], torch.Tensor] = {}  # parts of one, too: slicing takes its time
 _memo: dict[Any, tuple[weakref.ref[torch.Tensor], int | None, tuple[int, float], Values]] = {}
+_alike: dict[tuple[int, torch.dtype, int], Values] = {}  # by hash, dtype and count
 _lock = threading.Lock()
 
 
@@ -86,8 +87,10 @@ def _content_of(tensor: Any) -> Content | None:
         return Content(Values(None if bits is None else f"{0:016x}", 0, 0, 0, None, None, None, None))
     if values.device.type not in _ON_HOST:
         return Content(None, _packed(values, bits))
-    if bits is None or count < _MEMO_NUMEL or (sums := _sums(values, bits[0])) is None:
-        return Content(_on_host(values, bits))
+    if bits is not None and count <= _SMALL:
+        return Content(_remembered(values, bits))
+    if bits is None or (sums := _sums(values, bits[0])) is None:
+        return Content(_on_host(values, bits, bits and _hash(*bits)))
     # Weights come by again and again, and q, k and v share an operand. The sums take a tenth of the hash's time.
     # The same tensor, which has lived since, and an equal version mean that nothing was written but past autograd,
     # by `.data` say; that, the sums tell.
@@ -97,12 +100,26 @@ def _content_of(tensor: Any) -> Content | None:
     known = _memo.get(key)
     if known is not None and known[0]() is lives and known[1:3] == (version, sums):
         return Content(known[3])
-    read = _on_host(values, bits)
+    read = _on_host(values, bits, _hash(*bits))
     with _lock:
         if len(_memo) >= _MEMO:
             _memo.clear()
         _memo[key] = (weakref.ref(lives), version, sums, read)
     return Content(read)
+
+
+def _remembered(values: torch.Tensor, bits: tuple[torch.Tensor, bool]) -> Values:
+    """Those of a small tensor, whose hash takes less time than its statistics, and tells whether they are known."""
+    hashed = _hash(*bits)
+    key = (int(hashed), values.dtype, values.numel())
+    known = _alike.get(key)
+    if known is None:
+        known = _on_host(values, bits, hashed)
+        with _lock:
+            if len(_alike) >= _MEMO:
+                _alike.clear()
+            _alike[key] = known
+    return known
 
 
 def _sums(values: torch.Tensor, dense: torch.Tensor) -> tuple[int, float] | None:
@@ -249,9 +266,9 @@ def _floats(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.float32 if values.is_floating_point() else torch.float64)
 
 
-def _on_host(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None) -> Values:
+def _on_host(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None, number: torch.Tensor | None) -> Values:
     count = values.numel()
-    hashed = None if bits is None else _digits(int(_hash(*bits)), count)
+    hashed = None if number is None else _digits(int(number), count)
     if bits is not None and bits[0].dtype is values.dtype and bits[0].numel() == count:
         values = bits[0]  # the same values in the order of memory, where reductions are faster
     floats = values if values.dtype in (torch.float32, torch.float64) else _floats(values)

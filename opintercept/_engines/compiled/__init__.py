@@ -84,8 +84,8 @@ def load() -> Extension:
     Raises:
         OpInterceptError: They cannot be built here, or a process that was killed while it built them left its lock.
     """
-    # The cache is shared by all versions of torch, whose binary interfaces differ.
-    name = "opintercept_" + re.sub(r"\W", "_", torch.__version__)
+    # The cache may be shared by several versions of Python and of torch, whose binary interfaces differ.
+    name = "opintercept_" + re.sub(r"\W", "_", f"{sys.implementation.cache_tag}_{torch.__version__}")
     options = [] if sys.platform == "win32" else ["-O2"]
     try:
         with warnings.catch_warnings():
