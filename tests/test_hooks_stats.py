@@ -194,6 +194,17 @@ def test_a_large_mean_costs_no_digits(way: str, dtype: torch.dtype, mean: float)
 
 
 @ways
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_a_default_device_is_not_where_values_are_read(way: str, mean: float) -> None:
+    tensor = torch.randn(40) + mean
+    expected = one_row(tensor)
+    with read(way), torch.device("meta"):
+        row = one_row(tensor, for_dtype=torch.float16, histogram=True)
+    assert (row.count, row.min, row.max) == (40, expected.min, expected.max)
+    assert row.std == pytest.approx(expected.std, rel=1e-5)
+
+
+@ways
 def test_float64_keeps_the_spread_of_values_that_differ_in_their_last_digits_only(way: str) -> None:
     with read(way):
         row = one_row(torch.randn(300, dtype=torch.float64) + 1e9)

@@ -328,7 +328,7 @@ class Stats:
         if low <= 0 <= high and not wide.abs().amin():
             nonzero = int(torch.ne(wide, 0, out=torch.empty_like(wide)).sum())
         if 4 * spread < squares:  # the difference has lost digits
-            shift = float(torch.tensor(total / finite, dtype=wide.dtype))  # as it is when subtracted
+            shift = torch.tensor(total / finite, dtype=wide.dtype, device="cpu").item()  # as it is when subtracted
             rest, squares = moments(wide - shift)
             spread = max(0.0, squares - rest * rest / finite)
             total = shift * finite + rest
