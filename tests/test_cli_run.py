@@ -570,6 +570,22 @@ def test_a_terminal_gets_a_line_of_progress_that_goes_away(tmp_path: Path) -> No
     assert "opintercept: 10 calls, 240 FLOP, 0 not finite, " in parts[-1]
 
 
+def test_a_module_that_is_not_there_is_told_once_also_where_warnings_are_errors(tmp_path: Path) -> None:
+    program = """
+        import sys, warnings, torch
+        warnings.simplefilter(sys.argv[1])
+        torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2))
+    """
+    name = script(tmp_path, program)
+    runs = [start(tmp_path, *OURS, "--module", "1*", name, action) for action in ("default", "error")]
+    for process in runs:
+        status, _, err = ends(process)
+        assert status == 0
+        assert err.count("got '1*', which matches none so far; calls come from '0'") == 1
+        assert "Traceback" not in err
+        assert "opintercept: 0 calls, " in err
+
+
 def test_each_rank_records_a_folder_and_the_first_one_shows_it(tmp_path: Path) -> None:
     program = """
         import os, torch

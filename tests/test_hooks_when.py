@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opintercept import HookError, OpCall, hooks, intercept
+from opintercept import HookError, OpCall, OpInterceptWarning, hooks, intercept
 from opintercept._ops import row_of
 from opintercept._pipeline import Pipeline
+from opintercept.hooks.when import _MOST_NAMES, CallFilter
 
 
 def mm(size: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -445,3 +448,177 @@ def test_bad_arguments_are_refused_at_once(
 ) -> None:
     with pytest.raises(error, match=message):
         hooks.when(hook, **filters)
+
+
+# A module that is not there
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.output = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.attention(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def encode() -> None:
+    Encoder()(torch.ones(1, 2))
+
+
+def warned(caught: pytest.WarningsRecorder) -> list[str]:
+    return [str(warning.message) for warning in caught if warning.category is OpInterceptWarning]
+
+
+@pytest.mark.parametrize(
+    ("module", "shown", "advice"),
+    [
+        ("layers.*.atention", "'layers.*.atention'", "did you mean 'layers.1.attention' or 'layers.0.attention'"),
+        ("layers.?", "'layers.?'", "did you mean 'layers.?.*'"),
+        ("*.2.*", "'*.2.*'", "calls come from 'layers.0.attention', 'layers.0.output', 'layers.1.attention', ..."),
+        ("1.attention", "'1.attention'", "did you mean '*.1.attention'"),
+        ("[01]", "'[01]'", "did you mean '*.[01].*'"),
+        (re.compile("attention"), "re.compile('attention')", "it must match the whole of 'layers.0.attention'"),
+        (re.compile("layers.[01].atention"), "re.compile('layers.[01].atention')", "did you mean 'layers.1.attention'"),
+    ],
+    ids=["misspelt", "outside", "unlike", "inside", "middle", "part", "pattern"],
+)
+def test_a_module_that_makes_no_call_is_told_with_what_may_be_meant(module: Any, shown: str, advice: str) -> None:
+    text = f"^module must match the name of a module that calls come from, got {re.escape(shown)}, which matches none "
+    with pytest.warns(OpInterceptWarning, match=f"{text}so far; {re.escape(advice)}"):
+        assert passed(encode, module=module) == []
+
+
+def test_a_module_that_makes_no_call_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
+    ends: list[str] = []
+
+    class Hook:
+        def post(self, call: OpCall) -> None: ...
+
+        def exit(self) -> None:
+            ends.append("exit")
+
+    hook = hooks.when(Hook(), module="layers.2.*")
+    for _ in range(3):
+        with intercept(hook), intercept(hook):
+            encode()
+    assert len(warned(recwarn)) == 1
+    assert len(ends) == 6
+
+
+def test_what_has_matched_once_is_no_mistake() -> None:
+    hook = hooks.when(hooks.Recorder(), module="layers.1.output")
+    with intercept(hook):
+        encode()
+    with intercept(hook):
+        nn.Sequential(nn.Linear(2, 2))(torch.ones(1, 2))
+
+
+def test_calls_of_no_known_module_are_not_told_of() -> None:
+    output = Encoder()(torch.ones(1, 2)).sum()  # not seen, so that nothing is known of its backward pass
+    hook = Both()
+    with intercept([hook, hooks.when(hooks.Recorder(), module="typo")]):
+        output.backward()
+    assert len(hook.posts) == 7
+
+
+def nothing() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("program", "filters"),
+    [
+        (nothing, {"module": "typo"}),
+        (encode, {"module": "typo", "op": "bmm"}),
+        (encode, {"module": "typo", "phase": "backward"}),
+        (encode, {"module": "typo", "steps": 1}),
+        (encode, {"module": "typo", "dtype": torch.float64}),
+        (encode, {"module": "typo", "min_numel": 5}),
+        (lambda: (encode(), mm()), {"module": "layers.*", "op": "mm"}),
+        (lambda: (mm(), encode()), {"module": "layers.*", "op": "mm"}),
+        (encode, {"module": "*.output", "predicate": lambda call: False}),
+        (encode, {"module": lambda name: False}),
+        (encode, {"module": ""}),
+        (encode, {"module": "[!l]*"}),
+        (encode, {"module": re.compile("(?!layers).*")}),
+    ],
+    ids=[
+        "no call",
+        "op",
+        "phase",
+        "steps",
+        "dtype",
+        "min_numel",
+        "op after",
+        "op before",
+        "predicate",
+        "test",
+        "outermost",
+        "not",
+        "not in re",
+    ],
+)
+def test_a_module_is_not_missed_where_none_was_asked_for(program: Any, filters: dict[str, Any]) -> None:
+    assert passed(program, **filters) == []  # warnings are errors
+
+
+def test_a_filter_behind_another_does_not_miss_what_that_has_kept_from_it() -> None:
+    ends: list[str] = []
+    hook = type("Hook", (), {"post": lambda self, call: None, "exit": lambda self: ends.append("exit")})()
+    with intercept(hooks.when(hooks.when(hooks.when(hook, module="layers.0.*"), first=9), module="layers.1.*")):
+        encode()
+    assert ends == ["exit"]
+
+
+def test_a_module_that_makes_no_call_hides_no_exception() -> None:
+    with pytest.raises(KeyError, match="mine") as caught, intercept(hooks.when(Both(), module="atention")):
+        encode()
+        raise KeyError("mine")
+    (note,) = caught.value.__notes__
+    assert "got 'atention', which matches none so far; did you mean 'layers." in note
+
+
+def test_a_module_that_makes_no_call_is_an_error_where_warnings_are_and_the_next_block_is_sound() -> None:
+    ends: list[str] = []
+    hook = type("Hook", (), {"post": lambda self, call: None, "exit": lambda self: ends.append("exit")})()
+    interceptor = intercept(hooks.when(hook, module="atention"))
+    with pytest.raises(OpInterceptWarning, match="got 'atention', which matches none so far"), interceptor:
+        encode()
+    with interceptor:
+        encode()
+    assert ends == ["exit", "exit"]
+
+
+def test_a_hook_that_fails_on_exit_is_heard_before_its_filter() -> None:
+    def fail(self: Any) -> None:
+        raise ValueError("mine")
+
+    hook = type("Hook", (), {"post": lambda self, call: None, "exit": fail})()
+    with pytest.raises(ValueError, match="mine"), intercept(hooks.when(hook, module="atention")):
+        encode()
+
+
+def test_the_warning_names_the_line_of_the_block() -> None:
+    with pytest.warns(OpInterceptWarning, match="atention") as caught:
+        with intercept(hooks.when(Both(), module="atention")):
+            encode()
+    assert caught[0].filename == __file__
+
+
+def test_as_many_names_are_kept_as_are_worth_a_look() -> None:
+    filters = CallFilter(module="typo")
+    assert filters.watch_names()
+    for number in range(3 * _MOST_NAMES):
+        assert not filters._in_module((f"layers.{number}",))
+    assert len(filters._missed or ()) == _MOST_NAMES

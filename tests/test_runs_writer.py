@@ -17,7 +17,7 @@ from opintercept._call import NOWHERE, Note, Summary, TensorMeta
 from opintercept._engines import kernels
 from opintercept.runs import Values, writer
 from opintercept.runs.store import RunInfo
-from opintercept.runs.writer import Entry, Kept, Writer, remove_run
+from opintercept.runs.writer import Entry, Kept, Writer, leftovers, remove_leftovers, remove_run
 
 INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
 META = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
@@ -269,3 +269,35 @@ def test_only_a_run_is_removed(tmp_path: Path) -> None:
     ]
     with pytest.raises(OpInterceptError, match="what is overwritten must be a run, got other files in"):
         remove_run(tmp_path / "run")
+
+
+def test_many_processes_remove_what_an_older_run_has_left_at_once(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def remove(barrier: threading.Barrier, own: Path) -> None:
+        try:
+            barrier.wait()
+            remove_leftovers(tmp_path, 4)
+            assert leftovers(tmp_path, 4) == []
+            own.mkdir()
+            Writer(own, INFO, None)._file.close()
+        except BaseException as failure:
+            failures.append(failure)
+
+    for _ in range(20):
+        for part in ("", "rank4", "rank11"):
+            (tmp_path / part / "tensors").mkdir(parents=True, exist_ok=True)
+            Writer(tmp_path / part, INFO, None)._file.close()
+            for number in range(9):
+                (tmp_path / part / f"tensors/{number:08d}.safetensors").write_text("")
+        barrier = threading.Barrier(4)
+        threads = [threading.Thread(target=remove, args=(barrier, tmp_path / f"rank{rank}")) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+        assert left == [f"rank{rank}/{name}" for rank in range(4) for name in ("calls.jsonl", "run.json")]
+        remove_run(tmp_path)
+        assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from opintercept._call import Phase
-from opintercept._errors import OpInterceptError
+from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._table import amount, duration, printable
 from opintercept.cli import UNUSABLE, count, steps
 from opintercept.cli._program import after_import, prepare
@@ -207,9 +207,13 @@ class _Watch:
 
     def _exit(self, error: BaseException | None) -> None:
         if threading.get_ident() == self._entered_by:
-            with contextlib.suppress(OpInterceptError):  # the program has not left blocks of its own
-                trace = None if error is None else error.__traceback__
+            trace = None if error is None else error.__traceback__
+            try:
                 self._interceptor.__exit__(None if error is None else type(error), error, trace)
+            except OpInterceptError:  # the program has not left blocks of its own
+                pass
+            except OpInterceptWarning as warning:  # for the program, warnings are errors
+                _write(self._stderr, f"opintercept run: {warning}\n")
         else:  # it has imported torch in another thread
             from opintercept._intercept import force_out, open_blocks
 

@@ -27,9 +27,9 @@ from opintercept.hooks._ranks import rank_and_world_size
 from opintercept.hooks._repro import plain_arguments
 from opintercept.hooks._roles import checked_count
 from opintercept.hooks._values import captured
-from opintercept.runs.store import CALLS, INFO, MAX_TEXT, RunInfo
+from opintercept.runs.store import CALLS, INFO, MAX_TEXT, STARTED, RunInfo
 from opintercept.runs.store import Kept as Keep
-from opintercept.runs.writer import Entry, Kept, Writer, key_of, remove_run
+from opintercept.runs.writer import Entry, Kept, Writer, key_of, leftovers, remove_leftovers, remove_run
 
 _OPERANDS = ("lhs", "rhs", "bias")
 
@@ -113,12 +113,17 @@ class RunRecorder:
         self._told = False
 
     def _check_free(self) -> None:
-        """Refuse a folder with something in it, in the place of this process."""
-        folder = _own(self.path)[0]
-        if not self._overwrite and any((folder / name).exists() for name in (INFO, CALLS)):
-            raise ValueError(
-                f"path must not have a run in it, got {str(folder)!r}; name another folder, or pass overwrite=True"
-            )
+        """Refuse a folder with something in it, in the place of this process or where readers would add it to ours."""
+        folder, _, world_size = _own(self.path)
+        if not self._overwrite:
+            found = [folder] if any((folder / name).exists() for name in (INFO, CALLS)) else []
+            if world_size > 1:
+                found += leftovers(self.path, world_size)
+            if found:
+                run = str(found[0])
+                raise ValueError(
+                    f"path must not have a run in it, got {run!r}; name another folder, or pass overwrite=True"
+                )
         if folder.exists() and not (folder / INFO).exists() and any(folder.iterdir()):
             ranks = [entry.name for entry in folder.iterdir() if not entry.name.startswith("rank")]
             if ranks or not self._overwrite:
@@ -148,10 +153,12 @@ class RunRecorder:
             folder, rank, world_size = _own(self.path)
             if self._overwrite and folder.exists() and any(folder.iterdir()):
                 remove_run(folder)
+            if self._overwrite and world_size > 1:
+                remove_leftovers(self.path, world_size)
             self._folder = folder
             self._info = RunInfo(
                 argv=tuple(text[:MAX_TEXT] for text in sys.argv),
-                started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                started=time.strftime(STARTED),
                 finished=False,
                 tensors=self.tensors,
                 rank=rank,

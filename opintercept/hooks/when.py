@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 import re
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any, get_args
+from types import FrameType
+from typing import Any, TypeGuard, get_args
 
 import torch
 
 from opintercept._call import CallRecord, OpCall, Phase, TensorMeta, dtype_name
+from opintercept._errors import OpInterceptWarning
 from opintercept._pipeline import Hook, asks_origin, is_hook
+
+_MOST_NAMES = 1024  # of modules, to find those that a pattern may have meant
+_MOST_GLANCES = 10_000  # at modules of calls that other filters leave out
 
 
 def when(
@@ -38,7 +46,8 @@ def when(
         op: One or more operators: `"mm"`, `"aten::mm"`, `"torch.nn.functional.linear"` or `"linear"`.
         module: The module's qualified name: a glob, `"encoder.*.attn"`, in which `*` also stands for dots; a
             compiled pattern, which must match the whole name; or any test of the name. A module with several
-            names passes if one of them does; a call of no known module does not.
+            names passes if one of them does; a call of no known module does not. A block that ends before any
+            name has matched a glob or a pattern says so in a warning, once, with the names that are closest.
         phase: `"forward"`, `"backward"` or `"recompute"`.
         dtype: Of the left or the right operand, `torch.bfloat16` or `"bfloat16"`.
         min_numel: The larger operand has at least so many elements.
@@ -91,6 +100,9 @@ class CallFilter:
         self.asks_origin = module is not None
         self._ops = None if op is None else _op_names(op)
         self._module = None if module is None else name_test(module)
+        self._pattern = module if _says_what_is_there(module) else None
+        self._missed: set[str] | None = None  # names, until one matches, if `watch_names` has been called
+        self._glances = 0
         self._phase = phase
         self._dtype = None if dtype is None else checked_dtype(dtype)
         self._min_numel = min_numel
@@ -107,14 +119,51 @@ class CallFilter:
         return self._passes(call) and self._counted()
 
     def _passes(self, call: OpCall | CallRecord) -> bool:
-        return (
+        if not (
             (self._phase is None or call.phase == self._phase)
             and (self._ops is None or not self._ops.isdisjoint(_names(call.op)))
             and (self._steps is None or self._in_steps(call.step))
             and (self._dtype is None or any(dtype_name(t.dtype) == self._dtype for t in _operands(call)))
             and (self._min_numel is None or any(_numel(t) >= self._min_numel for t in _operands(call)))
-            and (self._module is None or any(self._module(name) for name in _modules(call)))
-            and (self._predicate is None or bool(self._predicate(call)))
+        ):
+            if self._missed is not None and self._glances < _MOST_GLANCES:
+                self._glances += 1
+                self._is_there(_modules(call))
+            return False
+        return (self._module is None or self._in_module(_modules(call))) and (
+            self._predicate is None or bool(self._predicate(call))
+        )
+
+    def _in_module(self, names: tuple[str, ...]) -> bool:
+        if self._is_there(names):
+            return True
+        missed = self._missed
+        if missed is not None and len(missed) < _MOST_NAMES:
+            missed.update(names)
+        return False
+
+    def _is_there(self, names: tuple[str, ...]) -> bool:
+        for name in names:
+            if self._module(name):  # type: ignore[misc]
+                self._missed = None
+                return True
+        return False
+
+    def watch_names(self) -> bool:
+        """Note names until one matches, if `unmatched` may then have something to say."""
+        if self._pattern is not None:
+            self._missed = set()
+        return self._pattern is not None
+
+    def unmatched(self) -> str | None:
+        """What to tell, once, if calls were asked for their module and none had one that matches."""
+        missed = self._missed
+        if not missed or self._pattern is None:
+            return None
+        self._missed = None
+        return (
+            f"module must match the name of a module that calls come from, got {self._pattern!r}, which matches none "
+            f"so far; {_meant(self._pattern, sorted(missed))}"
         )
 
     def _in_steps(self, step: int) -> bool:
@@ -145,12 +194,34 @@ class _When:
         self.reads_backward_calls = getattr(hook, "reads_backward_calls", False)
         if "backward" in methods:
             self.wants_gradients = partial(_verdict, filters)
-        for name in ("enter", "exit"):
-            if callable(method := getattr(hook, name, None)):
-                setattr(self, name, method)
+        if callable(enter := getattr(hook, "enter", None)):
+            self.enter = enter
+        # A filter behind another sees only what that lets through, and says nothing.
+        leave = hook._leave if isinstance(hook, _When) else getattr(hook, "exit", None)
+        self._leave: Callable[[], Any] | None = leave if callable(leave) else None
+        leave = partial(_exit, filters, self._leave) if filters.watch_names() else self._leave
+        if leave is not None:
+            self.exit = leave
 
     def __repr__(self) -> str:
         return f"when({self.hook!r})"
+
+
+def _exit(filters: CallFilter, leave: Callable[[], Any] | None) -> None:
+    if leave is not None:
+        leave()
+    text = filters.unmatched()
+    if text is not None:
+        warnings.warn(text, OpInterceptWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """The `stacklevel`, for the caller, of the code that uses this package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "opintercept":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _filtered(method: Callable[..., Any], filters: CallFilter) -> Callable[..., Any]:
@@ -195,6 +266,30 @@ def name_test(module: Any) -> Callable[[str], Any]:
     if callable(module):
         return module  # type: ignore[no-any-return]
     raise TypeError(f"module must be a glob, a compiled pattern or a test of the name, got {module!r}")
+
+
+def _says_what_is_there(module: Any) -> TypeGuard[str | re.Pattern[str]]:
+    """Whether to match nothing is a mistake; it is not for a test, for what tells names to leave out, or for `""`."""
+    if isinstance(module, re.Pattern):
+        return isinstance(module.pattern, str) and "(?!" not in module.pattern and "(?<!" not in module.pattern
+    return isinstance(module, str) and module != "" and "[!" not in module
+
+
+def _meant(module: str | re.Pattern[str], names: list[str]) -> str:
+    """What to write instead of a module that matches none of `names`."""
+    if isinstance(module, re.Pattern):
+        if (name := next(filter(module.search, names), None)) is not None:
+            return f"it must match the whole of {name!r}"
+        module = module.pattern
+    else:
+        # A call's module is the innermost one, and its name begins at the outermost one that ran.
+        for wider in (f"{module}.*", f"*.{module}", f"*.{module}.*"):
+            if any(map(name_test(wider), names)):
+                return f"did you mean {wider!r}"
+    if close := difflib.get_close_matches(module, names, n=3, cutoff=0.5):
+        return f"did you mean {' or '.join(map(repr, close))}"
+    shown = [repr(name) if name else "'' (the outermost module, or none)" for name in names[:3]]
+    return f"calls come from {', '.join(shown)}{', ...' if len(names) > 3 else ''}"
 
 
 def _op_names(op: Any) -> frozenset[str]:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 INFO, CALLS, TENSORS = "run.json", "calls.jsonl", "tensors"
+STARTED = "%Y-%m-%dT%H:%M:%S%z"
 # No line that is written comes near; more is no run of ours.
 MAX_LINE = 1 << 22
 MAX_INFO = 1 << 20
@@ -136,13 +138,15 @@ class RunInfo:
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a run's folder, or one that holds a folder `rank0`, `rank1`, ... for each process.
 
+    Ranks that an older run has left, one of another number of processes, are left out with a warning.
+
     Raises:
         OpInterceptError: There is no run, or it cannot be used.
     """
     folder = Path(path)
     parts = {0: folder}
     if not os.path.lexists(folder / INFO):
-        parts = {rank: entry for rank, entry in _ranks(folder) if os.path.lexists(entry / INFO)}
+        parts = {rank: entry for rank, entry in rank_folders(folder) if os.path.lexists(entry / INFO)}
         if not parts:
             raise OpInterceptError(
                 f"a run must be a folder with {INFO}, or with rank0/{INFO} and so on, got {str(folder)!r}; "
@@ -152,10 +156,35 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if len(parts) == 1 and 0 in parts:
         infos_by_rank = {info.rank: info for info in infos.values()}
         return Run(folder, {info.rank: parts[0] for info in infos.values()}, infos_by_rank)
-    return Run(folder, parts, infos)
+    infos = _of_one_run(folder, infos)
+    return Run(folder, {rank: parts[rank] for rank in infos}, infos)
 
 
-def _ranks(folder: Path) -> list[tuple[int, Path]]:
+def _of_one_run(folder: Path, infos: dict[int, RunInfo]) -> dict[int, RunInfo]:
+    """Those of the newest run: a rank that never began to record has not replaced what was there."""
+    sizes = {info.world_size for info in infos.values()}
+    if len(sizes) == 1:
+        return infos
+    size = max(infos.values(), key=_began).world_size
+    older = [str(rank) for rank, info in infos.items() if info.world_size != size]
+    others = " or ".join(map(str, sorted(sizes - {size})[:16]))
+    warnings.warn(
+        f"ranks {', '.join(older[:16])} in {folder} are of an older run, of {others} processes instead of {size}, and "
+        "were left out; remove them",
+        OpInterceptWarning,
+        stacklevel=3,
+    )
+    return {rank: info for rank, info in infos.items() if info.world_size == size}
+
+
+def _began(info: RunInfo) -> float:
+    try:
+        return datetime.strptime(info.started, STARTED).timestamp()
+    except (ValueError, OverflowError):  # written by somebody else
+        return -math.inf
+
+
+def rank_folders(folder: Path) -> list[tuple[int, Path]]:
     """The folders of processes; a link to one may lead anywhere."""
     try:
         found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := _RANK.fullmatch(entry.name))]

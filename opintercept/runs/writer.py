@@ -20,13 +20,12 @@ from typing import Any, Protocol
 
 from opintercept._call import Note, TensorMeta, dtype_name
 from opintercept._errors import OpInterceptError
-from opintercept.runs.store import CALLS, INFO, MAX_LINE, TENSORS, RunInfo, Values, read_info
+from opintercept.runs.store import CALLS, INFO, MAX_LINE, TENSORS, RunInfo, Values, rank_folders, read_info
 
 _INTERVAL = 1.0  # seconds after which what there is is written
 _CALLS, _BYTES = 512, 1 << 25  # so much is written at once
 _QUEUED = 4  # times as much may wait to be written
 _FRAGMENTS, _NAMES = 4096, 1 << 16
-_RANK = re.compile(r"rank[0-9]{1,6}", re.ASCII)
 _STORED = re.compile(r"[0-9]{8,}\.(safetensors|part)", re.ASCII)
 
 
@@ -333,19 +332,53 @@ def remove_run(folder: Path) -> None:
     Raises:
         OpInterceptError: The folder holds something that is no run.
     """
-    ranks = [entry for entry in folder.glob("rank*") if _RANK.fullmatch(entry.name) and not entry.is_symlink()]
-    parts = [part for part in (*ranks, folder) if _is_run(part)]
+    parts = [part for part in (*(entry for _, entry in rank_folders(folder)), folder) if _is_run(part)]
     if not parts:
-        raise OpInterceptError(f"what is overwritten must be a run, got other files in {str(folder)!r}; remove them")
+        raise _no_run(folder)
     for part in parts:
-        stored = part / TENSORS
-        found = [] if stored.is_symlink() else [path for path in stored.glob("*") if _STORED.fullmatch(path.name)]
-        for path in (part / CALLS, *found, part / f"{INFO}.part", part / INFO):  # while there is one, it is a run
-            path.unlink(missing_ok=True)
-        for empty in (stored, part):
-            if empty != folder:
-                with contextlib.suppress(OSError):
-                    empty.rmdir()
+        _remove(part, folder)
+
+
+def leftovers(folder: Path, world_size: int) -> list[Path]:
+    """What readers would take for the run in `folder`, or a part of it, and none of its several processes writes.
+
+    A run of one process, which readers prefer, and ranks that there are no more. They are older whenever a process
+    looks, so that each may refuse or remove them without knowing how far the others are.
+    """
+    further = [entry for rank, entry in rank_folders(folder) if rank >= world_size]
+    return [part for part in (*further, folder) if os.path.lexists(part / INFO)]
+
+
+def remove_leftovers(folder: Path, world_size: int) -> None:
+    """Delete `leftovers`; several processes may do so at once.
+
+    Raises:
+        OpInterceptError: One is no run.
+    """
+    for part in leftovers(folder, world_size):
+        if _is_run(part):
+            _remove(part, folder)
+        elif os.path.lexists(part / INFO):  # else another process was faster
+            raise _no_run(part)
+
+
+def _remove(part: Path, folder: Path) -> None:
+    stored = part / TENSORS
+    names: list[str] = []
+    if not stored.is_symlink():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = os.listdir(stored)
+    found = [stored / name for name in names if _STORED.fullmatch(name)]
+    for path in (part / CALLS, *found, part / f"{INFO}.part", part / INFO):  # while there is one, it is a run
+        path.unlink(missing_ok=True)
+    for empty in (stored, part):
+        if empty != folder:
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+
+
+def _no_run(folder: Path) -> OpInterceptError:
+    return OpInterceptError(f"what is overwritten must be a run, got other files in {str(folder)!r}; remove them")
 
 
 def _is_run(folder: Path) -> bool:
