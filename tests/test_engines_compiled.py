@@ -11,10 +11,12 @@ import importlib.resources
 import os
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -435,11 +437,27 @@ class _Deletes(nn.Module):
         return part(x) + part.forward(x)  # type: ignore[no-any-return]
 
 
+class _Calls(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
 def _named_forward() -> Callable[..., torch.Tensor]:
     def forward(self: object, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, x)
 
-    return functools.partial(forward, "no module")
+    return forward
+
+
+def _unpickled_forward() -> Callable[..., torch.Tensor]:
+    """As cloudpickle makes one: the name of its code is another string than the one in the source."""
+    forward = _named_forward()
+    forward.__code__ = forward.__code__.replace(co_name="".join(["for", "ward"]))
+    return forward
 
 
 WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -451,7 +469,12 @@ WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a decorator": _Decorated(),
     "a decorator called directly": _Decorated().forward,
     "a module that is no longer a local": _Deletes(),
-    "a function of that name": _named_forward(),
+    "a function of that name": functools.partial(_named_forward(), "no module"),
+    "a function of that name for a module": functools.partial(_named_forward(), _Leaf()),
+    "a function of that name for a cell": functools.partial(_named_forward(), types.CellType(_Leaf())),
+    "a function of that name from a pickle": functools.partial(_unpickled_forward(), _Leaf()),
+    "a function of that name from a pickle, under modules": nn.Sequential(_Calls(_unpickled_forward())),
+    "a function of that name for what says it is a module": functools.partial(_named_forward(), Mock(spec=_Leaf())),
     "linear layers": nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))),
     "data parallel": nn.DataParallel(nn.Linear(4, 4)),
     "compiled by Dynamo": torch.compile(_Closure(), backend="eager"),
@@ -498,19 +521,91 @@ def test_the_walk_outside_of_a_call_finds_nothing_and_keeps_nothing() -> None:
     assert sys.getrefcount(leaf) == before
 
 
+class _Odd:
+    """Raises when asked for its class."""
+
+    def __init__(self, exception: Exception) -> None:
+        self.exception = exception
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise self.exception
+
+
 @needs_compiler
-def test_the_walk_passes_an_exception_of_an_odd_class_on() -> None:
-    class Odd:
+def test_the_walk_passes_the_first_exception_of_an_odd_class_on() -> None:
+    forward = _named_forward()
+
+    def outer(function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: object, x: torch.Tensor) -> Any:
+            return function(x)
+
+        return forward
+
+    fails, other = _Odd(_OwnError("asked for its class")), _Odd(AttributeError("asked another"))
+    inside = functools.partial(forward, fails)
+    programs: list[Callable[..., Any]] = [
+        inside,
+        nn.Sequential(_Calls(lambda module, x: inside(x))),
+        functools.partial(outer(inside), other),
+        functools.partial(outer(functools.partial(outer(_Leaf()), fails)), other),
+    ]
+    for walk in (compiled.load().walk, _origin.walk):
+        for program in programs:
+            with watch(lambda call, walk=walk: walk() and None), pytest.raises(_OwnError, match="asked for its class"):
+                program(A)
+
+
+@needs_compiler
+def test_the_walk_asks_no_class_between_the_innermost_and_the_outermost_module() -> None:
+    class Between(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(odd: object) -> torch.Tensor:
+                return leaf(x)  # type: ignore[no-any-return]
+
+            return forward(_Odd(_OwnError("asked for its class")))
+
+    leaf, between = _Leaf(), Between()
+    found = []
+    with watch(lambda call: found.extend([compiled.load().walk()[:2], _origin.walk()[:2]])):
+        between(A)
+    assert found == [(leaf, between)] * 2
+
+
+@needs_compiler
+def test_the_walk_holds_a_module_that_goes_when_asked_for_its_class() -> None:
+    class Goes:
+        asked = 0
+
         @property
         def __class__(self) -> type:  # type: ignore[override]
-            raise _OwnError("asked for its class")
+            self.asked += 1
+            if self.asked == 2:  # when the walk has told it and takes it
+                drop[0]()
+            return nn.Module
 
-    def forward(odd: object) -> None:
+    def forward(goes: Any) -> None:
+        def drop_it() -> None:
+            nonlocal goes
+            goes = None
+
+        drop.append(drop_it)
         torch.mm(A, B)
 
+    def hook(walk: Callable[[], _origin.Walked]) -> None:
+        module, root, *_ = walk()
+        found.append((module is gone(), module is not None, root))
+
     for walk in (compiled.load().walk, _origin.walk):
-        with watch(lambda call, walk=walk: walk() and None), pytest.raises(_OwnError, match="asked for its class"):
-            forward(Odd())
+        drop: list[Callable[[], None]] = []
+        found: list[Any] = []
+        goes = Goes()
+        gone = weakref.ref(goes)
+        with watch(lambda call, walk=walk: hook(walk)):
+            hand_over = [goes]
+            del goes
+            forward(hand_over.pop())
+        assert found == [(True, True, None)]
 
 
 _numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=2))
