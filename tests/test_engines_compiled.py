@@ -674,6 +674,19 @@ def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
 
 
 @needs_compiler
+def test_the_look_in_cpp_leaves_lists_without_end_to_python() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (endless, deep):
+        for look in (compiled.load().look, _call.look):
+            with pytest.raises(RecursionError, match="maximum recursion depth exceeded"):
+                look(torch.mm, (value,), {}, A)
+
+
+@needs_compiler
 def test_the_look_in_cpp_tells_calls_apart_by_whatever_a_record_has() -> None:
     base = torch.ones(8, 8)
     changed = [
