@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.resources
 import os
 import sys
@@ -437,6 +438,15 @@ class _Deletes(nn.Module):
         return part(x) + part.forward(x)  # type: ignore[no-any-return]
 
 
+def _borrowed(decorate: Callable[..., Any], *hooks: Callable[..., Any]) -> nn.Module:
+    """A module with the forward of another one."""
+    module = nn.Module()
+    module.forward = decorate(_Leaf().forward)
+    for hook in hooks:
+        module.register_forward_hook(hook)
+    return module
+
+
 class _Calls(nn.Module):
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -444,6 +454,13 @@ class _Calls(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self, x)
+
+
+def _named_only(**arguments: Any) -> torch.Tensor:
+    def forward(*, self: object, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x)
+
+    return forward(**arguments)
 
 
 def _named_forward() -> Callable[..., torch.Tensor]:
@@ -469,9 +486,14 @@ WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a decorator": _Decorated(),
     "a decorator called directly": _Decorated().forward,
     "a module that is no longer a local": _Deletes(),
+    "another's method": _borrowed(lambda forward: forward),
+    "another's method under a decorator": _borrowed(_decorated),
+    "another's method under a decorator and a hook": _borrowed(_decorated, lambda *_: None),
+    "another's method under a hook": _borrowed(lambda forward: forward, lambda *_: None),
     "a function of that name": functools.partial(_named_forward(), "no module"),
     "a function of that name for a module": functools.partial(_named_forward(), _Leaf()),
     "a function of that name for a cell": functools.partial(_named_forward(), types.CellType(_Leaf())),
+    "a function of that name with names only": lambda x: _named_only(self=_Leaf(), x=x),
     "a function of that name from a pickle": functools.partial(_unpickled_forward(), _Leaf()),
     "a function of that name from a pickle, under modules": nn.Sequential(_Calls(_unpickled_forward())),
     "a function of that name for what says it is a module": functools.partial(_named_forward(), Mock(spec=_Leaf())),
@@ -510,26 +532,49 @@ def test_the_walk_in_cpp_finds_what_the_walk_in_python_finds(name: str, engine: 
         assert cpp[2:] == python[2:]
 
 
-@needs_compiler
-def test_the_walk_outside_of_a_call_finds_nothing_and_keeps_nothing() -> None:
-    walk = compiled.load().walk
-    assert walk() == (None, None, None, -1) == _origin.walk()
-    leaf = _Leaf()
-    before = sys.getrefcount(leaf)
-    with watch(lambda call: [walk() for _ in range(100)] and None):
-        leaf(A)
-    assert sys.getrefcount(leaf) == before
-
-
 class _Odd:
-    """Raises when asked for its class."""
+    """Raises when asked for its class, and otherwise says that it is a module if it raises only every so many times."""
 
-    def __init__(self, exception: Exception) -> None:
-        self.exception = exception
+    def __init__(self, kind: type[Exception], message: str, every: int = 1) -> None:
+        self.kind, self.message, self.every, self.asked = kind, message, every, 0
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        raise self.exception
+        self.asked += 1
+        if self.asked % self.every == 0:
+            raise self.kind(self.message)
+        return nn.Module
+
+
+@needs_compiler
+def test_the_walk_outside_of_a_call_finds_nothing() -> None:
+    assert compiled.load().walk() == (None, None, None, -1) == _origin.walk()
+
+
+@needs_compiler
+def test_the_walk_keeps_nothing() -> None:
+    def under(first: object, function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: object, x: torch.Tensor) -> Any:
+            return function(x)
+
+        return functools.partial(forward, first)
+
+    def hook(call: OpCall) -> None:
+        for _ in range(100):
+            with contextlib.suppress(_OwnError):
+                found.append(walk())
+        found.clear()
+
+    walk, found = compiled.load().walk, []
+    # The last one is asked as the outermost module when the innermost one has been taken.
+    objects = [_Leaf(), object(), _Odd(_OwnError, "always"), _Odd(_OwnError, "the second time", every=2)]
+    leaf, *others = objects
+    programs = [leaf, leaf.forward, *(under(first, function) for first in others for function in (leaf, leaf.forward))]
+    before = [sys.getrefcount(each) for each in objects]
+    with watch(hook):
+        for program in programs:
+            program(A)
+    assert [sys.getrefcount(each) for each in objects] == before
 
 
 @needs_compiler
@@ -542,7 +587,7 @@ def test_the_walk_passes_the_first_exception_of_an_odd_class_on() -> None:
 
         return forward
 
-    fails, other = _Odd(_OwnError("asked for its class")), _Odd(AttributeError("asked another"))
+    fails, other = _Odd(_OwnError, "asked for its class"), _Odd(AttributeError, "asked another")
     inside = functools.partial(forward, fails)
     programs: list[Callable[..., Any]] = [
         inside,
@@ -563,13 +608,37 @@ def test_the_walk_asks_no_class_between_the_innermost_and_the_outermost_module()
             def forward(odd: object) -> torch.Tensor:
                 return leaf(x)  # type: ignore[no-any-return]
 
-            return forward(_Odd(_OwnError("asked for its class")))
+            return forward(_Odd(_OwnError, "asked for its class"))
 
     leaf, between = _Leaf(), Between()
     found = []
     with watch(lambda call: found.extend([compiled.load().walk()[:2], _origin.walk()[:2]])):
         between(A)
     assert found == [(leaf, between)] * 2
+
+
+@needs_compiler
+def test_the_walk_passes_over_a_frame_that_is_being_made() -> None:
+    def forward(module: object) -> Callable[[], object]:
+        return lambda: module  # the garbage collector runs while the cell for it is made
+
+    def collects(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            torch.mm(A, B)
+
+    found: list[tuple[_origin.Walked, _origin.Walked]] = []
+    leaf, before = _Leaf(), gc.get_threshold()
+    gc.callbacks.append(collects)
+    try:
+        with watch(lambda call: found.append((compiled.load().walk(), _origin.walk()))):
+            gc.set_threshold(1)
+            for _ in range(10):
+                forward(leaf)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collects)
+    assert found
+    assert [cpp for cpp, _ in found] == [python for _, python in found]
 
 
 @needs_compiler
