@@ -18,7 +18,7 @@ namespace {
 
 using Frame = _PyInterpreterFrame;
 
-PyObject *outer_call, *inner_call, *run, *run_several; // code objects
+PyObject *outer_call, *inner_call, *run; // code objects
 PyObject *module_type, *not_source; // torch.nn.Module, and a tuple of the paths in which nothing is the user's
 PyObject *forward_name, *wrapper_name, *inner_name; // interned
 
@@ -110,7 +110,7 @@ bool is_users(PyObject* code) {
 // not there
 PyObject* opintercept_walk(PyObject*, PyObject*) {
   Frame* frame = top();
-  while (frame != nullptr && code_of(frame) != run && code_of(frame) != run_several) {
+  while (frame != nullptr && code_of(frame) != run) {
     frame = back(frame);
   }
   Frame *users = frame, *inner = frame;
@@ -141,14 +141,12 @@ PyObject* opintercept_walk(PyObject*, PyObject*) {
       users == nullptr ? -1 : static_cast<int>(_PyInterpreterFrame_LASTI(users) * sizeof(_Py_CODEUNIT)));
 }
 
-// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, of _run_several, Module, paths) -> whether there
-// is a walk
+// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, Module, paths) -> whether there is a walk
 PyObject* opintercept_set_up_walk(PyObject*, PyObject* args) {
-  if (!PyArg_ParseTuple(
-          args, "OOOOOO!", &outer_call, &inner_call, &run, &run_several, &module_type, &PyTuple_Type, &not_source)) {
+  if (!PyArg_ParseTuple(args, "OOOOO!", &outer_call, &inner_call, &run, &module_type, &PyTuple_Type, &not_source)) {
     return nullptr;
   }
-  for (PyObject* each : {outer_call, inner_call, run, run_several, module_type, not_source}) {
+  for (PyObject* each : {outer_call, inner_call, run, module_type, not_source}) {
     Py_INCREF(each);
   }
   forward_name = PyUnicode_InternFromString("forward");
