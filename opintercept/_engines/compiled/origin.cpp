@@ -55,10 +55,11 @@ bool is_named(PyObject* code, PyObject* name) {
   return its == name || (!PyUnicode_CHECK_INTERNED(its) && PyUnicode_Compare(its, name) == 0);
 }
 
-// The module whose method the frame runs, a new reference; nullptr if none, or with an exception.
+// The module whose method the frame runs, a new reference; nullptr if none, or with an exception, of this frame or of
+// one before.
 PyObject* module_of(Frame* frame) {
   auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
-  if (code->co_argcount == 0) {
+  if (code->co_argcount == 0 || PyErr_Occurred()) {
     return nullptr;
   }
   PyObject* first = frame->localsplus[0];
@@ -76,7 +77,7 @@ PyObject* module_of(Frame* frame) {
   return nullptr;
 }
 
-// `_origin._called_directly`, of a function named forward; no, with an exception, if a class raises one
+// `_origin._called_directly`, of a function named forward
 bool is_forward_called_directly(Frame* frame) {
   if (!is_named(code_of(frame), forward_name)) {
     return false;
@@ -115,17 +116,17 @@ PyObject* opintercept_walk(PyObject*, PyObject*) {
   }
   Frame *users = frame, *inner = frame;
   while (inner != nullptr && code_of(inner) != outer_call && !is_forward_called_directly(inner)) {
-    inner = PyErr_Occurred() ? nullptr : back(inner);
+    inner = back(inner);
   }
   Frame* outer = inner;
   for (frame = inner; frame != nullptr; frame = back(frame)) {
     outer = code_of(frame) == outer_call ? frame : outer;
   }
-  for (frame = outer == nullptr ? nullptr : back(outer); frame != nullptr && !PyErr_Occurred(); frame = back(frame)) {
+  for (frame = outer == nullptr ? nullptr : back(outer); frame != nullptr; frame = back(frame)) {
     outer = is_forward_called_directly(frame) ? frame : outer;
   }
-  PyObject* module = inner == nullptr || PyErr_Occurred() ? nullptr : module_of(inner);
-  PyObject* root = outer == nullptr || PyErr_Occurred() ? nullptr : module_of(outer);
+  PyObject* module = inner == nullptr ? nullptr : module_of(inner);
+  PyObject* root = outer == nullptr ? nullptr : module_of(outer);
   if (PyErr_Occurred()) {
     Py_XDECREF(module);
     return nullptr;
