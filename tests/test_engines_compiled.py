@@ -756,6 +756,15 @@ def test_the_look_in_cpp_leaves_lists_without_end_to_python() -> None:
 
 
 @needs_compiler
+def test_the_look_in_cpp_leaves_few_numbers_to_python() -> None:
+    for look in (compiled.load().look, _call.look):
+        assert look(torch.tensordot, (torch.ones(64, dtype=torch.int64),), {}, A)
+        for number in (torch.ones(63, dtype=torch.int64), torch.tensor(1j), torch.ones((), dtype=torch.bool)):
+            with pytest.raises(TypeError, match="the numbers may count"):
+                look(torch.tensordot, (number,), {}, A)
+
+
+@needs_compiler
 def test_the_look_in_cpp_tells_calls_apart_by_whatever_a_record_has() -> None:
     base = torch.ones(8, 8)
     changed = [
