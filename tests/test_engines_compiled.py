@@ -112,6 +112,18 @@ def test_every_operator_of_the_family_is_restored() -> None:
     assert len(python) < len(names) / 3
 
 
+def test_each_version_of_torch_and_of_python_has_a_build_of_its_own(no_cache: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setuptools")
+    names: list[str] = []
+    no_cache.setattr("torch.utils.cpp_extension.load", lambda name, *_, **__: names.append(name))
+    for torchs, pythons in ("2.13.0", "3.11.7"), ("2.13.1+cpu", "3.11.7"), ("2.13.0", "3.11.8"):
+        no_cache.setattr("torch.__version__", torchs)
+        no_cache.setattr("platform.python_version", lambda version=pythons: version)
+        with pytest.raises(OpInterceptError, match=refused("NoneType")):
+            watch()
+    assert names == ["opintercept_2_13_0_3_11_7", "opintercept_2_13_1_cpu_3_11_7", "opintercept_2_13_0_3_11_8"]
+
+
 @needs_compiler
 @pytest.mark.parametrize("first", ["kernel", "compiled"])
 def test_kernels_of_either_kind_serve_blocks_of_both(first: str) -> None:
