@@ -33,8 +33,8 @@ _ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
 
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
-_RUN, _RUN_SEVERAL = _pipeline.run.__code__, _pipeline._run_several.__code__
-WALKED_CODE = (_OUTER_CALL, _INNER_CALL, _RUN, _RUN_SEVERAL)
+_RUN = _pipeline.run.__code__
+WALKED_CODE = (_OUTER_CALL, _INNER_CALL, _RUN)
 _CHECKPOINT = torch.utils.checkpoint.__file__
 NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
@@ -122,7 +122,7 @@ def _top() -> FrameType | None:
     """The frame of the pipeline: above it are the hook that asks, maybe a module's method, and who has asked for it."""
     top: FrameType | None = sys._getframe(1)
     try:
-        while top is not None and top.f_code is not _RUN and top.f_code is not _RUN_SEVERAL:
+        while top is not None and top.f_code is not _RUN:
             top = top.f_back
         return top
     finally:

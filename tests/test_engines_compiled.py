@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.resources
 import os
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -107,6 +110,18 @@ def test_every_operator_of_the_family_is_restored() -> None:
     assert all("BackendSelect: registered at" in inside[name] for name in python)
     assert "aten::mm" not in python
     assert len(python) < len(names) / 3
+
+
+def test_each_version_of_torch_and_of_python_has_a_build_of_its_own(no_cache: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setuptools")
+    names: list[str] = []
+    no_cache.setattr("torch.utils.cpp_extension.load", lambda name, *_, **__: names.append(name))
+    for torchs, pythons in ("2.13.0", "3.11.7"), ("2.13.1+cpu", "3.11.7"), ("2.13.0", "3.11.8"):
+        no_cache.setattr("torch.__version__", torchs)
+        no_cache.setattr("platform.python_version", lambda version=pythons: version)
+        with pytest.raises(OpInterceptError, match=refused("NoneType")):
+            watch()
+    assert names == ["opintercept_2_13_0_3_11_7", "opintercept_2_13_1_cpu_3_11_7", "opintercept_2_13_0_3_11_8"]
 
 
 @needs_compiler
@@ -435,11 +450,43 @@ class _Deletes(nn.Module):
         return part(x) + part.forward(x)  # type: ignore[no-any-return]
 
 
+def _borrowed(decorate: Callable[..., Any], *hooks: Callable[..., Any]) -> nn.Module:
+    """A module with the forward of another one."""
+    module = nn.Module()
+    module.forward = decorate(_Leaf().forward)
+    for hook in hooks:
+        module.register_forward_hook(hook)
+    return module
+
+
+class _Calls(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def _named_only(**arguments: Any) -> torch.Tensor:
+    def forward(*, self: object, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x)
+
+    return forward(**arguments)
+
+
 def _named_forward() -> Callable[..., torch.Tensor]:
     def forward(self: object, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, x)
 
-    return functools.partial(forward, "no module")
+    return forward
+
+
+def _unpickled_forward() -> Callable[..., torch.Tensor]:
+    """As cloudpickle makes one: the name of its code is another string than the one in the source."""
+    forward = _named_forward()
+    forward.__code__ = forward.__code__.replace(co_name="".join(["for", "ward"]))
+    return forward
 
 
 WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -451,7 +498,17 @@ WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a decorator": _Decorated(),
     "a decorator called directly": _Decorated().forward,
     "a module that is no longer a local": _Deletes(),
-    "a function of that name": _named_forward(),
+    "another's method": _borrowed(lambda forward: forward),
+    "another's method under a decorator": _borrowed(_decorated),
+    "another's method under a decorator and a hook": _borrowed(_decorated, lambda *_: None),
+    "another's method under a hook": _borrowed(lambda forward: forward, lambda *_: None),
+    "a function of that name": functools.partial(_named_forward(), "no module"),
+    "a function of that name for a module": functools.partial(_named_forward(), _Leaf()),
+    "a function of that name for a cell": functools.partial(_named_forward(), types.CellType(_Leaf())),
+    "a function of that name with names only": lambda x: _named_only(self=_Leaf(), x=x),
+    "a function of that name from a pickle": functools.partial(_unpickled_forward(), _Leaf()),
+    "a function of that name from a pickle, under modules": nn.Sequential(_Calls(_unpickled_forward())),
+    "a function of that name for what says it is a module": functools.partial(_named_forward(), Mock(spec=_Leaf())),
     "linear layers": nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))),
     "data parallel": nn.DataParallel(nn.Linear(4, 4)),
     "compiled by Dynamo": torch.compile(_Closure(), backend="eager"),
@@ -487,30 +544,149 @@ def test_the_walk_in_cpp_finds_what_the_walk_in_python_finds(name: str, engine: 
         assert cpp[2:] == python[2:]
 
 
-@needs_compiler
-def test_the_walk_outside_of_a_call_finds_nothing_and_keeps_nothing() -> None:
-    walk = compiled.load().walk
-    assert walk() == (None, None, None, -1) == _origin.walk()
-    leaf = _Leaf()
-    before = sys.getrefcount(leaf)
-    with watch(lambda call: [walk() for _ in range(100)] and None):
-        leaf(A)
-    assert sys.getrefcount(leaf) == before
+class _Odd:
+    """Raises when asked for its class, and otherwise says that it is a module if it raises only every so many times."""
+
+    def __init__(self, kind: type[Exception], message: str, every: int = 1) -> None:
+        self.kind, self.message, self.every, self.asked = kind, message, every, 0
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        self.asked += 1
+        if self.asked % self.every == 0:
+            raise self.kind(self.message)
+        return nn.Module
 
 
 @needs_compiler
-def test_the_walk_passes_an_exception_of_an_odd_class_on() -> None:
-    class Odd:
+def test_the_walk_outside_of_a_call_finds_nothing() -> None:
+    assert compiled.load().walk() == (None, None, None, -1) == _origin.walk()
+
+
+@needs_compiler
+def test_the_walk_keeps_nothing() -> None:
+    def under(first: object, function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: object, x: torch.Tensor) -> Any:
+            return function(x)
+
+        return functools.partial(forward, first)
+
+    def hook(call: OpCall) -> None:
+        for _ in range(100):
+            with contextlib.suppress(_OwnError):
+                found.append(walk())
+        found.clear()
+
+    walk, found = compiled.load().walk, []
+    # The last one is asked as the outermost module when the innermost one has been taken.
+    objects = [_Leaf(), object(), _Odd(_OwnError, "always"), _Odd(_OwnError, "the second time", every=2)]
+    leaf, *others = objects
+    programs = [leaf, leaf.forward, *(under(first, function) for first in others for function in (leaf, leaf.forward))]
+    before = [sys.getrefcount(each) for each in objects]
+    with watch(hook):
+        for program in programs:
+            program(A)
+    assert [sys.getrefcount(each) for each in objects] == before
+
+
+@needs_compiler
+def test_the_walk_passes_the_first_exception_of_an_odd_class_on() -> None:
+    forward = _named_forward()
+
+    def outer(function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: object, x: torch.Tensor) -> Any:
+            return function(x)
+
+        return forward
+
+    fails, other = _Odd(_OwnError, "asked for its class"), _Odd(AttributeError, "asked another")
+    inside = functools.partial(forward, fails)
+    programs: list[Callable[..., Any]] = [
+        inside,
+        nn.Sequential(_Calls(lambda module, x: inside(x))),
+        functools.partial(outer(inside), other),
+        functools.partial(outer(functools.partial(outer(_Leaf()), fails)), other),
+    ]
+    for walk in (compiled.load().walk, _origin.walk):
+        for program in programs:
+            with watch(lambda call, walk=walk: walk() and None), pytest.raises(_OwnError, match="asked for its class"):
+                program(A)
+
+
+@needs_compiler
+def test_the_walk_asks_no_class_between_the_innermost_and_the_outermost_module() -> None:
+    class Between(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(odd: object) -> torch.Tensor:
+                return leaf(x)  # type: ignore[no-any-return]
+
+            return forward(_Odd(_OwnError, "asked for its class"))
+
+    leaf, between = _Leaf(), Between()
+    found = []
+    with watch(lambda call: found.extend([compiled.load().walk()[:2], _origin.walk()[:2]])):
+        between(A)
+    assert found == [(leaf, between)] * 2
+
+
+@needs_compiler
+def test_the_walk_passes_over_a_frame_that_is_being_made() -> None:
+    def forward(module: object) -> Callable[[], object]:
+        return lambda: module  # the garbage collector runs while the cell for it is made
+
+    def collects(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            torch.mm(A, B)
+
+    found: list[tuple[_origin.Walked, _origin.Walked]] = []
+    leaf, before = _Leaf(), gc.get_threshold()
+    gc.callbacks.append(collects)
+    try:
+        with watch(lambda call: found.append((compiled.load().walk(), _origin.walk()))):
+            gc.set_threshold(1)
+            for _ in range(10):
+                forward(leaf)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collects)
+    assert found
+    assert [cpp for cpp, _ in found] == [python for _, python in found]
+
+
+@needs_compiler
+def test_the_walk_holds_a_module_that_goes_when_asked_for_its_class() -> None:
+    class Goes:
+        asked = 0
+
         @property
         def __class__(self) -> type:  # type: ignore[override]
-            raise _OwnError("asked for its class")
+            self.asked += 1
+            if self.asked == 2:  # when the walk has told it and takes it
+                drop[0]()
+            return nn.Module
 
-    def forward(odd: object) -> None:
+    def forward(goes: Any) -> None:
+        def drop_it() -> None:
+            nonlocal goes
+            goes = None
+
+        drop.append(drop_it)
         torch.mm(A, B)
 
+    def hook(walk: Callable[[], _origin.Walked]) -> None:
+        module, root, *_ = walk()
+        found.append((module is gone(), module is not None, root))
+
     for walk in (compiled.load().walk, _origin.walk):
-        with watch(lambda call, walk=walk: walk() and None), pytest.raises(_OwnError, match="asked for its class"):
-            forward(Odd())
+        drop: list[Callable[[], None]] = []
+        found: list[Any] = []
+        goes = Goes()
+        gone = weakref.ref(goes)
+        with watch(lambda call, walk=walk: hook(walk)):
+            hand_over = [goes]
+            del goes
+            forward(hand_over.pop())
+        assert found == [(True, True, None)]
 
 
 _numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=2))
@@ -579,6 +755,28 @@ def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
 
 
 @needs_compiler
+def test_the_look_in_cpp_leaves_lists_without_end_to_python() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (endless, deep):
+        for look in (compiled.load().look, _call.look):
+            with pytest.raises(RecursionError, match="maximum recursion depth exceeded"):
+                look(torch.mm, (value,), {}, A)
+
+
+@needs_compiler
+def test_the_look_in_cpp_leaves_few_numbers_to_python() -> None:
+    for look in (compiled.load().look, _call.look):
+        assert look(torch.tensordot, (torch.ones(64, dtype=torch.int64),), {}, A)
+        for number in (torch.ones(63, dtype=torch.int64), torch.tensor(1j), torch.ones((), dtype=torch.bool)):
+            with pytest.raises(TypeError, match="the numbers may count"):
+                look(torch.tensordot, (number,), {}, A)
+
+
+@needs_compiler
 def test_the_look_in_cpp_tells_calls_apart_by_whatever_a_record_has() -> None:
     base = torch.ones(8, 8)
     changed = [
@@ -596,6 +794,7 @@ def test_the_look_in_cpp_tells_calls_apart_by_whatever_a_record_has() -> None:
     keys = [look(func, (value,), {}, base) for value in values for func in (torch.mm, torch.bmm)]
     keys += [look(torch.mm, (), {"alpha": value}, base) for value in values]
     keys += [look(torch.mm, (base,), {}, value) for value in values[1:]]
+    keys += [look(torch.mm, (), named, base) for named in ({"a": None, "b": None}, {"ankb": None}, {"ab": None})]
     assert len(set(map(repr, keys))) == len(keys)
     assert sum(not isinstance(key, bytes) for key in keys) == 4  # the large number is left to Python
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
 import re
 import sys
 import time
@@ -84,8 +85,9 @@ def load() -> Extension:
     Raises:
         OpInterceptError: They cannot be built here, or a process that was killed while it built them left its lock.
     """
-    # The cache may be shared by several versions of Python and of torch, whose binary interfaces differ.
-    name = "opintercept_" + re.sub(r"\W", "_", f"{sys.implementation.cache_tag}_{torch.__version__}")
+    # The cache is shared by all versions of torch, and by those of Python whose number begins alike; their binary
+    # interfaces differ, and `origin.cpp` reads what Python may change in any version.
+    name = "opintercept_" + re.sub(r"\W", "_", f"{torch.__version__}_{platform.python_version()}")
     options = [] if sys.platform == "win32" else ["-O2"]
     try:
         with warnings.catch_warnings():

@@ -30,6 +30,8 @@ void put(std::string& key, c10::IntArrayRef numbers) {
   key.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 
+constexpr int DEEPEST = 16; // lists in lists, of which one that has itself has no end
+
 // The functions below return whether they can tell.
 
 bool look_at_tensor(std::string& key, PyObject* value) {
@@ -50,7 +52,7 @@ bool look_at_tensor(std::string& key, PyObject* value) {
   return true;
 }
 
-bool look_at(std::string& key, PyObject* value) {
+bool look_at(std::string& key, PyObject* value, int depth = 0) {
   auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (type == tensor_type || type == parameter_type) {
     return look_at_tensor(key, value);
@@ -69,13 +71,13 @@ bool look_at(std::string& key, PyObject* value) {
     put(key, 'f', PyFloat_AS_DOUBLE(value));
     return true;
   }
-  if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value)) {
+  if ((!PyTuple_CheckExact(value) && !PyList_CheckExact(value)) || depth == DEEPEST) {
     return false;
   }
   Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
   put(key, 't', size);
   for (Py_ssize_t i = 0; i < size; i++) {
-    if (!look_at(key, PySequence_Fast_GET_ITEM(value, i))) {
+    if (!look_at(key, PySequence_Fast_GET_ITEM(value, i), depth + 1)) {
       return false;
     }
   }

@@ -18,9 +18,9 @@ namespace {
 
 using Frame = _PyInterpreterFrame;
 
-PyObject *outer_call, *inner_call, *run, *run_several; // code objects
+PyObject *outer_call, *inner_call, *run; // code objects
 PyObject *module_type, *not_source; // torch.nn.Module, and a tuple of the paths in which nothing is the user's
-PyObject *forward_name, *wrapper_name, *inner_name; // interned, as are the names of code objects
+PyObject *forward_name, *wrapper_name, *inner_name; // interned
 
 Frame* seen(Frame* frame) { // what Python shows: no frame of C's, and none that is still being made
   while (frame != nullptr && _PyFrame_IsIncomplete(frame)) {
@@ -49,37 +49,50 @@ PyObject* code_of(Frame* frame) {
 #endif
 }
 
-PyObject* name_of(PyObject* code) {
-  return reinterpret_cast<PyCodeObject*>(code)->co_name;
+// The names of code that was unpickled are strings of their own.
+bool is_named(PyObject* code, PyObject* name) {
+  PyObject* its = reinterpret_cast<PyCodeObject*>(code)->co_name;
+  return its == name || (!PyUnicode_CHECK_INTERNED(its) && PyUnicode_Compare(its, name) == 0);
 }
 
-// The module whose method the frame runs, borrowed; nullptr if none, or with an exception.
+// The module whose method the frame runs, a new reference; nullptr if none, or with an exception, of this frame or of
+// one before.
 PyObject* module_of(Frame* frame) {
-  if (reinterpret_cast<PyCodeObject*>(code_of(frame))->co_argcount == 0) {
+  auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
+  if (code->co_argcount == 0 || PyErr_Occurred()) {
     return nullptr;
   }
   PyObject* first = frame->localsplus[0];
-  if (first != nullptr && PyCell_Check(first)) { // a function inside of the method uses it too
-    first = PyCell_GET(first);
+  if (first != nullptr && PyCell_Check(first) && _PyLocals_GetKind(code->co_localspluskinds, 0) & CO_FAST_CELL) {
+    first = PyCell_GET(first); // a function inside of the method uses it too
   }
   if (first == nullptr) {
     return nullptr;
   }
-  return PyObject_IsInstance(first, module_type) == 1 ? first : nullptr;
+  Py_INCREF(first); // an odd class may drop it
+  if (PyObject_IsInstance(first, module_type) == 1) {
+    return first;
+  }
+  Py_DECREF(first);
+  return nullptr;
 }
 
-// `_origin._called_directly`
-bool called_directly(Frame* frame) {
+// `_origin._called_directly`, of a function named forward
+bool is_forward_called_directly(Frame* frame) {
+  if (!is_named(code_of(frame), forward_name)) {
+    return false;
+  }
   Frame* caller = back(frame);
   while (caller != nullptr && code_of(caller) != inner_call &&
-         (name_of(code_of(caller)) == wrapper_name || name_of(code_of(caller)) == inner_name)) {
+         (is_named(code_of(caller), wrapper_name) || is_named(code_of(caller), inner_name))) {
     caller = back(caller);
   }
-  return (caller == nullptr || code_of(caller) != inner_call) && module_of(frame) != nullptr;
-}
-
-bool is_forward_called_directly(Frame* frame) {
-  return name_of(code_of(frame)) == forward_name && called_directly(frame);
+  if (caller != nullptr && code_of(caller) == inner_call) {
+    return false;
+  }
+  PyObject* module = module_of(frame);
+  Py_XDECREF(module);
+  return module != nullptr;
 }
 
 bool is_users(PyObject* code) {
@@ -98,41 +111,43 @@ bool is_users(PyObject* code) {
 // not there
 PyObject* opintercept_walk(PyObject*, PyObject*) {
   Frame* frame = top();
-  while (frame != nullptr && code_of(frame) != run && code_of(frame) != run_several) {
+  while (frame != nullptr && code_of(frame) != run) {
     frame = back(frame);
   }
-  Frame *inner = nullptr, *outer = nullptr, *users = nullptr;
-  for (; frame != nullptr; frame = back(frame)) {
-    if (users == nullptr && is_users(code_of(frame))) {
-      users = frame;
-    }
-    if (code_of(frame) == outer_call || (name_of(code_of(frame)) == forward_name && called_directly(frame))) {
-      inner = inner == nullptr ? frame : inner;
-      outer = frame;
-    }
+  Frame *users = frame, *inner = frame;
+  while (inner != nullptr && code_of(inner) != outer_call && !is_forward_called_directly(inner)) {
+    inner = back(inner);
+  }
+  Frame* outer = inner;
+  for (frame = inner; frame != nullptr; frame = back(frame)) {
+    outer = code_of(frame) == outer_call ? frame : outer;
+  }
+  for (frame = outer == nullptr ? nullptr : back(outer); frame != nullptr; frame = back(frame)) {
+    outer = is_forward_called_directly(frame) ? frame : outer;
   }
   PyObject* module = inner == nullptr ? nullptr : module_of(inner);
   PyObject* root = outer == nullptr ? nullptr : module_of(outer);
   if (PyErr_Occurred()) {
+    Py_XDECREF(module);
     return nullptr;
   }
-  auto or_none = [](PyObject* found) { return found == nullptr ? Py_None : found; };
+  while (users != nullptr && !is_users(code_of(users))) {
+    users = back(users);
+  }
   return Py_BuildValue(
-      "OOOi",
-      or_none(module),
-      or_none(root),
-      or_none(users == nullptr ? nullptr : code_of(users)),
+      "NNOi",
+      module == nullptr ? Py_NewRef(Py_None) : module,
+      root == nullptr ? Py_NewRef(Py_None) : root,
+      users == nullptr ? Py_None : code_of(users),
       users == nullptr ? -1 : static_cast<int>(_PyInterpreterFrame_LASTI(users) * sizeof(_Py_CODEUNIT)));
 }
 
-// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, of _run_several, Module, paths) -> whether there
-// is a walk
+// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, Module, paths) -> whether there is a walk
 PyObject* opintercept_set_up_walk(PyObject*, PyObject* args) {
-  if (!PyArg_ParseTuple(
-          args, "OOOOOO!", &outer_call, &inner_call, &run, &run_several, &module_type, &PyTuple_Type, &not_source)) {
+  if (!PyArg_ParseTuple(args, "OOOOO!", &outer_call, &inner_call, &run, &module_type, &PyTuple_Type, &not_source)) {
     return nullptr;
   }
-  for (PyObject* each : {outer_call, inner_call, run, run_several, module_type, not_source}) {
+  for (PyObject* each : {outer_call, inner_call, run, module_type, not_source}) {
     Py_INCREF(each);
   }
   forward_name = PyUnicode_InternFromString("forward");
