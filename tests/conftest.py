@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,13 @@ from opintercept._engines import compiled, kernels
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--compiled`: what is tested of the kernel engine is tested of its kernels in C++."""
     parser.addoption("--compiled", action="store_true", help="test the kernel engine with its kernels in C++")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """Let programs that tests start be interrupted, also where a shell runs the tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -695,7 +695,7 @@ _numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_na
 @st.composite
 def _tensors(draw: st.DrawFn) -> torch.Tensor:
     shape = draw(st.lists(st.sampled_from([0, 1, 2, 8, 9]), max_size=3))
-    tensor = torch.empty(shape, dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool])))
+    tensor = torch.zeros(shape, dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool])))
     change = draw(
         st.sampled_from(["none", "transposed", "expanded", "parameter", "meta", "subclass", "sparse", "inference"])
     )
