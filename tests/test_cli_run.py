@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,26 @@ SUMMARY = re.compile(r"^opintercept: (?P<calls>[\d,]+) calls?, (?P<flop>\S+ \w*F
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """Programs end with their test, also where it fails."""
+    yield
+    for process in _started:
+        process.kill()
+    _started.clear()
+
+
 def start(folder: Path, *arguments: str, **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     piped: dict[str, object] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+    process = subprocess.Popen(  # type: ignore[call-overload]
         [sys.executable, *arguments], cwd=folder, text=True, env=environment, **(piped | options)
     )
+    _started.append(process)
+    return process  # type: ignore[no-any-return]
 
 
 def ends(process: subprocess.Popen[str], stdin: str = "") -> tuple[int, str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -360,6 +362,28 @@ def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
         return sorted(event.name for event in profiler.events())
 
     assert operators(watch=True) == operators(watch=False)
+
+
+def test_an_interceptor_may_be_made_while_another_thread_installs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    impl, installing, made = torch.library.Library.impl, threading.Event(), []
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        impl(*args, **kwargs)
+        installing.set()
+        time.sleep(0.2)  # the dispatcher has the kernel, and nothing else says that it is ours
+
+    def make() -> None:
+        installing.wait(30)
+        made.append(intercept(ops="mm"))
+
+    monkeypatch.setattr(torch.library.Library, "impl", slow)
+    maker = threading.Thread(target=make)
+    maker.start()
+    with intercept(ops="mm", engine="kernel"):
+        maker.join()
+    assert len(made) == 1
+    with intercept(ops="mm"):  # no other thread is there now, and the kernels go
+        pass
 
 
 def test_the_scope_of_a_thread_is_kept_alive_and_let_go() -> None:

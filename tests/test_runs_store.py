@@ -155,7 +155,7 @@ def check_types(call: StoredCall) -> None:
         assert count is None or (type(count) is int and 0 <= count < 2**63)
     for text in (record.op, record.func, record.module, record.source, record.autocast, call.error):
         assert text is None or (type(text) is str and len(text) <= store.MAX_TEXT + 3)
-        assert text is None or text.encode()
+        assert text is None or isinstance(text.encode(), bytes)  # no half of a surrogate pair
     assert record.phase in ("forward", "backward", "recompute")
     assert record.grad_of in ("lhs", "rhs", None)
     assert record.elapsed is None or type(record.elapsed) is float

@@ -128,7 +128,8 @@ def composite(overload: torch._ops.OpOverload) -> bool:
 def selects_backend(overload: torch._ops.OpOverload) -> bool:
     """Whether somebody has a kernel where ours would go: torch for factories, which choose a device there."""
     name = overload.name()
-    return name not in _installed and bool(_has_kernel(name, "BackendSelect"))
+    with _lock:  # another thread may be installing ours
+        return name not in _installed and bool(_has_kernel(name, "BackendSelect"))
 
 
 # Where an operator computes. One that this build of torch has for none of them cannot run.
