@@ -86,7 +86,7 @@ def assert_row_is(row: StatsRow, values: np.ndarray, narrow: bool = False) -> No
     """Compare with NumPy: counts, range and shares exactly, mean and standard deviation to 1e-5.
 
     A mean of values that cancel has fewer digits than they: it is right to the rounding of the sum, relative to
-    the mean magnitude, which is that of float32 where values of up to 32 bits are added up in it. A standard deviation
+    the mean magnitude, which is that of float32 where rows of 16-bit values are added up in it. A standard deviation
     below the rounding of the values, in float64, is nothing but that.
     """
     finite = values[np.isfinite(values)]
@@ -152,7 +152,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 def test_every_number_is_numpys(way: str, tensor: Tensor) -> None:
     with read(way):
         row = one_row(tensor)
-    assert_row_is(row, float64(tensor), narrow=tensor.element_size() <= 4)
+    assert_row_is(row, float64(tensor), narrow=tensor.element_size() <= 2)
     assert row.calls == 1
 
 
@@ -210,7 +210,7 @@ def test_float64_keeps_the_spread_of_values_that_differ_in_their_last_digits_onl
         row = one_row(torch.randn(300, dtype=torch.float64) + 1e9)
         constant = one_row(torch.full((300,), 0.1), torch.full((2, 7), 0.1))
     assert row.std == pytest.approx(1.0, rel=0.2)
-    assert constant.std < 1e-15
+    assert constant.std < 1e-16
     assert constant.mean == pytest.approx(np.float32(0.1), rel=1e-15)
 
 
@@ -310,7 +310,7 @@ def test_what_a_target_cannot_hold_is_what_a_cast_loses(way: str, target: torch.
         below_limits = one_row(values[values.to(torch.float32).abs() < 1e14], for_dtype=target)
     assert row.underflow == int(lost.sum()) / values.numel()
     assert row.overflow == int(beyond.sum()) / values.numel()
-    # Without NaN and huge values the narrow way is taken.
+    # Without NaN and huge values the narrow way of 16 bits is taken.
     few = values.to(torch.float32).abs() < 1e14
     assert below_limits.underflow == int(lost[few].sum()) / int(few.sum())
     assert below_limits.overflow == int(beyond[few].sum()) / int(few.sum())
@@ -933,7 +933,7 @@ def test_the_linear_layers_of_a_pretrained_model_agree_with_numpy() -> None:
     for (name, operand), row in rows.items():
         tensor = kept[name][operand].detach()
         values = float64(tensor)
-        assert_row_is(row, values, narrow=True)
+        assert_row_is(row, values)
         cast = tensor.to(torch.float8_e4m3fn).to(torch.float32)
         assert row.underflow == int(((tensor != 0) & (cast == 0)).sum()) / tensor.numel()
         assert row.overflow == int((tensor.abs() > 448).sum()) / tensor.numel()

@@ -88,10 +88,10 @@ _ROW = 1 << 10  # values whose squares may be added up one after the other in fl
 
 
 def moments(values: torch.Tensor) -> tuple[float, float]:
-    """The sum and the sum of squares of a flat float32 or float64 tensor on the CPU.
+    """The sum, in float64, and the sum of squares of a flat float32 or float64 tensor on the CPU.
 
-    By rows, since torch adds up the squares of float32 one after the other, and of 2**24 values the norm is 5e-4 off
-    (pytorch issue 169237).
+    The squares by rows, since torch adds up those of float32 one after the other, and of 2**24 values the norm is
+    5e-4 off (pytorch issue 169237).
     """
     whole = values.numel() // _ROW * _ROW if values.dtype is torch.float32 else 0
     squares = 0.0
@@ -102,7 +102,7 @@ def moments(values: torch.Tensor) -> tuple[float, float]:
     if whole < values.numel():
         norm = float(torch.linalg.vector_norm(values[whole:], dtype=torch.float64))
         squares += norm * norm
-    return float(values.sum()), squares
+    return float(values.sum(dtype=torch.float64)), squares
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)

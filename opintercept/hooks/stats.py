@@ -177,9 +177,9 @@ class Stats:
 
     Each tensor gives the sum of its values and of their squared distances from its mean, put together as Chan, Golub
     and LeVeque (1979) do. On a CPU, small tensors are read many at once in float64; large ones in pieces that stay
-    in the cache, floating point of up to 32 bits in float32, with squares in rows of 1024. On other devices the
-    sums stay there, in float64, until somebody looks, so that no call waits. Mean and standard deviation are right to
-    1e-5 whatever the mean; a mean that is next to nothing beside the values, to the rounding of its sum.
+    in the cache, the squares of floating point of up to 32 bits in float32 by rows of 1024. On other devices the sums
+    stay there, in float64, until somebody looks, so that no call waits. Mean and standard deviation are right to 1e-5
+    whatever the mean; a mean that is next to nothing beside the values, to the rounding of its sum.
     `str(stats)` is a table.
 
     Operands are read before the operator runs, outputs after; of several outputs the first. Fake and vmapped tensors
@@ -328,10 +328,8 @@ class Stats:
         if low <= 0 <= high and not wide.abs().amin():
             nonzero = int(torch.ne(wide, 0, out=torch.empty_like(wide)).sum())
         if 4 * spread < squares:  # the difference has lost digits
-            shift = torch.tensor(total / finite, dtype=wide.dtype, device="cpu").item()  # as it is when subtracted
-            rest, squares = moments(wide - shift)
+            rest, squares = moments(wide - total / finite)
             spread = max(0.0, squares - rest * rest / finite)
-            total = shift * finite + rest
         lost, underflow = count - finite, 0
         overflow = lost - nan
         if self._target is not None:
