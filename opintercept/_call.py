@@ -106,6 +106,7 @@ class OpSpec(Protocol):
     def replaced(
         self, role: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def arguments(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
     def summed(self, role: str) -> int | None: ...
     def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
@@ -222,11 +223,7 @@ class OpCall:
 
     def _operand(self, role: str) -> torch.Tensor | None:
         tensor = self._passed(role)
-        # Below torch's conjugate and negative keys arrive lazily flipped views, and arithmetic on those is
-        # silently wrong in a dispatch mode.
-        if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
-            return tensor.resolve_conj().resolve_neg()
-        return tensor
+        return None if tensor is None else _unflipped(tensor)
 
     def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with other operands, for a `pre` to return; the call stays as it is.
@@ -280,6 +277,37 @@ class OpCall:
         lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
         found = [*_tensors(lhs), *([] if rhs is lhs else _tensors(rhs)), self._passed("bias")]
         return found
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the operator reads, by role where it has one, else by the name of its parameter.
+
+        A tensor in a list has its place in the name, `"weights[0]"`. Tensors of `out=` are not read.
+
+        Example:
+            >>> import torch
+            >>> from opintercept import intercept
+            >>> x = torch.ones(1, 1, 4, 8)
+            >>> with intercept(lambda call: print(*call.tensors)):
+            ...     _ = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4))
+            lhs rhs value attn_mask
+        """
+        arguments = self._spec.arguments(self.func, self.args, self.kwargs)
+        roles: dict[int, list[str]] = {}  # of each tensor by identity: one may be both operands
+        for role in self._spec.roles:
+            roles.setdefault(id(self._passed(role)), []).append(role)
+        found: dict[str, torch.Tensor] = {}
+        for name, value in arguments.items():
+            for part, tensor in _named_tensors(name, value):
+                named = roles.get(id(tensor))
+                found[named.pop(0) if named else part] = _unflipped(tensor)
+        return found
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every argument that is no tensor, by the name of its parameter, defaults included: `alpha`, `is_causal`."""
+        arguments = self._spec.arguments(self.func, self.args, self.kwargs)
+        return {name: value for name, value in arguments.items() if not any(_named_tensors(name, value))}
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -445,6 +473,20 @@ class OpCall:
 
     def __repr__(self) -> str:
         return f"<OpCall {self.index}: {self}>"
+
+
+def _unflipped(tensor: torch.Tensor) -> torch.Tensor:
+    # Below torch's conjugate and negative keys arrive lazily flipped views, and arithmetic on those is silently
+    # wrong in a dispatch mode.
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def _named_tensors(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if is_tensor(value):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for place, part in enumerate(value):
+            yield from _named_tensors(f"{name}[{place}]", part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ Imports only `_call` and torch.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -134,6 +135,23 @@ class Op:
         shape = self.gemm(args, kwargs)
         return None if shape is None else 2 * shape.batch * shape.m * shape.n * shape.k
 
+    def arguments(self, func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+        """Every argument by the name of its parameter, defaults included; of `out=` forms without the outputs.
+
+        A parameter whose name torch does not tell, of some functions, is called by its position, `"args[2]"`.
+        """
+        parameters = _parameters(func, self.name.rpartition(".")[2])
+        found: dict[str, Any] = {}
+        for position, parameter in enumerate(parameters):
+            if position < len(args):
+                found[parameter.name] = args[position]
+            elif parameter.name in kwargs:
+                found[parameter.name] = kwargs[parameter.name]
+            elif parameter.default is not inspect.Parameter.empty:
+                found[parameter.name] = parameter.default
+        found |= {f"args[{i}]": args[i] for i in range(len(parameters), len(args))}
+        return found | {name: value for name, value in kwargs.items() if name not in found and name != "out"}
+
     def written(self, func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
         """The caller's tensors that this call writes its result to: `out=` and in-place forms."""
         schema = getattr(func, "_schema", None)
@@ -150,6 +168,29 @@ class Op:
             and argument.alias_info.is_write
             and (position < len(args) or argument.name in kwargs)
         ]
+
+
+class _Parameter(NamedTuple):
+    name: str
+    default: Any = inspect.Parameter.empty
+
+
+@lru_cache(maxsize=4096)
+def _parameters(func: Any, short: str) -> tuple[_Parameter, ...]:
+    """The parameters of an overload or a function but for what it only writes to; none where torch does not tell."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        try:
+            parameters = inspect.signature(func).parameters.values()
+            several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            return tuple(_Parameter(p.name, p.default) for p in parameters if p.kind not in several)
+        except (TypeError, ValueError):  # a function in C, which mostly has the parameters of the operator of its name
+            schema = getattr(getattr(getattr(torch.ops.aten, short, None), "default", None), "_schema", None)
+    return tuple(
+        _Parameter(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty)
+        for a in (() if schema is None else schema.arguments)
+        if not a.is_out
+    )
 
 
 def _transposed(tensor: torch.Tensor, swapped: bool = False) -> bool:

@@ -538,3 +538,55 @@ def test_a_call_whose_hook_raised_is_over_too() -> None:
         product()
     [call] = kept
     refuse_live_state(call)
+
+
+def arguments_of(function: Callable[[], Any], **options: Any) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    tensors: list[list[str]] = []
+    others: list[dict[str, Any]] = []
+
+    def hook(call: OpCall) -> None:
+        tensors.append(list(call.tensors))
+        others.append(call.options)
+
+    with intercept(hook, **options):
+        function()
+    return tensors, others
+
+
+@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
+def test_tensors_are_named_by_role_and_the_rest_by_parameter(feed: dict[str, Any]) -> None:
+    x = torch.ones(1, 1, 4, 8)
+    mask = torch.zeros(4, 4)
+    tensors, options = arguments_of(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask, scale=0.5), **feed)
+    assert tensors == [["lhs", "rhs", "value", "attn_mask"]]
+    assert options[0]["scale"] == 0.5
+    assert options[0]["is_causal"] is False
+    assert options[0]["dropout_p"] == 0.0
+
+
+@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
+def test_options_have_defaults(feed: dict[str, Any]) -> None:
+    x = torch.ones(2, 2)
+    tensors, options = arguments_of(lambda: torch.addmm(x, x, x, alpha=2), **feed)
+    assert tensors == [["bias", "lhs", "rhs"]]
+    assert options == [{"beta": 1, "alpha": 2}]
+
+
+def test_tensors_leave_out_what_is_only_written() -> None:
+    x, out = torch.ones(2, 2), torch.empty(2, 2)
+    assert arguments_of(lambda: torch.mm(x, x, out=out))[0] == [["lhs", "rhs"]]
+    assert arguments_of(lambda: out.addmm_(x, x))[0] == [["bias", "lhs", "rhs"]]
+
+
+def test_tensors_of_an_lstm_include_its_state() -> None:
+    lstm = torch.nn.LSTM(3, 3)
+    (names,), _ = arguments_of(lambda: lstm(torch.ones(2, 1, 3), (torch.ones(1, 1, 3), torch.ones(1, 1, 3))))
+    assert {"lhs", "rhs", "hx_", "cx_"} <= set(names)
+
+
+def test_tensors_in_lists_have_their_place_in_the_name() -> None:
+    x = torch.ones(2, 2)
+    (names,), _ = arguments_of(lambda: torch.linalg.multi_dot([x, x.clone(), x.clone()]), level="function")
+    assert len(names) == 3
+    (names,), _ = arguments_of(lambda: torch.einsum("ij,jk->ik", [x, x.clone()]), level="function")
+    assert names == ["lhs", "rhs"]
