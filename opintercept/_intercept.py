@@ -10,17 +10,18 @@ import contextlib
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
-from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
-from opintercept import _call, _origin
+from opintercept import _call, _entry, _origin
 from opintercept._engines import compiled, dispatch_mode, function_mode, kernels, unseen
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
 from opintercept._engines.scope import Block, Watcher
-from opintercept._errors import OpInterceptError
+from opintercept._entry import Entry
+from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
 from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
 
@@ -129,52 +130,18 @@ class Interceptor:
 
     @keep_out
     def __enter__(self) -> Interceptor:
-        self._begin()
-        try:
-            self._enter()
-        except BaseException as exception:
-            self._end(exception)
-            raise
+        _entry.enter(self)
         return self
 
-    @keep_out
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        inherited = self._inherited()
-        try:
-            self._leave()
-        finally:
-            if not inherited:
-                self._end(value)
+    __exit__ = _entry.Exit()
 
-    def _begin(self) -> None:
-        self._pipeline.enter()
-        unseen.enter()
+    def entry(self) -> _Stay:
+        """A way in; for `_entry`."""
+        return _Stay(self)
 
-    def _end(self, failed: BaseException | None) -> None:
-        _end(self._pipeline, failed)
-
-    def _enter(self) -> None:
-        if self._pipeline.links is not None:
-            self._pipeline.links.begin()
-        if self._watcher.engine == "kernel":
-            kernels.enter(self._watcher, self._overloads, self._compiled)
-        elif self._watcher.engine == "mode":
-            dispatch_mode.ENGINE.enter(self._watcher)
-        else:
-            function_mode.ENGINE.enter(self._watcher)
-
-    def _inherited(self) -> bool:
-        """Whether the block to leave was entered by the process that this one was forked from."""
-        scope = _scope.current()
-        return _position(scope, self._watcher, pauses=False) < scope.live
-
-    def _leave(self) -> None:
-        scope = _scope.current()
-        position = _position(scope, self._watcher, pauses=False)
-        _leave_block(scope, position)
-        _check_order(scope, position)
+    def innermost(self) -> Entry:
+        """The block that an `__exit__` called by hand leaves; for `_entry`."""
+        return _innermost(self._watcher, pauses=False).entry
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Intercept a function, method, generator, async function or async generator while its body runs.
@@ -242,50 +209,156 @@ class Interceptor:
 
     def _drive(self, body: Any) -> Generator[Any, Any, Any]:
         """Run a generator-like body, active only between its suspensions."""
+        active = _Active(self)
         resume: Callable[..., Any] = body.send
         value: Any = None
         while True:
-            self._enter()
-            try:
-                yielded = resume(value)
-            except StopIteration as stop:
-                return stop.value
-            finally:
-                self._leave()
+            with active:
+                try:
+                    yielded = resume(value)
+                except StopIteration as stop:
+                    return stop.value
             try:
                 value = yield yielded
                 resume = body.send
             except GeneratorExit:
-                self._enter()
-                try:
+                with active:
                     body.close()
-                finally:
-                    self._leave()
                 raise
             except BaseException as exception:
                 resume, value = body.throw, exception
 
 
+# Python calls these from a with statement, as it does `__enter__`.
+_entry.Exit.__get__ = keep_out(_entry.Exit.__get__)  # type: ignore[method-assign]
+_entry.leave = keep_out(_entry.leave)
+_entry.leave_innermost = keep_out(_entry.leave_innermost)
+_entry.Leaver.dropped = keep_out(_entry.Leaver.dropped)  # type: ignore[method-assign]
+
+
+class _Stay:
+    """One block of an interceptor, from its enter to its exit."""
+
+    __slots__ = ("_block", "_interceptor", "_unseen")
+
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._interceptor = interceptor
+        self._block: Block | None = None
+        self._unseen = _scope.unseen_calls()
+
+    def begin(self) -> None:
+        interceptor = self._interceptor
+        self._block = block = Block(interceptor._watcher, self)
+        interceptor._pipeline.enter(block)
+        unseen.enter(block)
+        _enter_block(interceptor, block)
+
+    def check(self) -> None:
+        _check_leaving(self._block)
+
+    def end(self, failed: BaseException | None) -> None:
+        block = self._block
+        if block is None:
+            return
+        try:
+            _leave_block(block)
+        finally:
+            try:
+                unseen.leave(block)
+            finally:
+                self._interceptor._pipeline.exit(block, failed)
+        self._block = None  # also a cycle that would be garbage
+        elsewhere = _scope.unseen_calls() - self._unseen
+        if elsewhere and failed is None and not block.watcher.everywhere:
+            self._tell_of_other_threads(elsewhere)
+
+    def _tell_of_other_threads(self, calls: int) -> None:
+        pipeline = self._interceptor._pipeline
+        if pipeline.hooks and not pipeline.calls:
+            warnings.warn(
+                f"a block saw no call, and other threads ran watched operators {calls} times meanwhile; "
+                'use intercept(..., threads="all") to see them',
+                OpInterceptWarning,
+                stacklevel=4,
+            )
+
+
+class _Active:
+    """Makes an interceptor active between two suspensions of a body, whose hooks have entered before."""
+
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._interceptor = interceptor
+
+    @keep_out
+    def __enter__(self) -> None:
+        _entry.enter(self)
+
+    __exit__ = _entry.Exit()
+
+    def entry(self) -> _Resumed:
+        return _Resumed(self._interceptor)
+
+    def innermost(self) -> Entry:
+        return _innermost(self._interceptor._watcher, pauses=False).entry
+
+
+class _Resumed:
+    """The time between two suspensions."""
+
+    __slots__ = ("_block", "_interceptor")
+
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._interceptor = interceptor
+        self._block: Block | None = None
+
+    def begin(self) -> None:
+        self._block = block = Block(self._interceptor._watcher, self)
+        _enter_block(self._interceptor, block)
+
+    def check(self) -> None:
+        pass  # the body is suspended, wherever that is
+
+    def end(self, failed: BaseException | None) -> None:
+        if self._block is not None:
+            _leave_block(self._block)
+            self._block = None
+
+
 class _Life:
-    """Of a body that is resumed many times: its hooks enter and exit once, and its kernels stay in between."""
+    """Keeps hooks entered and kernels installed while a generator or coroutine is suspended."""
 
     def __init__(self, interceptor: Interceptor) -> None:
         self._interceptor = interceptor
 
     def __enter__(self) -> None:
-        if self._interceptor._watcher.engine == "kernel":
-            kernels.hold(self._interceptor._overloads, self._interceptor._compiled)
-        try:
-            self._interceptor._begin()
-        except BaseException:
-            if self._interceptor._watcher.engine == "kernel":
-                kernels.release()
-            raise
+        _entry.enter(self)
 
-    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        if self._interceptor._watcher.engine == "kernel":
-            kernels.release()
-        self._interceptor._end(None if isinstance(value, GeneratorExit) else value)
+    __exit__ = _entry.Exit()
+
+    def entry(self) -> _Life:
+        return self
+
+    def innermost(self) -> Entry:
+        return self
+
+    def begin(self) -> None:
+        interceptor = self._interceptor
+        if interceptor._watcher.engine == "kernel":
+            kernels.hold(self, interceptor._overloads, interceptor._compiled)
+        interceptor._pipeline.enter(self)
+        unseen.enter(self)
+
+    def check(self) -> None:
+        pass  # a body may end anywhere
+
+    def end(self, failed: BaseException | None) -> None:
+        try:
+            kernels.release(self)
+        finally:
+            try:
+                unseen.leave(self)
+            finally:
+                self._interceptor._pipeline.exit(self, None if isinstance(failed, GeneratorExit) else failed)
 
 
 class Pause:
@@ -296,47 +369,98 @@ class Pause:
 
     @keep_out
     def __enter__(self) -> None:
-        scope = _scope.current()
-        _scope.put(scope.with_blocks((*scope.blocks, Block(self._watcher, pauses=True))))
+        _entry.enter(self)
 
-    @keep_out
-    def __exit__(self, kind: object, value: object, trace: object) -> None:
-        scope = _scope.current()
-        position = _position(scope, self._watcher, pauses=True)
-        _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
-        if self._watcher.pipeline.links is not None:
-            self._watcher.pipeline.links.begin()
-        _check_order(scope, position)
+    __exit__ = _entry.Exit()
+
+    def entry(self) -> _Paused:
+        """A way in; for `_entry`."""
+        return _Paused(self._watcher)
+
+    def innermost(self) -> Entry:
+        """The pause that an `__exit__` called by hand ends; for `_entry`."""
+        return _innermost(self._watcher, pauses=True).entry
 
 
-def _position(scope: _scope.Scope, watcher: Watcher, *, pauses: bool) -> int:
-    position = scope.position(watcher, pauses)
-    if position is not None and scope.blocks[position].task != _origin.graph_task():
-        raise OpInterceptError(
-            "a block must be left in the backward pass that it was entered in, or outside of all if it was entered "
-            "outside, got another one; autograd would bring the block back after this node"
-        )
-    if position is None:
+class _Paused:
+    """One pause of an interceptor."""
+
+    __slots__ = ("_block", "_watcher")
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._block: Block | None = None
+
+    def begin(self) -> None:
+        self._block = Block(self._watcher, self, pauses=True)
+        _scope.enter(self._block)
+
+    def check(self) -> None:
+        _check_leaving(self._block)
+
+    def end(self, failed: BaseException | None) -> None:
+        if self._block is not None:
+            _leave_block(self._block)
+            if self._watcher.pipeline.links is not None:
+                self._watcher.pipeline.links.begin()
+            self._block = None
+
+
+def _innermost(watcher: Watcher, *, pauses: bool) -> Block:
+    block = _scope.current().innermost(watcher, pauses)
+    if block is None:
         raise OpInterceptError(
             "a block must be left in the thread that entered it, and not from inside a hook, got a block that this "
             "thread has not entered or has left; use one with statement for both"
         )
-    return position
+    return block
 
 
-def _end(pipeline: Pipeline, failed: BaseException | None) -> None:
-    unseen.leave()
-    pipeline.exit(failed)
+def _check_leaving(block: Block | None) -> None:
+    if block is not None and not block.left and block.graph_task != _origin.graph_task():
+        raise OpInterceptError(
+            "a block must be left in the backward pass that it was entered in, or outside of all if it was entered "
+            "outside, got another one; autograd would bring the block back after this node"
+        )
 
 
-def _leave_block(scope: _scope.Scope, position: int) -> None:
-    engine = scope.blocks[position].watcher.engine
+def _enter_block(interceptor: Interceptor, block: Block) -> None:
+    if interceptor._pipeline.links is not None:
+        interceptor._pipeline.links.begin()
+    engine = block.watcher.engine
     if engine == "kernel":
-        kernels.leave(scope, position)
+        kernels.enter(block, interceptor._overloads, interceptor._compiled)
     elif engine == "mode":
-        dispatch_mode.ENGINE.leave(scope, position)
+        dispatch_mode.ENGINE.enter(block)
     else:
-        function_mode.ENGINE.leave(scope, position)
+        function_mode.ENGINE.enter(block)
+
+
+def _leave_block(block: Block) -> None:
+    """Take a block out of the engine that feeds it. Can be repeated."""
+    first, later = not block.left, _later(block)
+    engine = block.watcher.engine
+    if block.pauses:
+        _scope.leave(block)
+    elif engine == "kernel":
+        kernels.leave(block)
+    elif engine == "mode":
+        dispatch_mode.ENGINE.leave(block)
+    else:
+        function_mode.ENGINE.leave(block)
+    if first and later:
+        raise OpInterceptError(
+            f"blocks must be left in the reverse of the order they were entered in, got one with {later} entered "
+            "later and still active; this block was left, they stay"
+        )
+
+
+def _later(block: Block) -> int:
+    """How many blocks the same thread, or task, has entered later and not left."""
+    blocks = _scope.current().blocks
+    if blocks and blocks[-1] is block:
+        return 0
+    return sum(b.order > block.order and b.in_task is block.in_task for b in blocks) if block in blocks else 0
 
 
 def open_blocks() -> tuple[Block, ...]:
@@ -345,34 +469,14 @@ def open_blocks() -> tuple[Block, ...]:
 
 
 def force_out(blocks: Iterable[Block]) -> list[str]:
-    """Leave blocks that somebody entered and forgot, and name them by their hooks; the last one comes first."""
+    """Leave blocks that were entered and never left, and name them by their hooks; the last one comes first."""
     named = []
     for block in sorted(blocks, key=lambda block: block.order, reverse=True):
-        scope = _scope.current()
-        if block not in scope.blocks:
-            scope = scope.with_blocks((*scope.blocks, block))  # another thread's; it goes as if it were our last
-        position = scope.blocks.index(block)
-        pipeline = block.watcher.pipeline
-        hooks = [getattr(handle.hook, "__name__", type(handle.hook).__name__) for handle in pipeline._handles]
-        name = f"intercept({', '.join(hooks)})"
-        if block.pauses:
-            _scope.put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
-            named.append(f"{name}.paused()")
-            continue
+        hooks = [getattr(hook, "__name__", type(hook).__name__) for hook in block.watcher.pipeline.hooks]
+        named.append(f"intercept({', '.join(hooks)}){'.paused()' if block.pauses else ''}")
         with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out
-            _leave_block(scope, position)
-        _end(pipeline, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
-        named.append(name)
+            _entry.finish(block.entry, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
     return named
-
-
-def _check_order(scope: _scope.Scope, position: int) -> None:
-    later = len(scope.blocks) - 1 - position
-    if later:
-        raise OpInterceptError(
-            f"blocks must be left in the reverse of the order they were entered in, got one with {later} entered "
-            "later and still active; this block was left, they stay"
-        )
 
 
 def _one_of(name: str, value: object, allowed: Any) -> None:

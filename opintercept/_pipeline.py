@@ -8,12 +8,15 @@ Pure Python: must not import torch.
 from __future__ import annotations
 
 import itertools
+import opcode
+import operator
 import os
 import threading
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from time import perf_counter
 from types import CodeType, TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
@@ -82,6 +85,7 @@ class Handle:
         if not any(found[name] for name in _RUNS) and callable(hook):
             found["post"] = hook
         self.pre, self.post, self.error, self.backward, self.enter, self.exit = (found[name] for name in _PHASES)
+        self.enter, self.exit = self.enter or bool, self.exit or bool  # which does nothing, and is no Python
         # Whether a call is to have gradients, which takes two nodes in its graph: a filter knows.
         self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
         self.asks_origin = asks_origin(hook)
@@ -158,6 +162,26 @@ def check_hook(hook: Any, level: Level) -> None:
         )
 
 
+_ENTER, _EXIT, _FIRST = attrgetter("enter"), attrgetter("exit"), itemgetter(0)
+
+
+def _raised_here(exception: BaseException) -> bool:
+    return exception.__traceback__ is not None and exception.__traceback__.tb_next is None
+
+
+def _never_began(function: Any, exception: BaseException) -> bool:
+    """Whether an interrupt came up at the first instruction of a function in Python, before it did anything."""
+    code = getattr(function, "__code__", None)
+    trace = exception.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    # Below it may be the frame of a signal's handler.
+    return trace is not None and trace.tb_lasti <= 2 * trace.tb_frame.f_code.co_code[::2].index(_RESUME)
+
+
+_RESUME = opcode.opmap["RESUME"]
+
+
 class NoOrigin:
     """Knows nothing of any call."""
 
@@ -188,8 +212,10 @@ class Pipeline:
 
     __slots__ = (
         "__weakref__",
-        "_entered",
+        "_count",
+        "_entered_by",
         "_handles",
+        "_inside",
         "_lock",
         "_tap",
         "backward",
@@ -222,10 +248,12 @@ class Pipeline:
         self.origin: Origin = origin or NoOrigin()
         self.links = self.origin.links
         self.steps = 0
-        self.next_index: Callable[[], int] = itertools.count().__next__  # atomic, also between threads
+        self._count = itertools.count()
+        self.next_index: Callable[[], int] = self._count.__next__  # atomic, also between threads
         self.opaque: Counter[str] = Counter()
         self._lock = threading.RLock()
-        self._entered = 0
+        self._entered_by: set[object] = set()
+        self._inside: deque[Handle] = deque()  # whose hooks have entered and not exited
         self._handles: tuple[Handle, ...] = ()
         self.pre: tuple[Handle, ...] = ()
         self.post: tuple[Handle, ...] = ()
@@ -235,13 +263,27 @@ class Pipeline:
             self.register(hook)
         _pipelines.add(self)
 
+    @property
+    def calls(self) -> int:
+        """How many calls there have been."""
+        return int(repr(self._count)[len("count(") : -1])  # a count tells in no other way
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks, in their order."""
+        return tuple(handle.hook for handle in self._handles)
+
     def register(self, hook: Hook) -> Handle:
         """Append a hook; while the interceptor is active its `enter` runs at once."""
         handle = Handle(self, hook)
-        with self._lock:
-            if self._entered and handle.enter:
-                handle.enter()
-            self._set((*self._handles, handle))
+        try:
+            with self._lock:
+                if self._entered_by:
+                    self._enter_hooks((handle,))
+                self._set((*self._handles, handle))
+        except BaseException:
+            self._take_out(handle)
+            raise
         return handle
 
     def remove(self, handle: Handle) -> None:
@@ -250,13 +292,17 @@ class Pipeline:
         if failure is not None:
             raise failure
 
-    def _take_out(self, handle: Handle) -> Exception | None:
+    def _take_out(self, handle: Handle) -> BaseException | None:
         with self._lock:
-            if handle.removed:
-                return None
             handle.removed = True
             self._set(tuple(h for h in self._handles if h is not handle))
-            return self._exit_hook(handle) if self._entered else None
+            failure = None
+            while handle in self._inside:
+                place = self._inside.index(handle)
+                self._inside.rotate(-place)
+                failure = self._exit_next() or failure
+                self._inside.rotate(place)
+            return failure
 
     def _set(self, handles: tuple[Handle, ...]) -> None:
         self._handles = handles
@@ -267,54 +313,71 @@ class Pipeline:
         if self.links is not None and any(h.asks_origin for h in handles):
             self.links.wanted = True
 
-    def enter(self) -> None:
-        """Run the hooks' `enter` if this is the first block in; undo them if one fails."""
+    def enter(self, user: object) -> None:
+        """Run the hooks' `enter` if this is the first block in; `exit` undoes it, also if one of them fails."""
         with self._lock:
-            self._entered += 1
-            if self._entered > 1:
-                return
-            done: list[Handle] = []
-            try:
-                for handle in self._handles:
-                    if handle.enter:
-                        handle.enter()
-                    done.append(handle)
-            except BaseException as exception:
-                self._entered -= 1
-                exception.add_note(f"opintercept: raised by the enter of hook {handle.hook!r}")
-                for entered in reversed(done):
-                    self._exit_hook(entered)
-                raise
+            first = not self._entered_by
+            self._entered_by.add(user)
+            if first:
+                self._enter_hooks(self._handles)
 
-    def exit(self, failed: BaseException | None) -> None:
+    def _enter_hooks(self, handles: Sequence[Handle]) -> None:
+        # Each hook that has entered is put down in the same call of C, with no instruction of Python in between
+        # at which an interrupt could come up.
+        entered = zip(handles, map(operator.call, map(_ENTER, handles)), strict=True)
+        before = len(self._inside)
+        try:
+            self._inside.extend(map(_FIRST, entered))
+        except BaseException as exception:
+            for failing in handles[len(self._inside) - before :][:1]:
+                exception.add_note(f"opintercept: raised by the enter of hook {failing.hook!r}")
+            raise
+
+    def exit(self, user: object, failed: BaseException | None) -> None:
         """Run the hooks' `exit` if this is the last block out; every one of them, whatever one raises.
 
+        Can be repeated, after an interrupt.
+
         Args:
+            user: What entered.
             failed: The program's exception that is on its way, and must not be replaced.
         """
+        failures: list[BaseException] = []
         with self._lock:
-            self._entered -= 1
-            if self._entered:
+            self._entered_by.discard(user)
+            if self._entered_by:
                 return
-            failures = [f for f in map(self._exit_hook, self._handles) if f is not None]
-        if not failures:
-            return
+            while self._inside:
+                failure = self._exit_next()
+                if failure is not None:
+                    failures.append(failure)
+        for failure in failures:
+            if not isinstance(failure, Exception):
+                raise failure  # an interrupt, or an exit of the program
         if failed is not None:
             for failure in failures:
                 _warn_beside(failed, f"a hook failed on exit: {failure!r}")
         elif self.on_error == "warn":
             for failure in failures:
                 warnings.warn(f"a hook failed on exit: {failure!r}", OpInterceptWarning, stacklevel=3)
-        else:
+        elif failures:
             raise failures[0]
 
-    @staticmethod
-    def _exit_hook(handle: Handle) -> Exception | None:
+    def _exit_next(self) -> BaseException | None:
+        """Run the `exit` of the hook that entered first; what it raises."""
+        handle = None
         try:
-            if handle.exit:
-                handle.exit()
-        except Exception as exception:
-            exception.add_note(f"opintercept: raised by the exit of hook {handle.hook!r}")
+            handle = self._inside[0]
+            next(map(operator.call, map(_EXIT, iter(self._inside.popleft, None))))  # in one call, as above
+        except BaseException as exception:
+            if isinstance(exception, IndexError) and not self._inside and _raised_here(exception):
+                return None  # a signal's handler has left a block meanwhile, and run them all
+            if handle is None or (self._inside and self._inside[0] is handle):
+                raise  # an interrupt before the call
+            if _never_began(handle.exit, exception):
+                self._inside.appendleft(handle)
+            else:
+                exception.add_note(f"opintercept: raised by the exit of hook {handle.hook!r}")
             return exception
         return None
 
@@ -658,7 +721,8 @@ def _forget_parent() -> None:
     # In a forked child no block of the parent is active, and its threads' locks are nobody's.
     for pipeline in _pipelines:
         pipeline._lock = threading.RLock()
-        pipeline._entered = 0
+        pipeline._entered_by.clear()
+        pipeline._inside.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

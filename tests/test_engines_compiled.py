@@ -29,7 +29,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from opintercept import OpCall, OpInterceptError, _call, _origin, hooks, intercept
+from opintercept import OpCall, OpInterceptError, OpInterceptWarning, _call, _origin, hooks, intercept
 from opintercept._engines import compiled, kernels
 from opintercept._intercept import Interceptor
 
@@ -342,12 +342,24 @@ def test_threads_that_entered_nothing_are_seen_only_by_blocks_for_all() -> None:
         thread.start()
         thread.join()
 
-    with watch(mine):
+    with pytest.warns(OpInterceptWarning, match="other threads ran watched operators 2 times"), watch(mine):
         multiply()
         with watch(everyones, threads="all"):
             multiply()
         multiply()
     assert (len(mine.records), len(everyones.records)) == (0, 1)
+
+
+@needs_compiler
+def test_a_block_that_saw_nothing_warns_of_other_threads() -> None:
+    with (
+        pytest.warns(OpInterceptWarning, match=r"other threads ran watched operators 2 times.* threads=\"all\""),
+        watch(hooks.Recorder()),
+    ):
+        for _ in range(2):
+            thread = threading.Thread(target=torch.mm, args=(A, B))
+            thread.start()
+            thread.join()
 
 
 @needs_compiler

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
@@ -485,11 +486,26 @@ def test_a_decorated_async_generator_passes_values_exceptions_and_its_end() -> N
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_threads_are_not_seen(engine: dict[str, Any]) -> None:
     seen = Seen()
-    with intercept(seen, **engine):
+    with warnings.catch_warnings(record=True) as told, intercept(seen, **engine):
+        warnings.simplefilter("always")
         thread = threading.Thread(target=multiply)
         thread.start()
         thread.join()
     assert seen == []
+    # Torch's modes are bound to a thread, and notice nothing of what others run.
+    expected = engine.get("engine") != "mode" and engine.get("level") != "function"
+    assert [str(warning.message) for warning in told] == [
+        "a block saw no call, and other threads ran watched operators 1 times meanwhile; use "
+        'intercept(..., threads="all") to see them'
+    ] * expected
+
+
+def test_a_block_that_has_seen_a_call_does_not_warn_of_other_threads() -> None:
+    with intercept(Seen()):
+        multiply()
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
 
 
 def test_all_threads_are_seen_on_request() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,11 +397,13 @@ class Lifecycle:
 def test_enter_and_exit_run_for_the_first_block_in_and_the_last_out() -> None:
     log: list[str] = []
     pipeline = Pipeline([Lifecycle(log)])
-    pipeline.enter()
-    pipeline.enter()
-    pipeline.exit(None)
+    pipeline.enter("one")
+    pipeline.enter("another")
+    pipeline.exit("one", None)
     assert log == ["enter"]
-    pipeline.exit(None)
+    pipeline.exit("another", None)
+    assert log == ["enter", "exit"]
+    pipeline.exit("another", None)  # again, after an interrupt
     assert log == ["enter", "exit"]
 
 
@@ -408,37 +411,74 @@ def test_a_failing_enter_undoes_those_before_it() -> None:
     log: list[str] = []
     pipeline = Pipeline([Lifecycle(log, " a"), Lifecycle(log, " b", fails="enter")])
     with pytest.raises(ZeroDivisionError, match="in the hook") as caught:
-        pipeline.enter()
+        pipeline.enter("block")
     assert "raised by the enter of hook" in caught.value.__notes__[0]
+    pipeline.exit("block", caught.value)
     assert log == ["enter a", "enter b", "exit a"]
-    assert pipeline._entered == 0
 
 
 def test_a_failing_exit_does_not_keep_the_others_from_theirs() -> None:
     log: list[str] = []
     pipeline = Pipeline([Lifecycle(log, " a", fails="exit"), Lifecycle(log, " b")])
-    pipeline.enter()
+    pipeline.enter("block")
     with pytest.raises(ZeroDivisionError, match="in the hook"):
-        pipeline.exit(None)
+        pipeline.exit("block", None)
     assert log == ["enter a", "enter b", "exit a", "exit b"]
+
+
+@pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit])
+def test_an_exit_that_ends_the_program_does_not_keep_the_others_from_theirs(leaving: type[BaseException]) -> None:
+    log: list[str] = []
+
+    class Leaves(Lifecycle):
+        def exit(self) -> None:
+            super().exit()
+            raise leaving("on exit")
+
+    pipeline = Pipeline([Leaves(log, " a"), Lifecycle(log, " b", fails="exit")], on_error="warn")
+    pipeline.enter("block")
+    with pytest.raises(leaving, match="on exit"):
+        pipeline.exit("block", ValueError())
+    assert log == ["enter a", "enter b", "exit a", "exit b"]
+
+
+def test_an_exit_that_is_interrupted_before_it_begins_runs_again() -> None:
+    log: list[str] = []
+
+    class Interrupted(Lifecycle):
+        def exit(self) -> None:
+            super().exit()
+
+    pipeline = Pipeline([Interrupted(log)])
+    pipeline.enter("block")
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code is Interrupted.exit.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        pipeline.exit("block", None)
+    assert log == ["enter", "exit"]
 
 
 def test_a_failing_exit_is_a_warning_when_the_program_has_failed() -> None:
     pipeline = Pipeline([Lifecycle([], fails="exit")])
-    pipeline.enter()
+    pipeline.enter("block")
     with pytest.warns(OpInterceptWarning, match="a hook failed on exit: ZeroDivisionError"):
-        pipeline.exit(ValueError())
+        pipeline.exit("block", ValueError())
 
 
 def test_a_hook_registered_or_removed_in_a_block_enters_and_exits_there() -> None:
     log: list[str] = []
     pipeline = Pipeline([])
-    pipeline.enter()
+    pipeline.enter("block")
     handle = pipeline.register(Lifecycle(log))
     assert log == ["enter"]
     handle.remove()
     assert log == ["enter", "exit"]
-    pipeline.exit(None)
+    pipeline.exit("block", None)
     assert log == ["enter", "exit"]
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
-from opintercept._engines.scope import UNKNOWN, require, require_scope
+from opintercept._engines.scope import UNKNOWN, Block, require, require_scope
 
 _INSTEAD = 'use engine="kernel" or level="function"'
 
@@ -48,8 +48,8 @@ def available() -> None:
     )
 
 
-_flags_lock = threading.Lock()
-_active = 0  # modes of ours in all threads
+_flags_lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
+_active: set[DispatchMode] = set()  # in all threads
 
 
 class DispatchMode(TorchDispatchMode):
@@ -59,6 +59,14 @@ class DispatchMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     keys: Any = frozenset()
+    entered_by: int | None = None
+    leaving = False
+    missed = False
+    left_with: list[Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.blocks: set[Block] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -88,19 +96,24 @@ class DispatchMode(TorchDispatchMode):
         return run_hooked(scope, watch, func, args, kwargs or {})
 
     def __enter__(self) -> DispatchMode:
-        global _active
         with _flags_lock:
+            _active.add(self)
             super().__enter__()  # type: ignore[no-untyped-call]
-            _active += 1
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        global _active
         with _flags_lock:
             super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-            _active -= 1
-            # Torch's flags are the process's, each mode saves and restores them, and threads do not leave in
-            # the reverse of the order they came in: what is restored may be another thread's truth.
+            self.restore()
+
+    def restore(self) -> None:
+        """Put torch's flags right now that this mode is gone.
+
+        They are the process's, each mode saves and restores them, and threads do not leave in the reverse of the
+        order they came in: what is restored may be another thread's truth. Or an interrupt has stopped torch halfway.
+        """
+        with _flags_lock:
+            _active.discard(self)
             if _active:
                 _python_dispatch._is_in_torch_dispatch_mode = True
                 _python_dispatch._is_in_non_infra_torch_dispatch_mode = True
@@ -110,7 +123,6 @@ class DispatchMode(TorchDispatchMode):
 
     def out_from_under(self, above: Any) -> None:
         """Hand what `__exit__` would have restored to the mode above, which was entered after this one."""
-        global _active
         for flags in (
             "old_dispatch_mode_flags",
             "old_non_infra_dispatch_mode_flags",
@@ -118,7 +130,7 @@ class DispatchMode(TorchDispatchMode):
         ):
             getattr(above, flags)[-1] = getattr(self, flags).pop()
         with _flags_lock:
-            _active -= 1
+            _active.discard(self)
 
 
 if CAN_MARK:
@@ -147,8 +159,8 @@ def _unreal(args: tuple[Any, ...]) -> bool:
 def _forget_parent() -> None:
     # Only the forking thread lives on in the child, with the modes on its own stack.
     global _active, _flags_lock
-    _flags_lock = threading.Lock()
-    _active = sum(type(_at(i)) is DispatchMode for i in range(_depth()))
+    _flags_lock = threading.RLock()
+    _active = {mode for i in range(_depth()) if type(mode := _at(i)) is DispatchMode}
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

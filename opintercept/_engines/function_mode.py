@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
-from opintercept._engines.scope import UNKNOWN, require, require_scope
+from opintercept._engines.scope import UNKNOWN, Block, require, require_scope
 from opintercept._errors import OpInterceptWarning
 
 _INSTEAD = 'use level="dispatch"'
@@ -51,6 +51,14 @@ class FunctionMode(TorchFunctionMode):
     """Hands watched functions to the pipeline; entered and left by `ENGINE`."""
 
     keys: Any = frozenset()
+    entered_by: int | None = None
+    leaving = False
+    missed = False
+    left_with: list[Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: set[Block] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Dynamo traces this handler into the graph: the plain call is all that it may find, with no look at
@@ -72,6 +80,9 @@ class FunctionMode(TorchFunctionMode):
 
     def out_from_under(self, above: Any) -> None:
         """Nothing to hand over: torch keeps no state beside this stack."""
+
+    def restore(self) -> None:
+        """Nothing to repair, for the same reason."""
 
 
 # Around a graph break it would compile this, and the hooks; the handler itself it must be able to trace.

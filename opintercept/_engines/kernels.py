@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
+import itertools
+import operator
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -23,20 +27,7 @@ from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import (
-    KEY,
-    UNKNOWN,
-    Block,
-    Scope,
-    Watch,
-    Watcher,
-    native_threads,
-    put,
-    require,
-    require_scope,
-    state,
-    take,
-)
+from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, native_threads, require, require_scope, state, take
 from opintercept._errors import OpInterceptError
 from opintercept._ops import MATMUL
 from opintercept._pipeline import run
@@ -74,20 +65,23 @@ _below: dict[int, Any] = {}
 class Compiled(Protocol):
     """Kernels in C++, see `compiled`."""
 
-    def install(self, name: str, overload: torch._ops.OpOverload) -> Any:
-        """A handle that takes the kernel out when it goes; None for an overload that needs the one in Python."""
+    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any] | None:
+        """What installs the kernel and returns a handle that takes it out when it goes; it runs no Python.
+
+        None for an overload that needs the kernel in Python.
+        """
 
     def running(self) -> int:
         """How many of the kernels are on the stack of this thread."""
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
 _kernels: dict[str, Callable[..., Any]] = {}  # by overload, made once
-_installed: set[str] = set()
-_libraries: dict[str, torch.library.Library] = {}
+_installed: dict[str, Any] = {}  # by overload; a compiled kernel's handle, which takes it out when it goes
+_libraries: dict[str, torch.library.Library] = {}  # by namespace, made once
+_whole: dict[int, dict[str, torch._ops.OpOverload]] = {}  # selections, by identity, that have all of their kernels
 _compiled: Compiled | None = None  # set for good by the first block that asks for it
-_handles: list[Any] = []  # of compiled kernels, which go with them
-_users = 0
+_users: set[object] = set()
 _threads_at_entry: frozenset[str] = frozenset()
 _kernel_code: CodeType | None = None
 
@@ -146,89 +140,93 @@ def runnable(overload: torch._ops.OpOverload) -> bool:
     return any(_has_kernel(overload.name(), key) for key in _BACKENDS)
 
 
-def hold(overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
-    """Install what is missing, and keep it until `release`.
+def hold(user: object, overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
+    """Install what is missing, and keep it until `user` releases it.
 
     Whoever made them, kernels serve all: those that others use stay when compiled ones are asked for.
 
     Raises:
-        OpInterceptError: Somebody else has a kernel where ours would go, and it would not be called.
+        OpInterceptError: Other code has a kernel where ours would go, and it would not be called.
     """
-    global _users, _threads_at_entry, _compiled
+    global _threads_at_entry, _compiled
     with _lock:
         if compiled is not None:
             _compiled = compiled
-            if _libraries and not _users and _quiet():
+            if _installed and not _users and _quiet():
                 _remove()  # idle ones, left from a time that was not quiet
-        missing = {name: overload for name, overload in overloads.items() if name not in _installed}
-        taken = [name for name in missing if _has_kernel(name, "BackendSelect")]
+        if not _users:
+            _threads_at_entry = native_threads()
+        _users.add(user)
+        if id(overloads) in _whole:
+            return
+        missing = [name for name in overloads if name not in _installed]
+        # In this order, since a signal's handler may install one meanwhile.
+        taken = [name for name in missing if _has_kernel(name, "BackendSelect") and name not in _installed]
         if taken:
             raise OpInterceptError(
                 f"the kernel engine needs the dispatch key BackendSelect to be free, got kernels of somebody else for "
                 f"{', '.join(taken)}; {_INSTEAD}"
             )
-        if not _users:
-            _threads_at_entry = native_threads()
-        for name, overload in missing.items():
-            _install(name, overload, compiled)
-        _users += 1
+        if missing:
+            _install({name: overloads[name] for name in missing}, compiled)
+        _whole[id(overloads)] = overloads
 
 
-def release() -> None:
-    """End a `hold`, and take the kernels out if it was the last and all is quiet."""
-    global _users
+def release(user: object) -> None:
+    """End a `hold`, and take the kernels out if it was the last and all is quiet. Can be repeated."""
     with _lock:
-        _users -= 1
-        if not _users and _quiet():
+        _users.discard(user)
+        if not _users and _installed and _quiet():
             _remove()
 
 
-def enter(watcher: Watcher, overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
-    """Install what is missing for `watcher` and enter its block in this thread."""
-    scope = _scope.current()
-    block = Block(watcher)
-    hold(overloads, compiled)
-    with _lock:
-        if watcher.everywhere:
+def enter(block: Block, overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
+    """Install what is missing for a block, and enter it in this thread."""
+    hold(block, overloads, compiled)
+    if block.watcher.everywhere:
+        with _lock:
             state.watch_everywhere((*state.everywhere.blocks, block))
-    put(scope.with_blocks((*scope.blocks, block)))
+    _scope.enter(block)
 
 
-def leave(scope: Scope, position: int) -> None:
-    """Leave the block at `position`, and take the kernels out if it was the last and all is quiet."""
-    block = scope.blocks[position]
-    put(scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :]))
-    if position < scope.live:
+def leave(block: Block) -> None:
+    """Leave a block, and take the kernels out if it was the last and all is quiet. Can be repeated."""
+    _scope.leave(block)
+    if block.pid != state.everywhere.pid:
         return  # entered by a parent process, which counts for itself
     if block.watcher.everywhere:
         with _lock:
             state.watch_everywhere(tuple(b for b in state.everywhere.blocks if b is not block))
-    release()
+    release(block)
 
 
-def _install(name: str, overload: torch._ops.OpOverload, compiled: Compiled | None) -> None:
-    handle = None if compiled is None else compiled.install(name, overload)
-    if handle is not None:
-        _handles.append(handle)
-        _installed.add(name)
-        return
-    namespace = overload.namespace
-    library = _libraries.get(namespace)
-    if library is None:
-        library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+def _install(overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None) -> None:
+    steps = {name: _installation(name, overload, compiled) for name, overload in overloads.items()}
+    # One call of C installs each kernel and puts it down, so that no interrupt comes in between; a name that a
+    # signal's handler has put down meanwhile is left out.
+    names, again = itertools.tee(itertools.filterfalse(_installed.__contains__, steps))
+    _installed.update(zip(names, map(operator.call, map(steps.__getitem__, again)), strict=False))
+
+
+def _installation(name: str, overload: torch._ops.OpOverload, compiled: Compiled | None) -> Callable[[], Any]:
+    """What installs a kernel and is no Python."""
+    install = None if compiled is None else compiled.installation(name, overload)
+    if install is not None:
+        return install
     kernel = _kernels.get(name)
     if kernel is None:
         kernel = _kernels[name] = _make_kernel(name, overload)
-    library.impl(name, kernel, "BackendSelect", with_keyset=True)
-    _installed.add(name)
+    library = _libraries.get(overload.namespace)
+    if library is None:
+        library = _libraries[overload.namespace] = torch.library.Library(overload.namespace, "IMPL")
+    # The call in C++ below `Library.impl`, which also keeps books in Python.
+    return functools.partial(library.m.impl, name, "BackendSelect", kernel, True)  # type: ignore[union-attr]
 
 
 def _remove() -> None:
-    _handles.clear()
-    for library in _libraries.values():
-        library._destroy()
-    _libraries.clear()
-    _installed.clear()
+    # `reset` empties a library, as the interpreter's end does, and leaves it fit for use. One call of C, as above.
+    resets = [library.m.reset for library in _libraries.values() if library.m is not None]
+    deque(map(operator.call, (_whole.clear, *resets, _installed.clear)), maxlen=0)
 
 
 _HARMLESS = ("opintercept.runs.writer", "tqdm._monitor")  # modules of threads that run no operator
@@ -356,6 +354,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
     below_of = _below.get
     graph_task, backward_phase = _origin.graph_task, _origin.backward_phase
     has_scope, get_scope, stash = _has_scope, _get_scope, _stash
+    carried, current = _scope.carried, _scope.current
 
     def kernel(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
         below = below_of(keyset.raw_repr())
@@ -364,13 +363,14 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
             if not real:
                 return redispatch(below, *args, **kwargs)
         scope = get_scope(KEY) if has_scope(KEY) else state.idle
-        if scope.everywhere is not state.everywhere:
-            scope = scope.refreshed()
-            put(scope)
+        if scope.everywhere is not state.everywhere or scope.carried is not carried():
+            scope = current()
         watch = scope.kernels.get(name, UNKNOWN)
         if watch is UNKNOWN:
             watch = scope.watch("kernel", name)
         if watch is None:
+            if scope.owner is None:
+                state.unseen += 1
             return redispatch(below, *args, **kwargs)
         hidden = watch.hidden
         if take is not None:
@@ -406,9 +406,9 @@ def _step_inside(head: tuple[Watch, Callable[..., Any], Any], /, *args: Any, **k
 
 def _forget_parent() -> None:
     # The parent's blocks do not count in a forked child; its kernels stay, idle, until an exit here.
-    global _lock, _users
-    _lock = threading.Lock()
-    _users = 0
+    global _lock
+    _lock = threading.RLock()
+    _users.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

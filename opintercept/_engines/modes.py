@@ -6,13 +6,14 @@ Torch itself pops whatever is on top when blocks are left out of order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from opintercept import _origin
 from opintercept._call import Phase
 from opintercept._engines import scope as _scope
-from opintercept._engines.scope import KEY, Block, Engine, Scope, Watch, Watcher, take
+from opintercept._engines.scope import KEY, Block, Engine, Scope, Watch, take
 from opintercept._errors import OpInterceptError
 from opintercept._pipeline import run
 
@@ -49,19 +50,47 @@ def _step_inside(head: tuple[Watch, Any], /, *args: Any, **kwargs: Any) -> Any:
         _scope.stash(KEY, watch.hidden)
 
 
+class Mode(Protocol):
+    """What the engine needs of its torch mode.
+
+    Attributes:
+        keys: The first filter.
+        blocks: Those that it feeds.
+        entered_by: The thread that has it on its stack.
+        leaving: Whether it is being taken out.
+        left_with: What the stack is without it, once that has begun.
+        missed: Whether it was not on the stack then.
+    """
+
+    keys: Any
+    blocks: set[Block]
+    entered_by: int | None
+    leaving: bool
+    left_with: list[Any] | None
+    missed: bool
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None: ...
+    def out_from_under(self, above: Any) -> None:
+        """Hand over what `__exit__` would have restored to the mode above, which was entered after this one."""
+
+    def restore(self) -> None:
+        """Repair what torch keeps beside the stack, now that the mode is gone."""
+
+
 class ModeEngine:
     """An engine whose blocks share one torch mode a thread.
 
     Args:
         engine: Its name.
-        mode_type: Torch mode with an attribute `keys`, the first filter, and `out_from_under(above)`.
+        mode_type: Torch mode with the attributes of `Mode`.
         depth, at, pop, push: Torch's calls on the stack.
     """
 
     def __init__(
         self,
         engine: Engine,
-        mode_type: type[Any],
+        mode_type: Callable[[], Mode],
         depth: Callable[[], int],
         at: Callable[[int], Any],
         pop: Callable[[], Any],
@@ -71,57 +100,87 @@ class ModeEngine:
         self.mode_type = mode_type
         self._depth, self._at, self._pop, self._push = depth, at, pop, push
 
-    def enter(self, watcher: Watcher) -> None:
-        """Enter a block of `watcher` in this thread."""
-        scope = _scope.current()
-        stack = [self._at(i) for i in range(self._depth())]
-        mode: Any = next((m for m in reversed(stack) if type(m) is self.mode_type), None)
-        fresh = mode is None
-        if fresh:
-            mode = self.mode_type()
-        entered = scope.with_blocks((*scope.blocks, Block(watcher, mode=mode)))
-        mode.keys = self._keys(entered, mode)
-        if fresh:
-            mode.__enter__()
-        _scope.put(entered)
+    def enter(self, block: Block) -> None:
+        """Enter a block in this thread."""
+        stack = self._stack()
+        # One that is being taken out stays so: this is a signal's handler.
+        ours = (m for m in reversed(stack) if type(m) is self.mode_type and not m.leaving)
+        block.mode = next(ours, None) or self.mode_type()
+        block.mode.blocks.add(block)
+        self._set_keys(block.mode)
+        if not any(mode is block.mode for mode in stack):
+            block.mode.__enter__()
+            block.mode.entered_by = threading.get_ident()
+        _scope.enter(block)
 
-    def leave(self, scope: Scope, position: int) -> None:
-        """Leave the block at `position`.
+    def leave(self, block: Block) -> None:
+        """Leave a block. Can be repeated.
 
         Raises:
             OpInterceptError: A torch mode that was entered later is still on the stack, or ours is not.
         """
-        mode = scope.blocks[position].mode
-        left = scope.with_blocks(scope.blocks[:position] + scope.blocks[position + 1 :])
-        _scope.put(left)
-        mode.keys = self._keys(left, mode)
-        if not any(block.mode is mode for block in left.blocks):
+        _scope.leave(block)
+        mode = block.mode
+        if mode is None:
+            return  # an interrupt came up before it had one
+        mode.blocks.discard(block)
+        self._set_keys(mode)
+        if not mode.blocks:
             self._take_out(mode)
 
-    def _keys(self, scope: Scope, mode: Any) -> Any:
-        watchers = [block.watcher for block in scope.blocks if block.mode is mode]
-        if any(watcher.keys is None for watcher in watchers):
-            return Everything()
-        return frozenset().union(*(watcher.keys or () for watcher in watchers))
+    def _set_keys(self, mode: Mode) -> None:
+        distinct = {id(block.watcher.keys): block.watcher.keys for block in mode.blocks}
+        if None in distinct.values():
+            mode.keys = Everything()
+        elif len(distinct) == 1:
+            (mode.keys,) = distinct.values()
+        else:
+            mode.keys = frozenset().union(*filter(None, distinct.values()))
 
-    def _take_out(self, mode: Any) -> None:
-        stack = [self._at(i) for i in range(self._depth())]
-        if stack and stack[-1] is mode:
+    def _stack(self) -> list[Any]:
+        return [self._at(i) for i in range(self._depth())]
+
+    def _take_out(self, mode: Mode) -> None:
+        if mode.left_with is not None:  # an interrupt has stopped this halfway
+            self._make_stack(mode.left_with)
+            mode.restore()
+            return
+        mode.leaving = True
+        stack = self._stack()
+        below = [m for m in stack if m is not mode]
+        if len(below) == len(stack):
+            if mode.left_with is None:  # else a signal's handler has taken it out
+                self._miss(mode, stack)
+            return
+        mode.left_with = below
+        if stack[-1] is mode:
             mode.__exit__(None, None, None)
             return
-        if not any(m is mode for m in stack):
-            raise OpInterceptError(
-                "the mode of this interceptor must be on torch's stack of modes when its block is left, got a "
-                f"stack of {[type(m).__name__ for m in stack]}; another mode was left out of order and popped it"
-            )
-        above = []
-        while (popped := self._pop()) is not mode:
-            above.append(popped)
-        for other in reversed(above):
-            self._push(other)
-        mode.out_from_under(above[-1])
-        names = [type(m).__name__ for m in reversed(above)]
+        self._make_stack(below)
+        above = stack[next(i for i, m in enumerate(stack) if m is mode) + 1 :]
+        mode.out_from_under(above[0])
+        names = [type(m).__name__ for m in above]
         raise OpInterceptError(
             f"blocks must be left in the reverse of the order they were entered in, got modes entered later that are "
             f"still active: {names}; leave those first (this interceptor was taken out, they stay)"
         )
+
+    def _miss(self, mode: Mode, stack: list[Any]) -> None:
+        mode.leaving = False
+        if mode.entered_by in (None, threading.get_ident()):
+            mode.restore()
+        if mode.entered_by is None or mode.missed:
+            return  # an interrupt has stopped its enter, or this was said already
+        mode.missed = True
+        raise OpInterceptError(
+            "the mode of this interceptor must be on torch's stack of modes when its block is left, got a "
+            f"stack of {[type(m).__name__ for m in stack]}; another mode was left out of order and popped it, or "
+            "the block is left in another thread"
+        )
+
+    def _make_stack(self, wanted: list[Any]) -> None:
+        """Take modes off the stack, and put them back, until it is as wanted. Can be repeated."""
+        while len(stack := self._stack()) > len(wanted) or any(a is not b for a, b in zip(stack, wanted, strict=False)):
+            self._pop()
+        for mode in wanted[len(stack) :]:
+            self._push(mode)

@@ -1,7 +1,8 @@
-"""What the running thread intercepts: the blocks that it has entered, and those entered for all threads.
+"""What the running thread, or its task, intercepts: the blocks that it has entered, and those for all threads.
 
 Invariant: a Scope is never mutated (its tables only remember what they worked out), so autograd's device
-threads may share it. It lives in torch's own thread-local state, which autograd carries into them.
+threads may share it. It lives in torch's own thread-local state, which autograd carries into them. The blocks of a
+task live in its context, and a scope that was made for another task is made anew.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
 
 from opintercept import _origin
+from opintercept._entry import Entry
 from opintercept._errors import OpInterceptError
 from opintercept._ops import Op, row_of
 from opintercept._pipeline import Pipeline
@@ -88,20 +91,51 @@ class Block:
 
     Attributes:
         order: Grows with each block of the process.
+        entry: What ends the block.
         mode: The torch mode that feeds the block, where its engine is one.
-        task: The autograd graph task that it was entered in, -1 for none.
+        graph_task: The autograd graph task that it was entered in, -1 for none.
+        pid: The process that entered it. In a forked child, the parent's blocks count for nothing.
+        in_task: Whether it was entered in a task of an event loop, and so belongs to the task.
+        left: Whether it is over, wherever a scope still has it.
     """
 
-    __slots__ = ("mode", "order", "pauses", "task", "watcher")
+    __slots__ = ("entry", "graph_task", "in_task", "left", "mode", "order", "pauses", "pid", "watcher")
 
     _orders = itertools.count()
 
-    def __init__(self, watcher: Watcher, *, pauses: bool = False, mode: Any = None) -> None:
+    def __init__(self, watcher: Watcher, entry: Entry, *, pauses: bool = False) -> None:
         self.order = next(Block._orders)
         self.watcher = watcher
+        self.entry = entry
         self.pauses = pauses
-        self.mode = mode
-        self.task: int = _origin.graph_task()
+        self.mode: Any = None
+        self.graph_task: int = _origin.graph_task()
+        self.pid = state.everywhere.pid
+        self.in_task = _in_task()
+        self.left = False
+
+
+def _in_task() -> bool:
+    """Whether an event loop runs in this thread: asyncio's, which anyio uses too, or trio's."""
+    running_loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # may be half imported
+    if running_loop is not None and running_loop() is not None:
+        return True
+    trio = sys.modules.get("trio.lowlevel")
+    return trio is not None and bool(trio.in_trio_run())
+
+
+class Carried:
+    """The blocks of a task. Its context carries them, and hands them on to the tasks and threads that it starts."""
+
+    __slots__ = ("blocks", "scope")
+
+    def __init__(self, blocks: tuple[Block, ...]) -> None:
+        self.blocks = blocks
+        self.scope: Scope | None = None  # that of the task when it ran last
+
+
+CARRIED: ContextVar[Carried | None] = ContextVar("opintercept", default=None)
+carried: Callable[[], Carried | None] = CARRIED.get
 
 
 class Everywhere:
@@ -116,22 +150,34 @@ class Everywhere:
 
 
 class _State:
-    __slots__ = ("everywhere", "idle", "told")
+    __slots__ = ("everywhere", "idle", "in_tasks", "told", "unseen", "unseen_by_compiled")
 
     everywhere: Everywhere
     idle: Scope  # of a thread that has entered nothing
-    told: Callable[[bool], None] | None  # whether any block watches all threads; compiled kernels ask without the GIL
+    in_tasks: set[Block]
+    # Whether a thread that has entered nothing may see calls; compiled kernels ask without the GIL.
+    told: Callable[[bool], None] | None
+    # Calls of watched operators in threads that have entered nothing: at kernels in Python, and at compiled ones.
+    unseen: int
+    unseen_by_compiled: Callable[[], int]
 
     def watch_everywhere(self, blocks: tuple[Block, ...]) -> None:
         """Replace the blocks that watch all threads."""
         self.everywhere = Everywhere(blocks)
         self.idle = Scope()
+        self.tell()
+
+    def tell(self) -> None:
+        """Say to compiled kernels what has changed."""
         if self.told is not None:
-            self.told(bool(blocks))
+            self.told(bool(self.everywhere.blocks or self.in_tasks))
 
 
 state = _State()
 state.told = None
+state.in_tasks = set()
+state.unseen = 0
+state.unseen_by_compiled = int  # none until there are some
 
 
 class Watch:
@@ -150,27 +196,27 @@ UNKNOWN: Any = object()  # what a scope's table answers for what it has not work
 
 
 class Scope:
-    """The blocks of a thread, innermost last.
+    """The blocks that see what a thread runs now, in the order in which they were entered.
 
     Attributes:
-        blocks: Every block entered and not left.
-        live: How many of the first blocks count for nothing: a parent process entered them.
+        blocks: Those that the thread has entered, and those of the running task.
+        carried: The task's, as its context has them.
         hidden: In a hook: nothing is seen, whatever is entered.
         inside: Watchers whose operator is running, and which do not see its inner steps.
-        floor: How many of the first blocks may not be left here: a hook runs inside of them.
+        floor: Blocks whose order is below may not be left here: a hook runs inside of them.
         owner: The thread that entered the blocks; autograd's device threads have the scope of who called backward.
     """
 
     __slots__ = (
         "_hidden",
         "blocks",
+        "carried",
         "everywhere",
         "floor",
         "functions",
         "hidden",
         "inside",
         "kernels",
-        "live",
         "overloads",
         "owner",
     )
@@ -178,7 +224,7 @@ class Scope:
     def __init__(
         self,
         blocks: tuple[Block, ...] = (),
-        live: int = 0,
+        carried: Carried | None = None,
         *,
         hidden: bool = False,
         inside: frozenset[Watcher] = frozenset(),
@@ -186,7 +232,7 @@ class Scope:
         owner: int | None = None,
     ) -> None:
         self.blocks = blocks
-        self.live = live
+        self.carried = carried
         self.hidden = hidden
         self.inside = inside
         self.floor = floor
@@ -197,32 +243,56 @@ class Scope:
         self._hidden: Scope | None = None
         self.owner = owner
 
-    def with_blocks(self, blocks: tuple[Block, ...]) -> Scope:
+    def with_blocks(self, blocks: tuple[Block, ...], carried: Carried | None) -> Scope:
         """This scope with other blocks."""
-        live = min(self.live, len(blocks))
         owner = self.owner or threading.get_ident()
-        return Scope(blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor, owner=owner)
+        return Scope(blocks, carried, hidden=self.hidden, inside=self.inside, floor=self.floor, owner=owner)
 
     def refreshed(self) -> Scope:
-        """This scope as it is now that the blocks for all threads are others, or this is another process."""
-        forked = self.everywhere.pid != state.everywhere.pid
-        live = len(self.blocks) if forked else self.live
-        return Scope(self.blocks, live, hidden=self.hidden, inside=self.inside, floor=self.floor, owner=self.owner)
+        """This scope for the task that runs now, and the blocks that are still there."""
+        now = carried()
+        if now is None and self.owner not in (None, threading.get_ident()):
+            now = self.carried  # autograd lent it to a thread that runs no tasks
+            if self.everywhere is state.everywhere:
+                return self
+        mine = (block for block in self.blocks if not block.in_task)
+        blocks = (*mine, *(() if now is None else now.blocks))
+        fresh = tuple(sorted((block for block in blocks if not block.left), key=lambda block: block.order))
+        plain = not self.hidden and not self.inside
+        known = now.scope if now is not None and plain else None
+        if known is None or not known.serves(fresh):
+            known = self.with_blocks(fresh, now)
+            if now is not None and plain:
+                now.scope = known
+        if now is not self.carried:
+            for watcher in known.active():  # autograd has recorded what other tasks did meanwhile
+                if watcher.pipeline.links is not None:
+                    watcher.pipeline.links.begin()
+        return known
+
+    def serves(self, blocks: tuple[Block, ...]) -> bool:
+        """Whether this is the scope of the running thread with these blocks."""
+        here = self.owner == threading.get_ident()
+        return here and self.everywhere is state.everywhere and self.blocks == blocks
 
     def while_hooks_run(self) -> Scope:
         """The scope for hooks: their own operators are seen by nobody."""
         if self._hidden is None:
-            self._hidden = Scope(self.blocks, self.live, hidden=True, floor=len(self.blocks), owner=self.owner)
+            self._hidden = Scope(self.blocks, self.carried, hidden=True, floor=self._above(), owner=self.owner)
         return self._hidden
+
+    def _above(self) -> int:
+        return self.blocks[-1].order + 1 if self.blocks else 0
 
     def active(self) -> list[Watcher]:
         """The watchers that see calls here, each once, in the order in which they were entered."""
         if self.hidden:
             return []
-        blocks = self.blocks[self.live :]
+        blocks = self.blocks
         if self.everywhere.blocks:
             merged = {id(block): block for block in (*blocks, *self.everywhere.blocks)}
             blocks = tuple(sorted(merged.values(), key=lambda block: block.order))
+        blocks = tuple(block for block in blocks if block.pid == self.everywhere.pid)
         paused = {block.watcher for block in blocks if block.pauses}
         return list(dict.fromkeys(b.watcher for b in blocks if b.watcher not in paused))
 
@@ -245,15 +315,14 @@ class Scope:
         else:
             # Those who see this operator do not see its inner steps, the others do.
             inside = self.inside | set(found)
-            inner = Scope(self.blocks, self.live, inside=inside, floor=len(self.blocks), owner=self.owner)
+            inner = Scope(self.blocks, self.carried, inside=inside, floor=self._above(), owner=self.owner)
         return Watch(row_of(key), tuple(w.pipeline for w in found), hidden, inner)
 
-    def position(self, watcher: Watcher, pauses: bool) -> int | None:
-        """Where the innermost such block is that may be left here, or None."""
-        for position in range(len(self.blocks) - 1, self.floor - 1, -1):
-            block = self.blocks[position]
-            if block.watcher is watcher and block.pauses is pauses:
-                return position
+    def innermost(self, watcher: Watcher, pauses: bool) -> Block | None:
+        """The innermost such block that may be left here, or None."""
+        for block in reversed(self.blocks):
+            if block.order >= self.floor and block.watcher is watcher and block.pauses is pauses:
+                return block
         return None
 
 
@@ -292,6 +361,11 @@ def put(scope: Scope) -> None:
     stash(KEY, scope)
 
 
+def unseen_calls() -> int:
+    """How many calls of watched operators there have been in threads that have entered nothing."""
+    return state.unseen + state.unseen_by_compiled()
+
+
 def native_threads() -> frozenset[str]:
     """The operating system's threads of the process; only Linux tells."""
     try:
@@ -313,12 +387,44 @@ atexit.register(_let_threads_end)
 
 
 def current() -> Scope:
-    """The scope of the running thread."""
+    """The scope of the running thread, and of the task that it runs."""
     scope: Scope = _get(KEY) if _has is not None and _has(KEY) else state.idle
-    if scope.everywhere is not state.everywhere:
-        scope = scope.refreshed()
-        put(scope)
+    if scope.everywhere is not state.everywhere or scope.carried is not carried():
+        fresh = scope.refreshed()
+        if fresh is not scope:
+            put(fresh)
+        return fresh
     return scope
+
+
+def enter(block: Block) -> None:
+    """Add a block to the scope of the running thread, or of the running task."""
+    scope = current()
+    if not block.in_task:
+        put(scope.with_blocks((*scope.blocks, block), scope.carried))
+        return
+    state.in_tasks.add(block)
+    state.tell()
+    before = carried()
+    CARRIED.set(Carried((*(() if before is None else before.blocks), block)))
+    current()  # for autograd, which lends the scope to its threads
+
+
+def leave(block: Block) -> None:
+    """Take a block out of the scope; out of those of other threads and tasks too, if they have it. Can be repeated."""
+    block.left = True
+    scope = current()
+    here = block in scope.blocks
+    if block.in_task:
+        state.in_tasks.discard(block)
+        state.tell()
+        mine = carried()
+        if mine is not None and block in mine.blocks:
+            CARRIED.set(Carried(tuple(b for b in mine.blocks if b is not block)) if len(mine.blocks) > 1 else None)
+    if here:
+        put(scope.with_blocks(tuple([b for b in scope.blocks if b is not block]), carried()))
+    if block.in_task or not here:  # what was started inside of the block, in other tasks and threads, has it too
+        state.watch_everywhere(state.everywhere.blocks)
 
 
 def owner() -> int | None:
@@ -327,6 +433,7 @@ def owner() -> int | None:
 
 
 def _forget_parent() -> None:
+    state.in_tasks = set()
     state.watch_everywhere(())
     _holders.clear()
 

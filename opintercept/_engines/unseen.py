@@ -6,10 +6,13 @@ Invariant: torch's ways into such code are wrapped while a block is entered, and
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -38,50 +41,56 @@ _ENTRIES = {
     "_CUDAGraph.replay": "cuda::graph_replay",
 }
 
-_lock = threading.Lock()
-_users = 0
-_wrappers: dict[str, tuple[Any, Callable[..., Any]]] = {}  # with what they wrap, by path
+_lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
+_users: set[object] = set()
+_wrappers: dict[tuple[Any, str], tuple[Any, Any]] = {}  # with what they wrap, by where they go
 _in_place: list[tuple[Any, str, Any]] = []
 _warned: set[str] = set()
 
 
-def enter() -> None:
-    """Begin to tell; until `leave`."""
-    global _users
+def enter(user: object) -> None:
+    """Begin to tell; until `user` leaves."""
     with _lock:
-        if not _users:
+        _users.add(user)
+        if not _in_place:
             _wrap()
-        _users += 1
 
 
-def leave() -> None:
-    """End an `enter`."""
-    global _users
+def leave(user: object) -> None:
+    """End an `enter`. Can be repeated."""
     with _lock:
-        _users -= 1
+        _users.discard(user)
         if not _users:
-            _unwrap()
+            # In one call of C, so that no interrupt, and no signal's handler, comes in between.
+            deque(chain(starmap(setattr, _in_place), map(operator.call, (_in_place.clear,))), maxlen=0)
 
 
 def _wrap() -> None:
+    originals, wrappers = [], []
+    for owner, attribute, name in _owners():
+        original = owner.__dict__.get(attribute)
+        if original is not None:
+            known, wrapper = _wrappers.get((owner, attribute), (None, None))
+            if known is not original:
+                wrapper = _telling(original, name)
+                _wrappers[owner, attribute] = original, wrapper
+            originals.append((owner, attribute, original))
+            wrappers.append((owner, attribute, wrapper))
+    _in_place.extend(map(operator.itemgetter(0), zip(originals, starmap(setattr, wrappers), strict=True)))  # as above
+
+
+@functools.cache
+def _owners() -> list[tuple[Any, str, str]]:
+    """Where the entries are, by class or module and attribute, with the names that they are counted by."""
+    found = []
     for path, name in _ENTRIES.items():
         *owners, attribute = path.split(".")
         owner: Any = torch._C
         for part in owners:
             owner = getattr(owner, part, None)
-        original = getattr(owner, "__dict__", {}).get(attribute)
-        if original is not None:
-            known, wrapper = _wrappers.get(path, (None, None))
-            if known is not original:
-                wrapper = _telling(original, name)
-                _wrappers[path] = original, wrapper
-            setattr(owner, attribute, wrapper)
-            _in_place.append((owner, attribute, original))
-
-
-def _unwrap() -> None:
-    while _in_place:
-        setattr(*_in_place.pop())
+        if hasattr(owner, "__dict__"):
+            found.append((owner, attribute, name))
+    return found
 
 
 def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -104,10 +113,10 @@ def _tell(name: str) -> None:
 
 def _forget_parent() -> None:
     # The parent's blocks do not count in a forked child.
-    global _lock, _users
-    _lock = threading.Lock()
-    _users = 0
-    _unwrap()
+    global _lock
+    _lock = threading.RLock()
+    for user in tuple(_users):
+        leave(user)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

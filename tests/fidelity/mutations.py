@@ -108,7 +108,7 @@ MUTATIONS = (
         "counts the inner steps of a watched operator",
         "_engines/scope.py",
         "inner = hidden  # saves",
-        "inner = self.with_blocks(self.blocks)  # saves",
+        "inner = self.with_blocks(self.blocks, self.carried)  # saves",
         (f"{PROFILER}[addbmm-grad]",),
     ),
     Mutation(
@@ -164,7 +164,7 @@ MUTATIONS = (
     Mutation(
         "loses the threads that were there before the block",
         "_engines/kernels.py",
-        "        if scope.everywhere is not state.everywhere:\n",
+        "        if scope.everywhere is not state.everywhere or scope.carried is not carried():\n",
         "        if False:\n",
         (
             "tests/fidelity/test_threads.py::test_a_thread_that_had_a_block_before_is_seen_by_a_later_one_of_all_threads",
@@ -173,14 +173,14 @@ MUTATIONS = (
     Mutation(
         "runs the parent's hooks in a forked child",
         "_engines/scope.py",
-        "live = len(self.blocks) if forked else self.live",
-        "live = self.live",
+        "block.pid == self.everywhere.pid",
+        "block.pid",
         ("tests/test_intercept.py::test_a_forked_child_does_not_run_the_hooks_of_its_parent",),
     ),
     Mutation(
         "leaves its kernels behind",
         "_engines/kernels.py",
-        "        if not _users and _quiet():\n            _remove()\n",
+        "        if not _users and _installed and _quiet():\n            _remove()\n",
         "",
         ("tests/test_engines.py::test_kernel_engine_restores_every_operator_of_the_family",),
     ),
@@ -232,8 +232,8 @@ MUTATIONS = (
     Mutation(
         "computes with the tensors that autograd tracks, above it and not below",
         "_engines/kernels.py",
-        'library.impl(name, kernel, "BackendSelect", with_keyset=True)',
-        'library.impl(name, kernel, "AutogradCPU", with_keyset=True)',
+        'library.m.impl, name, "BackendSelect", kernel, True)',
+        'library.m.impl, name, "AutogradCPU", kernel, True)',
         (f"{PROFILER}[mm-grad]",),
     ),
     Mutation(

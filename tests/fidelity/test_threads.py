@@ -104,7 +104,7 @@ def switch_often() -> Iterator[None]:
     yield
     sys.setswitchinterval(before)
     assert scope.state.everywhere.blocks == ()
-    assert kernels._users == 0
+    assert not kernels._users
 
     def gone() -> bool:  # the last thread may still be on its way out
         with intercept(ops="mm"):

@@ -44,16 +44,17 @@ class Extension:
         # What C++ calls has no frame of ours above it that keeps Dynamo out.
         called = (scope.Scope.watch, _pipeline.run, scope.current, _origin.backward_phase)
         functions = [keep_out(function) for function in called]
-        extension.setup(scope.state, scope.Scope, scope.Watch, *functions)
+        extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, *functions)
         scope.state.told = extension.watch_all_threads
-        extension.watch_all_threads(bool(scope.state.everywhere.blocks))
+        scope.state.tell()
+        scope.state.unseen_by_compiled = extension.unseen
         self.running: Callable[[], int] = extension.running
         extension.set_up_look(_call.look, torch.Tensor, torch.nn.Parameter)
         self.look: Callable[..., Any] = extension.look
         has_walk = extension.set_up_walk(*_origin.WALKED_CODE, torch.nn.Module, _origin.NOT_SOURCE)
         self.walk: Callable[[], _origin.Walked] = extension.walk if has_walk else _origin.walk
 
-    def install(self, name: str, overload: torch._ops.OpOverload) -> Any:
+    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any] | None:
         """See `kernels.Compiled`."""
         schema = overload._schema
         names = (schema.name, schema.overload_name)
@@ -61,7 +62,7 @@ class Extension:
             redispatch = _from_raw(kernels.redispatcher(name, overload))
             self._prepared[name] = self._extension.prepare(*names, name, overload, redispatch)
         prepared = self._prepared[name]
-        return None if prepared is None else self._extension.install(*names, prepared)
+        return None if prepared is None else functools.partial(self._extension.install, *names, prepared)
 
 
 def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:

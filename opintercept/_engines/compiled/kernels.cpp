@@ -55,11 +55,12 @@ const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one k
     DispatchKey::PythonTLSSnapshot,
 });
 
-PyObject *state, *watch_of, *run, *current, *backward_phase; // of Python, see `setup`
+PyObject *state, *carried, *watch_of, *run, *current, *backward_phase; // of Python, see `setup`
 PyObject *kernel_engine, *forward_phase; // strings
 PyObject* invoke_function;
 
-std::atomic<bool> all_threads{false}; // whether threads that have entered nothing are watched
+std::atomic<bool> all_threads{false}; // whether threads that have entered nothing may see calls
+std::atomic<long long> unseen{0}; // calls of watched operators in threads that have entered nothing
 thread_local int running = 0; // kernels on the stack of this thread
 // The scope for hooks while a kernel has stashed it, and so holds it: nobody sees a call that finds it in place.
 thread_local PyObject* hidden_here = nullptr;
@@ -85,7 +86,7 @@ struct Slot {
   }
 };
 
-Slot state_everywhere, state_idle, scope_everywhere, scope_kernels, watch_hidden, watch_inner, watch_pipelines, watch_row;
+Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_kernels, watch_hidden, watch_inner, watch_pipelines, watch_row;
 
 struct Overload {
   PyObject* name;
@@ -290,11 +291,16 @@ struct Kernel final : c10::OperatorKernel {
         return false;
       }
     } else if (!all_threads.load(std::memory_order_relaxed)) {
+      unseen.fetch_add(1, std::memory_order_relaxed);
       return false;
     }
+    bool idle = !saved;
     pybind11::gil_scoped_acquire gil;
     bool ran = ran_with_hooks(overload, op, below, stack, saved);
     saved.reset(); // while we have the GIL
+    if (idle && !ran) {
+      unseen.fetch_add(1, std::memory_order_relaxed);
+    }
     return ran;
   }
 
@@ -303,7 +309,13 @@ struct Kernel final : c10::OperatorKernel {
     if (!saved) {
       saved = shared(state_idle.of(state));
     }
-    if (scope_everywhere.of(saved->ptr(getPyInterpreter())) != state_everywhere.of(state)) {
+    PyObject* task = nullptr;
+    if (PyContextVar_Get(carried, nullptr, &task) < 0) {
+      check(nullptr);
+    }
+    Py_DECREF(task); // held by the context, or None
+    PyObject* known = saved->ptr(getPyInterpreter());
+    if (scope_everywhere.of(known) != state_everywhere.of(state) || scope_carried.of(known) != task) {
       Owned fresh(check(PyObject_CallNoArgs(current)));
       saved = shared(fresh.p);
     }
@@ -414,20 +426,20 @@ struct Kernel final : c10::OperatorKernel {
   }
 };
 
-// setup(state, Scope, Watch, Scope.watch, run, current, backward_phase)
+// setup(state, carried, Scope, Watch, Scope.watch, run, current, backward_phase)
 PyObject* setup(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
-  if (!PyArg_ParseTuple(args, "OOOOOOO", &state, &scope, &watch, &watch_of, &run, &current, &backward_phase)) {
+  if (!PyArg_ParseTuple(args, "OOOOOOOO", &state, &carried, &scope, &watch, &watch_of, &run, &current, &backward_phase)) {
     return nullptr;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
   if (!state_everywhere.find(type, "everywhere") || !state_idle.find(type, "idle") ||
-      !scope_everywhere.find(scope, "everywhere") || !scope_kernels.find(scope, "kernels") ||
+      !scope_everywhere.find(scope, "everywhere") || !scope_carried.find(scope, "carried") || !scope_kernels.find(scope, "kernels") ||
       !watch_hidden.find(watch, "hidden") || !watch_inner.find(watch, "inner") ||
       !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row")) {
     return nullptr;
   }
-  for (PyObject* each : {state, watch_of, run, current, backward_phase}) {
+  for (PyObject* each : {state, carried, watch_of, run, current, backward_phase}) {
     Py_INCREF(each);
   }
   Py_RETURN_NONE;
@@ -497,6 +509,10 @@ PyObject* watch_all_threads(PyObject*, PyObject* yes) {
   Py_RETURN_NONE;
 }
 
+PyObject* unseen_calls(PyObject*, PyObject*) {
+  return PyLong_FromLongLong(unseen.load(std::memory_order_relaxed));
+}
+
 PyObject* running_kernels(PyObject*, PyObject*) {
   return PyLong_FromLong(running);
 }
@@ -506,6 +522,7 @@ PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, nullptr},
     {"install", install, METH_VARARGS, nullptr},
     {"watch_all_threads", watch_all_threads, METH_O, nullptr},
+    {"unseen", unseen_calls, METH_NOARGS, nullptr},
     {"running", running_kernels, METH_NOARGS, nullptr},
     {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"set_up_walk", opintercept_set_up_walk, METH_VARARGS, nullptr},

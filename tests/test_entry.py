@@ -1,0 +1,360 @@
+"""With blocks that leave nothing behind: interrupts, exceptions from elsewhere, deep stacks, signals, other threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiler import COMPILED, needs_compiler
+
+from opintercept import OpCall, OpInterceptError, intercept
+from opintercept._engines import dispatch_mode, kernels, scope, unseen
+
+# How many interrupts each test delivers. Set it to 10,000 for a thorough run, which takes some minutes.
+NUMBER = 150
+
+# An interrupt between `open` and `with` leaves a file to the collector, in Python's own library too.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+needs_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
+
+A = torch.ones(4, 4)
+
+
+class Framed:
+    """Counts its enters and exits."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def enter(self) -> None:
+        self.depth += 1
+
+    def exit(self) -> None:
+        self.depth -= 1
+
+    def post(self, call: OpCall) -> None: ...
+
+
+class Program:
+    """A small program that enters and leaves blocks in one of several ways, and what it leaves behind."""
+
+    def __init__(self, kind: str) -> None:
+        self.hook = Framed()
+        options: dict[str, Any] = {
+            "mode": {"engine": "mode"},
+            "function": {"level": "function"},
+            "compiled": {"engine": "compiled"},
+        }.get(kind, {})
+        self.outer = intercept(self.hook, **options)
+        self.inner = intercept(self.hook, engine="mode")
+        self.above = intercept(self.hook, level="function")
+        self.run: Callable[[], None] = getattr(self, f"run_{kind}", self.run_function)
+        self.decorated = self.outer(lambda: A @ A)
+        self.generator = self.outer(self.generate)
+        self.run()
+        self.before = self.state()
+
+    def run_function(self) -> None:
+        self.decorated()
+
+    def run_nested(self) -> None:
+        with self.outer, self.inner:
+            with self.above, self.outer:
+                A @ A
+
+    def run_pause(self) -> None:
+        with self.outer:
+            with self.outer.paused():
+                A @ A
+
+    def run_generator(self) -> None:
+        for _ in self.generator():
+            A @ A
+
+    @staticmethod
+    def generate() -> Generator[None, None, None]:
+        A @ A
+        yield
+        A @ A
+
+    def state(self) -> dict[str, Any]:
+        pipelines = [each._pipeline for each in (self.outer, self.inner, self.above)]
+        flags = torch.utils._python_dispatch
+        return {
+            "hook": self.hook.depth,
+            "pipelines": [len(p._entered_by) + len(p._inside) for p in pipelines],
+            "blocks": scope.current().blocks,
+            "everywhere": scope.state.everywhere.blocks,
+            "in tasks": len(scope.state.in_tasks),
+            "kernels": (len(kernels._users), len(kernels._installed)),
+            "unseen": (len(unseen._users), len(unseen._in_place)),
+            "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+            "active": len(dispatch_mode._active),
+            "flags": (flags._is_in_torch_dispatch_mode, flags._is_in_non_infra_torch_dispatch_mode),
+            "tables": [torch._C._dispatch_dump_table(f"aten::{name}") for name in ("mm", "bmm", "addmm")],
+        }
+
+    def check(self) -> None:
+        assert self.state() == self.before
+        self.run()
+        assert self.state() == self.before
+
+    def seconds(self) -> float:
+        started = time.perf_counter()
+        for _ in range(20):
+            self.run()
+        return (time.perf_counter() - started) / 20
+
+
+KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator"]
+KINDS += [pytest.param("compiled", marks=needs_compiler)]
+
+
+@needs_timer
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_anywhere_leaves_nothing_behind(kind: str) -> None:
+    program, draw, delivered = Program(kind), random.Random(0), 0
+    lasts = program.seconds()
+    end = time.monotonic() + 20 + NUMBER / 20
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while delivered < NUMBER and time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, draw.uniform(0, 1.2 * lasts)))
+                while True:
+                    program.run()
+            except KeyboardInterrupt:
+                delivered += 1
+            program.check()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert delivered > NUMBER / 4
+
+
+class Elsewhere(Exception):
+    """Raised into this thread by another."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The thread that raises runs no operators, and so keeps no kernels in.
+    monkeypatch.setattr(kernels, "_HARMLESS", (*kernels._HARMLESS, "threading"))
+    program, draw, delivered = Program(kind), random.Random(0), 0
+    lasts = program.seconds()
+    go, done = threading.Event(), threading.Event()
+    here = threading.get_ident()
+
+    def throw() -> None:
+        while True:
+            go.wait()
+            go.clear()
+            if done.is_set():
+                return
+            time.sleep(draw.uniform(0, 1.2 * lasts))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(Elsewhere))
+
+    thread = threading.Thread(target=throw)
+    thread.start()
+    end = time.monotonic() + 20 + NUMBER / 20
+    try:
+        while delivered < NUMBER and time.monotonic() < end:
+            try:
+                go.set()
+                while True:
+                    program.run()
+            except Elsewhere:
+                delivered += 1
+            program.check()
+    finally:
+        done.set()
+        go.set()
+        thread.join()
+    assert delivered > NUMBER / 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stack_without_room_leaves_nothing_behind(kind: str) -> None:
+    program = Program(kind)
+
+    def deep(frames: int) -> None:
+        if frames:
+            deep(frames - 1)
+        else:
+            program.run()
+
+    limit, refused = sys.getrecursionlimit(), 0
+    sys.setrecursionlimit(400)
+    try:
+        for frames in range(200, 400):
+            try:
+                deep(frames)
+            except RecursionError:
+                refused += 1
+            if kind != "nested" or frames % 4 == 0:
+                program.check()
+    finally:
+        sys.setrecursionlimit(limit)
+    assert 0 < refused < 200
+
+
+def test_an_exit_that_is_interrupted_at_its_first_instruction_leaves_the_block() -> None:
+    hook = Framed()
+    struck: list[str] = []
+
+    def strike(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_name == "leave" and frame.f_globals["__name__"] == "opintercept._entry":
+            sys.settrace(None)
+            struck.append(event)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            with intercept(hook):
+                sys.settrace(strike)
+    finally:
+        sys.settrace(before)
+    assert struck == ["call"]
+    assert hook.depth == 0
+    assert scope.current().blocks == ()
+    assert not kernels._installed
+
+
+def test_an_exit_stack_leaves_what_it_has_entered() -> None:
+    hook = Framed()
+    interceptor = intercept(hook)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(interceptor)
+        stack.enter_context(interceptor)
+        assert hook.depth == 1
+        assert len(scope.current().blocks) == 2
+    assert hook.depth == 0
+    assert scope.current().blocks == ()
+
+
+def test_an_exit_leaves_the_block_of_its_own_with_statement() -> None:
+    interceptor = intercept()
+    first = interceptor.__exit__
+    interceptor.__enter__()
+    second = interceptor.__exit__
+    interceptor.__enter__()
+    with pytest.raises(OpInterceptError, match="got one with 1 entered later and still active"):
+        first(None, None, None)
+    assert len(scope.current().blocks) == 1
+    second(None, None, None)
+    assert scope.current().blocks == ()
+    with pytest.raises(OpInterceptError, match="has not entered or has left"):
+        second(None, None, None)
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["closed", "collected"])
+@pytest.mark.parametrize("options", [{}, COMPILED])
+def test_a_generator_that_ends_in_another_thread_leaves_its_block(options: dict[str, Any], collected: bool) -> None:
+    hook, seen = Framed(), []
+
+    def generate() -> Iterator[int]:
+        with intercept([hook, seen.append], **options):
+            yield 1
+
+    running = [generate()]
+    next(running[0])
+    thread = threading.Thread(target=running.clear if collected else running[0].close)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    A @ A
+    assert seen == []
+    assert hook.depth == 0
+    assert scope.current().blocks == ()
+    with intercept():
+        pass
+    assert not kernels._installed
+
+
+@pytest.mark.parametrize("options", [{"engine": "mode"}, {"level": "function"}], ids=["mode", "function"])
+def test_a_generator_with_a_mode_that_is_closed_in_another_thread_sees_no_more(options: dict[str, Any]) -> None:
+    seen: list[Any] = []
+    raised: list[BaseException] = []
+
+    def generate() -> Iterator[int]:
+        with intercept(seen.append, **options):
+            yield 1
+
+    running = generate()
+    next(running)
+
+    def close() -> None:
+        try:
+            running.close()  # type: ignore[attr-defined]
+        except OpInterceptError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert "the block is left in another thread" in str(raised[0])
+    A @ A
+    assert seen == []
+    with intercept(**options):  # takes the mode out, which another thread cannot do
+        pass
+    assert (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()) == (0, 0)
+
+
+def run_program(text: str) -> str:
+    """What a program prints that must end within a minute."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+@needs_timer
+@pytest.mark.parametrize("options", ["", 'engine="mode"', 'level="function"'])
+def test_a_signal_handler_may_enter_a_block_while_another_is_entered(options: str) -> None:
+    printed = run_program(
+        f"""
+        import signal, time, torch
+        from opintercept import intercept
+        A = torch.ones(4, 4)
+        outer, inner = intercept(lambda call: None, {options}), intercept(lambda call: None, {options})
+        handled = 0
+        def handle(number, frame):
+            global handled
+            handled += 1
+            with inner:
+                A @ A
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.0011, 0.0011)
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            with outer:
+                A @ A
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert handled > 100, handled
+        from opintercept._engines import kernels, scope
+        assert not kernels._installed and not kernels._users and scope.current().blocks == ()
+        print("ended")
+        """
+    )
+    assert printed == "ended\n"
+
+
+def test_warnings_of_replaced_kernels_are_not_ours() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with intercept(), intercept():
+                A @ A

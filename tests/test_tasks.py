@@ -1,0 +1,356 @@
+"""Blocks in the tasks of an event loop: each task sees its own calls, and those of what it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from opintercept import OpInterceptError, hooks, intercept
+from opintercept._engines import kernels, scope
+
+ENGINES: list[Any] = [
+    pytest.param({}, id="kernel"),
+    pytest.param({"engine": "mode"}, id="mode"),
+    pytest.param({"level": "function"}, id="function"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    with intercept():  # takes out the kernels that stayed while a pool had threads
+        pass
+    assert scope.current().blocks == ()
+    assert scope.state.in_tasks == set()
+    assert scope.state.everywhere.blocks == ()
+    assert not kernels._users
+
+
+def product(rows: int) -> None:
+    """A product that tells by its shape who ran it."""
+    torch.ones(rows, 3) @ torch.ones(3, 2)
+
+
+def rows_of(recorder: hooks.Recorder) -> list[int]:
+    return [record.lhs.shape[0] for record in recorder.records if record.lhs is not None]
+
+
+async def watched(rows: int, turns: int = 3, **options: Any) -> list[int]:
+    """Hold a block over awaits; what it has seen."""
+    recorder = hooks.Recorder()
+    with intercept(recorder, **options):
+        for _ in range(turns):
+            product(rows)
+            await asyncio.sleep(0)
+    return rows_of(recorder)
+
+
+@pytest.mark.parametrize("options", ENGINES)
+def test_tasks_see_their_own_calls_through_gather(options: dict[str, Any]) -> None:
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(watched(rows, rows, **options) for rows in range(1, 8)))
+
+    assert asyncio.run(main()) == [[rows] * rows for rows in range(1, 8)]
+
+
+@pytest.mark.parametrize("options", ENGINES)
+def test_a_task_without_a_block_is_seen_by_none(options: dict[str, Any]) -> None:
+    async def unwatched() -> None:
+        for _ in range(5):
+            product(99)
+            await asyncio.sleep(0)
+
+    async def main() -> list[int]:
+        seen, _ = await asyncio.gather(watched(1, **options), unwatched())
+        return seen
+
+    assert asyncio.run(main()) == [1] * 3
+
+
+@pytest.mark.parametrize("options", ENGINES)
+def test_what_a_task_starts_inside_its_block_belongs_to_it(options: dict[str, Any]) -> None:
+    async def part(rows: int) -> None:
+        await asyncio.sleep(0)
+        product(rows)
+
+    async def main() -> tuple[list[int], list[int]]:
+        recorder = hooks.Recorder()
+        with intercept(recorder, **options):
+            other = asyncio.create_task(watched(7, **options))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(part(1))
+                group.create_task(part(2))
+            return rows_of(recorder), await other
+
+    outer, inner = asyncio.run(main())
+    assert inner == [7] * 3
+    assert sorted(rows for rows in outer if rows != 7) == [1, 2]
+
+
+def test_to_thread_carries_the_block_of_its_task() -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        recorder = hooks.Recorder()
+
+        async def held() -> None:
+            with intercept(recorder):
+                await asyncio.to_thread(product, 1)
+                await asyncio.sleep(0)
+                await asyncio.to_thread(product, 2)
+
+        await asyncio.gather(held(), asyncio.to_thread(product, 98))
+        await asyncio.to_thread(product, 99)  # by the same thread of the pool
+        return rows_of(recorder), []
+
+    assert asyncio.run(main())[0] == [1, 2]
+
+
+def test_a_task_that_outlives_the_block_it_was_started_in_is_seen_no_longer() -> None:
+    recorder = hooks.Recorder()
+
+    async def late(left: asyncio.Event) -> None:
+        product(1)
+        await left.wait()
+        product(2)
+
+    async def main() -> None:
+        left = asyncio.Event()
+        with intercept(recorder):
+            task = asyncio.create_task(late(left))
+            await asyncio.sleep(0)
+        left.set()
+        await task
+
+    asyncio.run(main())
+    assert rows_of(recorder) == [1]
+
+
+@pytest.mark.parametrize("options", ENGINES)
+def test_a_block_around_the_loop_sees_every_task(options: dict[str, Any]) -> None:
+    recorder = hooks.Recorder()
+    runner = asyncio.Runner()
+    runner.get_loop()  # its context is copied before the block is entered
+    try:
+        with intercept(recorder, **options):
+
+            async def main() -> None:
+                await asyncio.gather(watched(1, 2, **options), watched(2, 2, **options))
+
+            runner.run(main())
+    finally:
+        runner.close()
+    assert sorted(rows_of(recorder)) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("options", ENGINES)
+def test_a_cancelled_task_leaves_its_block(options: dict[str, Any]) -> None:
+    recorder = hooks.Recorder()
+
+    async def held() -> None:
+        with intercept(recorder, **options):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                product(1)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(held()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        product(99)
+
+    asyncio.run(main())
+    assert rows_of(recorder) == [1] * 3
+
+
+def test_an_async_context_manager_may_hold_a_block() -> None:
+    @asynccontextmanager
+    async def recording() -> AsyncIterator[hooks.Recorder]:
+        recorder = hooks.Recorder()
+        with intercept(recorder):
+            yield recorder
+
+    async def request(rows: int) -> list[int]:
+        async with recording() as recorder:
+            product(rows)
+            await asyncio.sleep(0)
+            await asyncio.to_thread(product, rows)
+        return rows_of(recorder)
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(request(rows) for rows in range(1, 5)))
+
+    assert asyncio.run(main()) == [[rows] * 2 for rows in range(1, 5)]
+
+
+def test_backward_in_a_task_is_that_task_s() -> None:
+    async def train(rows: int) -> list[tuple[str, Any]]:
+        recorder = hooks.Recorder()
+        weight = torch.ones(3, 2, requires_grad=True)
+        with intercept(recorder):
+            loss = (torch.ones(rows, 3) @ weight).sum()
+            await asyncio.sleep(0)
+            loss.backward()  # type: ignore[no-untyped-call]
+            await asyncio.sleep(0)
+        return [(record.phase, record.forward) for record in recorder.records]
+
+    async def main() -> list[list[tuple[str, Any]]]:
+        return await asyncio.gather(*(train(rows) for rows in range(2, 6)))
+
+    assert asyncio.run(main()) == [[("forward", None), ("backward", 0)]] * 4
+
+
+def test_a_pause_is_its_task_s() -> None:
+    async def main() -> list[int]:
+        recorder = hooks.Recorder()
+        interceptor = intercept(recorder)
+
+        async def paused() -> None:
+            with interceptor.paused():
+                await asyncio.sleep(0)
+                product(99)
+                await asyncio.sleep(0)
+
+        async def seen() -> None:
+            for _ in range(4):
+                product(1)
+                await asyncio.sleep(0)
+
+        with interceptor:
+            await asyncio.gather(paused(), seen())
+        return rows_of(recorder)
+
+    assert asyncio.run(main()) == [1] * 4
+
+
+def test_one_interceptor_in_many_tasks_is_one() -> None:
+    recorder = hooks.Recorder()
+    interceptor = intercept(recorder)
+
+    async def held(rows: int) -> None:
+        with interceptor:
+            product(rows)
+            await asyncio.sleep(0)
+            product(rows)
+
+    async def main() -> None:
+        await asyncio.gather(*(held(rows) for rows in range(1, 5)))
+        product(99)
+
+    asyncio.run(main())
+    assert sorted(rows_of(recorder)) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_blocks_of_one_task_are_left_in_order() -> None:
+    async def main() -> None:
+        first, second = intercept(), intercept()
+        first.__enter__()
+        second.__enter__()
+        with pytest.raises(OpInterceptError, match="left in the reverse of the order"):
+            first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+
+    asyncio.run(main())
+
+
+def test_a_block_for_all_threads_in_a_task_sees_every_task() -> None:
+    recorder = hooks.Recorder()
+
+    async def main() -> None:
+        with intercept(recorder, threads="all"):
+            await asyncio.gather(watched(1, 2), watched(2, 1))
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(product, 3).result()
+        product(99)
+
+    asyncio.run(main())
+    assert sorted(rows_of(recorder)) == [1, 1, 2, 3]
+
+
+def test_a_context_that_was_copied_elsewhere_carries_the_block_until_it_is_left() -> None:
+    recorder = hooks.Recorder()
+    copies: list[contextvars.Context] = []
+
+    async def main() -> None:
+        with intercept(recorder):
+            copies.append(contextvars.copy_context())
+            thread = threading.Thread(target=copies[0].run, args=(product, 1))
+            thread.start()
+            await asyncio.to_thread(thread.join)
+        thread = threading.Thread(target=copies[0].run, args=(product, 99))
+        thread.start()
+        thread.join()
+
+    asyncio.run(main())
+    assert rows_of(recorder) == [1]
+
+
+def test_anyio_carries_blocks_too() -> None:
+    anyio = pytest.importorskip("anyio")
+
+    async def request(rows: int, found: dict[int, list[int]]) -> None:
+        recorder = hooks.Recorder()
+        with intercept(recorder):
+            await anyio.sleep(0)
+            await anyio.to_thread.run_sync(product, rows)
+            product(rows)
+        found[rows] = rows_of(recorder)
+
+    async def main() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        async with anyio.create_task_group() as group:
+            for rows in range(1, 6):
+                group.start_soon(request, rows, found)
+        return found
+
+    assert anyio.run(main) == {rows: [rows] * 2 for rows in range(1, 6)}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_thousand_tasks_with_random_awaits_and_cancellations_see_exactly_their_own_calls(seed: int) -> None:
+    choose = random.Random(seed)
+    tasks = 1000
+    made: list[int] = [0] * tasks  # products that each task ran in its block
+    seen: list[hooks.Recorder] = [hooks.Recorder() for _ in range(tasks)]
+
+    async def one(number: int) -> None:
+        rows = number + 1
+        await asyncio.sleep(choose.random() / 100)
+        product(rows)  # outside
+        options = choose.choice([{}, {}, {}, {"level": "function"}, {"engine": "mode"}])
+        with intercept(seen[number], **options):
+            for _ in range(choose.randrange(5)):
+                product(rows)
+                made[number] += 1
+                step: Callable[[], Coroutine[Any, Any, Any]] = choose.choice(
+                    [lambda: asyncio.sleep(0), lambda: asyncio.sleep(choose.random() / 100)]
+                )
+                await step()
+                if choose.random() < 0.1:
+                    await asyncio.to_thread(product, rows)
+                    made[number] += options == {}  # modes are bound to a thread
+        product(rows)
+
+    async def main() -> None:
+        running = [asyncio.create_task(one(number)) for number in range(tasks)]
+        for task in running:
+            if choose.random() < 0.1:
+                await asyncio.sleep(0)
+                task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(main())
+    for number, recorder in enumerate(seen):
+        assert set(rows_of(recorder)) <= {number + 1}
+        # A task that was cancelled while its thread still worked cannot know of that product.
+        assert len(recorder.records) - made[number] in (0, 1)
