@@ -444,7 +444,7 @@ class OpCall:
         try:
             key = look(self.func, self.args, self.kwargs, self.output)
             known = _summaries.get(key)
-        except (AttributeError, RuntimeError, TypeError):  # an exotic tensor, a symbolic size
+        except Exception:  # an exotic tensor, a symbolic size, a subclass whose attributes raise
             return self._summarise()
         if known is None:
             if len(_summaries) >= 4096:  # a program whose shapes never come again
@@ -504,13 +504,13 @@ class TensorMeta:
         """Describe `tensor`; None for what is not a tensor."""
         if not is_tensor(tensor):
             return None
-        return cls(
-            shape_of(tensor),
-            dtype_name(tensor.dtype),
-            str(tensor.device),
-            tuple(tensor.stride()) if is_strided(tensor) else None,
-            bool(tensor.requires_grad),
-        )
+        try:
+            stride = tuple(tensor.stride()) if is_strided(tensor) else None
+            return cls(
+                shape_of(tensor), dtype_name(tensor.dtype), str(tensor.device), stride, bool(tensor.requires_grad)
+            )
+        except Exception:  # a subclass whose attributes raise; what it says of itself is all there is
+            return cls((), f"<{type(tensor).__name__}>", "unknown", None, False)
 
     def __str__(self) -> str:
         device = "" if self.device == "cpu" else f"@{self.device}"
@@ -637,7 +637,10 @@ class Note(NamedTuple):
 
 def is_tensor(value: Any) -> bool:
     """Tell a tensor by its look, so that no torch has to be imported."""
-    return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "requires_grad")
+    try:
+        return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "requires_grad")
+    except Exception:  # a subclass whose attributes raise
+        return hasattr(type(value), "__torch_function__")
 
 
 def is_strided(tensor: Any) -> bool:

@@ -14,8 +14,10 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
+import torch
+
 from opintercept import _call, _entry, _origin
-from opintercept._engines import compiled, dispatch_mode, function_mode, kernels, unseen
+from opintercept._engines import compiled, dispatch_mode, function_mode, greenlets, kernels, unseen
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
@@ -92,6 +94,9 @@ class Interceptor:
         _one_of("engine", engine, EngineChoice)
         _one_of("threads", threads, Threads)
         _one_of("on_error", on_error, OnError)
+        if isinstance(ops, Iterable) and not isinstance(ops, (str, torch._ops.OpOverloadPacket)):
+            ops = list(ops)
+        self._options = (ops, level, engine, threads, on_error)
         chosen = _engine(ops, level, engine, threads)
         hooks = _hooks(hooks, level)
         {"kernel": kernels, "mode": dispatch_mode, "function": function_mode}[chosen].available()
@@ -105,6 +110,11 @@ class Interceptor:
         origin = _origin.Origin(below, _scope.owner, walk)
         self._pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, look)
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, also one in another process, is a new interceptor that has not been entered, with copies of the hooks.
+        ops, *options = self._options
+        return _rebuilt, (list(self._pipeline.hooks), _by_name(ops), *options)
 
     def register(self, hook: Hook) -> Handle:
         """Append a hook; it takes part from the next call on.
@@ -227,6 +237,19 @@ class Interceptor:
                 raise
             except BaseException as exception:
                 resume, value = body.throw, exception
+
+
+def _rebuilt(hooks: Any, ops: Any, level: Any, engine: Any, threads: Any, on_error: Any) -> Interceptor:
+    return Interceptor(hooks, ops=ops, level=level, engine=engine, threads=threads, on_error=on_error)
+
+
+def _by_name(ops: Any) -> Any:
+    """What `ops=` was, with operators by their names, since torch's objects for them cannot be copied."""
+    if isinstance(ops, torch._ops.OpOverload):
+        return ops._name
+    if isinstance(ops, torch._ops.OpOverloadPacket):
+        return str(ops).replace(".", "::", 1)
+    return ops if isinstance(ops, str) or not isinstance(ops, Iterable) else [_by_name(op) for op in ops]
 
 
 # Python calls these from a with statement, as it does `__enter__`.
@@ -427,6 +450,7 @@ def _check_leaving(block: Block | None) -> None:
 def _enter_block(interceptor: Interceptor, block: Block) -> None:
     if interceptor._pipeline.links is not None:
         interceptor._pipeline.links.begin()
+    greenlets.follow()
     engine = block.watcher.engine
     if engine == "kernel":
         kernels.enter(block, interceptor._overloads, interceptor._compiled)
@@ -448,6 +472,8 @@ def _leave_block(block: Block) -> None:
         dispatch_mode.ENGINE.leave(block)
     else:
         function_mode.ENGINE.leave(block)
+    if not _scope.current().blocks:
+        greenlets.unfollow()
     if first and later:
         raise OpInterceptError(
             f"blocks must be left in the reverse of the order they were entered in, got one with {later} entered "

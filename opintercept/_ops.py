@@ -33,9 +33,6 @@ Kwargs = dict[str, Any]
 GemmRule = Callable[["Op", Args, Kwargs], Gemm | None]
 FlopsRule = Callable[["Op", Args, Kwargs], int | None]
 
-# What a rule raises on operands that do not go together: a pre hook may ask before the operator refuses them.
-_MISFITS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
@@ -119,7 +116,7 @@ class Op:
             return None
         try:
             return rule(self, args, kwargs)
-        except _MISFITS:
+        except Exception:  # operands that do not go together: a pre hook may ask before the operator refuses them
             return None
 
     def flops(self, args: Args, kwargs: Kwargs) -> int | None:
@@ -130,7 +127,7 @@ class Op:
                 return None
             try:
                 return self.flops_rule(self, args, kwargs)
-            except _MISFITS:
+            except Exception:  # likewise
                 return None
         shape = self.gemm(args, kwargs)
         return None if shape is None else 2 * shape.batch * shape.m * shape.n * shape.k

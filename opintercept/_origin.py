@@ -442,9 +442,9 @@ def autocast_below(call: OpCall) -> torch.dtype | None:
     try:
         dtype = torch.get_autocast_dtype(lhs.device.type)
         on = torch.is_autocast_enabled(lhs.device.type)
-    except RuntimeError:  # a device without autocast
+        return dtype if not on and lhs.dtype == dtype else None
+    except Exception:  # a device without autocast, or a subclass whose attributes raise
         return None
-    return dtype if not on and lhs.dtype == dtype else None
 
 
 def autocast_above(lhs: Any) -> torch.dtype | None:

@@ -21,7 +21,7 @@ from time import perf_counter
 from types import CodeType, TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
-from opintercept._call import NOWHERE, OpCall, OpSpec, Origin, Phase, Place, describe, is_tensor, look
+from opintercept._call import NOWHERE, OpCall, OpSpec, Origin, Phase, Place, describe, is_tensor, look, shape_of
 from opintercept._errors import HookError, OpInterceptWarning
 
 OnError = Literal["raise", "warn"]
@@ -611,7 +611,7 @@ def _check_alike(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Below autograd the program goes on with the shapes and dtypes that it knows."""
     pairs = [*zip(call.args, args, strict=False), *((call.kwargs[k], kwargs[k]) for k in call.kwargs if k in kwargs)]
     for old, new in pairs:
-        if is_tensor(old) and is_tensor(new):
+        if new is not old and is_tensor(old) and is_tensor(new):
             _check_like("a replaced input at dispatch level", old, new)
 
 
@@ -679,9 +679,18 @@ def check_replacement(output: Any, replacement: Any) -> None:
 
 
 def _check_like(what: str, old: Any, new: Any) -> None:
-    for name in ("shape", "dtype", "device", "layout"):
-        if getattr(old, name) != getattr(new, name):
+    for name, read in _LIKE.items():
+        if read(old) != read(new):
             raise HookError(f"{what} must have the {name} of the operator's, {describe(old)}, got {describe(new)}")
+
+
+# In a dispatch mode, a nested tensor has no `shape`.
+_LIKE: dict[str, Callable[[Any], Any]] = {
+    "shape": shape_of,
+    "dtype": attrgetter("dtype"),
+    "device": attrgetter("device"),
+    "layout": attrgetter("layout"),
+}
 
 
 def copy_into(target: Any, source: Any) -> None:

@@ -27,7 +27,7 @@ LAYERS = (
     {"_pipeline.py"},
     {"_origin.py"},
     {"_engines/__init__.py", "_engines/dynamo.py", "_engines/scope.py"},
-    {"_engines/gradients.py", "_engines/modes.py", "_engines/unseen.py"},
+    {"_engines/gradients.py", "_engines/greenlets.py", "_engines/modes.py", "_engines/unseen.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_engines/compiled/__init__.py"},
     {"_intercept.py"},

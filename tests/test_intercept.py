@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import inspect
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import textwrap
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -953,3 +955,70 @@ def test_a_block_leaves_no_garbage() -> None:
         assert [reference() for reference in weak] == [None] * 3
     finally:
         gc.enable()
+
+
+class Marked:
+    """A hook that can be told from its copy."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def post(self, call: OpCall) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "deep", "pickle"]
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_copy_is_an_interceptor_of_its_own(engine: dict[str, Any], again: Callable[[Any], Any]) -> None:
+    hook = Marked()
+    ops: Any = "matmul" if engine.get("level") == "function" else [torch.ops.aten.mm, torch.ops.aten.bmm.out]
+    first = intercept(hook, ops=ops, **engine)
+    with first:
+        second = again(first)
+        with second:
+            multiply()
+        torch.bmm(A[None], A[None])
+    (copied,) = second._pipeline.hooks
+    assert (copied is hook) is (again is copy.copy)
+    assert hook.calls == (1 if again is not copy.copy else 2) + (ops == "matmul")
+    assert copied.calls == (hook.calls if again is copy.copy else 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nested_tensors_that_a_hook_hands_back_are_the_operator_s(engine: dict[str, Any]) -> None:
+    class Same:
+        def pre(self, call: OpCall) -> Any:
+            return call.args, call.kwargs
+
+    parts = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    plain = torch.nn.functional.linear(parts, torch.ones(5, 3))
+    with intercept(Same(), **engine):
+        seen = torch.nn.functional.linear(parts, torch.ones(5, 3))
+    assert all(map(torch.equal, seen.unbind(), plain.unbind()))
+
+
+class WithoutDtype(torch.Tensor):
+    @property
+    def dtype(self) -> Any:
+        raise LookupError("no dtype")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_subclass_whose_attributes_raise_computes_as_before(engine: dict[str, Any]) -> None:
+    records: list[str] = []
+
+    class Looks:
+        def pre(self, call: OpCall) -> Any:
+            return call.args, call.kwargs
+
+        def post(self, call: OpCall) -> None:
+            records.append(str(call.record()))
+
+    tensor = A.as_subclass(WithoutDtype)
+    with intercept(Looks(), **engine):
+        output = torch.mm(tensor, tensor)
+    assert output.as_subclass(torch.Tensor).equal(torch.mm(A, A))
+    assert len(records) == 1
+    assert "mm <WithoutDtype>[]@unknown @ <WithoutDtype>[]@unknown" in records[0]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import COMPILED
 
-from opintercept import OpInterceptError, hooks, intercept
+from opintercept import OpCall, OpInterceptError, hooks, intercept
 from opintercept._engines import kernels, scope
 
 ENGINES: list[Any] = [
@@ -314,6 +315,34 @@ def test_anyio_carries_blocks_too() -> None:
         return found
 
     assert anyio.run(main) == {rows: [rows] * 2 for rows in range(1, 6)}
+
+
+@pytest.mark.parametrize("options", [{}, COMPILED])
+def test_other_greenlets_are_seen_while_a_hook_has_switched_away(options: dict[str, Any]) -> None:
+    greenlet = pytest.importorskip("greenlet")
+    seen: list[int] = []
+    main = greenlet.getcurrent()
+
+    def work() -> None:
+        while True:
+            product(2)
+            main.switch()
+
+    other = greenlet.greenlet(work)
+
+    def hook(call: OpCall) -> None:
+        seen.append(call.output.shape[0])
+        if call.output.shape[0] == 1:
+            other.switch()
+            product(99)  # the hook's own, which is never seen
+
+    with intercept(hook, **options):
+        product(1)
+        other.switch()
+        product(1)
+    other.switch()
+    assert seen == [1, 2, 2, 1, 2]
+    assert greenlet.gettrace() is None
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -281,6 +281,10 @@ class Scope:
             self._hidden = Scope(self.blocks, self.carried, hidden=True, floor=self._above(), owner=self.owner)
         return self._hidden
 
+    def outside(self) -> Scope:
+        """The scope of the thread around the hooks and operators that run in this one."""
+        return Scope(self.blocks, self.carried, owner=self.owner)
+
     def _above(self) -> int:
         return self.blocks[-1].order + 1 if self.blocks else 0
 
