@@ -183,7 +183,7 @@ def test_calls_that_raise_are_there_with_their_operands(tmp_path: Path) -> None:
     assert failed.error is not None
     assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)" in failed.error
     assert (set(failed.values), failed.record.output, failed.record.elapsed) == ({"lhs", "rhs"}, None, None)
-    assert failed.arguments is not None
+    assert failed.given is not None
     assert (fine.error, fine.record.index) == (None, 1)
 
 
@@ -277,15 +277,15 @@ def test_arguments_hold_all_that_the_call_was_given(tmp_path: Path) -> None:
         a.t().conj() @ b[:3]
     run = open_run(tmp_path / "run")
     for call in run.calls():
-        assert call.arguments is not None
+        assert call.given is not None
     call = next(run.calls())
-    assert call.arguments is not None
+    assert call.given is not None
 
     def value(plain: Any) -> Any:
         return run.load(0, plain["tensor"]) if isinstance(plain, dict) else plain
 
-    args = [value(plain) for plain in call.arguments["args"]]
-    kwargs = {name: value(plain) for name, plain in call.arguments["kwargs"].items()}
+    args = [value(plain) for plain in call.given["args"]]
+    kwargs = {name: value(plain) for name, plain in call.given["kwargs"].items()}
     assert torch.equal(torch.addmm(*args, **kwargs), expected)
 
 
@@ -1164,7 +1164,7 @@ def test_flight_writes_the_last_calls_and_the_operands_of_the_one_that_raised(te
     assert rhs is not None
     assert torch.equal(lhs, torch.full((200, 3), 7.0))
     assert torch.equal(rhs, torch.full((2, 3), 5.0))
-    assert failed.arguments is not None
+    assert failed.given is not None
 
 
 @pytest.mark.parametrize("kind", ["block", "decorator", "generator", "coroutine"])

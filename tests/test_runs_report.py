@@ -113,7 +113,7 @@ def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]
         heat = report._Heat()
         for module, step, forward in places:
             record = replace(CALL, module=str(module), step=step, phase="forward" if forward else "backward")
-            row = heat.add(report.StoredCall(record, 0, {}, {}, None, None))
+            row = heat.add(report.StoredCall(record, 0, {}, {}, None, None, None))
             assert row is None or list(heat.modules)[row] == str(module)
         shown = heat.as_dict()
     bounds.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 import struct
@@ -60,7 +61,8 @@ CALL: dict[str, Any] = {
         "lhs": {"hash": "0" * 16, "count": 6, "nan": 0, "inf": 0, "min": 0.0, "max": 1.0, "mean": 0.5, "rms": 0.6}
     },
     "tensors": {"lhs": "0/0123456789abcdef-0"},
-    "arguments": {"args": [{"tensor": "0/0123456789abcdef-0", "shape": [2], "stride": [1]}], "kwargs": {}},
+    "arguments": {"alpha": 1, "scale": None, "padding": [[0, 1.5], "same"]},
+    "given": {"args": [{"tensor": "0/0123456789abcdef-0", "shape": [2], "stride": [1]}], "kwargs": {}},
     "error": None,
 }
 DELETED = object()
@@ -127,6 +129,58 @@ def test_a_line_that_is_as_written_is_read(tmp_path: Path) -> None:
     assert json.loads(json.dumps(call.record.as_dict())) == plain
     assert call.values["lhs"].as_dict() == CALL["values"]["lhs"]
     assert (call.tensors, call.arguments, call.error) == (CALL["tensors"], CALL["arguments"], None)
+    assert call.given == CALL["given"]
+
+
+def test_a_run_of_before_arguments_had_names_is_read(tmp_path: Path) -> None:
+    old = changed(CALL, ("given",), DELETED) | {"arguments": CALL["given"]}
+    bare = changed(changed(CALL, ("given",), DELETED), ("arguments",), DELETED)
+    found = [(call.arguments, call.given) for call in open_run(make(tmp_path, old, bare)).calls()]
+    assert found == [(None, CALL["given"]), (None, None)]
+
+
+def test_tensors_have_the_names_of_their_parameters(tmp_path: Path) -> None:
+    names = ["attn_mask", "hx_", "weights[0]", "args[12][3]", "output.12", "output_mask"]
+    value, place = CALL["values"]["lhs"], CALL["tensors"]["lhs"]
+    line = CALL | {"values": dict.fromkeys(names, value), "tensors": dict.fromkeys(names, place)}
+    (call,) = open_run(make(tmp_path, line)).calls()
+    assert list(call.values) == list(call.tensors) == names
+    assert [store.is_output(name) for name in names] == [False] * 4 + [True, False]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("values", {"a b": CALL["values"]["lhs"]}),
+        ("values", {"a" * 102: CALL["values"]["lhs"]}),
+        ("values", {"a[1]" + "[1]" * 4: CALL["values"]["lhs"]}),
+        ("values", {f"a{i}": CALL["values"]["lhs"] for i in range(store.MAX_ROLES + 1)}),
+        ("tensors", {"../a": "0/0123456789abcdef-0"}),
+        ("arguments", []),
+        ("arguments", {"a": {}}),
+        ("arguments", {"a": [[[[[1]]]]]}),
+        ("arguments", {"a": 2**64}),
+        ("arguments", {"a": -(2**63) - 1}),
+        ("arguments", {"a" * 101: 1}),
+        ("arguments", {f"a{i}": 1 for i in range(store.MAX_ARGUMENTS + 1)}),
+        ("arguments", {"a": [0] * (store.MAX_LIST + 1)}),
+        ("given", []),
+        ("given", {"args": {}, "kwargs": {}}),
+    ],
+    ids=range(15),
+)
+def test_names_and_arguments_are_bounded(field: str, value: Any, tmp_path: Path) -> None:
+    found = read(make(tmp_path, CALL | {field: value}, changed(CALL, ("index",), 7)))
+    assert [call.record.index for call in found] == [7]
+
+
+def test_arguments_are_plain_and_short(tmp_path: Path) -> None:
+    line = json.dumps(CALL | {"arguments": {"a": math.nan, "b": -math.inf, "c": "x" * 5000, "d": "\ud800", "e": True}})
+    (call,) = open_run(make(tmp_path, f"{line}\n".encode())).calls()
+    arguments = call.arguments
+    assert arguments is not None
+    assert {**arguments, "c": None} == {"a": "nan", "b": "-inf", "c": None, "d": "?", "e": True}
+    assert len(arguments["c"]) == store.MAX_TEXT + 3
 
 
 @settings(RELAXED, max_examples=200)
@@ -210,7 +264,7 @@ def test_a_torn_line_is_skipped_with_one_warning(tmp_path: Path) -> None:
 DEEP = b"[" * 500_000 + b"]" * 500_000
 LINES = {
     "deep list": b'{"index":' + DEEP + b"}",
-    "deep, within Python's limit": json.dumps(changed(CALL, ("arguments", "args"), []))
+    "deep, within Python's limit": json.dumps(changed(CALL, ("given", "args"), []))
     .encode()
     .replace(b'"args": []', b'"args": [' + b"[" * 800 + b"]" * 800 + b"]"),
     "deep object": b'{"a":' * 300_000 + b"1" + b"}" * 300_000,
@@ -353,7 +407,7 @@ def test_places_are_those_of_the_calls(tmp_path: Path) -> None:
 
 
 def named(name: str) -> StoredCall:
-    return StoredCall(None, 0, {}, {"lhs": name}, None, None)  # type: ignore[arg-type]
+    return StoredCall(None, 0, {}, {"lhs": name}, None, None, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

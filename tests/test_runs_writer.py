@@ -75,7 +75,7 @@ def test_a_line_is_what_the_record_says(started: Writer, tmp_path: Path) -> None
     assert call.record == plain.note.record()
     assert type(call.record) is CallRecord
     assert {role: value.read() for role, value in plain.values.items()} == call.values
-    assert call.arguments == plain.arguments
+    assert call.given == plain.arguments
     assert call.error == nasty.replace("\ud800", "?")
     text = (tmp_path / "run/calls.jsonl").read_text("ascii")
     assert text.count("\n") == 1
@@ -251,7 +251,7 @@ def test_a_line_that_would_be_too_long_goes_without_arguments(tmp_path: Path, mo
     thread.put(long)
     thread.close()
     (call,) = calls_in(tmp_path / "run")
-    assert call.arguments is None
+    assert call.given is None
 
 
 def test_only_a_run_is_removed(tmp_path: Path) -> None:

@@ -256,12 +256,12 @@ def _function(call: StoredCall) -> tuple[Callable[..., Any], str]:
 
 
 def _given(call: StoredCall) -> Mapping[str, Any]:
-    if call.arguments is None:
+    if call.given is None:
         raise OpInterceptError(
             f"a call can be run again if its arguments were kept, got call {call.record.index} without; record with "
             'tensors="full" (`opintercept run --tensors full`)'
         )
-    return call.arguments
+    return call.given
 
 
 def _arguments(

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,13 +35,20 @@ MAX_LINE = 1 << 22
 MAX_INFO = 1 << 20
 MAX_TEXT = 4096
 MAX_DIMS = 64
+# Tensors and other arguments of one call, and how deep lists in those are nested.
+MAX_ROLES = 2048
+MAX_ARGUMENTS = 256
+MAX_PARAMETER = 100
+MAX_LIST = 1 << 16
+MAX_DEPTH = 4
 # Of one tensor that is read back; names say where a tensor is: its file's number and its name in there.
 MAX_TENSOR = 1 << 32
 _NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _ROLES = frozenset(("lhs", "rhs", "bias", "output"))
-_ROLE = re.compile(r"lhs|rhs|bias|value|output(?:\.[1-9][0-9]?)?", re.ASCII)
+# A role, an output's place, or the name of a parameter: `attn_mask`, `weights[0]`.
+_ROLE = re.compile(r"output\.[1-9][0-9]?|[A-Za-z_][A-Za-z0-9_]{0,99}(?:\[[0-9]{1,6}\]){0,4}", re.ASCII)
 
 Kept = Literal["none", "stats", "sample", "full"]
 
@@ -90,9 +97,13 @@ class StoredCall:
         record: Its summary.
         rank: Of the process that made it, 0 where there was one.
         values: What its operands and outputs were, by role: `"lhs"`, `"rhs"`, `"bias"`, `"value"` of an attention,
-            `"output"`, and of several outputs `"output.1"` and on.
+            `"output"`, and of several outputs `"output.1"` and on; other tensors by the name of their parameter:
+            `"attn_mask"`, `"weights[0]"`.
         tensors: For `Run.tensor`, by the same roles: where the values are, all or a sample.
-        arguments: For `tensors="full"`: `{"args": [...], "kwargs": {...}}` as plain data, see `hooks._repro`.
+        arguments: What is no tensor, by the name of its parameter, defaults included: `"alpha"`, `"is_causal"`. NaN
+            and infinities, complex numbers, dtypes, devices and layouts are strings. None in runs of 0.1, which did
+            not record them.
+        given: For `tensors="full"`: `{"args": [...], "kwargs": {...}}` as plain data, see `hooks._repro`.
         error: What the call raised, `"RuntimeError: ..."`; None for one that returned.
     """
 
@@ -101,6 +112,7 @@ class StoredCall:
     values: Mapping[str, Values]
     tensors: Mapping[str, str]
     arguments: Mapping[str, Any] | None
+    given: Mapping[str, Any] | None
     error: str | None
 
 
@@ -307,7 +319,7 @@ class Run:
         return self.load(call.rank, call.tensors[role], limit) if role in call.tensors else None
 
     def load(self, rank: int, name: str, limit: int = MAX_TENSOR) -> torch.Tensor:
-        """The same by the tensor's name, for those in `arguments`."""
+        """The same by the tensor's name, for those in `given`."""
         match = _NAME.fullmatch(name)
         if match is None or rank not in self._parts:
             raise OpInterceptError(f"a tensor must have a name such as '0/0123456789abcdef-0', got {name!r}")
@@ -467,12 +479,16 @@ def _shared(plain: Any) -> dict[str, Any] | None:
 
 def _stored(plain: Any, shared: dict[str, Any], rank: int) -> StoredCall | None:
     try:
-        values = {_role(role): _values(entry) for role, entry in _is(plain.get("values", {}), dict).items()}
-        tensors = {_role(role): _name(name) for role, name in _is(plain.get("tensors", {}), dict).items()}
-        arguments = plain.get("arguments")
+        values = {_role(role): _values(entry) for role, entry in _entries(plain.get("values", {}), MAX_ROLES)}
+        tensors = {_role(role): _name(name) for role, name in _entries(plain.get("tensors", {}), MAX_ROLES)}
+        arguments, given = plain.get("arguments"), plain.get("given")
+        if given is None and arguments is not None and arguments.keys() == {"args", "kwargs"}:
+            arguments, given = None, arguments  # of 0.1
         if arguments is not None:
-            _items(_is(arguments, dict)["args"], MAX_LINE)
-            _is(arguments["kwargs"], dict)
+            arguments = {_parameter(name): _argument(value) for name, value in _entries(arguments, MAX_ARGUMENTS)}
+        if given is not None:
+            _items(_is(given, dict)["args"], MAX_LINE)
+            _is(given["kwargs"], dict)
         record = CallRecord(
             index=_count(plain["index"]),
             step=_count(plain["step"]),
@@ -485,7 +501,7 @@ def _stored(plain: Any, shared: dict[str, Any], rank: int) -> StoredCall | None:
             elapsed=_number_or_none(plain["elapsed"]),
             **shared,
         )
-        return StoredCall(record, rank, values, tensors, arguments, _text_or_none(plain.get("error")))
+        return StoredCall(record, rank, values, tensors, arguments, given, _text_or_none(plain.get("error")))
     except (AttributeError, *_WRONG):
         return None
 
@@ -542,6 +558,12 @@ def _items(value: Any, most: int = MAX_DIMS) -> list[Any]:
     return value  # type: ignore[no-any-return]
 
 
+def _entries(value: Any, most: int) -> ItemsView[str, Any]:
+    if len(_is(value, dict)) > most:
+        raise ValueError(f"at most {most}")
+    return value.items()  # type: ignore[no-any-return]
+
+
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError("a text")
@@ -584,10 +606,38 @@ def _choice(value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
+def is_output(role: str) -> bool:
+    """Whether a role is an output's: a parameter may be called `output_mask`."""
+    return role == "output" or role.startswith("output.")
+
+
 def _role(value: str) -> str:
     if value not in _ROLES and not _ROLE.fullmatch(value):
         raise ValueError("a role")
     return value
+
+
+def _parameter(name: str) -> str:
+    if len(name) > MAX_PARAMETER:
+        raise ValueError("a parameter's name")
+    return _text(name)
+
+
+def _argument(value: Any, depth: int = 0) -> Any:
+    """An argument that is no tensor: a number, a text, None or a list of those."""
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is str:
+        return _text(value)
+    if type(value) is int:
+        if not -(2**63) <= value < 2**64:
+            raise ValueError("a whole number of 64 bits")
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else str(value)
+    if depth == MAX_DEPTH:
+        raise ValueError(f"lists nested at most {MAX_DEPTH} deep")
+    return [_argument(item, depth + 1) for item in _items(value, MAX_LIST)]
 
 
 def _name(value: Any) -> str:
