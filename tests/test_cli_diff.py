@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runs_diff import ATTENTION, call, chain, values, write
+from test_runs_diff import ATTENTION, attention, call, chain, ranked, values, write
 
 from opintercept.cli import main
 
@@ -105,6 +105,103 @@ def test_an_attention_and_an_error_are_told(shown: Any) -> None:
     assert "  raised in B: RuntimeError: no\\nmemory\n" in shown([call("a", "x", "w", "y")], [raised])[1]
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ({"is_causal": True}, {"is_causal": False}, ["changed argument: is_causal was True in A and is False in B"]),
+        ({"scale": None}, {"scale": 0.5}, ["changed argument: scale was None in A and is 0.5 in B"]),
+        ({}, {"name": "x\x1b"}, []),
+        ({"name": "a"}, {"name": "x\x1b"}, ["changed argument: name was 'a' in A and is 'x\\x1b' in B"]),
+    ],
+    ids=str,
+)
+def test_a_changed_argument_is_named(shown: Any, a: dict[str, Any], b: dict[str, Any], said: list[str]) -> None:
+    status, text = shown(attention(a), attention(b, "y'" if said else "y"))
+    assert status == bool(said)
+    assert [line.strip() for line in text.splitlines() if "argument:" in line] == said
+    assert "unclear" not in text
+
+
+def test_a_changed_mask_is_named(shown: Any) -> None:
+    text = shown(attention(attn_mask="m"), attention(output="y'", attn_mask="m'"))[1]
+    assert "\n  changed operand: attn_mask differs, and no call that differs before it explains that\n" in text
+    assert re.search(r"^  attn_mask +differs +16 values +16 values +hash ", text, re.MULTILINE)
+    for a, b, run in (
+        (attention(), attention(output="z", attn_mask="m"), "B"),
+        (attention(attn_mask="m"), attention(output="z"), "A"),
+    ):
+        text = shown(a, b)[1]
+        assert f"  changed operand: attn_mask (only {run} has one) differs, and no call that differs before it" in text
+
+
+def test_operands_and_outputs_with_nan_are_named(shown: Any) -> None:
+    b = chain("a")
+    for role, counts in (("lhs", {"nan": 3}), ("rhs", {"nan": 1, "inf": 2}), ("output", {"nan": 16})):
+        b[0]["values"][role] = values(f"{role}'") | counts
+    text = shown(chain("a"), b)[1]
+    assert "  NaN or Inf in operands: lhs of B (3 NaN of 16), rhs of B (1 NaN and 2 Inf of 16)\n" in text
+    assert "  NaN or Inf in outputs: output of B (16 NaN of 16)\n" in text
+
+
+def test_a_rank_that_one_run_lacks_is_named_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = chain("a", "b")
+    folders = {
+        "four": [same] * 4,
+        "two": [same, same, None, None],
+        "empty": [same, [], same, same],
+        "pair": [same] * 2,
+        "one": [same],
+    }
+    for name, ranks in folders.items():
+        ranked(tmp_path / name, *ranks)
+    write(tmp_path / "none", [])
+    write(tmp_path / "some", chain("a"))
+
+    def told(a: str, b: str) -> tuple[int, list[str]]:
+        status = main(["diff", str(tmp_path / a), str(tmp_path / b)])
+        lines = capsys.readouterr().out.splitlines()
+        return status, [line for line in lines if " is " in line or " are " in line or line == "no call differs"]
+
+    compared = "nothing was compared with"
+    assert told("four", "two") == (1, [f"ranks 2, 3 are missing in B: {compared} 4 calls of A"])
+    assert told("two", "four") == (1, [f"ranks 2, 3 are missing in A: {compared} 4 calls of B"])
+    assert told("four", "pair") == (1, [f"ranks 2, 3 are missing in B: {compared} 4 calls of A"])
+    assert told("four", "empty") == (1, [f"rank 1 is without calls in B: {compared} 2 calls of A"])
+    assert told("some", "none") == (1, [f"rank 0 is without calls in B: {compared} 1 call of A"])
+    lost = [f"ranks 2, 3 are missing in {run}, which had 4 processes" for run in "AB"]
+    assert told("two", "two") == (0, [*lost, "no call differs"])
+    assert told("four", "four") == (0, ["no call differs"])
+
+
+def test_a_torn_file_is_told_in_one_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        write(tmp_path / name, chain("a"))
+        with (tmp_path / name / "calls.jsonl").open("a") as file:
+            file.write('{"index": 1, "op')
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" has ")[0] for line in lines] == [
+        f"opintercept diff: warning: {tmp_path / name / 'calls.jsonl'}" for name in "ab"
+    ]
+
+
+def test_tables_fit_the_terminal(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"encoder.layers.{number}.attention.output.dense.projection" for number in range(2)]
+    monkeypatch.setenv("COLUMNS", "80")
+    text = shown(chain(*names), chain(*names, of=names[0]))[1]
+    rows = [
+        line for line in text.splitlines() if " forward " in line and "encoder" in line and not line.startswith("f")
+    ]
+    assert len(rows) == 2
+    tables = [line for line in text.splitlines()[4:] if not line.startswith(("first divergence", "  changed"))]
+    assert max(map(len, tables)) <= 80
+    assert all(row.startswith("encoder.") and ".projection  " in row for row in rows)
+    monkeypatch.delenv("COLUMNS")
+    assert names[1] in shown(chain(*names), chain(*names, of=names[0]))[1]
+
+
 def test_names_do_not_reach_the_terminal_as_they_are(shown: Any) -> None:
     name = "\x1b[2Jm\n\u202e[red]"
     a = [call(name, "x", "w", "y", source=name, op=f"aten::{name}")]
@@ -133,18 +230,21 @@ def test_json_is_strict_and_whole(shown: Any) -> None:
     ("arguments", "message"),
     [
         (["{a}", "{a}x"], r"a run must be a folder with run\.json"),
-        (["{a}", "{empty}"], r"two runs must have calls in common, got none: 1 calls in '.*/a', 0 in '.*/empty'"),
+        (["{empty}", "{empty}"], r"two runs must have calls in common, got none: 0 calls in '.*/empty', 0 in "),
+        (["{a}", "{a}", "--op", "bmm"], r"--op must match an operator of the runs, got 'bmm'; did you mean 'mm'\?"),
+        (["{a}", "{a}", "--op", "mm", "--op", "x"], r"--op must match an operator of the runs, got 'x'; `opinter"),
         (
-            ["{a}", "{a}", "--op", "bmm"],
-            r"two runs must have calls in common that are asked for, got none: 1 ",
+            ["{a}", "{a}", "--module", "encodr.*"],
+            r"--module must match a .*got 'encodr\.\*'; did you mean 'encoder\.0'",
         ),
+        (["{a}", "{a}", "--phase", "backward"], r"two runs must have calls in common that are asked for, got none: 1 "),
     ],
-    ids=["no run", "no calls", "no such calls"],
+    ids=["no run", "no calls", "no such operator", "one such operator", "no such module", "no such calls"],
 )
 def test_what_cannot_be_compared_exits_with_2(
     tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "a", chain("a"))
+    write(tmp_path / "a", chain("encoder.0"))
     write(tmp_path / "empty", [])
     assert main(["diff", *(argument.format(a=tmp_path / "a", empty=tmp_path / "empty") for argument in arguments)]) == 2
     out, err = capsys.readouterr()

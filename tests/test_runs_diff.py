@@ -227,6 +227,151 @@ def test_an_attention_has_operands_that_are_not_recorded(compare: Any, value: st
     assert kinds(found)["attn"] == {kind: 1}
 
 
+def attention(arguments: dict[str, Any] | None = None, output: str = "y", **more: Any) -> list[dict[str, Any]]:
+    """One call of an attention whose arguments were recorded."""
+    given = {"dropout_p": 0.0, "is_causal": True, "attn_mask": None, "scale": None} | (arguments or {})
+    given = {name: value for name, value in given.items() if name not in more}
+    return [call("attn", "q", "k", output, op=ATTENTION, more={"value": "v"} | more, arguments=given)]
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("is_causal", True, False),
+        ("scale", None, 0.5),
+        ("scale", 0.25, 0.5),
+        ("dropout_p", 0.0, 0.1),
+        ("dropout_p", 0.1, 0.2),
+        ("beta", [1, 2], [1, 3]),
+        ("beta", 1.0, "nan"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_differs_is_named(compare: Any, name: str, one: Any, other: Any) -> None:
+    a, b = ([*chain("a"), *attention({name: value}, output)] for value, output in ((one, "y"), (other, "y'")))
+    found = compare(a, b)
+    assert found.kinds == {"equal": 1, "changed argument": 1}
+    assert (found.first.kind, found.first.arguments, found.first.changed) == (
+        "changed argument",
+        ((name, one, other),),
+        (),
+    )
+    assert found.as_dict()["first"]["arguments"] == [[name, one, other]]
+    assert not compare(a, b, rtol=0.1, atol=0.01).equal
+    # It may have made no difference yet.
+    b[1]["values"]["output"] = a[1]["values"]["output"]
+    assert compare(a, b).kinds == {"equal": 1, "changed argument": 1}
+
+
+def test_an_argument_is_compared_where_no_values_are(compare: Any) -> None:
+    a, b = ([call("a", "x", "w", "y", kept=False, arguments={"alpha": alpha})] for alpha in (1, 2))
+    assert compare(a, b).first.arguments == (("alpha", 1, 2),)
+    assert compare(a, a).kinds == {"not compared": 1}
+
+
+def test_an_argument_that_differs_is_named_beside_a_changed_operand(compare: Any) -> None:
+    b = attention({"is_causal": False}, "y'")
+    b[0]["values"]["rhs"] = values("k'")
+    found = compare(attention(), b)
+    assert (found.first.kind, found.first.changed) == ("changed argument", ("rhs",))
+    # What follows inherits.
+    found = compare([*attention(), *chain("a")], [*b, call("a", "x0'", "wa", "y0'")])
+    assert kinds(found)["a"] == {"inherited": 1}
+
+
+def test_with_all_arguments_recorded_an_output_that_differs_is_added(compare: Any) -> None:
+    assert compare(attention(), attention(output="y'")).first.kind == "added"
+    # Random numbers are not recorded, and neither are the arguments of older runs.
+    random = {"dropout_p": 0.1}
+    assert compare(attention(random), attention(random, "y'")).first.kind == "unclear"
+    old = [{name: value for name, value in line.items() if name != "arguments"} for line in attention(output="y'")]
+    assert compare(attention(), old).first.kind == "unclear"
+    assert compare(old, attention(output="y'")).equal
+
+
+def test_a_tolerance_is_for_arguments_too(compare: Any) -> None:
+    a, b = attention({"scale": 0.5}), attention({"scale": 0.5001})
+    assert compare(a, b).first.arguments == (("scale", 0.5, 0.5001),)
+    assert compare(a, b, rtol=1e-3).equal
+    a, b = ([call("a", "x", "w", "y", arguments={"out_dtype": dtype})] for dtype in ("torch.float32", "torch.bfloat16"))
+    assert not compare(a, b).equal
+    assert compare(a, b, rtol=1e-3).equal
+
+
+def test_another_kernel_need_not_have_the_same_arguments(compare: Any) -> None:
+    a = [call("attn", "q", "k", "y", op=ATTENTION, arguments={"is_causal": True, "scale": None, "device": "cpu"})]
+    kernel = "aten::_scaled_dot_product_efficient_attention"
+    given = {"is_causal": True, "scale": 0.5, "compute_log_sumexp": False, "device": "cuda:0"}
+    b = [call("attn", "q", "k", "y", op=kernel, arguments=given)]
+    assert compare(a, b).equal
+    b[0]["arguments"]["is_causal"] = False
+    assert compare(a, b).first.arguments == (("is_causal", True, False),)
+
+
+def test_a_mask_that_differs_is_a_changed_operand(compare: Any) -> None:
+    found = compare(attention(attn_mask="m"), attention(output="y'", attn_mask="m'"))
+    assert (found.first.kind, found.first.changed, found.first.arguments) == ("changed operand", ("attn_mask",), ())
+    role = next(role for role in found.first.operands if role.role == "attn_mask")
+    assert (role.equal, role.by, role.a.shape) == (False, "hash", (16,))
+
+
+def test_a_mask_that_one_run_has_is_a_changed_operand_whatever_came_before(compare: Any) -> None:
+    found = compare([*chain("a"), *attention(attn_mask="m")], [*chain("a", of="a"), *attention(output="y'")])
+    assert kinds(found) == {"a": {"changed operand": 1}, "attn": {"changed operand": 1}}
+    last = next(pair for pair in found.worst if pair.a.record.module == "attn")
+    assert (last.changed, last.arguments) == (("attn_mask",), ())
+    # Where no values are kept the arguments tell: the mask is no longer None.
+    a, b = attention(), attention(attn_mask="m")
+    for line in (*a, *b):
+        del line["values"]
+    assert compare(a, b).first.arguments == (("attn_mask", None, "(not recorded)"),)
+
+
+def test_a_state_that_differs_is_inherited_or_changed(compare: Any) -> None:
+    def program(prime: str, first: str = "", steps: int = 2) -> list[dict[str, Any]]:
+        calls = []
+        for step in range(steps):
+            calls.append(call("a", f"x{step}", "w", f"y{step}{first}", step=step))
+            states = {"hx_": f"h{prime}", "weights[0]": "w0"}
+            arguments = {"batch_first": False, "num_layers": 1}
+            calls.append(call("rnn", "i", "w", f"o{step}{prime}", more=states, arguments=arguments, op="aten::lstm"))
+        return calls
+
+    found = compare(program(""), program("'"))
+    assert kinds(found) == {"rnn": {"changed operand": 2}}
+    assert found.first.changed == ("hx_",)
+    # The same in every call, while what differed before it changed from call to call.
+    found = compare(program(""), program("'", "'"))
+    assert kinds(found) == {"a": {"added": 2}, "rnn": {"changed operand": 2}}
+    assert kinds(compare(program("", steps=1), program("'", "'", steps=1)))["rnn"] == {"inherited": 1}
+
+
+def test_seeds_that_an_attention_is_given_make_no_difference(compare: Any) -> None:
+    assert compare(attention(philox_seed="s"), attention(philox_seed="t")).equal
+
+
+def test_models_with_equal_inner_names_are_never_paired_with_each_other(compare: Any) -> None:
+    """Whichever trains first, and however often."""
+
+    def program(order: list[str], prime: str = "") -> list[dict[str, Any]]:
+        return [
+            call(
+                f"{model}.main.{layer}", f"x{n}{model}{layer}{prime}", f"w{model}{layer}", f"y{n}{model}{layer}{prime}"
+            )
+            for n, model in enumerate(order)
+            for layer in range(2)
+        ]
+
+    one, other = ["Generator", "Discriminator"] * 2, ["Discriminator", "Generator"] * 2
+    for a, b in ((one, other), (other, one), (one, ["Discriminator"] * 3 + ["Generator"]), (one, one[:-1])):
+        found = compare(program(a), program(b, "'"), limit=1000)
+        assert found.pairs == 2 * sum(min(a.count(model), b.count(model)) for model in set(a))
+        assert {(row.module, row.other) for row in found.modules} == {
+            (f"{model}.main.{layer}",) * 2 for model in set(a) for layer in range(2)
+        }
+        assert all(pair.a.record.module == pair.b.record.module for pair in found.worst)
+
+
 def test_a_call_that_raised_in_one_run_differs(compare: Any) -> None:
     raised = call("a", "x", "w", None, error="RuntimeError: no memory at 0x12")
     found = compare([raised], chain("a"))
@@ -309,8 +454,8 @@ def test_runs_without_a_common_call_cannot_be_compared(compare: Any) -> None:
     other = [call("b", "x", "w", "y", shape=[2, 4], phase="backward")]
     with pytest.raises(OpInterceptError, match=r"two runs must have calls in common, got none: 1 calls in .*, 1 in "):
         compare(chain("a"), other)
-    with pytest.raises(OpInterceptError, match=r"got none: 0 calls in "):
-        compare([], chain("a"))
+    with pytest.raises(OpInterceptError, match=r"got none: 0 calls in .*, 0 in "):
+        compare([], [])
 
 
 def many(numbers: list[int]) -> list[dict[str, Any]]:
@@ -456,6 +601,71 @@ def test_one_process_is_compared_with_each_of_several(tmp_path: Path) -> None:
     assert ("world size", "1", "2") in found.settings
     assert runs.diff(two, one).ranks == ((0, 0), (1, 0))
     assert runs.diff(two, two).equal
+
+
+def ranked(folder: Path, *ranks: list[dict[str, Any]] | None, world_size: int | None = None) -> runs.Run:
+    """A run of several processes; None is one whose folder is missing."""
+    for rank, calls in enumerate(ranks):
+        if calls is not None:
+            write(folder / f"rank{rank}", calls, rank=rank, world_size=world_size or len(ranks))
+    return runs.open_run(folder)
+
+
+def test_a_rank_that_only_one_run_has_is_a_difference(tmp_path: Path) -> None:
+    same = chain("a", "b")
+    four = ranked(tmp_path / "four", same, same, same, same)
+    two = ranked(tmp_path / "two", same, same, None, None)
+    found = runs.diff(four, two)
+    assert not found.equal
+    assert (found.first, found.ranks, found.calls) == (None, ((0, 0), (1, 1)), (8, 4))
+    assert found.absent == (runs.Absent("b", 2, False, 2), runs.Absent("b", 3, False, 2))
+    assert {(row.run, row.rank, row.module) for row in found.unmatched} == {("a", r, m) for r in (2, 3) for m in "ab"}
+    assert json.loads(json.dumps(found.as_dict()))["absent"][0] == {"run": "b", "rank": 2, "empty": False, "calls": 2}
+    assert [each.run for each in runs.diff(two, four).absent] == ["a", "a"]
+    assert runs.diff(two, two).equal
+    # One folder is left, which is still one of several processes and no run of one.
+    one = ranked(tmp_path / "one", same, None, world_size=2)
+    assert runs.diff(ranked(tmp_path / "pair", same, same), one).absent == (runs.Absent("b", 1, False, 2),)
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["empty file", "no file"])
+def test_a_rank_without_calls_is_a_difference(tmp_path: Path, written: bool) -> None:
+    same = chain("a", "b")
+    full, empty = ranked(tmp_path / "full", same, same), ranked(tmp_path / "empty", same, [])
+    if not written:
+        (tmp_path / "empty" / "rank1" / "calls.jsonl").unlink()
+    for found, side in ((runs.diff(full, empty), "b"), (runs.diff(empty, full), "a")):
+        assert not found.equal
+        assert found.absent == (runs.Absent(side, 1, True, 2),)
+        assert sum(found.unmatched_calls) == 2
+    # Neither has calls of it, as where one process alone is recorded.
+    assert runs.diff(empty, empty).equal
+
+
+def test_an_empty_run_is_a_difference(compare: Any) -> None:
+    found = compare(chain("a", "b"), [])
+    assert (found.equal, found.pairs, found.first) == (False, 0, None)
+    assert (found.absent, found.unmatched_calls) == ((runs.Absent("b", 0, True, 2),), (2, 0))
+    assert compare([], chain("a")).absent == (runs.Absent("a", 0, True, 1),)
+
+
+def test_the_first_divergence_of_several_processes_is_that_of_the_first_step(tmp_path: Path) -> None:
+    def program(rank: int, broken_from: int, prime: str) -> list[dict[str, Any]]:
+        """16 calls a step."""
+        calls = []
+        for index in range(64):
+            mark = prime if index >= broken_from else ""
+            calls.append(call(f"m{index % 16}", f"x{rank}{index}", "w", f"y{rank}{index}{mark}", step=index // 16))
+        return calls
+
+    a = ranked(tmp_path / "a", program(0, 99, "'"), program(1, 99, "'"))
+    b = ranked(tmp_path / "b", program(0, 48, "'"), program(1, 32, "'"))
+    found = runs.diff(a, b, limit=4)
+    first = found.first
+    assert first is not None
+    assert (first.a.rank, first.a.record.step, first.a.record.index, first.kind) == (1, 2, 32, "added")
+    assert [(row.ranks, row.index) for row in found.modules] == [((1, 1), index) for index in (32, 33, 34, 35)]
+    assert found.modules_in_all == 32
 
 
 def test_the_batch_of_a_rank_may_be_smaller(tmp_path: Path) -> None:
@@ -625,6 +835,33 @@ def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
     assert runs.diff(a, b, tensors=False).first.output.by == "hash"
     assert runs.diff(a, b, rtol=1e-2).equal
     assert runs.diff(a, a).equal
+
+
+@pytest.mark.parametrize("tensors", ["stats", "sample", "full"])
+@pytest.mark.parametrize("rtol", [0.0, 1e-3])
+def test_nan_counts_whatever_else_was_recorded(tmp_path: Path, tensors: str, rtol: float) -> None:
+    x, w = torch.ones(50, 60), torch.ones(60, 70)
+    broken = w.clone()
+    broken[1, :60] = math.nan  # few of them, which a sample can miss
+    a = record(tmp_path / "a", lambda: x @ w, tensors)
+    b = record(tmp_path / "b", lambda: x @ broken, tensors)
+    found = runs.diff(a, b, rtol=rtol)
+    assert found.first is not None
+    assert (found.first.kind, found.first.changed) == ("changed operand", ("rhs",))
+    for role in found.first.roles[1:]:
+        assert (role.max_absolute, role.relative, role.cosine, role.max_ulp) == (math.inf, math.inf, None, None)
+        assert role.a_values is not None
+        assert role.b_values is not None
+        assert (role.a_values.nan, role.b_values.nan) == (0, 60 if role.role == "rhs" else 3000)
+
+
+def test_a_sample_bounds_an_error_from_below_as_statistics_do(tmp_path: Path) -> None:
+    x = torch.ones(100, 100)
+    far = x.clone()
+    far[17, 23] = 1e4
+    a, b = (record(tmp_path / n, lambda w=w: torch.ones(1, 100) @ w, "sample") for n, w in (("a", x), ("b", far)))
+    rhs = next(role for role in runs.diff(a, b).first.roles if role.role == "rhs")
+    assert (rhs.by, rhs.max_absolute) == ("sample", 9999.0)
 
 
 def test_ulp_are_those_of_the_coarser_dtype(tmp_path: Path) -> None:

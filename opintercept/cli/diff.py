@@ -6,29 +6,39 @@ Must not import torch.
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import io
 import json
 import math
-import os
-import re
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
-from opintercept._call import CallRecord, Phase
-from opintercept._table import aligned, printable
+from opintercept._call import CallRecord, Phase, TensorMeta
+from opintercept._errors import OpInterceptError
+from opintercept._table import printable
 from opintercept.cli import count
+from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings, width
 from opintercept.runs._align import module_name, operator_name
-from opintercept.runs.diff import KINDS, CallDifference, Difference, RoleDifference, Unmatched, diff
-from opintercept.runs.store import Run, open_run
+from opintercept.runs.diff import (
+    KINDS,
+    UNTOLD,
+    Absent,
+    CallDifference,
+    Difference,
+    Measure,
+    RoleDifference,
+    Unmatched,
+    compared,
+)
+from opintercept.runs.store import Run, is_output, open_run
 
 _WIDTH = 60
+_WIDE = 120  # of a terminal that has room for whole heads
 _WHY = {
     "added": "the operands are equal, the output is not: the difference is made here",
+    "changed argument": "",
     "changed operand": "{changed} {differs}, and no call that differs before it explains that",
     "inherited": "an operand differs that can come from a call that differs before it",
-    "unclear": "the recorded operands are equal, but this operator has others, or it raised in one of the runs",
+    "unclear": "the recorded operands are equal, but this operator has others, draws random numbers, or raised in one "
+    "of the runs",
 }
 
 
@@ -67,45 +77,30 @@ def _tolerance(text: str) -> float:
 
 def command(arguments: argparse.Namespace) -> int:
     """Compare and print."""
-    a, b = open_run(arguments.a), open_run(arguments.b)
-    found = diff(
-        a,
-        b,
-        rtol=arguments.rtol,
-        atol=arguments.atol,
-        limit=arguments.limit,
-        tensors=not arguments.no_tensors,
-        select=_select(arguments),
-    )
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have what the terminal's encoding has not
-    try:
+    with plain_warnings("diff"):
+        a, b = open_run(arguments.a), open_run(arguments.b)
+        names = Names(arguments.module, arguments.op, module_name, operator_name)
+        phase = arguments.phase
+        chosen = phase is not None or arguments.op is not None or arguments.module is not None
+
+        def select(record: CallRecord) -> bool:
+            return names(record) and phase in (None, record.phase)
+
+        measure = Measure(a, b, arguments.rtol, arguments.atol, not arguments.no_tensors)
+        worst = arguments.limit if arguments.json else 1  # a text shows none
+        try:
+            found = compared(a, b, measure, arguments.limit, worst, select if chosen else None)
+        except OpInterceptError:
+            names.check("the runs")
+            raise
+        names.check("the runs")
+    with output():
         if arguments.json:
             plain = {"a": _about(a), "b": _about(b), **found.as_dict()}
             print(json.dumps(_finite(plain), indent=1, allow_nan=False))
         else:
             print("\n".join(_text(found, a, b, arguments.limit)))
-        sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough, and there must be something to flush to at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if found.equal else 1
-
-
-def _select(arguments: argparse.Namespace) -> Callable[[CallRecord], bool] | None:
-    op, phase = arguments.op, arguments.phase
-    if op is None and phase is None and arguments.module is None:
-        return None
-    module = None if arguments.module is None else re.compile(fnmatch.translate(arguments.module)).fullmatch
-
-    def select(record: CallRecord) -> bool:
-        name = module_name(record.module)
-        return (
-            (phase is None or record.phase == phase)
-            and (op is None or record.op in op or operator_name(record.op) in op)
-            and (module is None or (name is not None and module(name) is not None))
-        )
-
-    return select
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -129,11 +124,11 @@ def _text(found: Difference, a: Run, b: Run, limit: int) -> list[str]:
         rows = [
             (printable(n, _WIDTH), printable(x, _WIDTH) or "-", printable(y, _WIDTH) or "-") for n, x, y in settings
         ]
-        lines += ["", aligned([["the runs differ in", "A", "B"], *rows], left=3)]
-    if len(found.ranks) > 1 or found.ranks[0] != (0, 0):
+        lines += ["", fitted([["the runs differ in", "A", "B"], *rows], left=3)]
+    if found.ranks not in ((), ((0, 0),)):
         shown = ", ".join(f"{one} with {other}" for one, other in found.ranks[:8])
         lines += ["", f"processes compared, A's with B's: {shown}{', ...' if len(found.ranks) > 8 else ''}"]
-    lines += ["", *_counts(found)]
+    lines += ["", *_absent(found.absent, a, b), *_counts(found)]
     if found.first is not None:
         lines += ["", *_first(found.first, found.before)]
     if found.modules:
@@ -143,6 +138,32 @@ def _text(found: Difference, a: Run, b: Run, limit: int) -> list[str]:
     if found.unmatched:
         lines += ["", _unmatched(found.unmatched)]
     return lines
+
+
+def _absent(absent: tuple[Absent, ...], a: Run, b: Run) -> list[str]:
+    """The processes of which one run has no calls, and those that both lack."""
+    lines = []
+    for run, name, other in (("a", "A", "B"), ("b", "B", "A")):
+        for empty, what in ((False, f"missing in {name}"), (True, f"without calls in {name}")):
+            found = [each for each in absent if (each.run, each.empty) == (run, empty)]
+            if found:
+                calls = sum(each.calls for each in found)
+                ranks = _ranks([each.rank for each in found])
+                counted = "1 call" if calls == 1 else f"{calls:,} calls"
+                lines.append(f"{ranks} {what}: nothing was compared with {counted} of {other}")
+    for name, side in (("A", a), ("B", b)):
+        expected = range(min(side.info.world_size, 1 << 16))
+        told = {each.rank for each in absent if each.run == name.lower()}
+        lost = [] if side.alone else [rank for rank in expected if rank not in side.infos and rank not in told]
+        if lost:
+            lines.append(f"{_ranks(lost)} missing in {name}, which had {side.info.world_size:,} processes")
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''} are"
 
 
 def _counts(found: Difference) -> list[str]:
@@ -183,12 +204,20 @@ def _where(call: CallDifference) -> str:
 
 
 def _first(call: CallDifference, before: tuple[int, int]) -> list[str]:
-    differs = "differs" if len(call.changed) == 1 else "differ"
-    why = _WHY[call.kind].format(changed=" and ".join(call.changed), differs=differs)
     lines = [f"first divergence: {_where(call)}"]
     if call.a.record.source is not None:
         lines.append(f"  at {printable(call.a.record.source, _WIDTH)}")
-    lines.append(f"  {call.kind}: {why}")
+    lines += [
+        f"  changed argument: {printable(name, _WIDTH)} was {_argument(one)} in A and is {_argument(other)} in B"
+        for name, one, other in call.arguments[:8]
+    ]
+    if call.changed:
+        differs = "differs" if len(call.changed) == 1 else "differ"
+        text = _WHY["changed operand"].format(changed=" and ".join(map(_whose(call), call.changed)), differs=differs)
+        lines.append(f"  changed operand: {text}")
+    elif not call.arguments:
+        lines.append(f"  {call.kind}: {_WHY[call.kind]}")
+    lines += _nonfinite(call)
     if any(before):
         lines.append(f"  before it, {before[0]:,} calls of A and {before[1]:,} of B have no counterpart")
     for name, error in (("A", call.a.error), ("B", call.b.error)):
@@ -197,8 +226,38 @@ def _first(call: CallDifference, before: tuple[int, int]) -> list[str]:
     head = ("", "", "A", "B", "by", "max abs", "/ max |A|", "max rel", "max ulp", "cosine")
     columns = zip(head, *map(_role, call.roles), strict=True)
     known = [column for column in columns if not column[0] or set(column[1:]) != {"-"}]
-    table = aligned(list(zip(*known, strict=True)), left=5)
-    return [*lines, *(f"  {line}" for line in table.splitlines())]
+    return [*lines, fitted(list(zip(*known, strict=True)), left=5, indent="  ")]
+
+
+def _looks(meta: TensorMeta | None) -> str:
+    if meta is None:
+        return "-"
+    return printable(str(meta), _WIDTH) if meta.dtype else f"{meta.shape[0]:,} values"
+
+
+def _argument(value: Any) -> str:
+    return value if value == UNTOLD else printable(repr(value), _WIDTH)
+
+
+def _whose(call: CallDifference) -> Callable[[str], str]:
+    """What an operand is called, with the run that has it where the other has not."""
+    only = {role.role: "B" if role.a is None else "A" for role in call.roles if (role.a is None) != (role.b is None)}
+    return lambda name: f"{name} (only {only[name]} has one)" if name in only else name
+
+
+def _nonfinite(call: CallDifference) -> list[str]:
+    """Which operands and outputs have NaN or Inf, whatever else was recorded of them."""
+    lines = []
+    for text, outputs in (("operands", False), ("outputs", True)):
+        told = [
+            f"{role.role} of {name} ({counts})"
+            for role in call.roles
+            for name, values in (("A", role.a_values), ("B", role.b_values))
+            if is_output(role.role) is outputs and (counts := nonfinite(values))
+        ]
+        if told:
+            lines.append(f"  NaN or Inf in {text}: {', '.join(told[:16])}{', ...' if len(told) > 16 else ''}")
+    return lines
 
 
 def _role(role: RoleDifference) -> tuple[str, ...]:
@@ -207,8 +266,8 @@ def _role(role: RoleDifference) -> tuple[str, ...]:
     return (
         role.role,
         verdict,
-        "-" if role.a is None else printable(str(role.a), _WIDTH),
-        "-" if role.b is None else printable(str(role.b), _WIDTH),
+        _looks(role.a),
+        _looks(role.b),
         role.by or "-",
         bound + _number(role.max_absolute),
         bound + _number(role.relative),
@@ -233,8 +292,10 @@ def _modules(found: Difference) -> str:
         )
         for row in found.modules
     ]
-    head = (*(["ranks"] if ranks else []), "modules in which calls differ", "pass", "first", "calls", *kinds)
-    return aligned([(*head, "max abs / max |A|"), *rows], left=2 + ranks)
+    names: tuple[str, ...] = ("modules in which calls differ", "pass", "first", "calls", *kinds, "max abs / max |A|")
+    if (width() or _WIDE) < _WIDE:
+        names = ("differing", "pass", "first", "calls", *(kind.removeprefix("changed ") for kind in kinds), "relative")
+    return fitted([(*(["ranks"] if ranks else []), *names), *rows], left=2 + ranks, last=(ranks,))
 
 
 def _unmatched(unmatched: tuple[Unmatched, ...]) -> str:
@@ -249,7 +310,7 @@ def _unmatched(unmatched: tuple[Unmatched, ...]) -> str:
         )
         for row in unmatched
     ]
-    return aligned([("run", "without a counterpart", "operator", "pass", "first", "calls"), *rows], left=4)
+    return fitted([("run", "without a counterpart", "operator", "pass", "first", "calls"), *rows], left=4, last=(1,))
 
 
 def _module(name: str | None) -> str:

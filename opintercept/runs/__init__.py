@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opintercept.runs.diff import Absent as Absent
 from opintercept.runs.diff import CallDifference as CallDifference
 from opintercept.runs.diff import Difference as Difference
 from opintercept.runs.diff import ModuleDifference as ModuleDifference
@@ -15,6 +16,7 @@ from opintercept.runs.store import Values as Values
 from opintercept.runs.store import open_run as open_run
 
 __all__ = [
+    "Absent",
     "CallDifference",
     "Difference",
     "ModuleDifference",

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from opintercept._call import CallRecord, TensorMeta
-from opintercept.runs.store import Run, StoredCall, Values
+from opintercept.runs.store import Run, StoredCall, Values, is_output
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
 PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")
@@ -51,13 +51,16 @@ def family(record: CallRecord) -> str:
 
 
 def metas(call: StoredCall) -> dict[str, TensorMeta]:
-    """Operands and outputs by role, as in `StoredCall.values`."""
+    """Operands and outputs by role, as in `StoredCall.values`; other tensors by the name of their parameter."""
     record = call.record
     outputs = record.output if isinstance(record.output, tuple) else (record.output,)
     found = {"lhs": record.lhs, "rhs": record.rhs, "bias": record.bias}
     if (value := call.values.get("value")) is not None and record.rhs is not None:
         # The third operand of an attention has the dtype of the second; its shape is not recorded.
         found["value"] = TensorMeta((value.count,), record.rhs.dtype, record.rhs.device, None, False)
+    for role, kept in call.values.items():
+        if role not in found and not is_output(role):
+            found[role] = TensorMeta((kept.count,), "", "", None, False)  # neither shape nor dtype is recorded
     found |= {f"output.{number}" if number else "output": meta for number, meta in enumerate(outputs)}
     return {role: meta for role, meta in found.items() if meta is not None}
 
@@ -77,7 +80,7 @@ class Ids:
 
 
 class Index:
-    """The calls of one process, in the order in which they ended.
+    """The calls of one process, in the order in which they ended; none for a process that the run does not have.
 
     Attributes:
         position: For `Run.at`.
@@ -89,7 +92,7 @@ class Index:
         step: The step together with `shape`.
         inputs: Shapes and hashes of all operands; 0 where there is none.
         weights: Shape, and hashes of the right operand and the bias; 0 where there is none.
-        whole: All that is compared of the call: two calls are equal if this is.
+        whole: All that is compared of the call, arguments included: two calls are equal if this is.
         by: Index into `BY` of what `whole` has of the outputs' values.
         chosen: Whether the caller wants to know of this call.
         only_looks: Whether nothing is trained, and no left operand requires a gradient.
@@ -97,14 +100,14 @@ class Index:
 
     BY = ("nothing", "statistics", "hash")
 
-    def __init__(self, run: Run, rank: int, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
+    def __init__(self, run: Run, rank: int | None, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
         self.position, self.inputs, self.weights, self.whole = array("Q"), array("q"), array("q"), array("q")
         self.key, self.loose, self.module, self.phase = array("I"), array("I"), array("I"), array("B")
         self.shape, self.step = array("I"), array("I")
         self.by, self.chosen = array("B"), array("B")
         self.only_looks = True
         phases = ("forward", "backward", "recompute")
-        for position, call in run.located(rank):
+        for position, call in () if rank is None else run.located(rank):
             record, values = call.record, call.values
             module, kind = module_name(record.module), family(record)
             lhs, rhs = record.lhs, record.rhs
@@ -141,7 +144,9 @@ def _whole(call: StoredCall) -> tuple[int, int]:
         parts += (role, meta.shape, meta.dtype)
     for role, values in call.values.items():
         parts += (role, values.hash if values.hash is not None else _figures(values))
-    told = [role for role in found if role.startswith("output")] or list(found)
+    if call.arguments is not None:
+        parts.append(repr(sorted(call.arguments.items())))
+    told = [role for role in found if is_output(role)] or list(found)
     hashes = [call.values[role].hash is not None if role in call.values else None for role in told]
     by = 0 if None in hashes or not hashes else 1 + all(hashes)
     return by, hash(tuple(parts))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from opintercept._errors import OpInterceptError
 from opintercept._table import printable
-from opintercept.runs.diff import CallDifference, Kind, diff
+from opintercept.runs.diff import CallDifference, Kind, Measure, compared
 from opintercept.runs.store import Run, StoredCall, Values
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ TENSOR = 1 << 26
 TENSORS = 1 << 30
 BINS = 60
 WORST = 10
-WORST_FIRST: tuple[Kind, ...] = ("added", "changed operand", "unclear", "inherited")
+WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited")
 PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
 
@@ -173,7 +173,7 @@ def _read(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
 def _parting(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
     """Where two runs part, as plain data; `rows` are those of the first run's map."""
     try:
-        found = diff(a, b, limit=len(PHASES) * MODULES)
+        found = compared(a, b, Measure(a, b), len(PHASES) * MODULES, WORST)
     except OpInterceptError as failed:
         return {"failed": _shown(str(failed), 4 * NAME)}
     worst: dict[tuple[int, str], list[Any]] = {}
@@ -203,14 +203,14 @@ def _parting(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
         "unmatched": list(found.unmatched_calls),
         "before": list(found.before),
         "settings": [[_shown(text) for text in setting] for setting in found.settings[:64]],
-        "first": found.first and (_compared(found.first) | {"row": rows.get(found.first.a.record.module)}),
-        "worst": [_compared(each) for each in found.worst[:WORST]],
+        "first": found.first and (_pair(found.first) | {"row": rows.get(found.first.a.record.module)}),
+        "worst": [_pair(each) for each in found.worst[:WORST]],
         "modules": list(worst.values()),
         "left_out": left_out,
     }
 
 
-def _compared(pair: CallDifference) -> dict[str, Any]:
+def _pair(pair: CallDifference) -> dict[str, Any]:
     record, output = pair.a.record, pair.output
     return {
         "index": record.index,

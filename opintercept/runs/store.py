@@ -238,6 +238,11 @@ class Run:
         """The processes."""
         return tuple(self.infos)
 
+    @property
+    def alone(self) -> bool:
+        """Whether the folder is that of one process, and not one that holds `rank0`, `rank1`, ..."""
+        return self.path in self._parts.values()
+
     def calls(self, rank: int | None = None) -> Iterator[StoredCall]:
         """The calls in the order in which they ended, process by process; those of one for `rank`.
 
