@@ -18,7 +18,6 @@ import pytest
 
 from opintercept import runs
 from opintercept._call import CallRecord, Gemm, TensorMeta
-from opintercept._errors import OpInterceptWarning
 from opintercept.cli import main
 
 
@@ -106,6 +105,8 @@ def test_show_gives_an_overview_and_a_table_by_module(run: str, capsys: pytest.C
         "flags     float32_matmul_precision=high",
         "tensors   stats",
         "calls     20 calls, 5.12 kFLOP, 210.000 ms in them, 1 not finite, 1 that raised",
+        "nonfinite first in call 7, step 0, rank 0, backward: mm in layers.2 at model.py:3 in forward; "
+        "output (3 NaN and 1 Inf of 16); its operands are not recorded",
         "",
         "module    op  phase     calls  MFLOP     ms  share  GFLOP/s  not finite  min  max",
         "layers.3  mm  forward       2   0.00  28.00  13.3%     0.00           0   -1   18",
@@ -139,7 +140,7 @@ def test_groups_add_up(run: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--op", "aten::bmm"], [9]),
         (["--op", "bmm", "--op", "mm", "--step", "1"], [*range(10, 20)]),
         (["--module", "layers.[12]"], [1, 2, 6, 7, 11, 12, 16, 17]),
-        (["--module", "layers"], []),
+        (["--module", "layers.*", "--op", "bmm", "--phase", "forward"], []),
         (["--phase", "backward", "--step", "1:"], [11, 13, 15, 17, 19]),
         (["--nonfinite"], [7]),
         (["--rank", "0", "--step", ":1", "--limit", "3"], [0, 1, 2]),
@@ -219,11 +220,132 @@ def test_a_run_without_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--nonfinite needs the statistics of tensors" in capsys.readouterr().err
 
 
-def test_a_torn_line_is_told(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [[], ["--calls"], ["--calls", "--sort", "time"]], ids=str)
+def test_a_torn_file_is_told_in_one_plain_line(
+    options: list[str], run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (Path(run) / "calls.jsonl").open("a") as file:
         file.write('{"index": 20, "op')
-    with pytest.warns(OpInterceptWarning, match="has 1 lines that are no calls"):
-        assert "calls     20 calls" in shown(capsys, run)
+    assert main(["show", run, *options]) == 0
+    out, err = capsys.readouterr()
+    assert ("calls     20 calls" in out) is not options
+    assert err == (
+        f"opintercept show: warning: {run}/calls.jsonl has 1 lines that are no calls, which were skipped; one that is "
+        "torn at the end is what is left where a program was killed\n"
+    )
+
+
+@pytest.mark.parametrize("form", [[], ["--csv"], ["--json"], ["--calls"], ["--calls", "--csv"], ["--calls", "--json"]])
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (["--module", "layer.1"], "--module must match a module of {run}, got 'layer.1'; did you mean 'layers.1' or "),
+        (["--module", "layers"], "--module must match a module of {run}, got 'layers'; did you mean 'layers.*' or "),
+        (
+            ["--module", "LAYERS.[01]"],
+            "--module must match a module of {run}, got 'LAYERS.[01]'; did you mean 'layers.",
+        ),
+        (["--module", "q\x1b"], "--module must match a module of {run}, got 'q\\x1b'; `opintercept show` lists them"),
+        (["--op", "mmm"], "--op must match an operator of {run}, got 'mmm'; did you mean 'mm' or 'bmm'?"),
+        (["--op", "mm", "--op", "linear"], "--op must match an operator of {run}, got 'linear'; `opintercept show` "),
+        (["--op", "bmmm", "--module", "layers.4"], "--op must match an operator of {run}, got 'bmmm'; did you mean 'b"),
+    ],
+    ids=str,
+)
+def test_a_name_that_no_call_has_is_refused(
+    filters: list[str], message: str, form: list[str], run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", run, *filters, *form]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" or filters[:2] == ["--op", "mm"]  # calls of the other operator are shown as they come
+    assert err.startswith(f"opintercept show: {message.format(run=run)}")
+
+
+def two_ranks(folder: Path) -> str:
+    """16 calls a step; rank 1 has NaN in the outputs of step 2 on, rank 0 in those of step 3 on."""
+    for rank in range(2):
+        calls = [call(index, step=index // 16, module=f"m{rank}") for index in range(64)]
+        for broken in calls[(48, 32)[rank] :]:
+            broken["values"] |= {"lhs": values(0, nan=2), "rhs": values(0, inf=1), "output": values(0, nan=16)}
+        write(folder / f"rank{rank}", calls, rank=rank, world_size=2)
+    return str(folder)
+
+
+def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = two_ranks(tmp_path / "run")
+    text = shown(capsys, run)
+    assert (
+        "\nnonfinite first in call 32, step 2, rank 1, forward: mm in m1 at model.py:3 in forward; "
+        "output (16 NaN of 16); already in lhs (2 NaN of 16), rhs (1 Inf of 16)\n"
+    ) in text
+    first = json.loads(shown(capsys, run, "--json"))["first_nonfinite"]
+    assert (first["rank"], first["index"], first["step"], first["module"]) == (1, 32, 2, "m1")
+    assert first["values"]["rhs"] == {"nan": 0, "inf": 1, "count": 16}
+    assert "in call 48, step 3, rank 0" in shown(capsys, run, "--rank", "0")
+    listed = rows(capsys, run, "--calls", "--nonfinite", "--limit", "20")
+    assert [(row["rank"], row["step"], row["index"]) for row in listed[:2]] == [("1", "2", "32"), ("1", "2", "33")]
+    assert [(row["step"], row["index"], row["rank"]) for row in listed[16:]] == [
+        ("3", index, rank) for index in ("48", "49") for rank in "01"
+    ]
+    assert [row["index"] for row in rows(capsys, run, "--calls", "--sort", "index", "--limit", "4")] == [*"0011"]
+
+
+def test_an_output_comes_before_an_operand_as_the_first_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [call(index) for index in range(4)]
+    calls[1]["values"]["lhs"] = values(1, inf=1)
+    calls[3]["values"] = {"lhs": values(3), "output": values(3, nan=1)}
+    text = shown(capsys, write(tmp_path / "run", calls))
+    assert "nonfinite first in call 3, step 0, rank 0, backward: mm in layers.3 at model.py:3 in forward; " in text
+    assert "output (1 NaN of 16); its operands are finite\n" in text
+    assert "first in call 1," in shown(capsys, write(tmp_path / "operand", calls[:3]))
+    assert "nonfinite" not in shown(capsys, write(tmp_path / "finite", calls[:1]))
+
+
+def test_many_ranks_are_read_one_after_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opintercept.cli.show._OPEN", 2)
+    for rank in range(3):
+        write(tmp_path / "run" / f"rank{rank}", [call(index) for index in range(3)], rank=rank, world_size=3)
+    run = str(tmp_path / "run")
+    assert [row["rank"] for row in rows(capsys, run, "--calls")] == [*"000111222"]
+    listed = rows(capsys, run, "--calls", "--sort", "time", "--limit", "9")
+    assert [(row["index"], row["rank"]) for row in listed] == [(i, r) for i in "210" for r in "012"]
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_tables_fit_the_terminal(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "model.encoder.layers.{}.attention.output.dense.projection"
+    source = "a_module_with_a_rather_long_name.py:1234 in a_function_with_a_long_name"
+    calls = [call(index, module=name.format(index % 5), source=source) for index in range(20)]
+    run = write(tmp_path / "run", calls, tensors="none")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for options in (["--by", "module,source,op"], ["--calls"], []):
+        text = shown(capsys, run, *options)
+        lines = text[text.index("\n\n") + 2 :].splitlines() if "--calls" not in options else text.splitlines()
+        assert len(lines) > 5
+        assert max(map(len, lines)) <= columns
+        if columns > 80:  # the names of modules are cut last
+            assert sum("projection" in line for line in lines[1:]) == len(lines) - 1
+    monkeypatch.delenv("COLUMNS")
+    assert name.format(3) in shown(capsys, run)
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_csv_has_no_formulas(start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = f'{start}HYPERLINK("http://x","y")'
+    lines = [call(0, module=evil, op=evil, source=evil, error=evil, elapsed=-1.0), call(1, module="a\ud800=1")]
+    run = write(tmp_path / "run", lines)
+    safe = "'" + evil.replace("\t", "\\t").replace("\r", "\\r")
+    one, other = rows(capsys, run, "--calls")
+    assert {one[name] for name in ("module", "op", "source", "error")} == {safe}
+    assert (one["seconds"], one["min"]) == ("-1.0", "-1.0")
+    assert other["module"] == "a?=1"
+    assert {row["module"] for row in rows(capsys, run)} == {safe, "a?=1"}
 
 
 @pytest.mark.parametrize(

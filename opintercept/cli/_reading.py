@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,8 @@ from opintercept.runs.store import Values
 
 _NAMES = 2000  # that are kept to be suggested
 _LONGEST = 120  # of those
-_CLOSE = 3
-_LEAST = 10  # characters that a cut cell keeps
+_CLOSE, _SUGGESTED = 0.6, 3  # difflib's own
+_LEAST, _READABLE = 10, 32  # characters that a cut cell keeps, and a name for which other columns make way
 
 
 class Names:
@@ -98,14 +98,22 @@ def _refuse(option: str, what: str, given: str, names: dict[str, None], of: str)
     raise OpInterceptError(f"{option} must match {what} of {of}, got '{printable(given, 200)}'; {hint}")
 
 
-def nearest(given: str, names: Sequence[str] | dict[str, None]) -> list[str]:
-    """The names that one has probably meant, at most three."""
+def nearest(given: str, names: Iterable[str]) -> list[str]:
+    """The names, or the pattern, that one has probably meant, at most three."""
+    names = list(names)
+    found = [f"{given}.*"] if any(name.startswith(f"{given}.") for name in names) else []
     plain = re.sub(r"[*?\[\]]+", "", given)[:_LONGEST].lower().strip(".")
-    lower = {name.lower(): name for name in reversed(list(names))}
-    found = [lower[name] for name in difflib.get_close_matches(plain, lower, _CLOSE, 0.6)]
-    longer = (name for key, name in lower.items() if plain and (plain in key) and name not in found)
-    found += sorted(longer, key=lambda name: (len(name), name))
-    return found[:_CLOSE]
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(plain)
+    scores: dict[str, float] = {}
+    for name in names:
+        matcher.set_seq1(name.lower())
+        if plain and plain in name.lower():
+            scores[name] = 1.0
+        elif min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _CLOSE and matcher.ratio() >= _CLOSE:
+            scores[name] = matcher.ratio()
+    found += sorted(scores, key=lambda name: -scores[name])
+    return found[:_SUGGESTED]
 
 
 @contextmanager
@@ -146,6 +154,12 @@ def nonfinite(values: Values | None) -> str:
     return f"{' and '.join(counts)} of {values.count:,}"
 
 
+def spreadsheet(text: str) -> str:
+    """Text for a cell of a CSV file, which no spreadsheet takes for a formula; printable, and so whole as UTF-8."""
+    shown = printable(text)
+    return f"'{shown}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else shown
+
+
 def width() -> int | None:
     """Columns of the terminal, or what COLUMNS says; None where neither tells, as in a file."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
@@ -153,29 +167,60 @@ def width() -> int | None:
     return None
 
 
-def fitted(table: Sequence[Sequence[str]], left: int, last: Sequence[int] = (), indent: str = "") -> str:
+def fitted(
+    table: Sequence[Sequence[str]],
+    left: int,
+    last: Sequence[str] = (),
+    spare: Sequence[str] = (),
+    indent: str = "",
+) -> str:
     """A table in columns, as wide as the terminal: text is cut in the middle, and numbers never.
 
     Args:
         table: The rows, the first of which is the head.
         left: Columns of text, which come first.
-        last: Those of them that are cut last: the names of modules.
+        last: Heads of those that are cut last: the names of modules.
+        spare: Heads of those that are left out where cutting does not do, the first of them first.
         indent: What each line begins with.
     """
     most = width()
-    lines = aligned(table if most is None else _fit(table, left, last, most - len(indent)), left)
-    return lines if not indent else "\n".join(f"{indent}{line}" for line in lines.splitlines())
+    rows = [list(row) for row in table]
+    if most is not None:
+        left -= _leave_out(rows, left, last, spare, most - len(indent))
+        _shorten(rows, left, last, most - len(indent))
+    return "\n".join(f"{indent}{line}" for line in aligned(rows, left).splitlines())
 
 
-def _fit(table: Sequence[Sequence[str]], left: int, last: Sequence[int], most: int) -> list[list[str]]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+def _widths(rows: list[list[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _leave_out(rows: list[list[str]], left: int, last: Sequence[str], spare: Sequence[str], most: int) -> int:
+    """Leave columns out until the others fit once they are cut; returns how many of the `left` ones are gone."""
+    gone = 0
+    for head in spare:
+        most_cut = [_READABLE if name in last else _LEAST for name in rows[0][: left - gone]]
+        sizes = _widths(rows)
+        least = [*map(min, sizes, most_cut), *sizes[left - gone :]]
+        if sum(least) + 2 * (len(least) - 1) <= most:
+            break
+        if head in rows[0]:
+            place = rows[0].index(head)
+            gone += place < left - gone
+            for row in rows:
+                del row[place]
+    return gone
+
+
+def _shorten(rows: list[list[str]], left: int, last: Sequence[str], most: int) -> None:
+    widths = _widths(rows)
     over = sum(widths) + 2 * (len(widths) - 1) - most
-    for columns in ([n for n in range(left) if n not in last], list(last)):
+    for columns in ([n for n in range(left) if rows[0][n] not in last], [n for n in range(left) if rows[0][n] in last]):
         while over > 0 and (wide := [n for n in columns if widths[n] > _LEAST]):
-            widest = max(wide, key=lambda n: widths[n])
-            widths[widest] -= 1
+            widths[max(wide, key=lambda n: widths[n])] -= 1
             over -= 1
-    return [[_cut(cell, widths[n]) if n < left else cell for n, cell in enumerate(row)] for row in table]
+    for row in rows:
+        row[:left] = map(_cut, row[:left], widths)
 
 
 def _cut(text: str, most: int) -> str:

@@ -295,7 +295,7 @@ def _modules(found: Difference) -> str:
     names: tuple[str, ...] = ("modules in which calls differ", "pass", "first", "calls", *kinds, "max abs / max |A|")
     if (width() or _WIDE) < _WIDE:
         names = ("differing", "pass", "first", "calls", *(kind.removeprefix("changed ") for kind in kinds), "relative")
-    return fitted([(*(["ranks"] if ranks else []), *names), *rows], left=2 + ranks, last=(ranks,))
+    return fitted([(*(["ranks"] if ranks else []), *names), *rows], left=2 + ranks, last=names[:1])
 
 
 def _unmatched(unmatched: tuple[Unmatched, ...]) -> str:
@@ -310,7 +310,11 @@ def _unmatched(unmatched: tuple[Unmatched, ...]) -> str:
         )
         for row in unmatched
     ]
-    return fitted([("run", "without a counterpart", "operator", "pass", "first", "calls"), *rows], left=4, last=(1,))
+    return fitted(
+        [("run", "without a counterpart", "operator", "pass", "first", "calls"), *rows],
+        left=4,
+        last=("without a counterpart",),
+    )
 
 
 def _module(name: str | None) -> str:

@@ -1,6 +1,6 @@
 """`opintercept show`: what a recorded run consists of, as text, JSON or CSV.
 
-Invariant: calls are read one at a time, and of what grows with them no more is kept than is shown.
+Invariant: calls are read one at a time, and none is kept: what is sorted are keys and places in the file.
 Must not import torch.
 """
 
@@ -8,30 +8,32 @@ from __future__ import annotations
 
 import argparse
 import csv
-import fnmatch
 import heapq
-import io
 import itertools
 import json
 import math
-import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, get_args
 
 from opintercept._call import CallRecord, Phase
 from opintercept._errors import OpInterceptError
-from opintercept._table import aligned, amount, duration, printable
+from opintercept._table import amount, duration, printable
 from opintercept.cli import count, steps
-from opintercept.runs.store import Run, RunInfo, StoredCall, open_run
+from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings, spreadsheet
+from opintercept.runs.store import Run, RunInfo, StoredCall, is_output, open_run
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source")
 _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", "module", "op")
 _ROWS = 40  # of a text, unless asked for more
-_GROUPS = 100_000  # of a run that is out to fill the memory; further ones are added up in one
+# Groups, and bytes of their keys, of a run that is out to fill the memory; further ones are added up in one.
+_GROUPS = 100_000
+_KEYS_SIZE = 1 << 27
 _WIDTH = 60
+_LONGEST = 200  # characters of a key
 _BATCH = 100  # rows of a text that are laid out together
+_OPEN = 256  # processes whose files are read side by side
 
 Row = dict[str, Any]
 
@@ -39,7 +41,7 @@ Row = dict[str, Any]
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("run", help="the folder of a run")
-    parser.add_argument("--calls", action="store_true", help="a row a call, in the order in which they ended")
+    parser.add_argument("--calls", action="store_true", help="a row for each call, in the order in which they ended")
     parser.add_argument(
         "--by",
         type=_keys,
@@ -73,7 +75,8 @@ def _limit(text: str) -> int | None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Print."""
-    run = open_run(arguments.run)
+    with plain_warnings("show"):
+        run = open_run(arguments.run)
     if arguments.rank is not None and arguments.rank not in run.ranks:
         raise OpInterceptError(f"--rank must be one of {_ranks(run)}, got {arguments.rank}")
     if arguments.nonfinite and all(info.tensors == "none" for info in run.infos.values()):
@@ -82,13 +85,9 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.limit = None if arguments.json or arguments.csv else _ROWS
     if arguments.calls and arguments.sort and arguments.limit is None:
         raise OpInterceptError("--sort of calls needs a --limit, got none; all are in the order in which they ended")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have what the terminal's encoding has not
-    try:
-        _show_calls(run, arguments) if arguments.calls else _show_groups(run, arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough, and there must be something to flush to at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    names = Names(arguments.module, arguments.op, lambda name: name, _short)
+    with output(), plain_warnings("show"):
+        _show_calls(run, arguments, names) if arguments.calls else _show_groups(run, arguments, names)
     return 0
 
 
@@ -96,17 +95,15 @@ def _ranks(run: Run) -> str:
     return ", ".join(map(str, run.ranks[:16])) + (", ..." if len(run.ranks) > 16 else "")
 
 
-def _filter(arguments: argparse.Namespace) -> Callable[[StoredCall], bool]:
-    module = None if arguments.module is None else re.compile(fnmatch.translate(arguments.module)).fullmatch
+def _filter(arguments: argparse.Namespace, names: Names) -> Callable[[StoredCall], bool]:
     chosen = arguments
 
     def admits(call: StoredCall) -> bool:
         record = call.record
         return (
-            (chosen.phase is None or record.phase == chosen.phase)
-            and (chosen.op is None or record.op in chosen.op or _short(record.op) in chosen.op)
+            names(record)
+            and (chosen.phase is None or record.phase == chosen.phase)
             and (chosen.step is None or record.step in chosen.step)
-            and (module is None or (record.module is not None and module(record.module) is not None))
             and (not chosen.nonfinite or not _finite(call))
         )
 
@@ -161,41 +158,96 @@ def _rate(flops: int | None, seconds: float | None) -> float | None:
     return flops / seconds if flops and seconds and seconds > 0 else None
 
 
-def _show_groups(run: Run, arguments: argparse.Namespace) -> None:
-    total, chosen = _Sum(), _Sum()
+def _show_groups(run: Run, arguments: argparse.Namespace, names: Names) -> None:
+    total, chosen, first = _Sum(), _Sum(), _First()
     groups: dict[tuple[Any, ...], _Sum] = {}
-    admits = _filter(arguments)
+    admits = _filter(arguments, names)
     others = tuple(None if key in ("step", "rank") else "(others)" for key in arguments.by)
+    size = 0
     for call in run.calls(arguments.rank):
         total.add(call)
+        first.add(call)
         if not admits(call):
             continue
         chosen.add(call)
         key = tuple(_key(call, name) for name in arguments.by)
         group = groups.get(key)
         if group is None:
-            key = key if len(groups) < _GROUPS else others
+            size += sum(map(sys.getsizeof, key))
+            key = key if len(groups) < _GROUPS and size < _KEYS_SIZE else others
             group = groups.setdefault(key, _Sum())
         group.add(call)
-    rows = [group.row(zip(arguments.by, key, strict=True)) for key, group in groups.items()]
-    for row in rows:
-        row["share"] = row["seconds"] / chosen.seconds if chosen.seconds > 0 else None
-    shown = _sorted(rows, arguments.sort or "time", arguments.limit)
+    names.check(_cell(run.path, _LONGEST))
+
+    def row(key: tuple[Any, ...]) -> Row:
+        made = groups[key].row(zip(arguments.by, key, strict=True))
+        return made | {"share": made["seconds"] / chosen.seconds if chosen.seconds > 0 else None}
+
+    keys = _sorted(groups, row, arguments.sort or "time", arguments.limit)
+    shown = map(row, keys)
     if arguments.json:
-        sums = {"calls": total.row(()), "chosen": chosen.row(())}
-        print(json.dumps(_plain({"run": _about(run), **sums, "rows": shown}), indent=1, allow_nan=False))
+        sums = {"calls": total.row(()), "chosen": chosen.row(()), "first_nonfinite": first.as_dict()}
+        _write_json({"run": _about(run), **sums}, "rows", shown)
     elif arguments.csv:
         _write_csv(shown, [*arguments.by, *_Sum().row(()), "share"])
     else:
         for name, text in _overview(run, total):
             print(f"{name:9} {text}")
+        if first.call is not None:
+            print(f"nonfinite {first}")
         if chosen.calls != total.calls:
             print(f"{'chosen':9} {chosen}")
-        if shown:
+        if keys:
             print()
-            print(_group_table(shown, arguments.by, values=any(i.tensors != "none" for i in run.infos.values())))
-        if len(shown) < len(rows):
-            print(f"... and {len(rows) - len(shown)} rows more, which --limit all shows")
+            values = any(info.tensors != "none" for info in run.infos.values())
+            print(_group_table(list(shown), arguments.by, values=values))
+        if len(keys) < len(groups):
+            print(f"... and {len(groups) - len(keys)} rows more, which --limit all shows")
+
+
+class _First:
+    """The first call whose output has NaN or Inf; where no output has, the first with one among its operands."""
+
+    def __init__(self) -> None:
+        self.call: StoredCall | None = None
+        self._made = False
+
+    def add(self, call: StoredCall) -> None:
+        if _finite(call):
+            return
+        made = any(is_output(role) and not values.finite for role, values in call.values.items())
+        if self.call is None or (not made, call.place) < (not self._made, self.call.place):
+            self.call, self._made = call, made
+
+    def _counts(self, *, outputs: bool) -> list[str]:
+        assert self.call is not None
+        found = ((role, nonfinite(v)) for role, v in self.call.values.items() if is_output(role) is outputs)
+        return [f"{role} ({counts})" for role, counts in found if counts][:16]
+
+    def __str__(self) -> str:
+        call = self.call
+        assert call is not None
+        record = call.record
+        text = f"first in call {record.index}, step {record.step}, rank {call.rank}, {record.phase}: "
+        text += f"{_name('op', record.op)} in {_name('module', record.module)}"
+        text += f" at {_cell(record.source)}" if record.source is not None else ""
+        outputs, operands = self._counts(outputs=True), self._counts(outputs=False)
+        if outputs:
+            text += f"; {', '.join(outputs)}"
+        if operands:
+            return f"{text}; already in {', '.join(operands)}"
+        known = any(not is_output(role) for role in call.values)
+        return f"{text}; its operands are {'finite' if known else 'not recorded'}"
+
+    def as_dict(self) -> Row | None:
+        if self.call is None:
+            return None
+        record = self.call.record
+        row = {name: getattr(record, name) for name in ("index", "step", "phase", "module", "source", "op")}
+        values = {
+            role: {"nan": v.nan, "inf": v.inf, "count": v.count} for role, v in self.call.values.items() if not v.finite
+        }
+        return {"rank": self.call.rank, **row, "values": values}
 
 
 def _key(call: StoredCall, name: str) -> Any:
@@ -207,52 +259,104 @@ def _key(call: StoredCall, name: str) -> Any:
     if name == "dtype":
         return _dtype(record)
     value = getattr(record, name)
-    return value[:200] if isinstance(value, str) else value
+    return value[:_LONGEST] if isinstance(value, str) else value
 
 
 def _shape(record: CallRecord) -> str:
     if record.gemm is not None:
         return str(record.gemm)
-    return "" if record.lhs is None else str(list(record.lhs.shape))
+    return "" if record.lhs is None else str(list(record.lhs.shape))[:_LONGEST]
 
 
 def _dtype(record: CallRecord) -> str:
     return ", ".join(dict.fromkeys(t.dtype[:50] for t in (record.lhs, record.rhs) if t is not None))
 
 
-def _sorted(rows: Iterable[Row], sort: str, limit: int | None) -> list[Row]:
-    """The first rows of that order; what has no value comes last."""
-    name = {"time": "seconds", "rate": "flops_per_second"}.get(sort, sort)
+def _sorted(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit: int | None) -> list[Any]:
+    """The first keys in the order of their rows, of which none is kept; what has no value comes last."""
+    by = {"time": "seconds", "rate": "flops_per_second"}.get(sort, sort)
     up = sort in ("min", "index", "module", "op")
 
-    def place(row: Row) -> tuple[bool, Any]:
-        value = row.get(name)
+    def place(key: Any) -> Any:
+        made = row(key)
+        value = made.get(by)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return True, 0
-        return False, value if up else -value
+        if by == "index":
+            return False, (made["step"], value)
+        return False, value[:_LONGEST] if isinstance(value, str) else value if up else -value
 
-    return sorted(rows, key=place) if limit is None else heapq.nsmallest(limit, rows, key=place)
+    return sorted(keys, key=place) if limit is None else heapq.nsmallest(limit, keys, key=place)
 
 
-def _show_calls(run: Run, arguments: argparse.Namespace) -> None:
-    calls = filter(_filter(arguments), run.calls(arguments.rank))
-    rows: Iterator[Row] = ({**_call_row(call), "call": call} for call in calls)
-    if arguments.sort:
-        rows = iter(_sorted(rows, arguments.sort, arguments.limit))
-    shown = itertools.islice(rows, arguments.limit)
+def _located(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator[tuple[int, int, StoredCall]]:
+    """The calls that are asked for, with their places; those of several processes by step and index."""
+    admits = _filter(arguments, names)
+
+    def of(rank: int) -> Iterator[tuple[int, int, StoredCall]]:
+        return ((rank, position, call) for position, call in run.located(rank) if admits(call))
+
+    ranks = run.ranks if arguments.rank is None else (arguments.rank,)
+    if len(ranks) > _OPEN:
+        return itertools.chain.from_iterable(map(of, ranks))
+    return heapq.merge(*map(of, ranks), key=lambda entry: entry[2].place)
+
+
+def _in_order(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator[StoredCall]:
+    located = _located(run, arguments, names)
+    if not arguments.sort:
+        yield from (call for _, _, call in located)
+        return
+    calls: dict[tuple[int, int], Row] = {}  # the one that is being looked at
+
+    def places() -> Iterator[tuple[int, int]]:
+        for rank, position, call in located:
+            calls.clear()
+            calls[rank, position] = _call_row(call)
+            yield rank, position
+
+    chosen = _sorted(places(), lambda place: calls[place], arguments.sort, arguments.limit)
+    with ExitStack() as files:
+        readers: dict[int, Callable[[int], StoredCall]] = {}
+        for rank, position in chosen:
+            if rank not in readers:
+                if len(readers) == _OPEN:
+                    files.close()
+                    readers.clear()
+                readers[rank] = files.enter_context(run.reader(rank))
+            yield readers[rank](position)
+
+
+def _show_calls(run: Run, arguments: argparse.Namespace, names: Names) -> None:
+    calls = _in_order(run, arguments, names)
+    # Nothing is printed before a call is there, or it is known that there is none.
+    first = next(calls, None)
+    if first is None:
+        names.check(_cell(run.path, _LONGEST))
+    calls = itertools.chain(() if first is None else (first,), calls)
+    del first
+    shown = itertools.islice(calls, arguments.limit)
     if arguments.json:
-        print(f'{{"run": {json.dumps(_plain(_about(run)), allow_nan=False)},\n"calls": [', end="")
-        for number, row in enumerate(shown):
-            print(",\n" if number else "\n", end="")
-            print(json.dumps(_plain(_call_json(row["call"])), allow_nan=False), end="")
-        print("\n]}")
+        _write_json({"run": _about(run)}, "calls", map(_call_json, shown))
     elif arguments.csv:
-        _write_csv(shown, _CALL_COLUMNS)
+        _write_csv(map(_call_row, shown), _CALL_COLUMNS)
     else:
-        while batch := list(itertools.islice(shown, _BATCH)):
+        while batch := list(itertools.islice(map(_call_row, shown), _BATCH)):
             print(_call_table(batch, ranks=len(run.ranks) > 1))
-        if next(rows, None) is not None:
-            print("... and more, which --limit all shows")
+    more = next(calls, None) is not None
+    if more and not (arguments.json or arguments.csv):
+        print("... and more, which --limit all shows")
+    if not more:  # all has been looked at
+        names.check(_cell(run.path, _LONGEST))
+
+
+def _write_json(head: Row, name: str, rows: Iterable[Row]) -> None:
+    """Print the head and the rows one by one, which may be many."""
+    print(f'{json.dumps(_plain(head), allow_nan=False)[:-1]},\n"{name}": [', end="")
+    for number, row in enumerate(rows):
+        print(",\n" if number else "\n", end="")
+        print(json.dumps(_plain(row), allow_nan=False), end="")
+    print("\n]}")
 
 
 def _call_row(call: StoredCall) -> Row:
@@ -328,7 +432,7 @@ def _write_csv(rows: Iterable[Row], columns: Iterable[str]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        writer.writerow(printable(cell) if isinstance(cell := row[name], str) else cell for name in columns)
+        writer.writerow(spreadsheet(cell) if isinstance(cell := row[name], str) else cell for name in columns)
 
 
 def _overview(run: Run, total: _Sum) -> Iterator[tuple[str, str]]:
@@ -371,7 +475,7 @@ def _group_table(rows: list[Row], keys: tuple[str, ...], *, values: bool) -> str
         cells += [f"{row['nonfinite']:,}", _value(row["min"]), _value(row["max"])] * values
         cells += [f"{row['raised']:,}"] * raised
         table.append(cells)
-    return aligned(table, left=len(keys))
+    return fitted(table, left=len(keys), last=["module"], spare=["max", "min", "GFLOP/s", "MFLOP"])
 
 
 def _call_table(rows: list[Row], *, ranks: bool) -> str:
@@ -385,7 +489,7 @@ def _call_table(rows: list[Row], *, ranks: bool) -> str:
             cells += ["" if row[name] is None else f"{row[name]:,}" for name in ("nan", "inf")]
             cells += [_value(row[name]) for name in ("min", "max", "mean")]
         table.append([*cells, "" if row["error"] is None else _cell(row["error"], 100)])
-    return aligned(table, left=len(names))
+    return fitted(table, left=len(names), last=["module"], spare=["mean", "max", "min", "dtype", "MFLOP"])
 
 
 def _name(column: str, value: Any) -> str:

@@ -650,7 +650,7 @@ class _Compared:
         self.first: CallDifference | None = None
         self.before = (0, 0)
         self.worst: list[tuple[float, CallDifference]] = []
-        self.modules: list[tuple[tuple[int, int], ModuleDifference]] = []  # by step and index
+        self.modules: list[tuple[tuple[int, int, int], ModuleDifference]] = []  # by the first call's place
         self.modules_in_all = 0
         self.unmatched: list[Unmatched] = []
         self.unmatched_calls = [0, 0]
@@ -881,7 +881,7 @@ class _Processes:
                 row_.relative = max(row_.relative, self._relative[number])
         if first >= 0:
             found = self._call(first, changed)
-            if total.first is None or _place(found.a) < _place(total.first.a):
+            if total.first is None or found.a.place < total.first.a.place:
                 total.first = found
                 total.before = (
                     sum(1 for place in range(first) if of_a[place] < 0),
@@ -902,7 +902,7 @@ class _Processes:
                 row_.relative if row_.relative >= 0 else None,
                 call.record.index,
             )
-            modules.append((_place(call), module))
+            modules.append((call.place, module))
         total.add_rows([(relative, self._call(-number, changed, slim=True)) for relative, number in worst], modules)
 
     def _call(self, number: int, changed: array[int], slim: bool = False) -> CallDifference:
@@ -917,10 +917,6 @@ class _Processes:
             a, b = replace(a, given=None), replace(b, given=None)
         pairing = PAIRINGS[self._pairs.how[number]]
         return CallDifference(self._kind(number, changed[number]), pairing, tuple(names), arguments, a, b, roles)
-
-
-def _place(call: StoredCall) -> tuple[int, int]:
-    return call.record.step, call.record.index
 
 
 class _Row:

@@ -115,6 +115,11 @@ class StoredCall:
     given: Mapping[str, Any] | None
     error: str | None
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Step, index and rank, which put the calls of several processes in one order."""
+        return self.record.step, self.record.index, self.rank
+
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
