@@ -224,7 +224,17 @@ def _shorten(rows: list[list[str]], left: int, last: Sequence[str], most: int) -
 
 
 def _cut(text: str, most: int) -> str:
-    """Keep both ends: those of `encoder.layers.11.attention.query` say most."""
+    """Shorten the parts of a name, `e.l.11.attention.query`, whose numbers and last part say most; then the middle."""
+    if len(text) <= most:
+        return text
+    parts = text.split(".")
+    if " " not in text:
+        for place, part in enumerate(parts[:-1]):
+            if not part.isdecimal():
+                parts[place] = part[:1]
+            if len(".".join(parts)) <= most:
+                break
+    text = ".".join(parts)
     if len(text) <= most:
         return text
     end = (most - 3) * 2 // 3
