@@ -191,13 +191,11 @@ def test_tables_fit_the_terminal(shown: Any, monkeypatch: pytest.MonkeyPatch) ->
     names = [f"encoder.layers.{number}.attention.output.dense.projection" for number in range(2)]
     monkeypatch.setenv("COLUMNS", "80")
     text = shown(chain(*names), chain(*names, of=names[0]))[1]
-    rows = [
-        line for line in text.splitlines() if " forward " in line and "encoder" in line and not line.startswith("f")
-    ]
-    assert len(rows) == 2
+    rows = [line.split()[0] for line in text.splitlines() if " forward " in line and not line.startswith("first")]
+    assert [row[:6] for row in rows] == ["e.l.0.", "e.l.1."]
+    assert all(row.endswith(".projection") for row in rows)
     tables = [line for line in text.splitlines()[4:] if not line.startswith(("first divergence", "  changed"))]
     assert max(map(len, tables)) <= 80
-    assert [row.split()[0] for row in rows] == [f"e.l.{number}.a.o.d.projection" for number in range(2)]
     monkeypatch.delenv("COLUMNS")
     assert names[1] in shown(chain(*names), chain(*names, of=names[0]))[1]
 

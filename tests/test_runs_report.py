@@ -99,6 +99,26 @@ def test_the_first_output_that_is_not_finite_is_named_with_its_cause(tmp_path: P
     assert (found["nan"], found["inf"], found["count"], found["from"]) == (3, 1, 8, ["rhs"])
 
 
+def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(tmp_path: Path) -> None:
+    """In agreement with the map, whose columns are steps."""
+    (tmp_path / "run").mkdir()
+    for rank in range(2):
+        calls = [
+            (
+                replace(CALL, index=index, step=index // 16, module=f"m{rank}"),
+                {"output": values(nan=int(index >= (48, 32)[rank]))},
+            )
+            for index in range(64)
+        ]
+        folder(tmp_path / "run" / f"rank{rank}", *calls, rank=rank, world_size=2)
+    shown = report.summary(open_run(tmp_path / "run"))
+    found = shown["totals"]["first"]
+    assert (found["rank"], found["step"], found["index"], found["module"]) == (1, 2, 32, "m1")
+    cells = [cell for cell in shown["heat"]["phases"]["forward"] if cell[5][1]]
+    first = min(cells, key=lambda cell: cell[1])
+    assert (shown["heat"]["modules"][first[0]], shown["heat"]["steps"][first[1]]) == ("m1", 2)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     places=st.lists(
@@ -476,11 +496,94 @@ def test_two_runs_are_compared_and_either_is_shown(
     assert browser.evaluate(steps) == 3
     assert browser.evaluate("document.documentElement.scrollWidth") == 400
     # Nothing in common: still a page.
-    report.write(path, open_run(a), open_run(folder(tmp_path / "other")))
-    browser.open(path, 400)
-    assert "two runs must have calls in common, got none" in browser.evaluate(told)
-    assert browser.evaluate("document.getElementById('parting-plot').childElementCount") == 0
+    others = {
+        "No call has a counterpart: nothing was compared.\n\nRank 0 is without calls in B: nothing of it was": [],
+        "two runs must have calls in common, got none": [(replace(CALL, phase="recompute", module="else"), {})],
+    }
+    for number, (text, calls) in enumerate(others.items()):
+        report.write(path, open_run(a), open_run(folder(tmp_path / f"other{number}", *calls)))
+        browser.open(path, 400)
+        assert text in browser.evaluate(told)
+        assert browser.evaluate("document.getElementById('parting-plot').childElementCount") == 0
+        assert browser.complaints == []
+
+
+def broken_runs(tmp_path: Path) -> tuple[Path, Path]:
+    """The first is finite, the second has NaN from step 2 on, which come in by both operands, and lost a mask."""
+    a, b = [], []
+    for index in range(40):
+        record = replace(CALL, index=index, step=index // 8, module=f"layers.{index % 8}")
+        a.append((record, {"lhs": values(), "rhs": values(), "output": values(rms=1.0 + index)}))
+        nan = {"nan": 3} if index >= 20 else {}
+        inf = {"inf": 2} if index >= 20 else {}
+        kept = {"lhs": values(**nan), "rhs": values(**inf), "output": values(rms=1.0 + index, **nan)}
+        b.append((record, kept))
+    return folder(tmp_path / "a", *a), folder(tmp_path / "b", *b)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_both_runs_and_their_alarms_come_first(browser: Browser, tmp_path: Path, width: int) -> None:
+    a, b = map(open_run, broken_runs(tmp_path))
+    path = tmp_path / "page.html"
+    cards = "[...document.querySelectorAll('#figures .figure')].map(each => each.textContent)"
+    alarms = "[...document.querySelectorAll('.alarm')].map(each => each.innerText)"
+    ends = "document.querySelector('{}').getBoundingClientRect().bottom"
+    for one, other, figures in ((a, b, "A0B20"), (b, a, "A20B0"), (b, b, "A20B20")):
+        report.write(path, one, other)
+        browser.open(path, width)
+        shown = browser.evaluate(cards)
+        assert shown[0] == "A40B40calls"
+        assert shown[5] == f"{figures}outputs with NaN or Inf"
+        bad = browser.evaluate("[...document.querySelectorAll('#figures .bad')].map(each => each.textContent)")
+        assert bad == ["20"] * figures.count("20")
+        told = browser.evaluate(alarms)
+        assert [text[:3] for text in told] == [f"{run}: " for run in "AB" if f"{run}20" in figures]
+        assert "Call 20 in step 2, forward: mm in layers.4, train.py:1 in forward, has 3 NaN" in told[0]
+        assert "There are some in its lhs and rhs already." in told[0]
+        # All of it is on the first screen, and above what the two differ in.
+        assert browser.evaluate(ends.format(".alarm:last-child")) < 900
+        assert browser.evaluate(ends.format(".alarm:last-child")) < browser.evaluate(ends.format("#parting h2"))
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        # Which run the maps below are of does not change it.
+        browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
+        assert browser.evaluate(cards) == shown
+        assert browser.complaints == []
+
+
+def test_what_differs_first_is_told_with_its_arguments_and_nan(browser: Browser, tmp_path: Path) -> None:
+    folders = broken_runs(tmp_path)
+    for path, causal in zip(folders, (True, False), strict=True):
+        lines = [json.loads(line) for line in (path / "calls.jsonl").read_text().splitlines()]
+        lines[20]["arguments"] = {"is_causal": causal, "name": "<b>" * (not causal)}
+        (path / "calls.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = tmp_path / "page.html"
+    report.write(page, *map(open_run, folders))
+    browser.open(page)
+    told = browser.evaluate("document.getElementById('parting').innerText")
+    assert (
+        "Its argument is_causal was True in A and is False in B. Its argument name was '' in A and is '<b>' in B."
+        in told
+    )
+    assert "Its lhs and rhs have other values, which no call before gave it." in told
+    assert (
+        "Of NaN and Inf its lhs has none in A and 3 NaN in B, its rhs has none in A and 2 Inf in B, its output "
+        "has none in A and 3 NaN in B."
+    ) in told
+    assert browser.evaluate("document.querySelectorAll('#parting-plot .point').length") == 8
     assert browser.complaints == []
+
+
+def test_a_rank_that_one_run_lacks_is_told(browser: Browser, tmp_path: Path) -> None:
+    for name, ranks in (("a", 4), ("b", 2)):
+        (tmp_path / name).mkdir()
+        for rank in range(ranks):
+            folder(tmp_path / name / f"rank{rank}", (CALL, {"output": values()}), rank=rank, world_size=ranks)
+    page = tmp_path / "page.html"
+    report.write(page, open_run(tmp_path / "a"), open_run(tmp_path / "b"))
+    browser.open(page)
+    told = browser.evaluate("document.getElementById('parting').innerText")
+    assert "Ranks 2, 3 are missing in B: nothing of them was compared." in told
+    assert "No call differs" not in told
 
 
 HOSTILE = [

@@ -15,10 +15,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the page."""
+    from opintercept.cli._reading import plain_warnings
     from opintercept.runs import open_run, report
 
-    run = open_run(arguments.run)
-    other = None if arguments.other is None else open_run(arguments.other)
-    report.write(arguments.out, run, other)
+    with plain_warnings("report"):
+        run = open_run(arguments.run)
+        other = None if arguments.other is None else open_run(arguments.other)
+        report.write(arguments.out, run, other)
     print(f"{arguments.out}: {os.path.getsize(arguments.out) / 1e6:.1f} MB")
     return 0

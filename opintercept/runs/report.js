@@ -117,43 +117,57 @@
 
   // --- what the run is
 
+  // Of both runs, before anything else: which of the two goes wrong must not take a click to see.
+  const letter = (number) => (data.runs.length > 1 ? "AB"[number] : "");
   function head() {
     byId("title").replaceChildren(...data.runs.flatMap((each, number) => [
-      number ? " and " : "", data.runs.length > 1 ? `${"AB"[number]}: ` : "", name(each.path)]));
-    const { totals, about, heat } = run;
+      number ? " and " : "", letter(number) ? `${letter(number)}: ` : "", name(each.path)]));
+    const one = (text, many) => (each) => (each === 1 ? text : many || `${text}s`);
     const cards = [
-      [totals.calls.toLocaleString("en"), totals.calls === 1 ? "call" : "calls"],
-      [figure(totals.flops, "FLOP"), "of work"],
-      [time(totals.seconds), "host time in operators"],
-      [`${totals.modules.toLocaleString("en")}${totals.more_modules ? "+" : ""}`, totals.modules === 1 ? "module" : "modules"],
-      [(totals.calls ? totals.steps[1] - totals.steps[0] + 1 : 0).toLocaleString("en"), totals.calls && totals.steps[1] === totals.steps[0] ? "step" : "steps"],
-      [heat.roles.includes("output") ? totals.nonfinite.toLocaleString("en") : "?", "outputs with NaN or Inf", totals.nonfinite > 0],
-    ];
-    if (totals.errors) cards.push([totals.errors.toLocaleString("en"), totals.errors === 1 ? "call raised" : "calls raised", true]);
-    byId("figures").replaceChildren(...cards.map(([value, text, bad]) =>
-      element("div", { class: bad ? "figure bad" : "figure" }, element("b", {}, value), element("span", {}, text))));
+      [({ totals }) => totals.calls, (value) => value.toLocaleString("en"), one("call")],
+      [({ totals }) => totals.flops, (value) => figure(value, "FLOP"), () => "of work"],
+      [({ totals }) => totals.seconds, time, () => "host time in operators"],
+      [({ totals }) => totals.modules, (value, { totals }) => `${value.toLocaleString("en")}${totals.more_modules ? "+" : ""}`, one("module")],
+      [({ totals }) => (totals.calls ? totals.steps[1] - totals.steps[0] + 1 : 0), (value) => value.toLocaleString("en"), one("step")],
+      [({ totals, heat }) => (heat.roles.includes("output") ? totals.nonfinite : null), (value) => (value === null ? "?" : value.toLocaleString("en")), () => "outputs with NaN or Inf", true],
+      [({ totals }) => totals.errors, (value) => value.toLocaleString("en"), one("call raised", "calls raised"), true],
+    ].filter(([value], number) => number < 6 || data.runs.some((each) => value(each)));
+    byId("figures").classList.toggle("two", data.runs.length > 1);
+    byId("figures").replaceChildren(...cards.map(([value, shown, text, alarm]) => {
+      const values = data.runs.map(value);
+      return element("div", { class: "figure" }, ...data.runs.flatMap((each, number) => [
+        ...(letter(number) ? [element("i", {}, letter(number))] : []),
+        element("b", alarm && values[number] ? { class: "bad" } : {}, shown(values[number], each))]),
+      element("span", {}, text(values.every((each) => each === 1) ? 1 : 2)));
+    }));
+    byId("about").replaceChildren(element("summary", {}, data.runs.length > 1 ? "About these runs" : "About this run"), ...data.runs.flatMap(about));
+    byId("first").replaceChildren(...data.runs.map(first).filter(Boolean));
+  }
+  function about(each, number) {
+    const { about } = each;
     const rows = [
-      ["folder", name(run.path)], ["command", name(about.command || "?")], ["started", about.started],
+      ["folder", name(each.path)], ["command", name(about.command || "?")], ["started", about.started],
       ["ended", about.finished ? "as it should" : "before the block was left, or while this page was made"],
       ["kept of tensors", about.tensors], ["processes", about.processes],
       ...about.versions.map(([key, value]) => [key, name(value)]),
       ...about.devices.map((device) => ["device", name(device)]),
       ...about.flags.map(([key, value]) => [key, name(value)]),
     ];
-    byId("about").replaceChildren(...rows.flatMap(([key, value]) => [element("dt", {}, key), element("dd", {}, value)]));
-    first();
+    return [...(letter(number) ? [element("h3", {}, letter(number))] : []),
+      element("dl", {}, ...rows.flatMap(([key, value]) => [element("dt", {}, key), element("dd", {}, value)]))];
   }
-  function first() {
-    const found = run.totals.first;
-    byId("first").hidden = !found;
-    if (!found) return;
-    const kinds = [found.nan && counted(found.nan, "NaN", "NaN"), found.inf && counted(found.inf, "Inf", "Inf")];
-    byId("first").replaceChildren(
-      element("h2", {}, "The first output that is not finite"),
+  function nonfinite([nan, inf]) {
+    return [nan && counted(nan, "NaN", "NaN"), inf && counted(inf, "Inf", "Inf")].filter(Boolean).join(" and ");
+  }
+  function first(each, number) {
+    const found = each.totals.first;
+    if (!found) return null;
+    return element("section", { class: "alarm" },
+      element("h2", {}, `${letter(number) ? `${letter(number)}: t` : "T"}he first output that is not finite`),
       element("p", {},
         `Call ${found.index} in step ${found.step}, ${found.phase}: `, name(found.op), " in ", name(found.module),
-        ...(found.source ? [", ", name(found.source)] : []), run.about.processes.startsWith("1 ") ? "" : `, rank ${found.rank}`,
-        `, has ${kinds.filter(Boolean).join(" and ")} among ${counted(found.count, "value")}. `,
+        ...(found.source ? [", ", name(found.source)] : []), each.about.processes.startsWith("1 ") ? "" : `, rank ${found.rank}`,
+        `, has ${nonfinite([found.nan, found.inf])} among ${counted(found.count, "value")}. `,
         found.from === null ? "Its operands' values were not recorded."
           : found.from.length ? `There are some in its ${found.from.join(" and ")} already.` : "Its operands are finite: it was made there."),
     );
@@ -466,6 +480,7 @@
 
   const kinds = {
     added: ["diamond", "mark", "made there: operands equal, output not"],
+    "changed argument": ["cross", "mark", "argument changed"],
     "changed operand": ["square", "backward", "operand changed"],
     unclear: ["star-triangle-up", "quiet", "unclear"],
     inherited: ["circle", "forward", "inherited"],
@@ -482,19 +497,29 @@
     const lines = [];
     if (found.first) {
       const { first } = found;
-      const changed = { added: "Its operands are equal and its output is not: the error is made there.", inherited: "Its operands differ already.",
-        "changed operand": `Its ${first.changed.join(" and ")} ${first.changed.length > 1 ? "have" : "has"} other values, which no call before gave it.` }[first.kind]
-        || "Its recorded operands are equal and its output is not; not all that it reads is recorded, or one of the two raised.";
+      const changed = [
+        ...first.arguments.flatMap(([key, one, other]) => ["Its argument ", name(key), " was ", name(one), " in A and is ", name(other), " in B. "]),
+        first.changed.length ? `Its ${first.changed.join(" and ")} ${first.changed.length > 1 ? "have" : "has"} other values, which no call before gave it.`
+          : { added: "Its operands are equal and its output is not: the error is made there.", inherited: "Its operands differ already.", "changed argument": "" }[first.kind]
+          ?? "Its recorded operands are equal and its output is not; it draws random numbers, or not all that it reads is recorded, or one of the two raised.",
+      ];
+      const broken = first.nonfinite.map(([role, ...sides]) => `its ${role} has ${sides.map((side, number) => `${nonfinite(side) || "none"} in ${"AB"[number]}`).join(" and ")}`);
       lines.push(element("p", {}, element("b", {}, "First divergence: "), `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
-        name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", changed,
+        name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", ...changed,
+        broken.length ? ` Of NaN and Inf ${broken.join(", ")}.` : "",
         first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" ? "" : "at least "}${error(first.relative)}, by ${ways[first.by]}.`));
     } else {
-      lines.push(element("p", {}, found.equal ? "No call differs: each has its counterpart, with an equal output." : "No call that has a counterpart differs."));
+      lines.push(element("p", {}, found.equal ? "No call differs: each has its counterpart, with an equal output."
+        : found.pairs ? "No call that has a counterpart differs." : "No call has a counterpart: nothing was compared."));
     }
     const counts = Object.entries(found.kinds).filter(([, count]) => count).map(([kind, count]) => `${count.toLocaleString("en")} ${kind}`);
-    lines.push(element("p", { class: "quiet" }, `Compared: ${counted(found.pairs, "pair")} of calls: ${counts.join(", ")}.${
+    if (found.pairs) lines.push(element("p", { class: "quiet" }, `Compared: ${counted(found.pairs, "pair")} of calls: ${counts.join(", ")}.${
       data.runs.every((each) => each.about.tensors === "full") ? "" : " Errors are lower bounds, as not all values were recorded."}`));
+    const ranks = (run, empty) => found.absent.filter((each) => each[0] === run && each[2] === empty).map((each) => each[1]);
+    const missing = [["A", false], ["B", false], ["A", true], ["B", true]].map(([run, empty]) => [run, empty, ranks(run, empty)]).filter(([, , of]) => of.length);
     const remarks = [
+      ...missing.map(([run, empty, of]) => `${of.length > 1 ? "Ranks" : "Rank"} ${of.join(", ")} ${of.length > 1 ? "are" : "is"} ${empty ? "without calls" : "missing"} in ${run}: nothing of ${of.length > 1 ? "them" : "it"} was compared.`),
+      found.absent_in_all > found.absent.length && `${found.absent_in_all - found.absent.length} more processes have calls in one of the runs alone.`,
       (found.unmatched[0] || found.unmatched[1]) && `${counted(found.unmatched[0], "call")} of A and ${found.unmatched[1].toLocaleString("en")} of B have no counterpart`
         + (found.before[0] || found.before[1] ? `, ${found.before[0]} and ${found.before[1]} of them before the first divergence.` : "."),
       found.left_out && `${counted(found.left_out, "module")} that differ are not drawn.`,
@@ -597,7 +622,6 @@
   function choose() {
     run = data.runs[Number(byId("run").value) || 0];
     allRows = false;
-    head();
     heatOptions();
     gemmsOptions();
     histogramsOptions();
@@ -605,6 +629,7 @@
   }
   byId("histograms-scale").value = run.histograms.sampled ? "linear" : "log";
   fill(byId("run"), data.runs.map((each, number) => [number, `${"AB"[number]}: ${each.path}`]));
+  head();
   partingText();
   on(["parting-phase"], "change", partingDraw);
   byId("choice").hidden = data.runs.length < 2;

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from opintercept._errors import OpInterceptError
 from opintercept._table import printable
-from opintercept.runs.diff import CallDifference, Kind, Measure, compared
-from opintercept.runs.store import Run, StoredCall, Values
+from opintercept.runs.diff import UNTOLD, CallDifference, Kind, Measure, compared
+from opintercept.runs.store import Run, StoredCall, Values, is_output
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,7 @@ WORST = 10
 WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited")
 PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
+NAMED = 16  # operands, arguments and processes that a sentence names
 
 
 def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> None:
@@ -147,7 +148,7 @@ def _read(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
         totals.add(call)
         row = heat.add(call)
         gemms.add(call)
-        if row is not None and call.tensors:
+        if row is not None:
             samples.add(row, call)
     info = run.info
     shown = {
@@ -201,6 +202,8 @@ def _parting(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
         "pairs": found.pairs,
         "kinds": dict(found.kinds),
         "unmatched": list(found.unmatched_calls),
+        "absent": [[each.run.upper(), each.rank, each.empty, each.calls] for each in found.absent[:NAMED]],
+        "absent_in_all": len(found.absent),
         "before": list(found.before),
         "settings": [[_shown(text) for text in setting] for setting in found.settings[:64]],
         "first": found.first and (_pair(found.first) | {"row": rows.get(found.first.a.record.module)}),
@@ -222,7 +225,16 @@ def _pair(pair: CallDifference) -> dict[str, Any]:
         "module": _module(record.module),
         "source": _shown(record.source or ""),
         "kind": pair.kind,
-        "changed": list(pair.changed),
+        "changed": list(pair.changed[:NAMED]),
+        "arguments": [
+            [_shown(name), *(_shown(value if value == UNTOLD else repr(value)) for value in values)]
+            for name, *values in pair.arguments[:NAMED]
+        ],
+        "nonfinite": [
+            [role.role, *([values.nan, values.inf] if values else [0, 0] for values in (role.a_values, role.b_values))]
+            for role in pair.roles
+            if not all(values is None or values.finite for values in (role.a_values, role.b_values))
+        ][:NAMED],
         "by": None if output is None else output.by,
         "relative": None if output is None else _size(output.relative),
         "absolute": None if output is None else _size(output.max_absolute),
@@ -246,6 +258,11 @@ def _shown(text: str, most: int = NAME) -> str:
     return printable(text, most)
 
 
+def _ends(text: str) -> str:
+    """All of a long name that `_shown` may show."""
+    return text if len(text) <= 2 * NAME else f"{text[:NAME]}{text[-NAME:]}"
+
+
 def _module(name: str | None) -> str:
     return "(not attributed)" if name is None else _shown(name) or "(outside of modules)"
 
@@ -263,13 +280,14 @@ def _seconds(call: StoredCall) -> float:
 
 
 class _Totals:
-    """Counts over all calls, and the first output that is not finite."""
+    """Counts over all calls, and the first output that is not finite, by step and index over all processes."""
 
     def __init__(self) -> None:
         self.calls = self.flops = self.errors = self.nonfinite = 0
         self.seconds = 0.0
         self.steps = (0, 0)
         self.first: dict[str, Any] | None = None
+        self.first_place = (0, 0, 0)
 
     def add(self, call: StoredCall) -> None:
         record = call.record
@@ -284,8 +302,9 @@ class _Totals:
         if output is None or output.finite:
             return
         self.nonfinite += 1
-        if self.first is None:
-            operands = {role: values for role, values in call.values.items() if not role.startswith("output")}
+        if self.first is None or call.place < self.first_place:
+            operands = {role: values for role, values in call.values.items() if not is_output(role)}
+            self.first_place = call.place
             self.first = {
                 "index": record.index,
                 "rank": call.rank,
@@ -297,7 +316,7 @@ class _Totals:
                 "nan": output.nan,
                 "inf": output.inf,
                 "count": output.count,
-                "from": [role for role, values in operands.items() if not values.finite] if operands else None,
+                "from": [role for role, v in operands.items() if not v.finite][:NAMED] if operands else None,
             }
 
     def as_dict(self) -> dict[str, Any]:
@@ -460,14 +479,18 @@ class _Gemms:
         record = call.record
         lhs, gemm = record.lhs, record.gemm
         dtypes = gemm.dtypes if gemm is not None else () if lhs is None else (lhs.dtype,)
-        key = (
+        module = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module or "") if record.module is not None else "\0"
+        shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(lhs.shape))
+        device = "" if lhs is None else lhs.device.partition(":")[0]
+        texts = (
             record.op.removeprefix("aten::"),
             record.phase,
-            re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module or "") if record.module is not None else "\0",
-            str(gemm) if gemm is not None else "" if lhs is None else str(list(lhs.shape)),
+            module,
+            shape,
             ", ".join(dict.fromkeys(dtypes)),
-            "" if lhs is None else lhs.device.partition(":")[0],
+            device,
         )
+        key = tuple(map(_ends, texts))
         row = self.rows.get(key)
         if row is None:
             if len(self.rows) == ROWS_ADDED_UP:
@@ -499,11 +522,14 @@ def _work(row: _Row) -> list[Any]:
     return [row.calls, row.flops, row.bytes, _number(row.seconds)]
 
 
+_Sample = tuple[int, int, str]  # rank, step, and the tensor's name
+
+
 class _Samples:
     """Where the tensors of the histograms are: the first and the last outputs of each module in each pass."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, int], tuple[list[StoredCall], deque[StoredCall]]] = {}
+        self.calls: dict[tuple[str, int], tuple[list[_Sample], deque[_Sample]]] = {}
         self.left_out: set[tuple[str, int]] = set()
         self.sampled = False
 
@@ -521,10 +547,11 @@ class _Samples:
         sampled = name.endswith(".sample")
         self.sampled |= sampled
         first, last = self.calls[key]
+        sample = (call.rank, call.record.step, name)
         if len(first) < (SAMPLES if sampled else 1):
-            first.append(call)
+            first.append(sample)
             return
-        last.append(call)
+        last.append(sample)
         if len(last) > len(first):
             last.popleft()
 
@@ -532,20 +559,18 @@ class _Samples:
         left, shown, unread = TENSORS, [], 0
         for (phase, row), ends in self.calls.items():
             drawn, read = [], []
-            for calls in ends:
+            for samples in ends:
                 tensors = []
-                for call in calls:
+                for rank, _, name in samples:
                     try:
-                        tensor = run.tensor(call, "output", min(left, TENSOR))
+                        tensor = run.load(rank, name, min(left, TENSOR))
                     except OpInterceptError:
-                        tensor = None
-                    if tensor is None:
                         unread += 1
                     else:
                         left -= tensor.nbytes
                         tensors.append(tensor)
                 if tensors:
-                    steps = [call.record.step for call in calls]
+                    steps = [step for _, step, _ in samples]
                     drawn.append({"steps": [min(steps), max(steps)], "calls": len(tensors)})
                     read.append(tensors)
             if drawn:
