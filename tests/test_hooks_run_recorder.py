@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import os
 import resource
 import signal
@@ -15,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from programs import PROGRAMS, Program
 from torch import Tensor, nn
 
 from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept
+from opintercept.hooks import run_recorder
 from opintercept.runs import StoredCall, open_run, writer
 
 ALL = ("none", "stats", "sample", "full")
@@ -119,11 +122,8 @@ def test_full_brings_back_what_each_operand_was_before_the_call(program: Program
             self.of: dict[tuple[int, str], Tensor] = {}
 
         def pre(self, call: Any) -> None:
-            for role in ("lhs", "rhs", "bias"):
-                self.keep(call, role, getattr(call, role))
-            names = [argument.name for argument in call.func._schema.arguments]
-            if "value" in names:  # of an attention
-                self.keep(call, "value", call.args[names.index("value")])
+            for role, tensor in call.tensors.items():
+                self.keep(call, role, tensor)
 
         def post(self, call: Any) -> None:
             outputs = call.output if isinstance(call.output, (tuple, list)) else [call.output]
@@ -267,7 +267,7 @@ def test_each_content_is_stored_once(tmp_path: Path) -> None:
     assert stored < 4 * (32 * 32 + 2 * 8 * 32) + 2000
 
 
-def test_arguments_hold_all_that_the_call_was_given(tmp_path: Path) -> None:
+def test_full_holds_all_that_the_call_was_given(tmp_path: Path) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
         expected = torch.addmm(torch.ones(5), a, b, beta=0.5, alpha=2)
@@ -287,6 +287,98 @@ def test_arguments_hold_all_that_the_call_was_given(tmp_path: Path) -> None:
     args = [value(plain) for plain in call.given["args"]]
     kwargs = {name: value(plain) for name, plain in call.given["kwargs"].items()}
     assert torch.equal(torch.addmm(*args, **kwargs), expected)
+
+
+@pytest.mark.parametrize("tensors", ALL)
+def test_every_argument_that_is_no_tensor_is_recorded_by_name(tensors: Any, tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with intercept(hooks.RunRecorder(tmp_path / "run", tensors)):
+        torch.mm(torch.eye(3), torch.eye(3))
+        for _ in range(2):
+            torch.addmm(torch.ones(5), torch.ones(3, 4), torch.ones(4, 5), beta=0.5)
+        torch.addmm(torch.ones(5), torch.ones(3, 4), torch.ones(4, 5), alpha=-math.inf, beta=math.nan)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        F.scaled_dot_product_attention(q, q, q, scale=0.5)
+    found = [call.arguments for call in calls_of(tmp_path / "run")]
+    attention = {"dropout_p": 0.0, "attn_mask": None}
+    assert found == [
+        {},
+        {"beta": 0.5, "alpha": 1},
+        {"beta": 0.5, "alpha": 1},
+        {"beta": "nan", "alpha": "-inf"},
+        attention | {"is_causal": True, "scale": None},
+        attention | {"is_causal": False, "scale": 0.5},
+    ]
+
+
+def test_arguments_of_a_function_are_recorded_with_those_that_have_no_tensor(tmp_path: Path) -> None:
+    x = torch.ones(2, 3)
+    with intercept(hooks.RunRecorder(tmp_path / "run", "none"), level="function", ops="all"):
+        F.linear(x, torch.ones(4, 3))
+        torch.full((2, 3), 1j, dtype=torch.complex64, device="cpu")
+        F.layer_norm(x, [3])
+    of = {call.record.op.rpartition(".")[2]: call.arguments for call in calls_of(tmp_path / "run")}
+    assert of["linear"] == {"bias": None}
+    assert of["layer_norm"] == {"normalized_shape": [3], "weight": None, "bias": None, "eps": 1e-05}
+    if "full" in of:  # factories take no tensor, and are seen by some versions of torch alone
+        assert of["full"]["dtype"] == "torch.complex64"
+
+
+def test_what_has_no_plain_form_is_left_out_of_the_arguments() -> None:
+    class Call:
+        options: ClassVar[dict[str, Any]] = {
+            "dtype": torch.bfloat16,
+            "device": torch.device("cpu"),
+            "layout": torch.strided,
+            "value": 1 + 2j,
+            "list": [1, (2.5, None), math.inf],
+            "function": print,
+            "generator": torch.Generator(),
+            "mixed": [1, print],
+            "big": 2**70,
+            "long": [0] * 2000,
+            "deep": [[[[0]]]],
+        }
+
+    assert json.loads(run_recorder._options(Call())) == {  # type: ignore[arg-type]
+        "dtype": "torch.bfloat16",
+        "device": "cpu",
+        "layout": "torch.strided",
+        "value": "(1+2j)",
+        "list": [1, [2.5, None], "inf"],
+    }
+
+
+def test_tensors_that_are_no_operands_are_recorded_by_name(tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    lstm = nn.LSTM(3, 5)
+    state = (torch.ones(1, 2, 5), torch.full((1, 2, 5), 2.0))
+    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        lstm(torch.randn(4, 2, 3), state)
+    run = open_run(tmp_path / "run")
+    attention, recurrent = run.calls()
+    assert attention.arguments == {"dropout_p": 0.0, "is_causal": False, "scale": None}
+    assert (attention.values["attn_mask"].inf, attention.values["attn_mask"].nan) == (6, 0)
+    stored = run.tensor(attention, "attn_mask")
+    assert stored is not None
+    assert same(stored, mask)
+    # With MKL-DNN `hx_` and `cx_`, without a list `hx`.
+    states = {name: value.max for name, value in recurrent.values.items() if name.startswith(("hx", "cx"))}
+    assert sorted(str(value) for value in states.values()) == ["1.0", "2.0"]
+    assert set(states) <= set(recurrent.tensors)
+
+
+@pytest.mark.parametrize("tensors", ["stats", "sample"])
+def test_a_mask_is_recorded_as_operands_are(tensors: Any, tmp_path: Path) -> None:
+    q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
+    with intercept(hooks.RunRecorder(tmp_path / "run", tensors)):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask.logical_not())
+    masked, unmasked = calls_of(tmp_path / "run")
+    assert masked.values["attn_mask"].hash != unmasked.values["attn_mask"].hash
+    assert ("attn_mask" in masked.tensors) == (tensors == "sample")
 
 
 # The program is not disturbed

@@ -51,7 +51,15 @@ def views() -> None:
     torch.bmm(torch.randn(3, 4).expand(2, 3, 4), torch.randn(2, 4, 3))
 
 
-@pytest.mark.parametrize("program", [product, training, in_place, views])
+def masked() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 4, 8)
+    torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.randn(4, 4), scale=0.3)
+    with torch.no_grad():  # else it also returns what its backward pass works with
+        torch.nn.LSTM(3, 5)(torch.randn(4, 2, 3), (torch.randn(1, 2, 5), torch.randn(1, 2, 5)))
+
+
+@pytest.mark.parametrize("program", [product, training, in_place, views, masked])
 def test_every_call_gives_the_same_bits_again(program: Callable[[], Any], tmp_path: Path) -> None:
     run = record(tmp_path, program)
     calls = list(run.calls())
@@ -195,13 +203,13 @@ def test_strides_that_lie_are_refused_before_memory_is_taken(
     run = record(tmp_path, product)
     given = {"args": [tensor(run, shape, stride), tensor(run, [7, 5], [5, 1])], "kwargs": {}}
     with pytest.raises(OpInterceptError, match=r"a tensor must have (a shape and strides that fit|sound strides)"):
-        replay(lie(run, arguments=given), 0)
+        replay(lie(run, given=given), 0)
 
 
 def test_an_output_out_of_proportion_is_refused_before_it_is_made(tmp_path: Path) -> None:
     run = record(tmp_path, lambda: torch.ones(70_000, 1) @ torch.ones(1, 2))
     lhs = tensor(run, [70_000, 1], [1, 1])
-    run = lie(run, arguments={"args": [lhs, lhs | {"shape": [1, 70_000], "stride": [1, 1]}], "kwargs": {}})
+    run = lie(run, given={"args": [lhs, lhs | {"shape": [1, 70_000], "stride": [1, 1]}], "kwargs": {}})
     with pytest.raises(OpInterceptError, match=r"an output must have at most 4294967296 bytes, got 19600000000 for"):
         replay(run, 0)
 
@@ -209,7 +217,7 @@ def test_an_output_out_of_proportion_is_refused_before_it_is_made(tmp_path: Path
 @pytest.mark.parametrize("value", [{"torch": "load"}, {"torch": "hub"}, {"eval": "1"}, {"tensor": "../../x"}, {}])
 def test_arguments_are_plain_data(value: Any, tmp_path: Path) -> None:
     run = record(tmp_path, product)
-    run = lie(run, arguments={"args": [value, value], "kwargs": {}})
+    run = lie(run, given={"args": [value, value], "kwargs": {}})
     with pytest.raises(OpInterceptError, match=r"a recorded argument must be a tensor, a number or a dtype, got "):
         replay(run, 0)
 
@@ -217,6 +225,6 @@ def test_arguments_are_plain_data(value: Any, tmp_path: Path) -> None:
 def test_names_that_lead_out_of_the_run_are_refused(tmp_path: Path) -> None:
     run = record(tmp_path, product)
     value = {"tensor": "../0/0123456789abcdef-0", "shape": [5, 7], "stride": [7, 1]}
-    run = lie(run, arguments={"args": [value, value], "kwargs": {}})
+    run = lie(run, given={"args": [value, value], "kwargs": {}})
     with pytest.raises(OpInterceptError, match=r"a tensor must have a name such as .*, got '\.\./0/"):
         replay(run, 0)

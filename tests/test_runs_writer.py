@@ -38,7 +38,7 @@ def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entr
     kept: list[Any] = [Kept(tensor, None, hashed and Known(hashed), False) for tensor in tensors]
     roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
     return Entry(
-        Note(SUMMARY, index, 0, "forward", NOWHERE, (None, None, False), None, 1e-6), {}, kept, roles, None, None
+        Note(SUMMARY, index, 0, "forward", NOWHERE, (None, None, False), None, 1e-6), {}, kept, roles, "{}", None, None
     )
 
 
@@ -67,7 +67,8 @@ def test_a_line_is_what_the_record_says(started: Writer, tmp_path: Path) -> None
         "lhs": Known(None, min=None, max=-0.0, mean=5e-324, rms=1.7976931348623157e308),
         "output.1": Known("0" * 16),
     }
-    plain.arguments = {"args": [1, 2.5, None, True, {"list": [1]}], "kwargs": {nasty: nasty}}
+    plain.arguments = '{"alpha":1.5,"list":[1,null]}'
+    plain.given = {"args": [1, 2.5, None, True, {"list": [1]}], "kwargs": {nasty: nasty}}
     plain.error = nasty
     started.put(plain)
     started.close()
@@ -75,7 +76,8 @@ def test_a_line_is_what_the_record_says(started: Writer, tmp_path: Path) -> None
     assert call.record == plain.note.record()
     assert type(call.record) is CallRecord
     assert {role: value.read() for role, value in plain.values.items()} == call.values
-    assert call.given == plain.arguments
+    assert call.arguments == {"alpha": 1.5, "list": [1, None]}
+    assert call.given == plain.given
     assert call.error == nasty.replace("\ud800", "?")
     text = (tmp_path / "run/calls.jsonl").read_text("ascii")
     assert text.count("\n") == 1
@@ -161,7 +163,7 @@ def test_what_cannot_be_written_stops_it_and_is_told(tmp_path: Path) -> None:
     thread = Writer(tmp_path / "run", INFO, None)
     thread.start()
     bad = entry(0)
-    bad.arguments = {"args": [object()], "kwargs": {}}
+    bad.given = {"args": [object()], "kwargs": {}}
     thread.put(bad)
     thread.close()
     assert thread.failure is not None
@@ -247,7 +249,7 @@ def test_a_line_that_would_be_too_long_goes_without_arguments(tmp_path: Path, mo
     thread = Writer(tmp_path / "run", INFO, None)
     thread.start()
     long = entry(0)
-    long.arguments = {"args": [0] * 5000, "kwargs": {}}
+    long.given = {"args": [0] * 5000, "kwargs": {}}
     thread.put(long)
     thread.close()
     (call,) = calls_in(tmp_path / "run")

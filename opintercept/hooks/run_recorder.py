@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
+import math
 import os
 import platform
 import random
@@ -18,7 +21,7 @@ from typing import Any, get_args
 
 import torch
 
-from opintercept._call import OpCall, is_strided
+from opintercept._call import OpCall, Summary, is_strided
 from opintercept._errors import OpInterceptWarning
 from opintercept._pipeline import share_memory
 from opintercept.hooks._content import Content, content_of
@@ -31,11 +34,14 @@ from opintercept.runs.store import CALLS, INFO, MAX_TEXT, STARTED, RunInfo
 from opintercept.runs.store import Kept as Keep
 from opintercept.runs.writer import Entry, Kept, Writer, key_of, leftovers, remove_leftovers, remove_run
 
-_OPERANDS = ("lhs", "rhs", "bias")
+_OPERANDS = ("lhs", "rhs", "bias", "value")
+_SHAPES = 4096  # of calls whose options are remembered
+_MOST_TENSORS, _MOST_OPTIONS = 1000, 100  # of one call, without its operands and outputs
+_MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
 
 
 class RunRecorder:
-    """Writes every call to a folder: its record, statistics and a content hash of its operands and outputs.
+    """Writes every call to a folder: its record, its arguments, statistics and a content hash of its tensors.
 
     A thread writes, at least once a second; where the disk is slower than the program, the program waits. What is
     written is there even if the program is killed. A disk that is full stops the recording with one warning. Where
@@ -47,9 +53,10 @@ class RunRecorder:
     Args:
         path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
             does `runs.open_run`.
-        tensors: `"none"`: records alone. `"stats"`: also statistics and hashes, see `runs.Values`. `"sample"`: also
-            some values of each tensor, the same places in every run. `"full"`: also all values, each content once,
-            and arguments, so that a call can be run again; those of a dtype or layout that safetensors cannot
+        tensors: `"none"`: records and the arguments that are no tensors. `"stats"`: also statistics and hashes of
+            operands, outputs, masks, states and any other tensor that the operator reads, see `runs.Values`.
+            `"sample"`: also some values of each tensor, the same places in every run. `"full"`: also all values,
+            each content once, so that a call can be run again; those of a dtype or layout that safetensors cannot
             hold are left out.
         overwrite: Whether a run that is there is deleted when the block is entered.
         sample: How many values a sample has.
@@ -107,6 +114,7 @@ class RunRecorder:
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: dict[tuple[int, int], dict[str, tuple[Content | None, torch.Tensor]]] = {}
         self._places: dict[Any, torch.Tensor] = {}
+        self._shapes: dict[int, tuple[Summary, str, bool]] = {}
         self._lock = threading.RLock()
         self._outside: BaseException | None = None
         self._process = os.getpid()
@@ -217,9 +225,8 @@ class RunRecorder:
         if not written or self.tensors == "none" or captured(written[0], "RunRecorder"):
             return
         before = {}
-        for role in _OPERANDS:
-            tensor = getattr(call, role)
-            if tensor is not None and any(share_memory(tensor, target) for target in written):
+        for role, tensor in call.tensors.items():
+            if any(share_memory(tensor, target) for target in written):
                 before[role] = content_of(tensor), tensor.detach().clone() if self._keeps(failed=False) else tensor
         self._before[id(call), call.index] = before
 
@@ -243,21 +250,35 @@ class RunRecorder:
             self._tell(writer)
             return
         error = None if exception is None else f"{type(exception).__name__}: {exception}"[:MAX_TEXT]
-        entry = Entry(call.note(), {}, [], {}, None, error)
+        note = call.note()
+        arguments, has_more = self._arguments(call, note.summary)
+        entry = Entry(note, {}, [], {}, arguments, None, error)
         if self.tensors != "none" or (error and self.flight is not None):
-            self._add_values(call, entry, before)
+            self._add_values(call, entry, before, has_more)
         if writer is None:
             self._last.append(entry)
         else:
             writer.put(entry)
 
-    def _add_values(self, call: OpCall, entry: Entry, before: dict[str, tuple[Content | None, torch.Tensor]]) -> None:
+    def _arguments(self, call: OpCall, summary: Summary) -> tuple[str, bool]:
+        """The options as JSON, and whether the call has tensors beside its operands: once for calls that look alike."""
+        known = self._shapes.get(id(summary))
+        if known is None:
+            has_more = any(role not in _OPERANDS for role in call.tensors)
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            # Kept alive, so that no other gets its address.
+            known = self._shapes[id(summary)] = (summary, _options(call), has_more)
+        return known[1:]
+
+    def _add_values(
+        self, call: OpCall, entry: Entry, before: dict[str, tuple[Content | None, torch.Tensor]], has_more: bool
+    ) -> None:
         failed = entry.error is not None
         full = self.tensors == "full" or (failed and self.flight is not None)
         keeps = self._keeps(failed=failed)
         places: dict[int, int] = {}
-        tensors = _tensors(call)
-        for role, tensor in tensors:
+        for role, tensor in _tensors(call, has_more):
             if captured(tensor, "RunRecorder"):
                 return
             if role in before:
@@ -271,8 +292,11 @@ class RunRecorder:
                 entry.roles[role] = places[id(tensor)] = len(entry.kept)
                 entry.kept.append(kept)
         if full:
+            # `plain_arguments` finds the operands that the operator has overwritten, here are the other tensors.
+            old = {id(tensor): before[role][1] for role, tensor in _more(call) if role in before} if before else {}
 
             def keep(tensor: torch.Tensor) -> int:
+                tensor = old.get(id(tensor), tensor)
                 place = places.get(id(tensor))
                 if place is None:
                     content = content_of(tensor)
@@ -283,10 +307,11 @@ class RunRecorder:
                     entry.kept.append(kept)
                 return place
 
+            operands = {role: tensor for role, (_, tensor) in before.items() if role in ("lhs", "rhs", "bias")}
             try:
-                entry.arguments = plain_arguments(call, {role: old for role, (_, old) in before.items()}, keep)
+                entry.given = plain_arguments(call, operands, keep)
             except TypeError:  # the call cannot be run again from the disk
-                entry.arguments = None
+                entry.given = None
 
     def _kept(self, tensor: torch.Tensor, content: Content, full: bool) -> Kept | str | None:
         """What is to be written, or its name if that is written already, or None if it cannot be."""
@@ -336,17 +361,49 @@ class RunRecorder:
         return f"RunRecorder({str(self.path)!r}, tensors={self.tensors!r})"
 
 
-def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
-    """Operands and outputs by role."""
-    found = [(role, tensor) for role in _OPERANDS if (tensor := getattr(call, role)) is not None]
-    # The value of an attention, which is an operand too; nobody wrote to it.
-    if (value := call._spec.operand("value", call.args, call.kwargs)) is not None:
+def _tensors(call: OpCall, has_more: bool) -> list[tuple[str, torch.Tensor]]:
+    """Arguments and outputs by role, else by the name of the parameter."""
+    found = [(role, tensor) for role in _OPERANDS[:3] if (tensor := getattr(call, role)) is not None]
+    if (value := call._spec.operand("value", call.args, call.kwargs)) is not None:  # of an attention
         found.append(("value", value))
+    if has_more:
+        found += _more(call)
     outputs = call.output if isinstance(call.output, (tuple, list)) else (call.output,)
     for place, output in enumerate(outputs[:99]):
         if isinstance(output, torch.Tensor):
             found.append((f"output.{place}" if place else "output", output))
     return found
+
+
+def _more(call: OpCall) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that are no operands: masks, states, the weights of an LSTM."""
+    return [(name, tensor) for name, tensor in call.tensors.items() if name not in _OPERANDS][:_MOST_TENSORS]
+
+
+def _options(call: OpCall) -> str:
+    """The arguments that are no tensors and have a plain form, as JSON; readers take no more than this."""
+    found = {}
+    for name, value in list(call.options.items())[:_MOST_OPTIONS]:
+        with contextlib.suppress(TypeError):
+            found[name] = _plain(value)
+    return json.dumps(found, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """An option as JSON has it.
+
+    Raises:
+        TypeError: It has no plain form, or a long one.
+    """
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS and depth < _DEPTH:
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, (str, complex, torch.dtype, torch.device, torch.layout)):
+        return str(value)[:MAX_TEXT]
+    raise TypeError(f"an option must be plain data, got {value!r:.80}")
 
 
 def _own(path: Path) -> tuple[Path, int, int]:

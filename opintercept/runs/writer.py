@@ -54,7 +54,8 @@ class Entry:
         values: By role.
         kept: Tensors, or the names of such as have been written already.
         roles: Which of `kept` is what.
-        arguments: As `_repro.plain_arguments` makes them, with places in `kept` for tensors.
+        arguments: JSON text of an object: every argument that is no tensor, by the name of its parameter.
+        given: As `_repro.plain_arguments` makes them, with places in `kept` for tensors.
         error: What it raised.
     """
 
@@ -62,7 +63,8 @@ class Entry:
     values: dict[str, Reading]
     kept: list[Kept | str]
     roles: dict[str, int]
-    arguments: dict[str, Any] | None
+    arguments: str
+    given: dict[str, Any] | None
     error: str | None
 
     @property
@@ -182,7 +184,7 @@ class Writer(threading.Thread):
             names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
             line = self._line(entry, names).encode()
             if len(line) > MAX_LINE:  # of a list with very many tensors
-                entry.arguments = None
+                entry.given, entry.arguments = None, "{}"
                 line = self._line(entry, names).encode()
             total += len(line) + sum(_stored_bytes(tensor) for tensor in own.values())
             if self._max_bytes is not None and total > self._max_bytes:
@@ -252,16 +254,16 @@ class Writer(threading.Thread):
             f'{{"index":{note.index},"step":{note.step},"phase":"{note.phase}","module":{_quoted(place.module)},'
             f'"source":{_quoted(place.source)},"forward":{_plain(note.kin[0])},"grad_of":{_quoted(note.kin[1])},'
             f'"autocast":{_quoted(None if note.autocast is None else dtype_name(note.autocast))},'
-            f'"elapsed":{_plain(note.elapsed)},{self._fragment(note)}'
+            f'"elapsed":{_plain(note.elapsed)},{self._fragment(note)},"arguments":{entry.arguments}'
         )
         parts = [head]
         if entry.values:
-            values = ",".join(f'"{role}":{_text(value.read())}' for role, value in entry.values.items())
+            values = ",".join(f"{_quoted(role)}:{_text(value.read())}" for role, value in entry.values.items())
             parts.append(f',"values":{{{values}}}')
         if entry.roles:
             parts.append(f',"tensors":{_compact({role: names[place] for role, place in entry.roles.items()})}')
-        if entry.arguments is not None:
-            parts.append(f',"arguments":{_compact(_with_names(entry.arguments, names))}')
+        if entry.given is not None:
+            parts.append(f',"given":{_compact(_with_names(entry.given, names))}')
         if entry.error is not None:
             parts.append(f',"error":{_quoted(entry.error)}')
         parts.append("}\n")
