@@ -970,3 +970,90 @@ def test_a_layer_of_a_pretrained_model_that_is_rounded_is_named(tmp_path: Path, 
     for module, kinds in rows.items():
         own = module.startswith(layer) and module != f"{layer}.attention.self"
         assert kinds == {"changed operand" if own else "inherited": 5}, module
+
+
+Q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+MASK = torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+def attend(**options: Any) -> Callable[[], Any]:
+    return lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, **options)
+
+
+def add(**options: Any) -> Callable[[], Any]:
+    return lambda: torch.addmm(torch.ones(8), Q[0, 0], torch.ones(8, 8), **options)
+
+
+def recur(state: float, cell: float = 0.0) -> Callable[[], Any]:
+    def program() -> None:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            torch.nn.LSTM(8, 8)(Q[0], (torch.full((1, 6, 8), state), torch.full((1, 6, 8), cell)))
+
+    return program
+
+
+@pytest.mark.parametrize("tensors", ["none", "stats", "full"])
+@pytest.mark.parametrize(
+    ("a", "b", "argument"),
+    [
+        (attend(is_causal=True), attend(), ("is_causal", True, False)),
+        (attend(), attend(scale=0.5), ("scale", None, 0.5)),
+        (attend(scale=0.25), attend(scale=0.5), ("scale", 0.25, 0.5)),
+        (add(), add(alpha=2), ("alpha", 1, 2)),
+        (add(beta=0.5), add(beta=math.nan), ("beta", 0.5, "nan")),
+    ],
+    ids=["causal", "scale", "another scale", "alpha", "beta"],
+)
+def test_a_changed_argument_of_a_program_is_named(
+    tmp_path: Path, a: Any, b: Any, argument: tuple[str, Any, Any], tensors: str
+) -> None:
+    one, other = record(tmp_path / "a", a, tensors), record(tmp_path / "b", b, tensors)
+    first = runs.diff(one, other).first
+    assert first is not None
+    assert (first.kind, first.arguments, first.changed) == ("changed argument", (argument,), ())
+    assert runs.diff(one, one).equal
+
+
+def test_a_changed_dropout_of_a_program_is_named(tmp_path: Path) -> None:
+    def recorded(name: str, dropout: float) -> runs.Run:
+        with intercept(hooks.RunRecorder(tmp_path / name), level="function"):
+            torch.manual_seed(0)
+            torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, dropout_p=dropout)
+        return runs.open_run(tmp_path / name)
+
+    first = runs.diff(recorded("a", 0.1), recorded("b", 0.2)).first
+    assert first is not None
+    assert (first.kind, first.arguments) == ("changed argument", (("dropout_p", 0.1, 0.2),))
+
+
+@pytest.mark.parametrize("tensors", ["stats", "full"])
+@pytest.mark.parametrize(
+    ("a", "b", "operand"),
+    [
+        (attend(attn_mask=MASK), attend(attn_mask=MASK.logical_not()), "attn_mask"),
+        (attend(), attend(attn_mask=MASK), "attn_mask"),
+        (attend(attn_mask=MASK), attend(), "attn_mask"),
+        (recur(0.0), recur(0.5), "hx"),
+        (recur(0.0), recur(0.0, 0.5), "cx"),
+    ],
+    ids=["mask", "new mask", "lost mask", "state", "cell"],
+)
+def test_a_changed_mask_or_state_of_a_program_is_named(
+    tmp_path: Path, a: Any, b: Any, operand: str, tensors: str
+) -> None:
+    one, other = record(tmp_path / "a", a, tensors), record(tmp_path / "b", b, tensors)
+    first = runs.diff(one, other).first
+    assert first is not None
+    assert (first.kind, first.arguments) == ("changed operand", ())
+    (name,) = first.changed
+    # Without MKL-DNN both states of an LSTM are in one list.
+    assert name.startswith(operand) or (operand == "cx" and name == "hx[1]")
+    assert runs.diff(one, one).equal
+
+
+def test_a_mask_of_a_run_without_values_is_named_if_one_run_has_it(tmp_path: Path) -> None:
+    one, other = (record(tmp_path / n, attend(attn_mask=m), "none") for n, m in (("a", None), ("b", MASK)))
+    first = runs.diff(one, other).first
+    assert first is not None
+    assert first.arguments == (("attn_mask", None, "(not recorded)"),)

@@ -23,6 +23,8 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._table import aligned, printable
 from opintercept.runs.store import Values
 
+# A spreadsheet takes what begins with one of these for a formula; the last four are their full-width forms.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _NAMES = 2000  # that are kept to be suggested
 _LONGEST = 120  # of those
 _CLOSE, _SUGGESTED = 0.6, 3  # difflib's own
@@ -157,7 +159,7 @@ def nonfinite(values: Values | None) -> str:
 def spreadsheet(text: str) -> str:
     """Text for a cell of a CSV file, which no spreadsheet takes for a formula; printable, and so whole as UTF-8."""
     shown = printable(text)
-    return f"'{shown}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else shown
+    return f"'{shown}" if text.startswith(_FORMULA) else shown
 
 
 def width() -> int | None:
