@@ -55,6 +55,14 @@ def test_report_says_what_it_cannot_use(run: Path, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "page.html").exists()
 
 
+def test_a_torn_file_is_told_in_one_plain_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / "calls.jsonl").open("a") as file:
+        file.write('{"index": 1, "op')
+    assert main(["report", str(run), str(run), "-o", str(tmp_path / "page.html")]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"opintercept report: warning: {run}/calls.jsonl has 1 lines that are no calls, which were")
+
+
 def test_report_without_tensors_needs_no_torch(run: Path, tmp_path: Path) -> None:
     program = (
         "import sys\nfrom opintercept.cli import main\n"

@@ -450,6 +450,33 @@ def test_memory_is_flat(arguments: list[str], tmp_path: Path, capsys: pytest.Cap
     assert peaks[2] - peaks[1] < 100_000
 
 
+@pytest.mark.parametrize("options", [[], ["--calls"], ["--calls", "--sort", "time"], ["--calls", "--json"]], ids=str)
+def test_no_call_is_kept_however_large(options: list[str], tmp_path: Path) -> None:
+    nested = json.dumps([[]] * 20_000, separators=(",", ":"))  # 60 kB, 1.4 MB as objects
+    lines = [json.dumps(call(index) | {"given": {"args": "@", "kwargs": {}}}) for index in range(16)]
+    run = write(tmp_path / "run", [])
+    (Path(run) / "calls.jsonl").write_text("".join(line.replace('"@"', nested) + "\n" for line in lines))
+    tracemalloc.start()
+    try:
+        with Path("/dev/null").open("w") as nowhere, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", nowhere)
+            assert main(["show", run, *options]) == 0
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_keys_of_groups_are_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opintercept.cli.show._KEYS_SIZE", 10_000)
+    run = write(tmp_path / "run", [call(index, module=f"{index}{'m' * 5000}") for index in range(99)])
+    counts = {row["module"]: int(row["calls"]) for row in rows(capsys, run)}
+    assert 10 < len(counts) < 40
+    assert sum(counts.values()) == 99
+    assert counts["(others)"] > 50
+
+
 def test_show_leaves_torch_alone_and_a_reader_that_has_seen_enough(run: str) -> None:
     code = f"import sys; from opintercept.cli import main; main(['show', {run!r}]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -372,6 +372,34 @@ def test_models_with_equal_inner_names_are_never_paired_with_each_other(compare:
         assert all(pair.a.record.module == pair.b.record.module for pair in found.worst)
 
 
+def gan(*order: str, prime: str = "", first: bool = True) -> list[dict[str, Any]]:
+    """Two models of equal inner names; those of the one that runs first are plain, as a recorder writes them."""
+    calls = []
+    for n, model in enumerate(order):
+        for layer in ("main.0", "main.2"):
+            name = layer if first and model == order[0] else f"{model}.{layer}"
+            calls.append(call(name, f"x{n}{model}{layer}{prime}", f"w{model}{layer}", f"y{n}{model}{layer}{prime}"))
+    return calls
+
+
+@pytest.mark.parametrize("third", [[], ["Encoder"]], ids=["two", "three"])
+def test_the_model_that_runs_first_is_found_again_where_it_does_not(compare: Any, third: list[str]) -> None:
+    one, other = ["Generator", "Discriminator", *third] * 2, ["Discriminator", "Generator", *third] * 2
+    for a, b in ((one, other), (other, one), (one, one)):
+        found = compare(gan(*a), gan(*b, prime="'"), limit=1000)
+        assert (found.pairs, found.kinds) == (2 * len(a), {"changed operand": 1, "inherited": 2 * len(a) - 1})
+        for pair in found.worst:
+            assert pair.a.values["rhs"].hash == pair.b.values["rhs"].hash  # the weight is that of the same module
+        assert compare(gan(*a), gan(*b)).unmatched_calls == (0, 0)
+
+
+def test_submodules_are_not_taken_for_models(compare: Any) -> None:
+    a = [call(name, f"x{name}", "w", f"y{name}") for name in ("proj", "encoder.proj")]
+    b = [call(name, f"x{name}'", "w", f"y{name}'") for name in ("proj", "decoder.proj")]
+    found = compare(a, b)
+    assert [(row.module, row.other) for row in found.modules] == [("proj", "proj"), ("encoder.proj", "decoder.proj")]
+
+
 def test_a_call_that_raised_in_one_run_differs(compare: Any) -> None:
     raised = call("a", "x", "w", None, error="RuntimeError: no memory at 0x12")
     found = compare([raised], chain("a"))

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,39 @@ def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
     )
     text = report.page(open_run(folder(tmp_path / "run", *calls)))
     assert len(text) - len(report._plotly()) < 4e6
+
+
+def hostile(path: Path, calls: int) -> Path:
+    """Each line is 60 kB, 1.4 MB as objects, of another module and operator, with names as long as they may be."""
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps(INFO | {"tensors": "full"}))
+    nested = json.dumps([[]] * 20_000, separators=(",", ":"))
+    with (path / "calls.jsonl").open("w") as file:
+        for index in range(calls):
+            name = f"{index}{chr(0x1F600) * 4000}"
+            record = replace(CALL, index=index, module=name, op=name, source=name, gemm=None)
+            kept = {"values": {"output": values(rms=1.0 + index)}, "tensors": {"output": f"0/{index:016x}-0"}}
+            plain = record.as_dict() | kept | {"given": {"args": "@", "kwargs": {}}}
+            file.write(json.dumps(plain).replace('"@"', nested) + "\n")
+    return path
+
+
+def test_no_line_is_kept_however_large(tmp_path: Path) -> None:
+    run, other = open_run(hostile(tmp_path / "a", 10)), open_run(hostile(tmp_path / "b", 10))
+    lines = (tmp_path / "b" / "calls.jsonl").read_text()
+    (tmp_path / "b" / "calls.jsonl").write_text(lines.replace('"rms": ', '"rms": 1'))
+
+    def peak(made: Callable[[], Any]) -> int:
+        tracemalloc.start()
+        try:
+            made()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    # All lines of one run would be 14 MB, of which 20 are kept of two.
+    assert peak(lambda: report.summary(run)) < 8 << 20
+    assert peak(lambda: report._parting(run, other, {})) < 12 << 20
 
 
 def data_of(text: str) -> Any:

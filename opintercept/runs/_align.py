@@ -7,6 +7,7 @@ Must not import torch.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,10 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 # What difflib may spend on a pair of runs in comparisons of equal elements: about five seconds.
 _BUDGET = 5_000_000
 _SOME = 10_000
+_LONGEST = 200  # of a name that is kept
+# Of models beside the first: `Critic.linear1`, `Critic#2.linear1`, and `Critic` itself.
+_MODEL = re.compile(r"[A-Z]\w*(?:#[0-9]+)?")
+_OF_MODEL = re.compile(rf"({_MODEL.pattern})\.")
 
 
 @lru_cache(4096)
@@ -79,10 +84,45 @@ class Ids:
         return self._ids.setdefault(hash(parts), len(self._ids) + 1)
 
 
+def first_models(a: set[str], b: set[str]) -> tuple[str, str] | None:
+    """The classes of the models that two runs began with, where these are not the same.
+
+    Modules of the model that runs first have plain names, those of other models begin with the model's class. A class
+    that only A has in its names is then the one that B began with, and the other way round, if the rest of the names
+    says so too.
+    """
+    only_a, only_b = _classes(a) - _classes(b), _classes(b) - _classes(a)
+    if len(only_a) != 1 or len(only_b) != 1:
+        return None
+    (of_b,), (of_a,) = only_a, only_b
+    for name, names, others in ((of_a, a, b), (of_b, b, a)):
+        plain = {each for each in names if _is_plain(each)}
+        named = {each.removeprefix(f"{name}.") for each in others if each.startswith(f"{name}.")}
+        if 2 * len(plain & named) < max(len(plain), len(named)):
+            return None
+    return of_a, of_b
+
+
+def _classes(names: set[str]) -> set[str]:
+    return {match[1] for name in names if (match := _OF_MODEL.match(name))}
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and not _OF_MODEL.match(name) and not _MODEL.fullmatch(name)
+
+
 class Index:
     """The calls of one process, in the order in which they ended; none for a process that the run does not have.
 
+    Args:
+        run: The run.
+        rank: Of the process.
+        ids: Shared with the other run's index.
+        select: The calls that the caller wants to know of.
+        model: What plain names of modules begin with, as of `first_models`.
+
     Attributes:
+        names: The modules, some of them where there are very many.
         position: For `Run.at`.
         key: Module, operator, phase and `grad_of`.
         loose: Module, phase and family.
@@ -100,7 +140,15 @@ class Index:
 
     BY = ("nothing", "statistics", "hash")
 
-    def __init__(self, run: Run, rank: int | None, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        rank: int | None,
+        ids: Ids,
+        select: Callable[[CallRecord], bool] | None,
+        model: str = "",
+    ) -> None:
+        self.names: set[str] = set()
         self.position, self.inputs, self.weights, self.whole = array("Q"), array("q"), array("q"), array("q")
         self.key, self.loose, self.module, self.phase = array("I"), array("I"), array("I"), array("B")
         self.shape, self.step = array("I"), array("I")
@@ -110,6 +158,10 @@ class Index:
         for position, call in () if rank is None else run.located(rank):
             record, values = call.record, call.values
             module, kind = module_name(record.module), family(record)
+            if module and len(self.names) < _SOME:
+                self.names.add(module[:_LONGEST])
+            if model and module and _is_plain(module):
+                module = f"{model}.{module}"
             lhs, rhs = record.lhs, record.rhs
             shape: Any = record.gemm and record.gemm[:4]
             if shape is None:

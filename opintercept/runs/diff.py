@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opintercept._call import CallRecord, TensorMeta
 from opintercept._errors import OpInterceptError
-from opintercept.runs._align import PAIRINGS, Ids, Index, Pairing, Pairs, metas, module_name, operator_name, outcome
+from opintercept.runs._align import (
+    PAIRINGS,
+    Ids,
+    Index,
+    Pairing,
+    Pairs,
+    first_models,
+    metas,
+    module_name,
+    operator_name,
+    outcome,
+)
 from opintercept.runs.store import Run, StoredCall, Values, is_output
 
 if TYPE_CHECKING:
@@ -660,6 +671,12 @@ class _Compared:
         """Compare two processes, one of which its run may not have."""
         ids = Ids()
         a, b = Index(run_a, rank_a, ids, self._select), Index(run_b, rank_b, ids, self._select)
+        if (models := first_models(a.names, b.names)) is not None:
+            ids = Ids()
+            a, b = (
+                Index(run, rank, ids, self._select, model)
+                for run, rank, model in zip((run_a, run_b), (rank_a, rank_b), models, strict=True)
+            )
         self.calls[0] += len(a)
         self.calls[1] += len(b)
         if rank_a is not None and rank_b is not None:

@@ -507,7 +507,7 @@
       lines.push(element("p", {}, element("b", {}, "First divergence: "), `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
         name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", ...changed,
         broken.length ? ` Of NaN and Inf ${broken.join(", ")}.` : "",
-        first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" ? "" : "at least "}${error(first.relative)}, by ${ways[first.by]}.`));
+        first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" || first.relative === "inf" ? "" : "at least "}${error(first.relative)}, by ${ways[first.by]}.`));
     } else {
       lines.push(element("p", {}, found.equal ? "No call differs: each has its counterpart, with an equal output."
         : found.pairs ? "No call that has a counterpart differs." : "No call has a counterpart: nothing was compared."));
