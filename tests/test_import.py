@@ -44,7 +44,7 @@ LAYERS = (
     {name for name in SOURCES if re.fullmatch(r"runs/[a-z]\w*\.py", name)}
     - {"runs/store.py", "runs/diff.py", "runs/writer.py"},
     {"cli/__init__.py"},
-    {"cli/_program.py"},
+    {"cli/_program.py", "cli/_reading.py"},
     {name for name in SOURCES if re.fullmatch(r"cli/[a-z]\w*\.py", name)} | {"pytest_plugin.py"},
     {"__init__.py", "__main__.py"},
 )
