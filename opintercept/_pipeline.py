@@ -261,7 +261,7 @@ class Pipeline:
         self.backward: tuple[Handle, ...] = ()
         for hook in hooks:
             self.register(hook)
-        _pipelines.add(self)
+        _remember(self)
 
     @property
     def calls(self) -> int:
@@ -723,15 +723,27 @@ def _extent(tensor: Any) -> tuple[int, int]:
     return start, start + (last + 1) * int(tensor.element_size())
 
 
-_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+# For forked children. A WeakSet would run Python whenever a pipeline goes, and there swallow an interrupt.
+_pipelines: list[weakref.ref[Pipeline]] = []
+_look_through_at = 64
+
+
+def _remember(pipeline: Pipeline) -> None:
+    global _look_through_at
+    if len(_pipelines) >= _look_through_at:
+        _pipelines[:] = [reference for reference in _pipelines if reference() is not None]
+        _look_through_at = 2 * len(_pipelines) + 64
+    _pipelines.append(weakref.ref(pipeline))
 
 
 def _forget_parent() -> None:
     # In a forked child no block of the parent is active, and its threads' locks are nobody's.
-    for pipeline in _pipelines:
-        pipeline._lock = threading.RLock()
-        pipeline._entered_by.clear()
-        pipeline._inside.clear()
+    for reference in _pipelines:
+        pipeline = reference()
+        if pipeline is not None:
+            pipeline._lock = threading.RLock()
+            pipeline._entered_by.clear()
+            pipeline._inside.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

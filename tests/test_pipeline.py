@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from opintercept import HookError, OpCall, OpInterceptWarning
-from opintercept._pipeline import Handle, Pipeline, check_hook, run
+from opintercept._pipeline import Handle, Pipeline, _pipelines, check_hook, run
 
 
 class Spec:
@@ -511,3 +511,11 @@ def test_opaque_operators_are_counted() -> None:
 def test_what_is_no_hook_is_refused(hook: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         check_hook(hook, "dispatch")
+
+
+def test_pipelines_that_are_gone_are_forgotten() -> None:
+    for _ in range(1000):
+        Pipeline(())
+    kept = [Pipeline(()) for _ in range(100)]
+    assert {id(pipeline) for pipeline in kept} <= {id(reference()) for reference in _pipelines}
+    assert len(_pipelines) < 1000
