@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypedDict, Unpack, overload
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from opintercept import hooks
 from opintercept._call import CallRecord, OpCall, TensorMeta
 from opintercept._intercept import EngineChoice, Interceptor, intercept
+from opintercept._ops import why_never
 from opintercept._pipeline import Hook, Level
 from opintercept._snapshot import Snapshots
 from opintercept._table import aligned
@@ -76,12 +78,14 @@ class OpCalls:
         options: Options | None = None,
         snapshots: Callable[[], Snapshots] | None = None,
         ran: OpCalls | None = None,
+        refuse: Callable[[str], str | None] | None = None,
     ) -> None:
         self._source = records
         self._finite = {} if finite is None else finite
         self._options: Options = {} if options is None else options
         self._snapshots = snapshots
         self._ran = self if ran is None else ran
+        self._refuse = refuse  # says why no call of these can have a name
         self._told: BaseException | None = None  # the failure that says what ran
 
     @property
@@ -133,11 +137,14 @@ class OpCalls:
                 and `predicate`, which gets the record. A module has its first name only.
 
         Raises:
-            TypeError, ValueError: As `hooks.when` does.
+            TypeError, ValueError: As `hooks.when` does, or an operator that these calls cannot have.
         """
+        if "op" in filters:
+            filters["op"] = _read_twice(filters["op"])
         wanted = CallFilter(**filters)
+        self._check_names(filters.get("op"))
         chosen = [record for record in self._records if wanted.admits(record)]
-        return OpCalls(chosen, self._finite, self._options, self._snapshots, self._ran)
+        return OpCalls(chosen, self._finite, self._options, self._snapshots, self._ran, self._refuse)
 
     def clear(self) -> None:
         """Forget the calls so far."""
@@ -194,7 +201,7 @@ class OpCalls:
 
         Raises:
             pytest.fail.Exception: They are not; says which calls are in the way, and what ran.
-            TypeError, ValueError: What is expected makes no sense.
+            TypeError, ValueError: What is expected makes no sense, an operator that these calls cannot have for one.
         """
         __tracebackhide__ = True
         for name, value in (("count", count), ("max_count", max_count), ("max_flops", max_flops)):
@@ -204,9 +211,9 @@ class OpCalls:
             raise TypeError(f"predicate must be callable, got {predicate!r}")
         wanted_dtype = None if dtype is None else checked_dtype(dtype)
         wanted_shapes = None if shapes is None else _checked_shapes(shapes)
-        if op is not None and not isinstance(op, str) and isinstance(op, Iterable):
-            op = list(op)  # read twice
+        op = _read_twice(op)
         wanted = CallFilter(op, module, phase)
+        self._check_names(op)
         chosen = [record for record in self._records if wanted.admits(record)]
         narrowed = chosen if len(chosen) < len(self._records) else []  # the table has the rest
         ops = "matmul" if op is None else op if isinstance(op, str) else " or ".join(op)
@@ -280,6 +287,15 @@ class OpCalls:
         """Write what ran for the report of a failing test; None where the failure says it already."""
         return None if failure is not None and failure is self._ran._told else self._what_ran()
 
+    def _check_names(self, op: str | Iterable[str] | None) -> None:
+        """Refuse what would never match: with `count=0` it would pass."""
+        refuse = self._refuse
+        if refuse is None or op is None:
+            return
+        for name in [op] if isinstance(op, str) else op:
+            if (why := refuse(name)) is not None:
+                raise ValueError(f"op must name operators that these calls can have, got {name!r}, {why}")
+
     def _what_ran(self) -> str:
         records = self._ran._records
         return f"what ran: {_amount(records)}\n{_table(records, _MOST_ROWS)}".rstrip()
@@ -336,7 +352,18 @@ def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None
         interceptor.register(finite_hook())
     for hook in others if isinstance(others, Iterable) else [others]:
         interceptor.register(hook)
-    return interceptor, OpCalls(recorder, recorder.finite, options, snapshots)
+    ops = options.get("ops", "matmul")
+    refuse = partial(
+        why_never,
+        level=options.get("level", "dispatch"),
+        keys=interceptor._watcher.keys,
+        family=isinstance(ops, str) and ops == "matmul",
+    )
+    return interceptor, OpCalls(recorder, recorder.finite, options, snapshots, refuse=refuse)
+
+
+def _read_twice(op: Any) -> Any:
+    return list(op) if not isinstance(op, str) and isinstance(op, Iterable) else op
 
 
 def finite_hook() -> Hook:

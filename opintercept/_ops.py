@@ -766,10 +766,13 @@ def _functions_of(entry: Any) -> list[Any]:
     raise TypeError(f"ops at function level must be names or functions of torch, got {entry!r}")
 
 
-def _unknown(name: str, known: list[str]) -> ValueError:
+def _unknown(name: str, known: Iterable[str]) -> ValueError:
+    return ValueError(f"ops must be names of operators, got unknown op {name!r}; {_hint(name, known)}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.removeprefix("aten::"), sorted(set(known)), n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(map(repr, close))}" if close else "; see torch.ops for the names there are"
-    return ValueError(f"ops must be names of operators, got unknown op {name!r}{hint}")
+    return f"did you mean {' or '.join(map(repr, close))}" if close else "see torch.ops for the names there are"
 
 
 _PARTS = {
@@ -784,3 +787,72 @@ _PARTS = {
 def parts(row: Op) -> str:
     """What to watch at dispatch level instead of a composite."""
     return _PARTS.get(row.family, "'mm', 'addmm', 'bmm', 'mv' and 'dot'")
+
+
+def why_never(name: str, level: Literal["function", "dispatch"], keys: Selection, family: bool) -> str | None:
+    """Say why no watched call has this name, and what to write instead; None if one may.
+
+    Args:
+        name: In full or without its namespace, as in `hooks.when`.
+        level: That of the calls.
+        keys: What the engine watches: overloads by name, or functions; None for everything.
+        family: Whether that is the whole family. Then the operators that only other builds of torch run count too,
+            so that one test serves all devices.
+    """
+    names = None if keys is None else {row_of(key).name for key in keys}
+    known = {_short(full) for full in (_TABLE if names is None else names)}
+    if names is not None:
+        if family and level == "dispatch":
+            names.update(row.name for row in _TABLE.values() if row.kind == "leaf")
+            # Without "linear", which would be torch's, and not `quantized::linear`.
+            apart = {_short(row.name) for row in _TABLE.values() if row.kind == "composite"}
+            known = {_short(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}
+        if name in names or name in known:
+            return None
+    packet, not_watched = _packet(name), None if names is None else "which is not watched; name it in ops="
+    if level == "function":
+        if _is_function(name) or _exists(name):
+            return not_watched
+        return f"an unknown name; {_hint(name, (_short(row.name) for row in functions().values()))}"
+    if any(name == row.name for row in functions().values()):
+        return "which is a function; use level='function'"
+    if overloads(packet.partition(".")[0]) and "." in packet:
+        return f"but calls are named without the overload, {name.partition('.')[0]!r}"
+    row = row_of(name if name in HIGHER_ORDER else packet)
+    if names is not None and row.kind == "composite":
+        all_of_them = ", leave op out for the whole family" if packet == "aten::matmul" else ""
+        return (
+            f"which is taken apart before dispatch level can see it; name {parts(row)} instead{all_of_them}, or use "
+            "level='function'"
+        )
+    if names is not None and row.kind == "seen":
+        return "of which the kernel engine sees the products that it runs, one by one; use engine='mode' for the whole"
+    if not _exists(name):
+        return f"an unknown name; {_hint(name, known)}"
+    return not_watched
+
+
+def _is_function(name: str) -> bool:
+    place: Any = torch
+    for part in name.split(".")[1:] if name.startswith("torch.") else ():
+        place = getattr(place, part, None)
+    try:
+        return bool(_functions_of(name if place is torch else place))
+    except (TypeError, ValueError):
+        return False
+
+
+def _short(name: str) -> str:
+    return name.rpartition("::")[2].rpartition(".")[2]
+
+
+def _packet(name: str) -> str:
+    return name if "::" in name else f"aten::{name}"
+
+
+def _exists(name: str) -> bool:
+    if name in HIGHER_ORDER or overloads(_packet(name)):
+        return True
+    # Without its namespace the name may be that of an operator of the program's own.
+    spaces = [space for space, value in vars(torch.ops).items() if isinstance(value, torch._ops._OpNamespace)]
+    return "::" not in name and any(overloads(f"{space}::{name}") for space in spaces)

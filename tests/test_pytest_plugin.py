@@ -426,6 +426,105 @@ def test_a_block_refuses_wrong_options(
         pytest.fail("entered")
 
 
+@pytest.mark.parametrize(
+    ("options", "op", "why"),
+    [
+        (
+            {},
+            "matmul",
+            "which is taken apart before dispatch level can see it; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
+            "leave op out for the whole family, or use level='function'",
+        ),
+        (
+            {},
+            "linear",
+            "which is taken apart before dispatch level can see it; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
+            "or use level='function'",
+        ),
+        (
+            {},
+            "scaled_dot_product_attention",
+            "which is taken apart before dispatch level can see it; name '_scaled_dot_product_flash_attention' and its "
+            "like, or 'bmm' for the math path instead, or use level='function'",
+        ),
+        ({}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),
+        ({}, "no_such_operator::at_all", "an unknown name; see torch.ops for the names there are"),
+        ({}, "mm.out", "but calls are named without the overload, 'mm'"),
+        ({}, "torch.nn.functional.linear", "which is a function; use level='function'"),
+        ({}, "softmax", "which is not watched; name it in ops="),
+        ({}, "opintercept_tests::plugin_double", "which is not watched; name it in ops="),
+        ({}, "plugin_double", "which is not watched; name it in ops="),
+        (
+            {},
+            "linalg_pinv",
+            "of which the kernel engine sees the products that it runs, one by one; use engine='mode' for the whole",
+        ),
+        (
+            {},
+            "cond",
+            "of which the kernel engine sees the products that it runs, one by one; use engine='mode' for the whole",
+        ),
+        ({"ops": ["mv"]}, "mm", "which is not watched; name it in ops="),
+        ({"engine": "mode"}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),
+        ({"engine": "mode", "ops": "all"}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),
+        ({"level": "function"}, "liner", "an unknown name; did you mean 'linear' or 'inner' or 'bilinear'"),
+        (
+            {"level": "function", "ops": "all"},
+            "liner",
+            "an unknown name; did you mean 'linear' or 'inner' or 'bilinear'",
+        ),
+        ({"level": "function"}, "softmax", "which is not watched; name it in ops="),
+        ({"level": "function", "ops": ["linear"]}, "mm", "which is not watched; name it in ops="),
+    ],
+)
+def test_a_name_that_no_call_can_have_is_refused(op_calls: OpCalls, options: Any, op: str, why: str) -> None:
+    @torch.library.custom_op("opintercept_tests::plugin_double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    text = re.escape(f"op must name operators that these calls can have, got {op!r}, {why}")
+    with op_calls.block(**options) as calls:
+        pass
+    with pytest.raises(ValueError, match=f"^{text}"):
+        calls.expect(op=op, count=0)
+    with pytest.raises(ValueError, match=f"^{text}"):
+        calls.filter(op=iter([op]))
+    with pytest.raises(ValueError, match=f"^{text}"):
+        calls.filter(phase="forward").expect(op=["mm", op] if "ops" not in options else op, count=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "ops"),
+    [
+        # The last one only where a device has it.
+        ({}, ["mm", "aten::mm", "addmm_", "_scaled_dot_product_flash_attention", "_cudnn_rnn"]),
+        ({"ops": ["mv", "opintercept_tests::plugin_double"]}, ["mv", "plugin_double"]),
+        ({"ops": "mm.out"}, ["mm"]),
+        ({"ops": "quantized::linear"}, ["linear", "quantized::linear"]),
+        ({"engine": "mode"}, ["mm", "matmul", "linear", "linalg_pinv", "cond", "higher_order::cond"]),
+        ({"ops": "all"}, ["mm", "matmul", "softmax", "plugin_double", "opintercept_tests::plugin_double", "cond"]),
+        ({"level": "function"}, ["linear", "torch.nn.functional.linear", "matmul", "__matmul__", "mm", "aten::mm"]),
+        ({"level": "function", "ops": [torch.nn.functional.softmax]}, ["softmax", "torch.nn.functional.softmax"]),
+        ({"level": "function", "ops": "all"}, ["softmax", "torch.nn.functional.softmax", "relu", "aten::mm"]),
+    ],
+)
+def test_a_name_that_a_call_can_have_is_taken(op_calls: OpCalls, options: Any, ops: list[str]) -> None:
+    @torch.library.custom_op("opintercept_tests::plugin_double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with op_calls.block(**options) as calls:
+        pass
+    calls.expect(op=ops, count=0)
+    assert calls.filter(op=ops).count == 0
+
+
+def test_the_mode_engine_sees_composites_whole_in_inference_mode(op_calls: OpCalls) -> None:
+    with op_calls.block(engine="mode") as calls, torch.inference_mode():
+        torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+    calls.expect(op="linear", count=1)
+
+
 def test_a_wider_fixture_has_calls_of_its_own(op_calls_factory: Any, op_calls: OpCalls) -> None:
     with op_calls_factory(ops="bmm") as calls:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
