@@ -2,7 +2,8 @@
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
 `kernels._make_kernel`, `origin.cpp` has `_origin.walk`, `call.cpp` has `_call.look`.
-Invariant: nothing is built, and torch's machinery for it is not imported, before a block asks.
+Invariant: nothing is built before a block asks. `torch.utils.cpp_extension` is not used: its import takes a second,
+and a build of it that is killed leaves a lock that it waits for without end.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _COMPILE = ["-O2", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
 _LINK = ["-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 if sys.platform == "darwin":
     _LINK.append("-Wl,-undefined,dynamic_lookup")  # Python's own symbols
+_PYTHON = sysconfig.get_path("include", "posix_prefix")  # other schemes may name a folder without the headers
 _UNFINISHED = ".building"
 _INSTEAD = 'use engine="kernel", which does the same in Python'
 _NO_ROOM = ("No space left on device", "Disk quota exceeded")  # as compilers and linkers say it
@@ -115,8 +117,7 @@ def load() -> Extension:
     except Exception as exception:
         reason = str(exception).partition("\n")[0] or type(exception).__name__
         raise OpInterceptError(
-            "compiled kernels need a C++ compiler, setuptools and the headers of Python and of torch, "
-            f"got: {reason}; {_INSTEAD}"
+            f"compiled kernels need a C++ compiler and the headers of Python and of torch, got: {reason}; {_INSTEAD}"
         ) from exception
 
 
@@ -129,7 +130,7 @@ def _library() -> Path:
 
 
 def _cache() -> Path:
-    """Where torch keeps extensions, without the import of its machinery, which takes a second."""
+    """A folder of our own where torch keeps the extensions that it builds."""
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(root).absolute() / "opintercept"
     if sys.platform == "darwin":
@@ -155,10 +156,10 @@ def _name() -> str:
         torch.__version__,
         torch.version.git_version,
         torch.compiled_with_cxx11_abi(),
-        *torch.__path__,
+        torch.__file__,
         sys.version,
         sysconfig.get_config_var("SOABI"),
-        sysconfig.get_path("include"),
+        _PYTHON,
         platform.machine(),
     ):
         known.update(f"{part}\0".encode(errors="surrogateescape"))
@@ -252,15 +253,13 @@ def _build(library: Path) -> None:
 
 
 def _compile(library: Path) -> None:
-    from torch.utils import cpp_extension  # wants setuptools, and takes a second
-
     compiler, folder = _compiler(), library.parent
-    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    flags = [*_COMPILE, *(word for path in includes for word in ("-isystem", path))]
+    torchs = Path(torch.__file__).parent
+    includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _PYTHON]
+    flags = [*_COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
     objects = [f"{source.stem}.o" for source in _SOURCES]
     _run([[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(_SOURCES, objects, strict=True)], folder)
-    paths = [f"-L{path}" for path in cpp_extension.library_paths()]
-    _run([[*compiler, *objects, *paths, *_LINK, "-o", library.name]], folder)
+    _run([[*compiler, *objects, f"-L{torchs / 'lib'}", *_LINK, "-o", library.name]], folder)
 
 
 def _run(commands: list[list[str]], folder: Path) -> None:
