@@ -1,15 +1,17 @@
-"""One operator of two 8x8 matrices, where the cost of the machinery is all there is to see."""
+"""One operator of two 8x8 matrices, and an empty block, where the cost of the machinery is all there is to see."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks._timing import Make, Row, compare
+from benchmarks._timing import Make, Row, compare, rows
 from opintercept import OpInterceptError, intercept
 
 
@@ -55,8 +57,46 @@ CONFIGURATIONS: dict[str, Make] = {
 }
 
 
+def enter(make: Make, number: int) -> float:
+    """Enter and leave a block that often; the seconds that one takes."""
+    started = time.perf_counter()
+    for _ in range(number):
+        with make():
+            pass
+    return (time.perf_counter() - started) / number
+
+
+def _same(block: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    return block
+
+
+def entries(smoke: bool) -> list[Row]:
+    """An empty block alone, where kernels come and go with it, and inside another, where they stay; and a pause."""
+    blocks: list[tuple[str, int, dict[str, Any]]] = [
+        ("kernel engine", 10, {}),
+        ("mode engine", 200, {"engine": "mode"}),
+        ("function level", 200, {"level": "function"}),
+        *(("compiled kernels", 10, {"engine": "compiled"}) for _ in compiled({"": nullcontext})),
+    ]
+    timed: dict[str, tuple[Make, Make, int]] = {}  # what, inside of what, and how often in a turn
+    for name, number, options in blocks:
+        interceptor, outer = intercept(no_op, **options), intercept(no_op, **options)
+        timed[name] = (partial(_same, interceptor), nullcontext, number)
+        timed[f"{name}, in another block"] = (partial(_same, interceptor), partial(_same, outer), 200)
+        timed[f"{name}, a pause"] = (interceptor.paused, partial(_same, interceptor), 200)
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    for turn in range(3 if smoke else 101):
+        for name, (make, around, number) in timed.items():
+            with around():
+                enter(make, 1 + number // 10)
+                seconds = enter(make, number)
+            if turn:
+                times[name].append(seconds)
+    return rows("operators", "an empty block", times)
+
+
 def run(smoke: bool) -> list[Row]:
-    """`add`, which nobody watches, and `mm`, which the interceptors do."""
+    """`add`, which nobody watches, `mm`, which the interceptors do, and empty blocks."""
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     rounds, number = (3, 300) if smoke else (250, 1000)  # short turns, within which the machine keeps its speed
     in_c = compiled(
@@ -89,4 +129,4 @@ def run(smoke: bool) -> list[Row]:
         }
         | {name: ("empty TorchDispatchMode", 1.1) for name in in_c if "1 hook" in name},
     )
-    return add + mm
+    return add + mm + entries(smoke)
