@@ -244,6 +244,13 @@ def test_a_truncated_library_is_built_again(builds: Builds) -> None:
     assert len(builds.compilers()) == 6 * 3
 
 
+def test_sources_that_change_meanwhile_do_not_get_the_name_of_others(builds: Builds) -> None:
+    builds.compiler.write_text(f"{FAKE_COMPILER}echo // more >> '{builds.sources[0]}'\n")
+    with pytest.raises(OpInterceptError, match=refused("the sources changed while they were compiled")):
+        watch()
+    assert builds.left() == ["lock"]
+
+
 def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)  # it warns of a device that is not there
     assert compiled._library().read_text() == "made\n"

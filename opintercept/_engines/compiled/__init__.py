@@ -247,6 +247,8 @@ def _build(library: Path) -> None:
         ) as folder:
             built = Path(folder, library.name)
             _compile(built)
+            if f"{_name()}.so" != library.name:
+                raise RuntimeError("the sources changed while they were compiled")
             _sum(built).write_text(_sum_of(built))
             os.replace(_sum(built), _sum(library))  # first: a library beside the sum of another is built again
             os.replace(built, library)
