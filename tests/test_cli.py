@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from opintercept.cli import main
+import opintercept
+from opintercept.cli import main, size
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,15 +60,33 @@ def test_demo_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], r"the following arguments are required: command"),
         (["fly"], r"invalid choice: 'fly'"),
+        (["shwo"], r"invalid choice: 'shwo' .*; did you mean 'show'\?"),
+        (["--versoin"], r"the following arguments are required: command|unrecognized arguments: --versoin"),
+        (["demo", "--stpes", "2"], r"^usage: opintercept demo .*\n.*--stpes 2; did you mean '--steps'\?"),
+        (["run", "--otu", "x", "y.py"], r"^usage: opintercept run \[options\] (.|\n)*--otu; did you mean '--out'\?"),
+        (["run", "--tensors", "ful", "y.py"], r"invalid choice: 'ful' .*; did you mean 'full'\?"),
+        (["run", "--max-bytes", "2T", "y.py"], r"must be a number of bytes such as 500k, 64M or 2G, got '2T'"),
         (["demo", "--step-count", "2"], r"unrecognized arguments: --step-count 2"),
         (["demo", "--steps"], r"--steps: expected one argument"),
         (["demo", "--steps", "0"], r"--steps: must be .*at least 1, got '?0"),
         (["demo", "--steps", "-2"], r"--steps: must be .*at least 1, got '?-2"),
         (["demo", "--steps", "two"], r"--steps: must be .*, got 'two'"),
     ],
-    ids=["no command", "command", "option", "no steps", "0 steps", "negative steps", "steps in words"],
+    ids=[
+        "command",
+        "close command",
+        "close flag",
+        "close option",
+        "other usage",
+        "choice",
+        "size",
+        "option",
+        "no steps",
+        "0 steps",
+        "negative steps",
+        "steps in words",
+    ],
 )
 def test_bad_options_exit_with_2_and_say_why(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -77,11 +98,63 @@ def test_bad_options_exit_with_2_and_say_why(
     assert re.search(message, err)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["demo", "--help"]], ids=lambda words: " ".join(words) or "none")
 def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(arguments)
     assert "demo" in capsys.readouterr().out
+
+
+def test_the_version_is_told_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"opintercept {opintercept.__version__}\n"
+    assert not imports_torch("from opintercept.cli import main; main(['--version'])")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1", 1), ("500k", 500_000), ("64M", 64_000_000), ("2G", 2 * 10**9), ("2GB", 2 * 10**9)]
+)
+def test_sizes_are_in_bytes(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+# As in an environment without these packages: nothing finds them.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+find, missing = PathFinder.find_spec, sys.argv.pop().split(",")
+PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in missing else find(name, *more)
+from opintercept.cli import main
+sys.exit(main())
+"""
+
+
+def without(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", WITHOUT, *arguments, packages)
+
+
+def test_the_demo_says_nothing_of_a_numpy_that_is_not_there() -> None:
+    done = without("numpy,safetensors", "demo", "--steps", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("A decoder of ")
+
+
+@pytest.mark.parametrize("missing", ["numpy", "safetensors"])
+def test_values_are_not_recorded_without_what_stores_them(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import torch\ntorch.eye(2) @ torch.eye(2)\nprint('ran')\n")
+    for kept in ("full", "sample"):
+        run = ["run", "--tensors", kept, "--out", str(tmp_path / kept), str(tmp_path / "script.py")]
+        done = without(missing, *run)
+        assert (done.returncode, done.stdout) == (2, "")
+        expected = f"opintercept run: keeping tensors needs {missing}, got none; pip install 'opintercept[cli]'\n"
+        assert done.stderr.endswith(expected)
+        assert not (tmp_path / kept).exists()
+
+
+def test_the_extra_of_the_command_line_brings_what_it_imports() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert sorted(project["optional-dependencies"]["cli"]) == ["numpy", "plotly", "safetensors"]
 
 
 def imports_torch(code: str) -> bool:

@@ -293,6 +293,9 @@ def test_a_program_may_put_other_streams_in_place_or_close_them(tmp_path: Path) 
         ([], "run needs a program, got none"),
         (["missing.py"], "a script must be a file that can be read, got 'missing.py'"),
         (["--overwrite", "script.py"], "--overwrite is about a recording, got no --out"),
+        (["--tensors", "full", "script.py"], "--tensors is about a recording, got no --out FOLDER for one; add --out"),
+        (["--every", "3", "script.py"], "--every is about a recording, got no --out"),
+        (["--max-bytes", "3M", "script.py"], "--max-bytes is about a recording, got no --out"),
         (["--flight", "3", "script.py"], "--flight is about a recording, got no --out"),
         (["--flight", "0", "script.py"], "must be a whole number of at least 1, got '0'"),
         (["--steps", "a:3", "script.py"], "must be a step, or a range of steps as in 0:100, got 'a:3'"),
@@ -337,7 +340,8 @@ def test_a_training_run_is_told_about_on_stderr_and_recorded(tmp_path: Path) -> 
     assert len(lines[2:5]) == 3
     assert lines[5] == "... and 4 more, which --top 7 shows"
     assert lines[6] == "nothing that is not finite was made"
-    assert lines[7:] == [f"recorded in {tmp_path / 'run'}; to look at it: opintercept show {tmp_path / 'run'}"]
+    assert re.fullmatch(r"recording 27 calls took [\d.]+ m?s, \d+% of [\d.]+ m?s, and [\d.]+ kB", lines[7])
+    assert lines[8:] == [f"recorded in {tmp_path / 'run'}; to look at it: opintercept show {tmp_path / 'run'}"]
     run = runs.open_run(tmp_path / "run")
     assert run.info.argv == ("script.py",)
     assert run.info.finished
@@ -534,6 +538,7 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     status, _, err = ends(kept)
     assert status == 2
     assert "path must not have a run in it" in err
+    assert "name another folder, or add --overwrite\n" in err
     assert (tmp_path / "kept" / "run.json").read_text() == "{}"
     assert ends(replaced)[0] == 0
     assert len(list(runs.open_run(tmp_path / "replaced").calls())) == 1
@@ -555,6 +560,95 @@ def test_recording_statistics_needs_no_extra_and_recording_values_says_which(tmp
     status, out, _ = ends(start(tmp_path, "-m", "opintercept", "show", "stats"))
     assert status == 0
     assert "calls     1 call, 24 FLOP" in out
+
+
+def test_every_records_every_nth_step_and_shows_all(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAIN)
+    every = start(tmp_path, *OURS, "--out", "every", "--every", "2", name)
+    both = start(tmp_path, *OURS, "--out", "both", "--every", "2", "--steps", "1:5", "--tensors", "none", name)
+    status, _, err = ends(every)
+    assert status == 0
+    assert err.startswith("opintercept: 27 calls, ")
+    assert {call.record.step for call in runs.open_run(tmp_path / "every").calls()} == {0, 2, 4}
+    status, _, err = ends(both)
+    assert status == 0
+    assert err.startswith("opintercept: 20 calls, ")
+    steps = [call.record.step for call in runs.open_run(tmp_path / "both").calls()]
+    assert steps == [1] * 5 + [3] * 5
+
+
+def test_max_bytes_ends_the_recording_and_not_the_program(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAIN)
+    plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "--out", "run", "--max-bytes", "9k", name)
+    expected, (status, out, err) = ends(plain), ends(watched)
+    assert (status, out) == expected[:2]
+    assert "has stopped after " in err
+    assert "max_bytes=9000" in err
+    assert 5000 < sum(path.stat().st_size for path in (tmp_path / "run").iterdir()) <= 9000
+    assert not runs.open_run(tmp_path / "run").info.finished
+
+
+SWALLOWS = """
+    import torch
+
+    def step(number):
+        try:
+            return torch.ones(2, 3) @ torch.full((3, 2), float("nan") if number > 2 else 1.0)
+        except Exception:
+            print("went on")
+
+    try:
+        for number in range(9):
+            step(number)
+    finally:
+        print("saved")
+    print("end")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-q"], ["--hooks", "profile"], ["--steps", "0"]], ids=" ".join)
+def test_stop_ends_the_program_at_the_first_nan(options: list[str], tmp_path: Path) -> None:
+    name = script(tmp_path, SWALLOWS)
+    status, out, err = ends(start(tmp_path, *OURS, "--stop", "--out", "run", *options, name))
+    assert (status, out) == (1, "saved\n")
+    trace, _, rest = err.partition("opintercept.Stopped: ")
+    assert trace.startswith("Traceback (most recent call last):\n")
+    assert re.findall(r"line (\d+), in (\S+)", trace) == [("12", "<module>"), ("6", "step")]
+    assert re.match(r"NaN comes into aten::mm in no module \(script.py:6 in step\),.* call 3 \(forward\)", rest)
+    run = runs.open_run(tmp_path / "run")
+    assert run.info.finished
+    assert [call.values["output"].nan for call in run.calls()] == [0, 0, 0, 4]
+
+
+def test_stop_changes_nothing_where_all_is_finite(tmp_path: Path) -> None:
+    beside(tmp_path, script(tmp_path, TRAIN), options=["--stop"])
+
+
+def test_stop_ends_the_program_from_its_backward_pass_and_from_a_thread(tmp_path: Path) -> None:
+    backward = """
+        import torch
+        x = torch.zeros(2, 2, requires_grad=True)
+        (x @ torch.zeros(2, 2)).sqrt().sum().backward()  # infinite times 0
+        torch.eye(2) @ torch.eye(2)
+        print("end")
+    """
+    thread = """
+        import threading, torch
+        thread = threading.Thread(target=lambda: torch.full((2, 2), float("nan")) @ torch.eye(2))
+        thread.start()
+        thread.join()
+        print("joined")
+        torch.eye(2) @ torch.eye(2)
+        print("end")
+    """
+    processes = [
+        start(tmp_path, *OURS, "-q", "--stop", script(tmp_path, program, f"{n}.py"))
+        for n, program in enumerate((backward, thread))
+    ]
+    for process, expected in zip(processes, ("", "joined\n"), strict=True):
+        status, out, err = ends(process)
+        assert (status, out) == (1, expected)
+        assert "opintercept.Stopped: NaN " in err
 
 
 @FORKS

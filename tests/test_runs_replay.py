@@ -91,6 +91,39 @@ def test_another_dtype_shows_what_it_costs(tmp_path: Path) -> None:
     assert 0 < wide.max_absolute < 1e-5 < output.max_absolute  # float32's rounding of sums of 7 products near 1
 
 
+def test_the_numbers_of_a_replay_explain_themselves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    lhs, rhs = torch.randn(20, 300), torch.randn(300, 10)
+    text = str(replay(record(tmp_path, lambda: lhs @ rhs), 0, dtype=torch.bfloat16))
+    head, compared, *figures, good = text.splitlines()
+    assert re.fullmatch(r"call 0 of rank 0: torch.ops.aten.mm.default \(forward\), run again in [\d.]+ ms", head)
+    assert compared == "  output: bfloat16[20, 10] now, compared with the float32[20, 10] of the run"
+    rows = {figure[4:22].strip(): (figure[22:35].strip(), figure[35:].strip()) for figure in figures}
+    assert list(rows) == ["max absolute error", "max relative error", "max error in ulp", "cosine"]
+    assert rows["max error in ulp"][1] == "in steps between numbers of bfloat16"
+    assert rows["cosine"][1] == "of both as vectors; 1 where they point the same way"
+    bound = re.match(
+        r"    good: an absolute error up to about (\S+), what round\S+ to bfloat16 makes of sums of 300", good
+    )
+    assert bound is not None
+    error = (lhs.bfloat16().float() @ rhs.bfloat16().float() - lhs @ rhs).abs().max()
+    assert float(rows["max absolute error"][0]) < float(bound[1]) < 20 * error.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "rand"])
+def test_what_rounding_makes_is_told_right(draw: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = [(8, 8, 8), (64, 1000, 16), (16, 4096, 16)]
+    run = record(tmp_path, lambda: [draw(m, k) @ draw(k, n) for m, k, n in sizes])
+    for index in range(len(sizes)):
+        again = replay(run, index, dtype=dtype)
+        bound = re.search(r"up to about (\S+),", str(again))
+        assert bound is not None
+        error = again.outputs[0].max_absolute
+        assert error < float(bound[1]) < 100 * error  # it holds, and says something
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("mkldnn", "False"), ("threads", "1"), ("float32_matmul_precision", "high")]
 )
@@ -147,6 +180,28 @@ def test_a_run_without_arguments_is_refused(tmp_path: Path) -> None:
     run = record(tmp_path, product, tensors="stats")
     with pytest.raises(OpInterceptError, match=r"if its arguments were kept, got call 0 without; record with tensors="):
         replay(run, 0)
+
+
+def test_a_call_of_a_full_run_whose_arguments_could_not_be_kept_says_why(tmp_path: Path) -> None:
+    run = record(tmp_path, lambda: torch.eye(4).to_sparse() @ torch.ones(4, 4))
+    with pytest.raises(OpInterceptError, match=r"got call 0 without; one of them is .* that safetensors cannot hold"):
+        replay(run, next(run.calls()).record.index)
+
+
+def test_a_hostile_argument_is_printed_with_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    run = record(tmp_path, lambda: torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)), level="function")
+    call = json.loads((run.path / "calls.jsonl").read_text())
+    hostile = {"args": [*call["given"]["args"], "\x1b]0;owned\x07\x1b[2J"], "kwargs": {}}
+    with pytest.raises(OpInterceptError, match=r"a call must run again, got TypeError") as raised:
+        replay(lie(run, given=hostile), 0)
+    keyed = {"args": call["given"]["args"], "kwargs": {"\x1b[31mred\u202e": 1}}
+    assert "\x1b" not in str(raised.value)
+    assert main(["replay", str(lie(run, given=keyed).path), "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "\\x1b[31mred\\u202e" in shown
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
 
 
 def test_a_call_that_raised_says_so_again(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, TextIO, get_args
 from opintercept._call import Phase
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._table import amount, duration, printable
-from opintercept.cli import UNUSABLE, count, steps
+from opintercept.cli import UNUSABLE, count, size, steps
 from opintercept.cli._program import after_import, prepare
 from opintercept.runs.store import INFO, Kept
 
 if TYPE_CHECKING:
     from opintercept._call import OpCall
+    from opintercept.hooks import NonFinite, RunRecorder
 
 _HOOKS = ("profile", "nonfinite", "stats", "reference", "print")
 _PROGRESS_SECONDS = 0.25
@@ -41,11 +42,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FOLDER", help="record the run in this new folder; needs --overwrite for an old one"
     )
     parser.add_argument(
-        "--tensors", choices=get_args(Kept), default="stats", help="what to record of tensors (default stats)"
+        "--tensors",
+        choices=get_args(Kept),
+        help="what to record of tensors: nothing, statistics and a hash, some values, all values (default stats)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in FOLDER")
     parser.add_argument(
         "--flight", metavar="N", type=count, help="record only the last N calls, and these only if the program fails"
+    )
+    parser.add_argument(
+        "--every", metavar="N", type=count, help="record every Nth step only, the first of --steps and so on"
+    )
+    parser.add_argument(
+        "--max-bytes", metavar="SIZE", type=size, help="stop recording before the folder takes more: 500k, 64M, 2G"
+    )
+    parser.add_argument(
+        "--stop",
+        action="store_true",
+        help="stop the program, with exit status 1, at the call that makes the first NaN",
     )
     parser.add_argument(
         "--hooks",
@@ -83,9 +97,10 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     """Return what runs the program."""
     if not arguments.program:
         raise OpInterceptError("run needs a program, got none; opintercept run script.py, or -m module")
-    for name in ("overwrite", "flight"):
+    for name in ("tensors", "overwrite", "flight", "every", "max_bytes"):
         if getattr(arguments, name) and arguments.out is None:
-            raise OpInterceptError(f"--{name} is about a recording, got no --out FOLDER for one")
+            option = f"--{name.replace('_', '-')}"
+            raise OpInterceptError(f"{option} is about a recording, got no --out FOLDER for one; add --out FOLDER")
     name, *rest = arguments.program
     if arguments.out is not None:
         arguments.out = os.path.abspath(arguments.out)  # the program may go elsewhere
@@ -119,6 +134,8 @@ class _Watch:
         self._shown: dict[str, Any] = {}  # hooks by name
         self._tally: Any = None
         self._interceptor: Any = None
+        self._recording: _Recording | None = None
+        self._began = time.perf_counter()
         self._entered_by = 0
         self._rank, self._world_size = 0, 1
 
@@ -132,7 +149,8 @@ class _Watch:
         except (OpInterceptError, ImportError, OSError, TypeError, ValueError) as unusable:
             self._interceptor = None
             atexit.unregister(self.end)
-            _write(self._stderr, f"opintercept run: {unusable}\n")
+            text = str(unusable).replace("pass overwrite=True", "add --overwrite")
+            _write(self._stderr, f"opintercept run: {text}\n")
             raise SystemExit(UNUSABLE) from None
         self._entered_by = threading.get_ident()
         _count_steps(self._interceptor)
@@ -154,11 +172,23 @@ class _Watch:
         self._rank, self._world_size = rank_and_world_size()
         visible = not chosen.quiet and self._rank == 0
         self._tally = _Tally(self._shown.get("nonfinite"), self._stderr, visible and self._stderr.isatty())
-        watching = [*self._shown.values(), self._tally]
+        watching: list[Any] = [*self._shown.values(), self._tally]
         if chosen.out is not None:
-            watching.append(
-                hooks.RunRecorder(chosen.out, tensors=chosen.tensors, overwrite=chosen.overwrite, flight=chosen.flight)
+            recorder = hooks.RunRecorder(
+                chosen.out,
+                tensors=chosen.tensors or "stats",
+                overwrite=chosen.overwrite,
+                flight=chosen.flight,
+                max_bytes=chosen.max_bytes,
             )
+            self._recording = _Recording(recorder)
+            recording: Any = self._recording
+            if chosen.every is not None:
+                first, end = (chosen.steps.start, chosen.steps.stop) if chosen.steps else (0, sys.maxsize)
+                recording = hooks.when(recording, steps=range(first, end, chosen.every))
+            watching.append(recording)
+        if chosen.stop:  # the last of them: the others have seen the call when it raises
+            watching.append(_Stop(self._shown.get("nonfinite"), hooks.NonFinite(action="record")))
         filters = {"module": chosen.module, "phase": chosen.phase, "steps": chosen.steps}
         if any(value is not None for value in filters.values()):
             watching = [hooks.when(hook, **filters) for hook in watching]
@@ -233,7 +263,9 @@ class _Watch:
         opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
         if opaque:
             yield f"opaque, seen but not into: {printable(opaque)}"
-        if chosen.out is not None:
+        if self._recording is not None:
+            if self._recording.hook.calls:
+                yield self._recording.took(time.perf_counter() - self._began)
             yield self._recorded()
 
     def _recorded(self) -> str:
@@ -241,6 +273,84 @@ class _Watch:
         if flight is not None and not (self._failed or os.path.exists(os.path.join(out, INFO))):
             return "nothing recorded: the program did not fail"
         return f"recorded in {printable(out)}; to look at it: opintercept show {printable(shlex.quote(out))}"
+
+
+class _Recording:
+    """A recorder, and the time for which the program waited for it."""
+
+    asks_origin = True
+
+    def __init__(self, hook: RunRecorder) -> None:
+        self.hook = hook
+        self.enter = hook.enter
+        self._seconds = 0.0
+
+    def pre(self, call: OpCall) -> None:
+        """Time it."""
+        started = time.perf_counter()
+        self.hook.pre(call)
+        self._seconds += time.perf_counter() - started
+
+    def post(self, call: OpCall) -> None:
+        """Time it."""
+        started = time.perf_counter()
+        self.hook.post(call)
+        self._seconds += time.perf_counter() - started
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Time it."""
+        started = time.perf_counter()
+        self.hook.error(call, exception)
+        self._seconds += time.perf_counter() - started
+
+    def exit(self) -> None:
+        """Time it: what is left is written now."""
+        started = time.perf_counter()
+        self.hook.exit()
+        self._seconds += time.perf_counter() - started
+
+    def took(self, total: float) -> str:
+        """What the recording has cost."""
+        calls = f"{self.hook.calls:,} {'call' if self.hook.calls == 1 else 'calls'}"
+        share = f"{self._seconds / total:.0%} of {duration(total)}"
+        return f"recording {calls} took {duration(self._seconds)}, {share}, and {amount(self.hook.nbytes, 'B')}"
+
+
+class Stopped(BaseException):
+    """The first NaN of a program that runs with `--stop`; no Exception, which a program may catch and go on."""
+
+
+Stopped.__module__ = "opintercept"
+
+
+class _Stop:
+    """Raises in each thread that makes a call from the first finding on."""
+
+    asks_origin = True
+
+    def __init__(self, shown: NonFinite | None, own: NonFinite) -> None:
+        self._nonfinite = shown or own
+        self._own = None if shown is not None else own
+        self._stopped: set[int] = set()
+
+    def pre(self, call: OpCall) -> None:
+        """Look, if no other hook does."""
+        if self._own is not None:
+            self._own.pre(call)
+
+    def post(self, call: OpCall) -> None:
+        """Look, and stop."""
+        if self._own is not None:
+            self._own.post(call)
+        found, thread = self._nonfinite.findings, threading.get_ident()
+        if found and thread not in self._stopped:
+            self._stopped.add(thread)
+            raise Stopped(str(found[0]))
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Look, if no other hook does."""
+        if self._own is not None:
+            self._own.error(call, exception)
 
 
 class _Tally:

@@ -19,6 +19,7 @@ from opintercept.hooks._values import moments, stored_values
 from opintercept.runs.store import Values
 
 _BLOCK = 1 << 16  # weights of a table; longer rows and more of them are taken in blocks
+_FEW = 1 << 12  # weights of the first table, which torch makes without waking its threads
 _SMALL = 1 << 14  # elements whose weights are kept whole, and whose squares float32 can add up
 _PIECE = 1 << 18  # elements that are widened to 64 bits at a time; fresh memory for more takes longer than the sum
 _WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
@@ -125,9 +126,14 @@ def _remembered(values: torch.Tensor, bits: tuple[torch.Tensor, bool]) -> Values
 def _sums(values: torch.Tensor, dense: torch.Tensor) -> tuple[int, float] | None:
     """The sum of 64-bit words, which any one change changes, and one of weighted values, which an exchange does.
 
-    None where memory is not made of such words, and for other dtypes than BLAS multiplies.
+    None where memory is not made of such words, and for other dtypes than BLAS multiplies. Two values of 16 bits are
+    taken for one of 32, whatever that is; if one is a NaN, it equals none, and the tensor is read again.
     """
-    if dense.dtype is not values.dtype or dense.dtype not in (torch.float32, torch.float64) or not dense.dim():
+    if dense.dtype is not values.dtype or not dense.dim():
+        return None
+    if dense.dtype in (torch.bfloat16, torch.float16) and not dense.size(-1) % 2 and not dense.data_ptr() % 4:
+        dense = dense.view(torch.float32)
+    if dense.dtype not in (torch.float32, torch.float64):
         return None
     flat = dense.view(-1)
     size = flat.element_size()
@@ -230,9 +236,10 @@ def _weights(device: torch.device, size: int, of_rows: bool) -> torch.Tensor:
     """The first weights of the rows or the columns, `[size]`, at most `_BLOCK`."""
     known = _tables.get((device, size, of_rows))
     if known is None:
-        if (table := _tables.get((device, _BLOCK, of_rows))) is None:
-            table = _plain(_mixed_all(2 * torch.arange(_BLOCK, device="cpu") + (of_rows + 2**40)).to(device))
-            _tables[device, _BLOCK, of_rows] = table
+        whole = min(_FEW, _BLOCK) if size <= _FEW else _BLOCK
+        if (table := _tables.get((device, whole, of_rows))) is None:
+            table = _plain(_mixed_all(2 * torch.arange(whole, device="cpu") + (of_rows + 2**40)).to(device))
+            _tables[device, whole, of_rows] = table
         known = _tables[device, size, of_rows] = _plain(table[:size])
     return known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -35,16 +36,18 @@ def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Even
 
 
 def safetensors_for(what: str) -> Any:
-    """`safetensors.torch`.
+    """`safetensors.torch`, which imports without numpy, and can then store nothing.
 
     Raises:
-        ImportError: It is not installed; `what` needs it.
+        ImportError: It or numpy is not installed; `what` needs them.
     """
-    try:
-        import safetensors.torch
-    except ImportError as missing:
-        raise ImportError(f"{what} needs safetensors, got none; pip install 'opintercept[cli]'") from missing
-    return safetensors.torch
+    for name in ("numpy", "safetensors.torch"):
+        try:
+            module = import_module(name)
+        except ImportError as missing:
+            package = name.partition(".")[0]
+            raise ImportError(f"{what} needs {package}, got none; pip install 'opintercept[cli]'") from missing
+    return module
 
 
 @cache
@@ -53,5 +56,7 @@ def can_store(dtype: torch.dtype) -> bool:
     module = safetensors_for("storing tensors")
     try:
         return bool(module.load(module.save({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype)
+    except ImportError:
+        raise
     except Exception:  # a KeyError, a SafetensorError, or what torch raises for the dtype
         return False

@@ -22,7 +22,7 @@ from typing import Any, get_args
 import torch
 
 from opintercept._call import OpCall, Summary, is_strided
-from opintercept._errors import OpInterceptWarning
+from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._pipeline import share_memory
 from opintercept.hooks._content import Content, content_of
 from opintercept.hooks._copies import can_store, copied, safetensors_for
@@ -30,6 +30,7 @@ from opintercept.hooks._ranks import rank_and_world_size
 from opintercept.hooks._repro import plain_arguments
 from opintercept.hooks._roles import checked_count
 from opintercept.hooks._values import captured
+from opintercept.runs._claim import LOCK, Claim
 from opintercept.runs.store import CALLS, INFO, MAX_TEXT, STARTED, RunInfo
 from opintercept.runs.store import Kept as Keep
 from opintercept.runs.writer import Entry, Kept, Writer, key_of, leftovers, remove_leftovers, remove_run
@@ -66,11 +67,13 @@ class RunRecorder:
 
     Attributes:
         path: The folder.
+        calls: How many calls are on the disk; all of them once the block has been left.
+        nbytes: What the folder takes; of several processes, this one's.
 
     Raises:
         TypeError: An argument of the wrong type.
         ValueError: An unknown choice, a count below 1, or a folder that is not empty.
-        ImportError: Tensors are to be kept, and safetensors is not installed.
+        ImportError: Tensors are to be kept, and safetensors or numpy is not installed.
 
     Example:
         >>> import tempfile, torch
@@ -109,6 +112,7 @@ class RunRecorder:
         self._writer: Writer | None = None
         self._closed: Writer | None = None  # of the block before
         self._info: RunInfo | None = None
+        self._folder = self.path
         self._entered = 0
         self._last: deque[Entry] = deque(maxlen=self.flight)
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
@@ -123,8 +127,9 @@ class RunRecorder:
     def _check_free(self) -> None:
         """Refuse a folder with something in it, in the place of this process or where readers would add it to ours."""
         folder, _, world_size = _own(self.path)
+        names = _others(folder)
         if not self._overwrite:
-            found = [folder] if any((folder / name).exists() for name in (INFO, CALLS)) else []
+            found = [folder] if not {INFO, CALLS}.isdisjoint(names) else []
             if world_size > 1:
                 found += leftovers(self.path, world_size)
             if found:
@@ -132,10 +137,21 @@ class RunRecorder:
                 raise ValueError(
                     f"path must not have a run in it, got {run!r}; name another folder, or pass overwrite=True"
                 )
-        if folder.exists() and not (folder / INFO).exists() and any(folder.iterdir()):
-            ranks = [entry.name for entry in folder.iterdir() if not entry.name.startswith("rank")]
-            if ranks or not self._overwrite:
-                raise ValueError(f"path must be a new or an empty folder, or a run, got {str(folder)!r}")
+        only_ranks = self._overwrite and all(name.startswith("rank") for name in names)
+        if names and INFO not in names and not only_ranks:
+            raise ValueError(f"path must be a new or an empty folder, or a run, got {str(folder)!r}")
+
+    @property
+    def calls(self) -> int:
+        """How many calls are on the disk; all of them once the block has been left."""
+        writer = self._writer or self._closed
+        return 0 if writer is None else writer.calls
+
+    @property
+    def nbytes(self) -> int:
+        """What the folder takes; of several processes, this one's."""
+        writer = self._writer or self._closed
+        return 0 if writer is None else writer.nbytes
 
     def enter(self) -> None:
         """Make the folder and start to write, or go on where this recorder's last block ended."""
@@ -144,27 +160,36 @@ class RunRecorder:
                 return  # in a child: the run is the parent's
             self._process, self._lock = os.getpid(), threading.RLock()
         with self._lock:
-            self._entered += 1
-            if self._entered > 1:  # the block of another interceptor
-                return
-            self._outside = sys.exception()
-            try:
+            if not self._entered:  # else the block of another interceptor
+                self._outside = sys.exception()
                 if self.flight is None:
                     self._start()
-            except BaseException:
-                self._entered = 0
-                raise
+            self._entered += 1
 
     def _start(self) -> None:
+        self._stop()  # what an interrupt may have left of the block before
+        if self._closed is not None and self._closed.failure is not None:
+            return  # the recording has stopped
+        folder, rank, world_size = _own(self.path)
         if self._info is None:
             self._check_free()
-            folder, rank, world_size = _own(self.path)
-            if self._overwrite and folder.exists() and any(folder.iterdir()):
-                remove_run(folder)
-            if self._overwrite and world_size > 1:
-                remove_leftovers(self.path, world_size)
-            self._folder = folder
-            self._info = RunInfo(
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = self._folder
+            if self._closed is None or not self._closed.is_there():
+                raise OpInterceptError(
+                    f"path must hold the run that this recorder has begun, got another or none in {str(folder)!r}; "
+                    "make a new RunRecorder"
+                )
+        claim = Claim(folder, takes_over=self._overwrite)
+        try:
+            if self._info is None:
+                self._check_free()  # again: now no other can come
+                if _others(folder) and self._overwrite:
+                    remove_run(folder, claimed=True)
+                if self._overwrite and world_size > 1:
+                    remove_leftovers(self.path, world_size)
+            info = self._info or RunInfo(
                 argv=tuple(text[:MAX_TEXT] for text in sys.argv),
                 started=time.strftime(STARTED),
                 finished=False,
@@ -175,9 +200,12 @@ class RunRecorder:
                 devices=_devices(),
                 flags=_flags(),
             )
-        writer = Writer(self._folder, self._info, self.max_bytes, self._closed)
-        writer.start()
-        self._writer = writer
+            writer = Writer(folder, info, self.max_bytes, self._closed, claim)
+            writer.start()
+        except BaseException:
+            claim.release()
+            raise
+        self._folder, self._info, self._writer = folder, info, writer
         atexit.register(self._stop)
 
     def exit(self) -> None:
@@ -404,6 +432,14 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (str, complex, torch.dtype, torch.device, torch.layout)):
         return str(value)[:MAX_TEXT]
     raise TypeError(f"an option must be plain data, got {value!r:.80}")
+
+
+def _others(folder: Path) -> list[str]:
+    """What is in the folder, without what is there while a recorder begins."""
+    try:
+        return [entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK, f"{INFO}.part"))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _own(path: Path) -> tuple[Path, int, int]:

@@ -19,6 +19,7 @@ import torch
 from opintercept._call import TensorMeta, describe, tensors_of
 from opintercept._errors import OpInterceptError
 from opintercept._ops import functions, overloads, row_of
+from opintercept._table import printable
 from opintercept.hooks import run_recorder
 from opintercept.hooks._repro import write_repro
 from opintercept.hooks.reference import Errors
@@ -74,18 +75,55 @@ class Replay:
 
     def __str__(self) -> str:
         record = self.call.record
-        what = f"call {record.index} of rank {self.call.rank}: {self.func} ({record.phase})"
-        lines = [f"{what}, {self.elapsed * 1e3:.3f} ms"]
+        lines = [
+            f"call {record.index} of rank {self.call.rank}: {self.func} ({record.phase}), "
+            f"run again in {self.elapsed * 1e3:.3f} ms"
+        ]
         for output in self.outputs:
             if output.equal:
                 lines.append(f"  {output.role} {output.now}: the same bit for bit")
-            else:
-                looks = f"{output.recorded} recorded, {output.now} now"
-                lines.append(
-                    f"  {output.role} {looks}: max absolute error {output.max_absolute:.3e}, "
-                    f"relative {output.max_relative:.3e}, {output.max_ulp:.4g} ulp, cosine {output.cosine:.9g}"
-                )
+                continue
+            lines.append(f"  {output.role}: {output.now} now, compared with the {output.recorded} of the run")
+            if output.recorded.shape != output.now.shape:
+                lines.append("    they have different shapes")
+                continue
+            coarser = max((output.recorded.dtype, output.now.dtype), key=_eps)
+            for name, figure, meaning in (
+                ("max absolute error", f"{output.max_absolute:.3e}", "the largest difference of two elements"),
+                (
+                    "max relative error",
+                    f"{output.max_relative:.3e}",
+                    "the largest, as a share of the run's element",
+                ),
+                ("max error in ulp", f"{output.max_ulp:.4g}", f"in steps between numbers of {coarser}"),
+                ("cosine", f"{output.cosine:.9g}", "of both as vectors; 1 where they point the same way"),
+            ):
+                lines.append(f"    {name:18}  {figure:>11}  {meaning}")
+            lines.append(f"    {_expected(self.call, coarser)}")
         return "\n".join(lines)
+
+
+def _eps(dtype: str) -> float:
+    kind = getattr(torch, dtype)
+    return float(torch.finfo(kind).eps) if kind.is_floating_point or kind.is_complex else 0.0
+
+
+def _expected(call: StoredCall, dtype: str) -> str:
+    """What rounding alone explains."""
+    gemm, eps = call.record.gemm, _eps(dtype)
+    if gemm is None or not gemm.k or not eps:
+        return "0 and a cosine of 1 are equality"
+    lhs, rhs, output = (call.values.get(role) for role in ("lhs", "rhs", "output"))
+    if not (lhs and rhs and output and lhs.rms and rhs.rms and output.rms):
+        return f"good: a cosine that is 1 to about {eps:.0e}, what rounding to {dtype} makes"
+    # Operands are rounded before the sum, which lets their errors cancel, sums on the way in float32 at least, and
+    # the output at the end.
+    sums = 4 * (eps * math.sqrt(gemm.k) + min(eps, _eps("float32")) * gemm.k)
+    bound = sums * lhs.rms * rhs.rms + eps * max(abs(output.min or 0.0), abs(output.max or 0.0))
+    return (
+        f"good: an absolute error up to about {bound:.1e}, what rounding to {dtype} makes of sums of {gemm.k} "
+        "products; where those nearly cancel, the relative error and the ulp are large all the same"
+    )
 
 
 def _bool(text: str) -> bool:
@@ -172,8 +210,11 @@ def replay(
             made = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as failed:
             then = "; it raised then, too" if call.error else ""
-            text = f"a call must run again, got {type(failed).__name__} from {name}: {failed}{then}"
-            raise OpInterceptError(text) from failed
+            # torch quotes arguments, which are whatever the run's file says.
+            said = "\n".join(map(printable, str(failed).split("\n")))
+            raise OpInterceptError(
+                f"a call must run again, got {type(failed).__name__} from {name}: {said}{then}"
+            ) from failed
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - started
@@ -220,7 +261,7 @@ def write_script(run: Run, index: int, path: str | os.PathLike[str], *, rank: in
                 return {"list": [renamed(item) for item in items]}
         return plain
 
-    given = _given(call)
+    given = _given(run, call)
     arguments = {
         "args": [renamed(item) for item in given["args"]],
         "kwargs": {key: renamed(item) for key, item in given["kwargs"].items()},
@@ -255,13 +296,16 @@ def _function(call: StoredCall) -> tuple[Callable[..., Any], str]:
     raise OpInterceptError(f"what is run again must be an operator of the op table, got {func!r}")
 
 
-def _given(call: StoredCall) -> Mapping[str, Any]:
-    if call.given is None:
-        raise OpInterceptError(
-            f"a call can be run again if its arguments were kept, got call {call.record.index} without; record with "
-            'tensors="full" (`opintercept run --tensors full`)'
-        )
-    return call.given
+def _given(run: Run, call: StoredCall) -> Mapping[str, Any]:
+    if call.given is not None:
+        return call.given
+    if run.infos[call.rank].tensors == "full":
+        why = "one of them is no plain data, or a tensor of a dtype or layout that safetensors cannot hold"
+    else:
+        why = 'record with tensors="full" (`opintercept run --tensors full`)'
+    raise OpInterceptError(
+        f"a call can be run again if its arguments were kept, got call {call.record.index} without; {why}"
+    )
 
 
 def _arguments(
@@ -288,7 +332,7 @@ def _arguments(
                 return plain
         raise OpInterceptError(f"a recorded argument must be a tensor, a number or a dtype, got {describe(plain)}")
 
-    given = _given(call)
+    given = _given(run, call)
     return [value(item) for item in given["args"]], {name: value(item) for name, item in given["kwargs"].items()}
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from opintercept._call import Note, TensorMeta, dtype_name
 from opintercept._errors import OpInterceptError
+from opintercept.runs._claim import Claim, end_others
 from opintercept.runs.store import CALLS, INFO, MAX_LINE, TENSORS, RunInfo, Values, rank_folders, read_info
 
 _INTERVAL = 1.0  # seconds after which what there is is written
@@ -81,6 +82,7 @@ class Writer(threading.Thread):
         info: For `run.json`, which says that it is not finished until `close`.
         max_bytes: What all files may take; None for as much as there is.
         after: Whose run goes on; it has been closed.
+        claim: To the folder; released at the end.
 
     Attributes:
         calls: How many are on the disk.
@@ -92,7 +94,14 @@ class Writer(threading.Thread):
         OSError: The folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path, info: RunInfo, max_bytes: int | None, after: Writer | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        info: RunInfo,
+        max_bytes: int | None,
+        after: Writer | None = None,
+        claim: Claim | None = None,
+    ) -> None:
         super().__init__(name=f"opintercept writes {folder}", daemon=True)
         self.calls: int = after.calls if after else 0
         self.nbytes: int = after.nbytes if after else 0
@@ -104,18 +113,22 @@ class Writer(threading.Thread):
         self._files: int = after._files if after else 0
         self._tensors: int = after._tensors if after else 0
         self._fragments: dict[int, tuple[Any, str]] = {}
-        # Its lock is an RLock: a signal's handler may run operators while it is held.
-        self._changed = threading.Condition()
+        # A signal's handler may run operators while it is held. Taken by itself: an interrupt may come between
+        # Condition's own `__enter__` and the block behind it, which would never give it back.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._waiting: list[Entry] = []
         self._size = 0  # bytes of the tensors in there
         self._closing = self._done = False
+        self._claim = claim
+        self._left = (0, 0, 0)  # device, number and size of the calls
         folder.mkdir(parents=True, exist_ok=True)
         self._write_info(finished=False)
         self._file = open(folder / CALLS, "ab", buffering=0)  # noqa: SIM115 - closed by the thread
 
     def put(self, entry: Entry) -> None:
         """Take a call; waits where the disk is slower than the program."""
-        with self._changed:
+        with self._mutex:
             while self._is_full(_QUEUED) and self.is_alive():
                 self._changed.wait(_INTERVAL)
             self._waiting.append(entry)
@@ -125,7 +138,7 @@ class Writer(threading.Thread):
 
     def close(self) -> None:
         """Write what is left and end the thread; may be called again where an exception broke in."""
-        with self._changed:
+        with self._mutex:
             self._closing = True
             self._changed.notify_all()
             # Not by `join`: once interrupted, that of Python 3.11 takes the thread for dead.
@@ -138,7 +151,7 @@ class Writer(threading.Thread):
 
     def _next(self) -> list[Entry]:
         """What there is after an interval, or sooner if it is much; empty when all is done."""
-        with self._changed:
+        with self._mutex:
             while True:
                 self._changed.wait_for(lambda: self._closing or self._is_full(1), _INTERVAL)
                 if self._waiting or self._closing:
@@ -151,11 +164,15 @@ class Writer(threading.Thread):
         try:
             with self._file:
                 while batch := self._next():
+                    self._try(self._check)
                     self._try(self._write, batch)
                     del batch
+                self._try(self._check)
                 self._try(self._write_info)
         finally:
-            with self._changed:
+            if self._claim is not None:
+                self._claim.release()
+            with self._mutex:
                 self._done = True
                 self._changed.notify_all()
 
@@ -164,7 +181,34 @@ class Writer(threading.Thread):
             try:
                 write(*what)
             except Exception as exception:  # a full disk, or a device that has failed
-                self.failure = f"{type(exception).__name__}: {exception}"
+                known = isinstance(exception, OpInterceptError)
+                self.failure = str(exception) if known else f"{type(exception).__name__}: {exception}"
+
+    def is_there(self) -> bool:
+        """Whether the run is as it was left."""
+        try:
+            found = os.stat(self._folder / CALLS)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino, found.st_size) == self._left
+
+    def _check(self) -> None:
+        """Refuse to go on where what was written has gone, or is about to be mixed with what another writes."""
+        mine = os.fstat(self._file.fileno())
+        self._left = mine.st_dev, mine.st_ino, mine.st_size
+        if not self.is_there() or not (self._claim is None or self._claim.holds()):
+            raise OpInterceptError(
+                "the folder was deleted or taken over by another recorder, and what was in it is lost"
+            )
+        try:
+            names = set(os.listdir(self._folder / TENSORS)) if self._files else set()
+        except OSError:
+            names = set()
+        lost = [number for number in range(self._files) if f"{number:08d}.safetensors" not in names]
+        if lost:
+            raise OpInterceptError(
+                f"{len(lost)} of {self._files} files in {TENSORS}/ were deleted, their tensors are lost"
+            )
 
     def _write_info(self, finished: bool = True) -> None:
         plain = self._info.as_dict() | {"finished": finished}
@@ -328,17 +372,21 @@ def _stored_bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size() + 160 + 20 * tensor.dim())
 
 
-def remove_run(folder: Path) -> None:
+def remove_run(folder: Path, claimed: bool = False) -> None:
     """Delete what a run consists of, and nothing else.
 
+    Args:
+        folder: Of the run.
+        claimed: Whether the caller has a claim to it.
+
     Raises:
-        OpInterceptError: The folder holds something that is no run.
+        OpInterceptError: The folder holds something that is no run, or is written to.
     """
     parts = [part for part in (*(entry for _, entry in rank_folders(folder)), folder) if _is_run(part)]
     if not parts:
         raise _no_run(folder)
     for part in parts:
-        _remove(part, folder)
+        _remove(part, folder, claimed and part == folder)
 
 
 def leftovers(folder: Path, world_size: int) -> list[Path]:
@@ -355,7 +403,7 @@ def remove_leftovers(folder: Path, world_size: int) -> None:
     """Delete `leftovers`; several processes may do so at once.
 
     Raises:
-        OpInterceptError: One is no run.
+        OpInterceptError: One is no run, or is written to.
     """
     for part in leftovers(folder, world_size):
         if _is_run(part):
@@ -364,7 +412,9 @@ def remove_leftovers(folder: Path, world_size: int) -> None:
             raise _no_run(part)
 
 
-def _remove(part: Path, folder: Path) -> None:
+def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
+    if not claimed:
+        end_others(part, takes_over=True)
     stored = part / TENSORS
     names: list[str] = []
     if not stored.is_symlink():
