@@ -1396,6 +1396,40 @@ def test_a_slow_disk_makes_the_program_wait(tmp_path: Path, monkeypatch: pytest.
     assert len(calls_of(tmp_path / "run")) == 450
 
 
+# Interrupts
+
+
+@pytest.mark.parametrize("tensors", ["stats", "full"])
+def test_an_interrupt_inside_the_recorder_mixes_no_calls(tensors: Any, tmp_path: Path) -> None:
+    interrupts = pytest.importorskip("interrupts")
+
+    def program() -> None:
+        for size in range(2, 6):
+            lhs = torch.full((size, size), float(size))
+            torch.addmm(torch.full((size,), 100.0 * size), lhs, torch.eye(size), alpha=size)
+            lhs.addmm_(torch.eye(size), torch.eye(size), beta=size)
+
+    recorder = hooks.RunRecorder(tmp_path / "run", tensors)
+    assert interrupts.interrupt(recorder, program, lambda: None) > 0
+    assert recorder._before == {}
+    run = open_run(tmp_path / "run")
+    assert run.info.finished
+    for call in run.calls():
+        assert call.record.rhs is not None
+        size = call.record.rhs.shape[0]
+        in_place = call.record.func == "aten.addmm_.default"
+        assert call.arguments == ({"beta": size, "alpha": 1} if in_place else {"beta": 1, "alpha": size})
+        found = {role: values.max for role, values in call.values.items()}
+        if in_place:
+            assert found == {"lhs": 1.0, "rhs": 1.0, "bias": size, "output": size**2 + 1.0}
+        else:
+            assert found == {"lhs": size, "rhs": 1.0, "bias": 100.0 * size, "output": 100.0 * size + size**2}
+        for role in call.tensors:
+            stored = run.tensor(call, role)
+            assert stored is not None
+            assert stored.max() == found[role]
+
+
 # Flight recorder
 
 
