@@ -345,16 +345,31 @@ def test_a_dimension_of_one_may_have_any_stride(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_what_has_not_changed_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_what_has_not_changed_is_hashed_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Any] = []
     hash_all = _content._hash
     monkeypatch.setattr(_content, "_hash", lambda *args: (hashed.append(1), hash_all(*args))[1])
-    weight = torch.nn.Parameter(torch.randn(16, 16))
+    weight = torch.nn.Parameter(torch.randn(16, 16, dtype=dtype))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
             assert hash_of(weight) == hash_of(weight.clone())
             assert hash_of(weight.t()) == hash_of(weight.t().clone())
     assert len(hashed) == 2 + 6  # the weight, its transpose, and each clone
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 6e4, 1e-7])
+def test_values_of_16_bits_that_are_odd_in_pairs_are_read_again_when_they_change(
+    dtype: torch.dtype, odd: float
+) -> None:
+    tensor = torch.full((16, 16), odd, dtype=dtype)
+    for place in ((0, 0), (7, 8), (15, 15)):
+        stale = hash_of(tensor)
+        assert hash_of(tensor) == stale
+        tensor.data[place] = 1.0
+        assert hash_of(tensor) == hash_of(tensor.clone()) != stale
 
 
 def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
