@@ -35,6 +35,7 @@ LAYERS = (
     {"runs/_align.py"},
     {"runs/diff.py"},
     {"runs/__init__.py"},
+    {"runs/_claim.py"},
     {"runs/writer.py"},
     {name for name in HOOKS if name.startswith("hooks/_")} - {"hooks/_content.py"} | {"hooks/when.py"},
     {"hooks/_content.py", "hooks/stats.py"},
