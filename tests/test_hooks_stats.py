@@ -1088,7 +1088,7 @@ def test_what_waits_to_be_read_together_is_bounded() -> None:
     for size in range(8192, 4096, -1):  # all different: none ever has company
         for _ in range(3):
             found.post(call(source[:size]))
-        assert found._held <= stats._WAITING
+        assert found._state.held <= stats._WAITING
     assert resident() - before < 64 << 20
     assert found.rows()[0].calls == 3 * 4096
 
@@ -1101,5 +1101,5 @@ def test_a_real_block_takes_no_memory_either() -> None:
             a @ a
             interceptor.step()
     assert [(row.operand, row.calls) for row in found.rows()] == [("lhs", 3000), ("output", 3000)]
-    assert len(found._window) == 2
-    assert found._waiting == {}
+    assert len(found._state.window) == 2
+    assert found._state.waiting == {}

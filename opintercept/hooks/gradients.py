@@ -51,8 +51,8 @@ class Gradients:
     Args:
         function: Called as `function(call, gradients)` with a dict of what there is: `"lhs"`, `"rhs"`, `"bias"`,
             `"output"`. At function level `call` is the forward call with shapes and no values, and a dict that is
-            returned replaces operands' gradients; at dispatch level it is the backward call. Without one they are
-            kept, detached, in `entries`.
+            returned replaces operands' gradients; at dispatch level it is the backward call. Without a function,
+            `entries` keeps copies of the gradients.
 
     Raises:
         TypeError: `function` cannot be called.
@@ -117,21 +117,34 @@ class Gradients:
             alpha = call.kwargs.get("alpha", 1)
             if alpha != 1:
                 self._scales[call.index] = alpha
+            elif self._scales:
+                self._scales.pop(call.index, None)  # of another interceptor, which has the same numbers
             return
         forward, of = call.forward, call.grad_of
         gradient, output = call.gradient, call.grad_output
         if forward is None or of is None or gradient is None or output is None:
             return
         found = {of: gradient * self._scales[forward] if forward in self._scales else gradient, "output": output}
-        if self._function is None and getattr(self._last, "forward", None) == forward and self._last.of != of:
+        last_forward, last_of = getattr(self._last, "seen", (None, None))
+        if self._function is None and last_forward == forward and last_of != of:
             del found["output"]  # kept with the other operand's
-        self._last.forward, self._last.of = forward, of
-        if self._take(call, forward, found):
+        replaced = self._take(call, forward, found)
+        self._last.seen = forward, of  # last, since an interrupt may come before anything was kept
+        if replaced:
             raise HookError("gradients can be replaced at function level only, got some at dispatch level; return None")
 
     def _take(self, call: OpCall, forward: int, found: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
         if self._function is not None:
             return self._function(call, found)
         module = call.module
-        self.entries += [Gradient(module, call.op, forward, role, grad.detach()) for role, grad in found.items()]
+        # Copies: autograd makes the tensor itself the `.grad` of a parameter, and adds the next gradient to it.
+        self.entries += [
+            Gradient(module, call.op, forward, role, grad.detach().clone()) for role, grad in found.items()
+        ]
         return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_last"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _last=threading.local())

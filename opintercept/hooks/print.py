@@ -33,7 +33,6 @@ class Print:
         summary = summarize(first_output(call.output))
         values = f" | {summary}" if summary is not None else ""
         module = f" in {call.module}" if call.module else ""
-        print(
-            f"{call.index} {call.phase} {call.record()}{module}{values}",
-            file=sys.stdout if self.file is None else self.file,
-        )
+        line = f"{call.index} {call.phase} {call.record()}{module}{values}\n"
+        # In one piece, so that an interrupt, or another thread, leaves no half line.
+        print(line, end="", file=sys.stdout if self.file is None else self.file)

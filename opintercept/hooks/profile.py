@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,8 @@ class ProfileRow:
         phase: `"forward"`, `"backward"` or `"recompute"`.
         autocast: The dtype that autocast ran the calls in, or None.
         precision: What torch may do to float32 and to sums: `torch.get_float32_matmul_precision()`, and on a
-            CUDA device the flags for reduced-precision reductions that are on.
+            CUDA device the flags for reduced-precision reductions that are on. Where the program has set torch's
+            newer `fp32_precision`, that of the device's backend.
         calls: How many.
         flops: Floating-point operations; None if there is no formula for the operator.
         bytes: Of operands and outputs; None if a layout has no plain size.
@@ -57,19 +58,20 @@ class ProfileRow:
         return self.flops / self.bytes if self.flops is not None and self.bytes else None
 
 
-class _Sum:
-    """What is added up for one row."""
-
-    __slots__ = ("bytes", "calls", "flops", "seconds")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.flops: int | None = 0
-        self.bytes: int | None = 0
-        self.seconds = 0.0
-
-
 _Key = tuple[str | None, str, str, str, str, str | None, str]
+# Calls, FLOP, bytes and seconds of a row: replaced as a whole, so an interrupt leaves no half of a call.
+_Sum = tuple[int, int | None, int | None, float]
+_NOTHING: _Sum = (0, 0, 0, 0.0)
+
+
+class _Pending(NamedTuple):
+    """A call whose time is between two events that the device has not reached yet."""
+
+    key: _Key
+    flops: int | None
+    bytes: int | None
+    started: Any
+    ended: Any
 
 
 class Profile:
@@ -94,10 +96,11 @@ class Profile:
     asks_origin = True
 
     def __init__(self) -> None:
-        self._sums: dict[_Key, _Sum] = defaultdict(_Sum)
-        self._lock = threading.Lock()
+        self._sums: dict[_Key, _Sum] = {}
+        # A signal's handler or a finalizer may come back to it from anywhere in the same thread.
+        self._lock = threading.RLock()
         self._started: dict[int, Any] = {}  # call to its first event
-        self._pending: list[tuple[_Sum, Any, Any]] = []
+        self._pending: deque[_Pending] = deque()
         self._pool: list[Any] = []
 
     def pre(self, call: OpCall) -> None:
@@ -105,6 +108,8 @@ class Profile:
         lhs = call._passed("lhs")
         if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._started[id(call)] = self._event()
+        elif self._started:
+            self._started.pop(id(call), None)  # of a call that was interrupted, whose place in memory this one has
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
@@ -121,15 +126,23 @@ class Profile:
             _precision(lhs),
         )
         started = self._started.pop(id(call), None)
+        if started is None:
+            self._add(key, flops, size, call.elapsed or 0.0)
+        else:
+            self._sums.setdefault(key, _NOTHING)  # in the order of the calls
+            pending = _Pending(key, flops, size, started, self._event())
+            self._pending.append(pending)
+
+    def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float) -> None:
         with self._lock:
-            total = self._sums[key]
-            total.calls += 1
-            total.flops = None if flops is None or total.flops is None else total.flops + flops
-            total.bytes = None if size is None or total.bytes is None else total.bytes + size
-            if started is not None:
-                self._pending.append((total, started, self._event()))
-            else:
-                total.seconds += call.elapsed or 0.0
+            calls, all_flops, all_bytes, all_seconds = self._sums.get(key, _NOTHING)
+            # From here on nothing is called, so no handler of a signal can add to the row meanwhile.
+            self._sums[key] = (
+                calls + 1,
+                None if flops is None or all_flops is None else all_flops + flops,
+                None if size is None or all_bytes is None else all_bytes + size,
+                all_seconds + seconds,
+            )
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Forget the clock of a call that failed."""
@@ -144,20 +157,26 @@ class Profile:
         return event
 
     def _read_events(self) -> None:
-        for total, started, ended in self._pending:
-            ended.synchronize()
-            total.seconds += started.elapsed_time(ended) / 1e3
-            self._pool += (started, ended)
-        self._pending.clear()
+        for _ in range(len(self._pending)):
+            try:
+                pending = self._pending.popleft()
+            except IndexError:  # a handler of a signal has read them meanwhile
+                return
+            try:
+                pending.ended.synchronize()
+                seconds = pending.started.elapsed_time(pending.ended) / 1e3
+            except BaseException:
+                self._pending.appendleft(pending)
+                raise
+            self._add(pending.key, pending.flops, pending.bytes, seconds)
+            self._pool += (pending.started, pending.ended)
 
     def rows(self) -> list[ProfileRow]:
         """The rows, in the order in which they first came up; waits for the device's events."""
         with self._lock:
             self._read_events()
-            return [
-                ProfileRow(*key, total.calls, total.flops, total.bytes, total.seconds)
-                for key, total in self._sums.items()
-            ]
+            sums = list(self._sums.items())
+        return [ProfileRow(*key, *total) for key, total in sums if total[0]]
 
     def by_phase(self) -> dict[str, ProfileRow]:
         """Totals of each pass."""
@@ -215,6 +234,15 @@ class Profile:
                 findings.append(f"{module}: forward in {forward}, backward in {backward}")
         return list(dict.fromkeys(findings))
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            self._read_events()  # events stay in their process
+            return {"_sums": dict(self._sums)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the rows with a header line."""
         write_csv(path, [field.name for field in fields(ProfileRow)], map(astuple, self.rows()))
@@ -244,7 +272,11 @@ class Profile:
 
 
 def _precision(lhs: torch.Tensor | None) -> str:
-    words = [torch.get_float32_matmul_precision()]
+    try:
+        words = [torch.get_float32_matmul_precision()]
+    except RuntimeError:  # the program has set the fp32_precision of single backends
+        backend: Any = torch.backends.cuda if lhs is not None and lhs.is_cuda else torch.backends.mkldnn
+        words = [backend.matmul.fp32_precision]
     if lhs is not None and lhs.is_cuda:
         flags = torch.backends.cuda.matmul
         words += ["fp16 sums"] * bool(flags.allow_fp16_reduced_precision_reduction)

@@ -33,6 +33,14 @@ class Recorder:
     @property
     def records(self) -> list[CallRecord]:
         """The records so far; a list to read, sort and clear as any other."""
-        while self._notes:
-            self._records.append(self._notes.popleft().record())
-        return self._records
+        while True:
+            try:
+                note = self._notes.popleft()
+            except IndexError:  # none is left, or another thread has taken it
+                return self._records
+            try:
+                record = note.record()
+            except BaseException:
+                self._notes.appendleft(note)
+                raise
+            self._records.append(record)

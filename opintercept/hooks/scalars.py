@@ -73,7 +73,7 @@ class Scalars:
         self._stats = Stats(of, for_dtype=for_dtype)
         self._first: int | None = None  # step of what has not been written
         self._last = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the writer may multiply, and so come back
         if hasattr(self._stats, "pre"):
             self.pre = self._pre
 
@@ -91,23 +91,26 @@ class Scalars:
             if self._first is None:
                 self._first = step
             elif step - self._first >= self._every:
-                self._flush()
-                self._first = step
+                rows, last, self._first = self._ended(), self._last, step
+                self._send(rows, last)
             self._last = step
 
     def exit(self) -> None:
         """Write what is left."""
         with self._lock:
             if self._first is not None:
-                self._flush()
-                self._first = None
+                rows, last, self._first = self._ended(), self._last, None
+                self._send(rows, last)
 
-    def _flush(self) -> None:
+    def _ended(self) -> list[StatsRow]:
         # A closed SummaryWriter would open another file without a word.
         if getattr(self._writer, "all_writers", self) is None:
             raise OpInterceptError(f"the writer of Scalars must be open, got {self._writer!r} closed; close it later")
+        return self._stats.step()
+
+    def _send(self, rows: list[StatsRow], step: int) -> None:
         found = {}
-        for row in self._stats.step():
+        for row in rows:
             module = "unknown" if row.module is None else row.module or "-"
             head = f"{module}/{row.op.removeprefix('aten::')}"
             for value in self._values:
@@ -115,7 +118,13 @@ class Scalars:
                 if number is not None:
                     found[f"{head}/{row.operand}/{row.phase}/{value}"] = number
         if found:
-            self._write(found, self._last)
+            self._write(found, step)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"Scalars cannot be copied or pickled, since its writer {self._writer!r} stays open; "
+            "make another one with a writer of its own"
+        )
 
 
 def _method(writer: Any) -> Callable[[dict[str, float], int], None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
 from typing import Any, NamedTuple
@@ -81,6 +82,8 @@ _CHUNK, _PIECE = 1 << 19, 1 << 23
 # Small tensors wait for others of their size, since a reduction of few values is nothing but overhead; all
 # together for no more than so many values.
 _SMALL, _BATCH, _WAITING = 1 << 13, 64, 1 << 20
+# Of these a tensor waits for others; a subclass may lack the operators that read many at once.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Devices whose values are read at once; the sums of others stay there.
 _ON_HOST = ("cpu",)
 # Powers of two that a histogram tells apart: those of bfloat16 and float32, the ends for all beyond.
@@ -88,17 +91,28 @@ _LOWEST, _HIGHEST = -149, 127
 
 
 class _Cell:
-    """The sums of one row: in Python for the CPU's tensors, in a few tensors a device for the others."""
+    """The sums of one row: in Python for the CPU's tensors, in a few tensors per device and stream for the others.
+
+    A cell of a `_State` is never changed: what changes is a copy, which takes its place.
+    """
 
     __slots__ = ("calls", "channels", "devices", "histogram", "range", "sums")
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, calls: int = 0) -> None:
+        self.calls = calls
         self.sums = [0.0] * 8
         self.range = [-math.inf, -math.inf]
-        self.devices: dict[torch.device, list[torch.Tensor]] = {}
+        self.devices: dict[tuple[torch.device, Any], list[torch.Tensor]] = {}
         self.histogram: torch.Tensor | None = None
         self.channels: torch.Tensor | None = None
+
+    def copy(self) -> _Cell:
+        """A cell of the same sums, which may be changed."""
+        copy = _Cell(self.calls)
+        copy.sums, copy.range, copy.histogram, copy.channels = self.sums, self.range, self.histogram, self.channels
+        if self.devices:
+            copy.devices = {place: [*lots] for place, lots in self.devices.items()}
+        return copy
 
     def add(self, sums: list[float], low: float, high: float) -> None:
         between = _between(self.sums, sums)
@@ -106,29 +120,38 @@ class _Cell:
         self.sums[_SPREAD] += between
         self.range = [max(self.range[0], low), max(self.range[1], high)]
 
-    def add_device(self, sums: torch.Tensor) -> None:
-        """The same for sums and range in one tensor, `[10]`, which stays on its device."""
-        lots = self.devices.setdefault(sums.device, [])
+    def add_device(self, sums: torch.Tensor, stream: Any) -> None:
+        """The same for sums and range in one tensor, `[10]`, which stays on its device, in the order of its stream."""
+        lots = self.devices.setdefault((sums.device, stream), [])
         lots.append(sums)
         if len(lots) == _BATCH:
-            self.devices[sums.device] = [_together(torch.stack(lots))]
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                lots[:] = [_together(torch.stack(lots))]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing is left on a device."""
+        tensors = (self.histogram, self.channels)
+        return not self.devices and all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
 
     def read(self) -> None:
         """Bring in what the devices have added up; waits for them."""
-        for device, lots in self.devices.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # calls may have come on any stream
+        for device in {device for device, _ in self.devices if device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # calls may have come on any stream
+        for lots in self.devices.values():
             for *sums, low, high in torch.stack(lots).tolist():
                 self.add(sums, low, high)
-        self.devices.clear()
-        for name in ("histogram", "channels"):
-            tensor = getattr(self, name)
-            setattr(self, name, None if tensor is None else tensor.cpu())
+        self.devices = {}
+        self.histogram = None if self.histogram is None else self.histogram.cpu()
+        self.channels = None if self.channels is None else self.channels.cpu()
 
     def merge(self, other: _Cell) -> None:
-        """Add another cell; both have been read."""
+        """Add another cell."""
         self.calls += other.calls
         self.add(other.sums, *other.range)
+        for (_, stream), lots in other.devices.items():
+            for sums in lots:
+                self.add_device(sums, stream)
         if other.histogram is not None:
             self.add_histogram(other.histogram)
         if other.channels is not None:
@@ -140,12 +163,8 @@ class _Cell:
     def add_channels(self, absmax: torch.Tensor) -> None:
         if self.channels is None:
             self.channels = absmax
-        elif self.channels.shape != absmax.shape:
-            raise HookError(
-                "channels must name an operand whose last dimension stays the same from call to call, "
-                f"got {absmax.shape[0]} channels after {self.channels.shape[0]}; choose calls with hooks.when(...)"
-            )
         else:
+            _check_width(absmax.shape[0], self.channels.shape[0])
             self.channels = torch.maximum(self.channels.to(absmax.device), absmax)
 
     def row(self, key: _Key, with_target: bool) -> StatsRow:
@@ -170,6 +189,23 @@ class _Cell:
             underflow=underflow / count if with_target and count else None,
             overflow=overflow / count if with_target and count else None,
         )
+
+
+class _Entry(NamedTuple):
+    """What one tensor adds to its row: sums, and small values that wait for others of their size."""
+
+    key: _Key
+    part: _Cell | None
+    values: torch.Tensor | None
+
+
+class _State(NamedTuple):
+    """All that has been added up. It is replaced as a whole, so an interrupt leaves the old one or the new one."""
+
+    waiting: dict[int, list[_Entry]]  # by their number of values
+    held: int  # values that wait
+    window: dict[_Key, _Cell]
+    totals: dict[_Key, _Cell]
 
 
 class Stats:
@@ -235,11 +271,12 @@ class Stats:
             bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[for_dtype.itemsize.bit_length() - 1]
             smallest = torch.ones(1, dtype=bits, device="cpu").view(for_dtype)
             self._tiny, self._huge = smallest.to(torch.float64).item() / 2, torch.finfo(for_dtype).max
-        self._window: dict[_Key, _Cell] = {}
-        self._totals: dict[_Key, _Cell] = {}
-        self._waiting: dict[int, tuple[list[_Cell], list[torch.Tensor]]] = {}
-        self._held = 0  # values that wait
-        self._lock = threading.Lock()
+        self._widths: dict[_Key, int] = {}
+        # A call only appends an entry, which takes no lock; now and then the entries move on into the state.
+        self._inbox: list[_Entry] = []
+        self._state = _State({}, 0, {}, {})
+        # A signal's handler or a finalizer may come back to it from anywhere in the same thread.
+        self._lock = threading.RLock()
         self._inputs = tuple(operand for operand in self._of if operand != "output")
         if self._inputs:
             self.pre = self._pre  # a hook without `pre` costs nothing before the call
@@ -256,53 +293,128 @@ class Stats:
     def _see(self, call: OpCall, operand: str, tensor: Any) -> None:
         if tensor is None:
             return
-        values = stored_values(tensor)
         key = _Key(call.module, call.op, operand, call.phase)
-        with self._lock:
+        try:
+            values = stored_values(tensor)
             if values is None or captured(values, "Stats"):
-                self.skipped += 1
-                return
-            cell = self._window.get(key) or _Cell()
-            try:
-                self._add(cell, values, tensor.size(-1) if operand == self._channels and tensor.dim() else None)
-            except torch.OutOfMemoryError:
-                raise
-            except HookError:
-                raise
-            except RuntimeError:  # vmap: one value for a whole batch cannot be read
-                self.skipped += 1
-            else:
-                self._window[key] = cell
-                cell.calls += 1
+                return self._skip(1)
+            width = tensor.size(-1) if operand == self._channels and tensor.dim() else None
+            part, flat = self._read_or_wait(key, values, width)
+        except HookError:
+            raise
+        except Exception:  # a tensor that stands for others, of vmap say, or that lacks an operator; short memory
+            return self._skip(1)
+        self._inbox.append(_Entry(key, part, flat))
+        if len(self._inbox) >= _BATCH:
+            self._settle()
 
-    def _add(self, cell: _Cell, values: torch.Tensor, width: int | None) -> None:
+    def _skip(self, tensors: int) -> None:
+        with self._lock:
+            self.skipped += tensors
+
+    def _read_or_wait(
+        self, key: _Key, values: torch.Tensor, width: int | None
+    ) -> tuple[_Cell | None, torch.Tensor | None]:
+        """What an entry holds of these values."""
         device = values.device.type
         if device == "mps":  # has no float64
             device, values = "cpu", values.cpu()
+        part: _Cell | None = None
         if width and values.numel():
+            _check_width(width, self._widths.setdefault(key, width))
             exact = values if values.is_floating_point() and values.element_size() > 1 else values.to(torch.float64)
-            cell.add_channels(exact.abs().reshape(-1, width).amax(0).to(torch.float64))
+            part = _Cell(1)
+            part.channels = exact.abs().reshape(-1, width).amax(0).to(torch.float64)
         flat = _flat(values)
         count = flat.numel()
+        if device in _ON_HOST and 0 < count <= _SMALL and type(flat) in _PLAIN:
+            return part, flat.to(torch.float64, copy=True)
+        part = part or _Cell(1)
         if device not in _ON_HOST:
-            for part in flat.split(_PIECE) if count else ():
-                cell.add_device(self._reduce(part))
+            stream = torch.cuda.current_stream(flat.device) if device == "cuda" else None
+            for piece in flat.split(_PIECE) if count else ():
+                part.add_device(self._reduce(piece), stream)
                 if self._histogram:
-                    cell.add_histogram(_powers(part))
-        elif count > _SMALL:
-            for part in flat.split(_CHUNK) if count > _CHUNK else (flat,):
-                cell.add(*self._read(part))
-                if self._histogram:
-                    cell.add_histogram(_powers(part))
+                    part.add_histogram(_powers(piece))
         elif count:
-            cells, rows = self._waiting.setdefault(count, ([], []))
-            cells.append(cell)
-            rows.append(flat.to(torch.float64, copy=True))
-            self._held += count
-            if len(rows) == _BATCH:
-                self._read_batch(count)
-            elif self._held > _WAITING:
-                self._read_batches()
+            for piece in flat.split(_CHUNK) if count > _CHUNK else (flat,):
+                part.add(*self._read(piece))
+                if self._histogram:
+                    part.add_histogram(_powers(piece))
+        return part, None
+
+    def _settle(self, everything: bool = False, then: Callable[[_State], _State] | None = None) -> _State:
+        """Move the entries into the state and return it.
+
+        Args:
+            everything: Read what waits and what the devices hold as well.
+            then: Makes the next state from the one that is returned.
+        """
+        with self._lock:
+            while True:
+                old, count = self._state, len(self._inbox)
+                settled, unread = self._settled(old, self._inbox[:count], everything)
+                new = settled if then is None else then(settled)
+                # Python handles signals when it calls something, so the four lines below happen together. If a
+                # handler has settled the state before them, its state is the one to go on from.
+                if self._state is old:
+                    self._state = new
+                    del self._inbox[:count]
+                    self.skipped += unread
+                    return settled
+
+    def _settled(self, old: _State, entries: list[_Entry], everything: bool) -> tuple[_State, int]:
+        """The state with these entries, and how many could not be read after all."""
+        waiting, held, unread = dict(old.waiting), old.held, 0
+        cells: dict[_Key, _Cell] = {}  # copies of those that change
+        sizes: dict[int, list[_Entry]] = {}
+        for entry in entries:
+            cell = _own(cells, old.window, entry.key)  # in the order of the calls
+            if entry.values is not None:
+                sizes.setdefault(entry.values.numel(), []).append(entry)
+            elif entry.part is not None:
+                cell.merge(entry.part)
+        for count, lot in sizes.items():
+            waiting[count] = [*waiting[count], *lot] if count in waiting else lot
+            held += count * len(lot)
+        for count in [*waiting] if everything or held > _WAITING else [*sizes]:
+            lot = waiting[count]
+            if everything or held > _WAITING or len(lot) >= _BATCH:
+                unread += self._read_lot(lot, old.window, cells)
+                del waiting[count]
+                held -= count * len(lot)
+        if everything:
+            for key, cell in old.window.items():
+                if not cell.is_read:
+                    _own(cells, old.window, key)
+            for cell in cells.values():
+                cell.read()
+        return _State(waiting, held, old.window | cells, old.totals), unread
+
+    def _read_lot(self, lot: list[_Entry], window: dict[_Key, _Cell], cells: dict[_Key, _Cell]) -> int:
+        """Add entries that have waited, and return how many could not be read."""
+        unread = 0
+        tensors = [entry.values for entry in lot if entry.values is not None]
+        try:
+            rows = self._read_together(tensors)
+        except Exception:  # short memory
+            rows = [None] * len(tensors)
+        for entry, tensor, row in zip(lot, tensors, rows, strict=True):
+            try:
+                sums, low, high = row or self._read(tensor)
+                powers = _powers(tensor) if self._histogram else None
+            except Exception:
+                unread += 1
+                continue
+            cell = _own(cells, window, entry.key)
+            cell.add(sums, low, high)
+            if powers is not None:
+                cell.add_histogram(powers)
+            if entry.part is None:
+                cell.calls += 1
+            else:
+                cell.merge(entry.part)
+        return unread
 
     def _read(self, values: torch.Tensor) -> tuple[list[float], float, float]:
         """The sums and the range of values on the CPU, in as few passes and operators as can be."""
@@ -339,10 +451,9 @@ class Stats:
                 overflow += int((magnitudes > self._huge).sum())
         return [count, finite, nan, nonzero + lost, underflow, overflow, total, spread], -low, high
 
-    def _read_batch(self, count: int) -> None:
-        """Read the tensors of one size that wait, all at once; one that is not finite by itself."""
-        cells, tensors = self._waiting.pop(count)
-        self._held -= count * len(tensors)
+    def _read_together(self, tensors: list[torch.Tensor]) -> list[tuple[list[float], float, float] | None]:
+        """Read tensors of one size all at once; None for one that is not finite."""
+        count = tensors[0].numel()
         wide = torch.stack(tensors)
         low, high = torch.aminmax(wide, dim=1)
         nonzero, total = torch.count_nonzero(wide, dim=1), wide.sum(1)
@@ -351,17 +462,10 @@ class Stats:
         spread = torch.linalg.vector_norm(wide.sub_((total / count)[:, None]), dim=1).square()
         columns = [nonzero, *misfits, total, spread, -low, high]
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        for cell, tensor, (*sums, below, above) in zip(cells, tensors, rows, strict=True):
-            if math.isfinite(sums[-2]):
-                cell.add([count, count, 0, *sums], below, above)
-            else:
-                cell.add(*self._read(tensor))
-            if self._histogram:
-                cell.add_histogram(_powers(tensor))
-
-    def _read_batches(self) -> None:
-        for count in list(self._waiting):
-            self._read_batch(count)
+        return [
+            ([count, count, 0, *sums], below, above) if math.isfinite(sums[-2]) else None
+            for *sums, below, above in rows
+        ]
 
     def _misfits(self, magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many of the last dimension the target would round to zero, and how many are too large for it."""
@@ -392,27 +496,20 @@ class Stats:
 
     def rows(self) -> list[StatsRow]:
         """Everything so far, in the order in which it first came up; waits for the devices."""
-        with self._lock:
-            cells = self._all()
-        return [cell.row(key, self._target is not None) for key, cell in cells.items()]
+        return self._as_rows(self._all())
 
     def step(self) -> list[StatsRow]:
         """End a step: return the rows of what has come since the last one, and add them to the totals."""
-        with self._lock:
-            self._totals = self._all()
-            window, self._window = self._window, {}
-        return [cell.row(key, self._target is not None) for key, cell in window.items()]
+        state = self._settle(True, lambda state: _State({}, 0, {}, _merged(state.totals, state.window)))
+        return self._as_rows(state.window)
+
+    def _as_rows(self, cells: dict[_Key, _Cell]) -> list[StatsRow]:
+        return [cell.row(key, self._target is not None) for key, cell in cells.items() if cell.calls]
 
     def _all(self) -> dict[_Key, _Cell]:
-        """Totals and window together, in cells of their own."""
-        return self._copies(self._totals, self._window)
-
-    def _copies(self, *lots: dict[_Key, _Cell]) -> dict[_Key, _Cell]:
-        self._read_batches()
-        copies: dict[_Key, _Cell] = {}
-        for cells in lots:
-            _merge(copies, cells)
-        return copies
+        """Totals and window together."""
+        state = self._settle(True)
+        return _merged(state.totals, state.window)
 
     def histogram(self, module: str | None, operand: str = "output", phase: str = "forward") -> dict[int, int]:
         """How many values of a module have a magnitude from `2**power` up to the next power of two, by power.
@@ -448,8 +545,7 @@ class Stats:
         return torch.stack(found).amax(0)
 
     def _found(self, module: str | None, operand: str, phase: str) -> list[_Cell]:
-        with self._lock:
-            cells = self._all()
+        cells = {key: cell for key, cell in self._all().items() if cell.calls}
         found = [c for k, c in cells.items() if (k.module, k.operand, k.phase) == (module, operand, phase)]
         if not found:
             known = sorted({f"{key.module}" for key in cells})
@@ -467,11 +563,9 @@ class Stats:
                 f"statistics can be merged that were made alike, got {other._asked()} for {self._asked()}; "
                 "make both with the same arguments"
             )
-        with other._lock:
-            cells, skipped = other._all(), other.skipped
-        with self._lock:
-            _merge(self._window, cells)
-            self.skipped += skipped
+        cells, skipped = other._all(), other.skipped
+        self._settle(then=lambda state: state._replace(window=_merged(state.window, cells)))
+        self._skip(skipped)
 
     def _asked(self) -> tuple[Any, ...]:
         target = None if self._target is None else dtype_name(self._target)
@@ -493,28 +587,26 @@ class Stats:
             )
         if torch.distributed.get_rank(group) < 0:
             return
-        with self._lock:
-            mine = self._asked(), self.skipped, self._copies(self._totals), self._copies(self._window)
+        state = self._settle(True)
+        mine = self._asked(), self.skipped, state.totals, state.window
         everybody: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(everybody, mine, group)
         if len(asked := {theirs[0] for theirs in everybody}) > 1:
             raise ValueError(f"every rank must make its statistics with the same arguments, got {asked}")
-        with self._lock:
-            self._totals, self._window = {}, {}
-            self.skipped = sum(skipped for _, skipped, _, _ in everybody)
-            for _, _, totals, window in everybody:
-                _merge(self._totals, totals)
-                _merge(self._window, window)
+        skipped = sum(skipped for _, skipped, _, _ in everybody)
+        totals = _merged(*(totals for _, _, totals, _ in everybody))
+        window = _merged(*(window for _, _, _, window in everybody))
+        self._settle(then=lambda _: _State({}, 0, window, totals))
+        self.skipped = skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            state = vars(self) | {"_totals": self._copies(self._totals), "_window": self._copies(self._window)}
+        state = vars(self) | {"_state": self._settle(True), "_inbox": []}
         del state["_lock"]
         state.pop("pre", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _waiting={}, _held=0, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.RLock())
         if self._inputs:
             self.pre = self._pre
 
@@ -550,12 +642,30 @@ def operands(of: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _merge(cells: dict[_Key, _Cell], others: dict[_Key, _Cell]) -> None:
-    for key, other in others.items():
-        mine = cells.setdefault(key, _Cell())
-        mine.read()
-        other.read()
-        mine.merge(other)
+def _own(cells: dict[_Key, _Cell], window: dict[_Key, _Cell], key: _Key) -> _Cell:
+    """The cell of a key in `cells`, at first a copy of that in `window`."""
+    cell = cells.get(key)
+    if cell is None:
+        old = window.get(key)
+        cell = cells[key] = _Cell() if old is None else old.copy()
+    return cell
+
+
+def _merged(*lots: dict[_Key, _Cell]) -> dict[_Key, _Cell]:
+    """The cells of all of them, added up in cells of their own."""
+    merged: dict[_Key, _Cell] = {}
+    for cells in lots:
+        for key, cell in cells.items():
+            merged.setdefault(key, _Cell()).merge(cell)
+    return merged
+
+
+def _check_width(width: int, known: int) -> None:
+    if width != known:
+        raise HookError(
+            "channels must name an operand whose last dimension stays the same from call to call, "
+            f"got {width} channels after {known}; choose calls with hooks.when(...)"
+        )
 
 
 def _is_signed_float(dtype: Any) -> bool:

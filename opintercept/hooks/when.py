@@ -112,7 +112,13 @@ class CallFilter:
         self._predicate = predicate
         self._passed = 0
         self._admitted = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     def admits(self, call: OpCall | CallRecord) -> bool:
         """Whether the call passes; counts it for `every` and `first`, so ask once a call."""
@@ -184,6 +190,7 @@ class _When:
 
     def __init__(self, hook: Hook, filters: CallFilter) -> None:
         self.hook = hook
+        self._filters = filters
         self.asks_origin = filters.asks_origin or asks_origin(hook)
         self.only_level = getattr(hook, "only_level", None)
         methods = [name for name in ("pre", "post", "error", "backward") if callable(getattr(hook, name, None))]
@@ -202,6 +209,9 @@ class _When:
         leave = partial(_exit, filters, self._leave) if filters.watch_names() else self._leave
         if leave is not None:
             self.exit = leave
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _When, (self.hook, self._filters)
 
     def __repr__(self) -> str:
         return f"when({self.hook!r})"
@@ -288,7 +298,7 @@ def _meant(module: str | re.Pattern[str], names: list[str]) -> str:
                 return f"did you mean {wider!r}"
     if close := difflib.get_close_matches(module, names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(map(repr, close))}"
-    shown = [repr(name) if name else "'' (the outermost module, or none)" for name in names[:3]]
+    shown = [repr(name) if name else "'' (outside of all modules)" for name in names[:3]]
     return f"calls come from {', '.join(shown)}{', ...' if len(names) > 3 else ''}"
 
 

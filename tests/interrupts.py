@@ -1,0 +1,123 @@
+"""Interrupts at random points inside a hook, as Ctrl-C sends them, for tests of what a hook holds afterwards.
+
+The signal comes while `pre`, `post` or `error` of the hook runs, and never between them.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from opintercept import intercept
+
+# How many each test delivers. Set it to 4,000 for a thorough run, which takes seconds to minutes for each hook.
+NUMBER = 50
+
+needs_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
+
+_PHASES = ("pre", "post", "error")
+_SECONDS = 0.03  # for each interrupt: a test that the machine does not get to deliver ends with fewer
+
+
+class Interrupted:
+    """Stands for a hook in an interceptor, and sends a KeyboardInterrupt into it when `aim` has been called."""
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+        self._lasted: list[float] = []  # each time that the hook ran, in seconds
+        self._left = -1  # how many times it is still to run before it is interrupted
+        self._delay = 0.0
+        self._inside = False
+        self.delivered = 0
+        for phase in _PHASES:
+            if callable(getattr(hook, phase, None)):
+                setattr(self, phase, self._around(getattr(hook, phase)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PHASES:
+            raise AttributeError(name)
+        return getattr(self._hook, name)
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self._left -= 1
+            started = time.perf_counter()
+            try:
+                self._inside = True
+                if self._left == 0:
+                    signal.setitimer(signal.ITIMER_REAL, self._delay)
+                return method(*args)
+            finally:
+                self._inside = False
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                self._lasted.append(time.perf_counter() - started)
+
+        return run
+
+    def aim(self, draw: random.Random) -> None:
+        """Choose one of the hook's next runs, as many as there were since the last time, and a moment in it."""
+        lasted, self._lasted = self._lasted, []
+        place = draw.randrange(len(lasted))
+        self._left = place + 1
+        self._delay = max(1e-6, draw.uniform(0, 1.2 * lasted[place]))
+
+    def strike(self, number: int, frame: Any) -> None:
+        """The signal's handler."""
+        if self._inside:
+            self._inside = False
+            self.delivered += 1
+            raise KeyboardInterrupt
+
+
+def interrupt(
+    hook: Any,
+    program: Callable[[], Any],
+    check: Callable[[], Any],
+    *,
+    number: int = NUMBER,
+    seed: int = 0,
+    **options: Any,
+) -> int:
+    """Run a program again and again in one block, interrupt the hook at random points, and return how many came.
+
+    Args:
+        hook: Watches the program; it is entered once.
+        program: Makes the same calls each time.
+        check: Runs after each interrupt, and at last after a run of the program that nothing interrupts.
+        number: How many interrupts to deliver; fewer where the machine is slow.
+        seed: Of the random points.
+        options: Of `intercept`.
+    """
+    draw = random.Random(seed)
+    interrupted = Interrupted(hook)
+    before = signal.signal(signal.SIGALRM, interrupted.strike)
+    try:
+        with intercept(interrupted, **options):
+            program()  # the first run is slower than the others
+            interrupted._lasted.clear()
+            program()
+            whole = interrupted._lasted
+            end = time.monotonic() + 5 + _SECONDS * number
+            while interrupted.delivered < number and time.monotonic() < end:
+                interrupted._lasted = list(whole)
+                interrupted.aim(draw)
+                delivered = interrupted.delivered
+                try:
+                    program()
+                except KeyboardInterrupt:
+                    if interrupted.delivered == delivered:  # somebody's at the keyboard
+                        raise
+                if interrupted.delivered > delivered:
+                    check()
+            interrupted._left = -1
+            program()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    check()
+    return interrupted.delivered

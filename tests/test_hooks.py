@@ -1,0 +1,268 @@
+"""What every ready-made hook must hold, whatever it looks at and whenever it is interrupted."""
+
+from __future__ import annotations
+
+import io
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opintercept import hooks
+from tests.interrupts import NUMBER, interrupt, needs_timer
+
+
+class Constants(nn.Module):
+    """Products whose values and shapes tell the modules apart: all of `m3` are 3 * 4, of shape `[2, 4]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(1, 9):
+            layer = nn.Linear(3, number + 1, bias=False)
+            nn.init.constant_(layer.weight, number)
+            self.add_module(f"m{number}", layer)
+
+    def forward(self) -> Tensor:
+        x = torch.ones(2, 3)
+        return torch.stack([layer(x).mean() for layer in self.children()]).sum()
+
+
+def number_of(module: str | None) -> int:
+    assert module is not None
+    return int(module.removeprefix("m"))
+
+
+def check_stats(stats: hooks.Stats) -> None:
+    for row in stats.rows():
+        number = number_of(row.module)
+        size = {"lhs": 6, "rhs": 3 * (number + 1), "output": 2 * (number + 1)}[row.operand]
+        value = {"lhs": 1.0, "rhs": float(number), "output": 3.0 * number}[row.operand]
+        assert (row.min, row.max, row.count) == (value, value, row.calls * size)
+        assert sum(stats.histogram(row.module, row.operand).values()) == row.count
+        if row.operand == "lhs":
+            assert stats.channels(row.module).tolist() == [1.0] * 3
+
+
+def check_profile(profile: hooks.Profile) -> None:
+    for row in profile.rows():
+        number = number_of(row.module)
+        assert row.shape == f"[2, 3] @ [3, {number + 1}]"
+        assert row.flops == row.calls * 2 * 2 * 3 * (number + 1)
+        assert row.bytes == row.calls * 4 * (6 + 3 * (number + 1) + 2 * (number + 1))
+
+
+def check_records(records: list[Any]) -> None:
+    assert len({record.index for record in records}) == len(records)
+    for record in records:
+        assert record.output.shape == (2, number_of(record.module) + 1)
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record)
+
+
+class Run:
+    """A writer of `Scalars` that checks what it is given."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            module, *_, operand, _, _ = name.split("/")
+            assert value == {"lhs": 1.0, "output": 3.0 * number_of(module)}[operand]
+
+
+def of_stats() -> tuple[Any, Callable[[], Any]]:
+    stats = hooks.Stats(("lhs", "rhs", "output"), histogram=True, channels="lhs")
+    return stats, lambda: check_stats(stats)
+
+
+def of_profile() -> tuple[Any, Callable[[], Any]]:
+    profile = hooks.Profile()
+    return profile, lambda: check_profile(profile)
+
+
+def of_recorder() -> tuple[Any, Callable[[], Any]]:
+    recorder = hooks.Recorder()
+    return recorder, lambda: check_records(recorder.records)
+
+
+def of_when() -> tuple[Any, Callable[[], Any]]:
+    recorder = hooks.Recorder()
+    return hooks.when(recorder, module="m[2-7]", every=3), lambda: check_records(recorder.records)
+
+
+def of_log() -> tuple[Any, Callable[[], Any]]:
+    handler = Lines()
+    logger = logging.Logger("interrupted")
+    logger.addHandler(handler)
+
+    def check() -> None:
+        for line in handler.lines:
+            assert (line.values["min"], line.values["max"]) == (3.0 * number_of(line.call.module),) * 2
+        handler.lines.clear()
+
+    return hooks.Log(logger, values="stats"), check
+
+
+def of_print() -> tuple[Any, Callable[[], Any]]:
+    file = io.StringIO()
+
+    def check() -> None:
+        for line in file.getvalue().splitlines():
+            module, _, values = line.partition(" in ")[2].partition(" | ")
+            value = f"{3 * number_of(module):.3g}"
+            assert values == f"min {value} max {value} mean {value} std 0"
+        file.seek(0)
+        file.truncate()
+
+    return hooks.Print(file), check
+
+
+def of_scalars() -> tuple[Any, Callable[[], Any]]:
+    return hooks.Scalars(Run(), of=("lhs", "output"), values=["mean", "absmax"]), lambda: None
+
+
+INTERRUPTED = {
+    "Stats": of_stats,
+    "Profile": of_profile,
+    "Recorder": of_recorder,
+    "when": of_when,
+    "Log": of_log,
+    "Print": of_print,
+    "Scalars": of_scalars,
+}
+
+
+@needs_timer
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_in_a_hook_gives_no_value_to_another_module(name: str) -> None:
+    model = Constants()
+    hook, check = INTERRUPTED[name]()
+
+    def program() -> None:
+        with torch.no_grad():
+            for _ in range(3):
+                model()
+
+    assert interrupt(hook, program, check) > NUMBER / 2
+
+
+@needs_timer
+@pytest.mark.parametrize("level", ["function", "dispatch"])
+def test_an_interrupt_in_gradients_gives_no_value_to_another_module(level: str) -> None:
+    model = Constants()
+    gradients = hooks.Gradients()
+
+    def check() -> None:
+        seen: dict[Any, set[str]] = defaultdict(set)
+        for entry in gradients.entries:
+            number = number_of(entry.module)
+            shape = {"rhs": (number + 1, 3), "output": (2, number + 1)}[entry.operand]
+            if level == "dispatch" and entry.operand == "rhs":
+                shape = shape[::-1]
+            assert tuple(entry.value.shape) == shape
+            # Each output is one of 2 * (number + 1) in a mean, and a weight meets two rows of ones.
+            exact = (1 if entry.operand == "output" else 2) / (2 * (number + 1))
+            torch.testing.assert_close(entry.value, torch.full_like(entry.value, exact))
+            assert entry.operand not in seen[entry.forward]
+            seen[entry.forward].add(entry.operand)
+        gradients.clear()
+
+    assert interrupt(gradients, lambda: model().backward(), check, level=level) > NUMBER / 2
+
+
+class Attentions(nn.Module):
+    """Attentions whose weights tell them apart: of the part `m3`, each is 1 / 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(1, 5):
+            self.add_module(f"m{number}", Attention())
+
+    def forward(self) -> None:
+        for number, part in enumerate(self.children(), start=1):
+            part(torch.ones(1, 2, number + 1, 4))
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@needs_timer
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_interrupt_in_attention_weights_gives_no_value_to_another_module(eager: bool) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    weights = hooks.AttentionWeights()
+    model = Attentions()
+
+    def program() -> None:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH if eager else SDPBackend.FLASH_ATTENTION):
+            model()
+
+    def check() -> None:
+        for call in weights.calls:
+            size = number_of(call.module) + 1
+            assert torch.equal(call.values, torch.full((1, 2, size, size), 1 / size))
+        weights.calls.clear()
+
+    assert interrupt(weights, program, check) > NUMBER / 2
+
+
+HANDLER = """
+    import random, signal, torch
+    from opintercept import hooks, intercept
+
+    a = torch.ones(4, 4)
+    handled = 0
+
+    def handler(number, frame):
+        global handled
+        a @ a
+        if handled % 2:
+            {read}
+        handled += 1
+
+    {hook}
+    signal.signal(signal.SIGALRM, handler)
+    draw = random.Random(0)
+    with intercept(hook):
+        for count in range(300):
+            a @ a
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 5e-4))
+            while handled == count:
+                {read}
+    assert {calls} == 600, {calls}
+"""
+
+
+@needs_timer
+@pytest.mark.parametrize(
+    ("hook", "read", "calls"),
+    [
+        ("hook = hooks.Stats(('lhs', 'output'))", "hook.rows()", "hook.rows()[0].calls"),
+        ("hook = hooks.Stats()", "hook.step()", "sum(row.calls for row in hook.rows())"),
+        ("hook = hooks.Profile()", "hook.rows()", "hook.rows()[0].calls"),
+        ("hook = hooks.Recorder()", "hook.records", "len(hook.records)"),
+    ],
+    ids=["Stats.rows", "Stats.step", "Profile.rows", "Recorder.records"],
+)
+def test_a_signal_handler_may_multiply_and_read_while_the_hook_is_read(hook: str, read: str, calls: str) -> None:
+    program = textwrap.dedent(HANDLER).format(hook=hook, read=read, calls=calls)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
