@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opintercept import hooks, intercept
+from opintercept import OpInterceptWarning, hooks, intercept
 from opintercept._call import OpCall
 from opintercept._ops import row_of
 from opintercept._pipeline import Pipeline
@@ -291,7 +291,11 @@ def test_chosen_heads_and_rows_are_those_of_all(level: Any, chosen: Any, places:
 def test_heads_and_rows_that_do_not_exist_are_counted_and_the_program_goes_on() -> None:
     x = torch.randn(1, 2, 3, 4)
     heads, rows = hooks.AttentionWeights(heads=[0, 2]), hooks.AttentionWeights(rows=-4)
-    with intercept([heads, rows]):
+    with (
+        pytest.warns(OpInterceptWarning, match=r"skipped 1 attention calls: .*: heads \(0, 2\) of 2"),
+        pytest.warns(OpInterceptWarning, match=r"skipped 1 attention calls: .*: rows \(-4,\) of 3"),
+        intercept([heads, rows]),
+    ):
         F.scaled_dot_product_attention(x, x, x)
     assert heads.calls == rows.calls == []
     op = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -424,7 +428,7 @@ def test_operands_without_values_are_counted() -> None:
 
     op = "torch.nn.functional.scaled_dot_product_attention"
     weights = hooks.AttentionWeights()
-    with intercept(weights, level="function"):
+    with pytest.warns(OpInterceptWarning, match="skipped 4 attention calls"), intercept(weights, level="function"):
         meta = torch.empty(1, 2, 3, 4, device="meta")
         F.scaled_dot_product_attention(meta, meta, meta)
         with FakeTensorMode():
@@ -546,3 +550,200 @@ def test_kernels_of_cuda(backend: str, causal: bool) -> None:
     expected = math_path(query.cpu(), key.cpu(), is_causal=causal)
     assert call.values.device.type == "cpu"
     assert ((call.values.double() - expected).abs() <= relative * expected + 1e-38).all()
+
+
+def small(name: str, attention: str) -> Any:
+    """A small model of Hugging Face's, with the same weights whichever way it computes its attention."""
+    torch.manual_seed(7)
+    options: dict[str, Any] = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+        "initializer_range": 0.5,
+        "attn_implementation": attention,
+    }
+    if name == "bert":
+        return transformers.BertModel(transformers.BertConfig(**options)).eval()
+    return transformers.LlamaModel(transformers.LlamaConfig(num_key_value_heads=2, **options)).eval()
+
+
+def read_by(weights: hooks.AttentionWeights, program: Any, level: Any = "dispatch") -> list[torch.Tensor]:
+    with intercept(weights, level=level):
+        program()
+    return [call.values for call in weights.calls]
+
+
+@pytest.mark.parametrize("level", ["dispatch", "function"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_eager_models_keep_the_weights_that_they_return(name: str, level: Any) -> None:
+    model, ids = small(name, "eager"), torch.randint(20, (2, 6))
+    weights = hooks.AttentionWeights()
+    with intercept(weights, level=level), torch.no_grad():
+        returned = model(ids, output_attentions=True).attentions
+    assert [call.dropout for call in weights.calls] == [0.0, 0.0]
+    assert ["attn" in str(call.module) or "attention.self" in str(call.module) for call in weights.calls] == [True] * 2
+    for call, expected in zip(weights.calls, returned, strict=True):
+        assert torch.equal(call.values.reshape(expected.shape), expected)  # the very operand
+    assert weights.skipped == {}
+    if name == "bert" or level == "function":  # llama makes a copy of the weights, whose heads cannot be told
+        assert weights.calls[0].values.shape == (2, 4, 6, 6)
+
+
+@pytest.mark.parametrize("of", ["probabilities", "entropy"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_eager_models_have_the_weights_of_fused_ones(name: str, of: Any) -> None:
+    ids = torch.randint(20, (1, 6))
+    kept = []
+    for attention in ("eager", "sdpa"):
+        model = small(name, attention)
+        with torch.no_grad():
+            kept.append(read_by(hooks.AttentionWeights(of), lambda model=model: model(ids)))
+    # Both in float32, in another order, and from inputs that differ by as much as the layer before does.
+    for eager, fused in zip(*kept, strict=True):
+        torch.testing.assert_close(eager.reshape(fused.shape), fused, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_math_path_keeps_its_own_weights(dtype: torch.dtype, causal: bool) -> None:
+    query, key = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 5, 8).to(dtype)
+    weights = hooks.AttentionWeights()
+    with sdpa_kernel(SDPBackend.MATH):
+        [kept] = read_by(weights, lambda: F.scaled_dot_product_attention(query, key, key, is_causal=causal))
+        fused = hooks.AttentionWeights()
+        [expected] = read_by(
+            fused, lambda: F.scaled_dot_product_attention(query, key, key, is_causal=causal), "function"
+        )
+    assert kept.shape == (2, 3, 5, 5)
+    # The path rounds its weights to its dtype once; before, it computes in float32 or more.
+    torch.testing.assert_close(kept, expected, rtol=float(torch.finfo(dtype).eps) + 1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "fast path"])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_keeps_its_weights(mode: str, need_weights: bool) -> None:
+    attention, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).double(), torch.randn(3, 5, 8).double()
+    attention.train(mode == "train")
+    weights, fused = hooks.AttentionWeights(), hooks.AttentionWeights()
+    with torch.set_grad_enabled(mode != "fast path"):
+        [kept] = read_by(weights, lambda: attention(x, x, x, need_weights=need_weights))
+    [expected] = read_by(fused, lambda: attention.train()(x, x, x, need_weights=False))
+    assert weights.skipped == {}
+    torch.testing.assert_close(kept.reshape(3, 2, 5, 5), expected, rtol=1e-13, atol=0)  # all in float64
+    with torch.no_grad():
+        returned = attention(x, x, x, average_attn_weights=False)[1]
+    torch.testing.assert_close(kept.reshape(3, 2, 5, 5), returned, rtol=1e-13, atol=0)
+
+
+def test_eager_weights_behind_a_dropout_are_kept_with_it() -> None:
+    model, ids = small("bert", "eager").train(), torch.randint(20, (2, 6))
+    weights = hooks.AttentionWeights()
+    with intercept(weights):
+        returned = model(ids, output_attentions=True).attentions
+    for call, expected in zip(weights.calls, returned, strict=True):
+        assert math.isnan(call.dropout)
+        assert torch.equal(call.values, expected)
+
+
+def test_eager_heads_and_rows_are_chosen_as_fused_ones() -> None:
+    model, ids = small("bert", "eager"), torch.randint(20, (2, 6))
+    every, some = hooks.AttentionWeights(), hooks.AttentionWeights(heads=[3, 0], rows=-1)
+    none = hooks.AttentionWeights(heads=4)
+    with pytest.warns(
+        OpInterceptWarning, match=r"has skipped 2 attention calls: aten::bmm: heads \(4,\) of 4 \(2 times\)"
+    ):
+        with intercept([every, some, none]):
+            model(ids)
+    for whole, part in zip(every.calls, some.calls, strict=True):
+        assert torch.equal(part.values, whole.values[:, [3, 0]][:, :, [-1]])
+        assert (part.heads, part.rows) == ((3, 0), (5,))
+
+
+def test_recomputed_eager_attention_is_kept_as_such() -> None:
+    model = small("bert", "eager").train()
+    model.activation_checkpointing_enable()
+    weights = hooks.AttentionWeights()
+    with intercept(weights):
+        model(torch.randint(20, (2, 6))).last_hidden_state.sum().backward()
+    assert [call.phase for call in weights.calls] == ["forward"] * 2 + ["recompute"] * 2
+    for first, again in zip(weights.calls[:2], reversed(weights.calls[2:]), strict=True):
+        assert torch.equal(first.values, again.values)
+
+
+class Experts(torch.nn.Module):
+    """Products that are no attention, in shapes of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Parameter(torch.randn(3, 4, 6)), torch.nn.Parameter(torch.randn(3, 6, 4))
+        self.gate = torch.nn.Linear(4, 6)
+        self.convolution = torch.nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x @ self.up).relu() @ self.down
+        x = (x @ self.up).sigmoid() @ self.down
+        x = (x @ self.up) @ self.down
+        x = (x @ self.up).tanh() @ self.down
+        x = torch.nn.functional.normalize((x @ self.up).abs(), dim=-1) @ self.down
+        x = self.gate(x).softmax(-1) @ self.down  # a mixture whose weights no product of this module has made
+        return self.convolution(self.convolution(x[:, None].expand(3, 4, 5, 4)).softmax(-1))
+
+
+@pytest.mark.parametrize("level", ["dispatch", "function"])
+def test_products_that_are_no_attention_are_none(level: Any) -> None:
+    weights = hooks.AttentionWeights()
+    assert read_by(weights, lambda: Experts()(torch.randn(3, 5, 4)).sum().backward(), level) == []
+    assert weights.skipped == {}
+
+
+def test_a_block_that_skips_attentions_says_so_once() -> None:
+    attention, x = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
+    weights = hooks.AttentionWeights()
+    reason = r"multi_head_attention_forward: its products are hidden at function level; level=\"dispatch\" sees them"
+    with pytest.warns(OpInterceptWarning, match=f"has skipped 2 attention calls: .*{reason} \\(2 times\\)") as caught:
+        with intercept(weights, level="function"):
+            attention(x, x, x)
+            attention(x, x, x)
+    assert caught[0].filename == __file__
+    with intercept(weights):
+        attention(x, x, x)
+    assert len(weights.calls) == 1
+
+
+def test_the_scores_of_eager_attention_are_not_known() -> None:
+    x = torch.randn(1, 2, 3, 4)
+    weights = hooks.AttentionWeights("scores")
+    with pytest.warns(OpInterceptWarning, match="aten::bmm: the scores of eager attention are not known"):
+        with intercept(weights), sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(x, x, x)
+
+
+class LinearAttention(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp() @ (x.mT @ x)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = LinearAttention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.attn(x)
+        return result
+
+
+def test_a_block_that_keeps_nothing_of_what_is_named_attention_says_so() -> None:
+    weights, x = hooks.AttentionWeights(), torch.randn(2, 5, 3)
+    for _ in range(2):  # each block for itself
+        with pytest.warns(
+            OpInterceptWarning, match="has kept nothing, though modules that .* 'attn' .* made 2 products"
+        ):
+            with intercept(weights):
+                Model()(x)
+    with intercept(weights):
+        Model()(x)
+        F.scaled_dot_product_attention(x, x, x)
+    assert len(weights.calls) == 1

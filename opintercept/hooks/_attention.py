@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +127,10 @@ class Attention(NamedTuple):
         weights: torch.Tensor = torch.ops.aten._safe_softmax(self.scores(heads, rows, dtype), -1)
         return weights
 
+    def detached(self) -> Attention:
+        """The same outside of the program's graph: at function level a hook runs above autograd."""
+        return Attention._make(v.detach() if isinstance(v, torch.Tensor) else v for v in self)
+
     def shared(self, tensor: torch.Tensor, heads: Sequence[int]) -> Sequence[int]:
         """The heads of the key or the value that these heads of the query use."""
         group = self.query.shape[-3] // tensor.shape[-3]
@@ -136,13 +140,27 @@ class Attention(NamedTuple):
 @contextmanager
 def plain(device: torch.device) -> Iterator[None]:
     """Compute in the dtypes of the operands and record no graph: at function level a hook runs above both."""
-    with torch.no_grad():
-        # Leaving the outermost autocast empties its cache, so none is entered where none is on.
-        if torch.is_autocast_enabled(device.type):
-            with torch.autocast(device.type, enabled=False):
-                yield
-        else:
-            yield
+    with torch.no_grad(), without_autocast(device):
+        yield
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Compute in the dtypes of the operands."""
+    # Leaving the outermost autocast empties its cache, so none is entered where none is on.
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def product_of(call: OpCall) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The left operand and the output of a batched product `[*b, m, k] @ [*b, k, n]`; None for other calls."""
+    lhs, rhs, output = call._passed("lhs"), call._passed("rhs"), call.output
+    if lhs is None or rhs is None or not isinstance(output, torch.Tensor):
+        return None
+    try:
+        if lhs.is_nested or rhs.is_nested or lhs.dim() < 3 or rhs.dim() < 3 or lhs.shape[-1] != rhs.shape[-2]:
+            return None
+        return (lhs, output) if output.shape[-2:] == (lhs.shape[-2], rhs.shape[-1]) else None
+    except Exception:  # of a subclass, or a symbolic size
+        return None
 
 
 def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
@@ -158,6 +176,8 @@ def attention_of(call: OpCall) -> Attention | str | None:
     if name not in _FORWARD and name not in _BACKWARD:
         if "attention" not in name.lower():
             return None
+        if name == "multi_head_attention_forward":
+            return 'its products are hidden at function level; level="dispatch" sees them'
         return "its queries and keys, or what it does with them, cannot be told"
     bound = arguments(call)
     unknown = [word for word in _UNKNOWN if bound.get(word) is not None]

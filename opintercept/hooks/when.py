@@ -222,10 +222,10 @@ def _exit(filters: CallFilter, leave: Callable[[], Any] | None) -> None:
         leave()
     text = filters.unmatched()
     if text is not None:
-        warnings.warn(text, OpInterceptWarning, stacklevel=_outside())
+        warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
 
 
-def _outside() -> int:
+def caller_level() -> int:
     """The `stacklevel`, for the caller, of the code that uses this package."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
