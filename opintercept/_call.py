@@ -507,7 +507,7 @@ class TensorMeta:
         try:
             stride = tuple(tensor.stride()) if is_strided(tensor) else None
             return cls(
-                shape_of(tensor), dtype_name(tensor.dtype), str(tensor.device), stride, bool(tensor.requires_grad)
+                shape_of(tensor), dtype_of(tensor), str(tensor.device), stride, bool(tensor.requires_grad)
             )
         except Exception:  # a subclass whose attributes raise; what it says of itself is all there is
             return cls((), f"<{type(tensor).__name__}>", "unknown", None, False)
@@ -639,8 +639,8 @@ def is_tensor(value: Any) -> bool:
     """Tell a tensor by its look, so that no torch has to be imported."""
     try:
         return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "requires_grad")
-    except Exception:  # a subclass whose attributes raise
-        return hasattr(type(value), "__torch_function__")
+    except Exception:  # a subclass of a tensor whose dtype raises
+        return all(hasattr(type(value), name) for name in ("dtype", "device", "requires_grad"))
 
 
 def is_strided(tensor: Any) -> bool:
@@ -671,6 +671,14 @@ def nbytes(tensor: Any) -> int | None:
 def dtype_name(dtype: Any) -> str:
     """`"float32"` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(tensor: Any) -> str:
+    """The name of a tensor's dtype; `"?"` for a subclass that does not say it."""
+    try:
+        return dtype_name(tensor.dtype)
+    except Exception:
+        return "?"
 
 
 def describe(value: Any) -> str:

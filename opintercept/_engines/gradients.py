@@ -17,6 +17,11 @@ from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, take
 from opintercept._pipeline import Handle, Pipeline, check_gradients
 
+# Whether a tensor is one of torch.func's; private, and where it is missing the nodes are tried.
+_wrapped: Callable[[torch.Tensor], bool] | None = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
+)
+
 
 class Tap:
     """Identity nodes before and after one call, where `nn.Module.register_full_backward_hook` puts them too.
@@ -37,8 +42,15 @@ class Tap:
             for tensor in tensors_of(call.args, call.kwargs):
                 self._needed.append(tensor.requires_grad and id(tensor) not in seen)
                 seen.add(id(tensor))
+                if _wrapped is not None and _wrapped(tensor):  # torch.func refuses the nodes
+                    self._needed = []
+                    return
         if any(self._needed):
-            spent = call.without_values(_without_values)
+            try:
+                spent = call.without_values(_without_values)
+            except (NotImplementedError, RuntimeError):  # a layout that has no tensors without values
+                self._needed = []
+                return
             self._hook = BackwardHook(spent, [_hidden(pipeline, handle, self._needed) for handle in handles], [])
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

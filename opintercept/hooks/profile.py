@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opintercept._call import OpCall, dtype_name, shape_of
+from opintercept._call import OpCall, dtype_name
 from opintercept._table import aligned, write_csv
 
 
@@ -113,17 +113,16 @@ class Profile:
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
-        lhs, rhs = call._passed("lhs"), call._passed("rhs")
         summary, autocast = call._summary(), call.autocast  # worked out once for calls that look alike
         gemm, flops, size = summary.gemm, summary.flops, summary.bytes
         key = (
             call.module,
             call.op,
-            str(gemm) if gemm is not None else "" if lhs is None else str(list(shape_of(lhs))),
-            ", ".join(dict.fromkeys(dtype_name(t.dtype) for t in (lhs, rhs) if t is not None)),
+            str(gemm) if gemm is not None else "" if summary.lhs is None else str(list(summary.lhs.shape)),
+            ", ".join(dict.fromkeys(meta.dtype for meta in (summary.lhs, summary.rhs) if meta is not None)),
             call.phase,
             None if autocast is None else dtype_name(autocast),
-            _precision(lhs),
+            _precision(call._passed("lhs")),
         )
         started = self._started.pop(id(call), None)
         if started is None:

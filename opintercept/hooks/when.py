@@ -16,7 +16,7 @@ from typing import Any, TypeGuard, get_args
 
 import torch
 
-from opintercept._call import CallRecord, OpCall, Phase, TensorMeta, dtype_name
+from opintercept._call import CallRecord, OpCall, Phase, TensorMeta, dtype_name, dtype_of
 from opintercept._errors import OpInterceptWarning
 from opintercept._pipeline import Hook, asks_origin, is_hook
 
@@ -129,7 +129,7 @@ class CallFilter:
             (self._phase is None or call.phase == self._phase)
             and (self._ops is None or not self._ops.isdisjoint(_names(call.op)))
             and (self._steps is None or self._in_steps(call.step))
-            and (self._dtype is None or any(dtype_name(t.dtype) == self._dtype for t in _operands(call)))
+            and (self._dtype is None or any(_dtype(t) == self._dtype for t in _operands(call)))
             and (self._min_numel is None or any(_numel(t) >= self._min_numel for t in _operands(call)))
         ):
             if self._missed is not None and self._glances < _MOST_GLANCES:
@@ -317,6 +317,10 @@ def _names(op: str) -> tuple[str, str]:
 def _operands(call: OpCall | CallRecord) -> list[Any]:
     both = (call.lhs, call.rhs) if isinstance(call, CallRecord) else (call._passed("lhs"), call._passed("rhs"))
     return [t for t in both if t is not None]
+
+
+def _dtype(operand: Any) -> str:
+    return operand.dtype if isinstance(operand, TensorMeta) else dtype_of(operand)
 
 
 def _numel(operand: Any) -> int:
