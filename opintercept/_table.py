@@ -8,9 +8,19 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
+# Characters of a cell in a table: the names of real modules are shorter.
+_CELL = 120
+# A spreadsheet runs what begins with one of these as a formula (OWASP, CSV injection); the last four are their
+# full-width forms.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+
 
 def aligned(table: Sequence[Sequence[str]], left: int) -> str:
-    """Lay a table out in columns, the first row its head: `left` columns to the left, the rest to the right."""
+    """Lay a table out in columns, the first row its head: `left` columns to the left, the rest to the right.
+
+    Long cells are cut in the middle, and control characters are shown as escapes.
+    """
+    table = [[printable(cell, _CELL) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(
@@ -22,18 +32,43 @@ def aligned(table: Sequence[Sequence[str]], left: int) -> str:
 
 
 def write_csv(path: str | PathLike[str], head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Write a header line and the rows; whatever fails on the way, `path` is whole or as it was."""
+    """Write a header line and the rows, each cell as of `csv_cell`.
+
+    Whatever fails on the way, `path` is whole or as it was.
+    """
     partial = f"{os.fspath(path)}.partial"
     try:
         with open(partial, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(head)
-            writer.writerows(rows)
+            writer.writerow(map(csv_cell, head))
+            writer.writerows(map(csv_cell, row) for row in rows)
         os.replace(partial, path)
     except BaseException:
         if os.path.exists(partial):
             os.remove(partial)
         raise
+
+
+def csv_cell(value: Any) -> Any:
+    """A value that a spreadsheet shows and does not run, and that can be written as UTF-8.
+
+    Text that would be a formula gets a `'` in front; control characters and half surrogates become escapes. Numbers
+    stay as they are, in text too.
+
+    Example:
+        >>> [csv_cell(value) for value in ("encoder.0", "=1+1", "-1.5", -1.5)]
+        ['encoder.0', "'=1+1", '-1.5', -1.5]
+    """
+    if not isinstance(value, str):
+        return value
+    safe = printable(value)
+    if not value.startswith(_FORMULA):
+        return safe
+    try:
+        float(value)
+    except ValueError:
+        return f"'{safe}"
+    return safe
 
 
 def amount(value: float, unit: str) -> str:

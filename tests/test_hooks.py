@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import csv
 import io
 import logging
+import pickle
 import subprocess
 import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -401,3 +405,86 @@ def test_a_program_of_unusual_tensors_sees_what_it_sees_without_a_hook(name: str
     for read in ("rows", "records", "entries", "calls"):  # nor is reading it an error
         value = getattr(hook, read, None)
         repr(value() if callable(value) else value)
+
+
+class Named(nn.Module):
+    """A module of any name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._modules[name] = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        (layer,) = self.children()
+        return layer(x)
+
+
+@pytest.mark.parametrize("make", [hooks.Profile, hooks.Stats, lambda: hooks.Print(io.StringIO())])
+def test_a_module_name_of_a_megabyte_with_control_characters_makes_a_short_table(make: Callable[[], Any]) -> None:
+    hook = make()
+    with intercept(hook):
+        Named("\x1b[2J" + "a" * 1_000_000 + "\n\u202e")(torch.ones(2, 3)).sum().backward()
+    text = hook.file.getvalue() if isinstance(hook, hooks.Print) else str(hook)
+    lines = text.splitlines()
+    assert all(line.isprintable() and len(line) < 500 for line in lines)
+    assert "\\x1b[2Jaaa" in text
+
+
+@pytest.mark.parametrize("make", [hooks.Profile, hooks.Stats])
+def test_csv_of_modules_named_like_formulas_and_half_surrogates_is_written(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    hook = make()
+    with intercept(hook):
+        for name in ('=HYPERLINK("http://x")', "a\udc80"):
+            Named(name)(torch.ones(2, 3))
+    hook.to_csv(tmp_path / "rows.csv")
+    with open(tmp_path / "rows.csv", newline="", encoding="utf-8") as file:
+        assert [row["module"] for row in csv.DictReader(file)] == ['\'=HYPERLINK("http://x")', "a\\udc80"]
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda hook: pickle.loads(pickle.dumps(hook)),
+}
+
+
+def seen_by(hook: Any) -> str:
+    """What a hook holds, in words."""
+    for name in ("rows", "records", "entries", "calls"):
+        if hasattr(hook, name):
+            value = getattr(hook, name)
+            return repr(value() if callable(value) else value)
+    return seen_by(hook.hook) if hasattr(hook, "hook") else ""
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", sorted(OBSERVERS.keys() - {"Scalars"}))
+def test_a_hook_can_be_copied_and_pickled_and_goes_on(name: str, way: str) -> None:
+    hook = OBSERVERS[name]() if "Log" not in name else hooks.Log("opintercept.tests", values="sample")
+    x = torch.ones(1, 2, 3, 4)
+
+    def program() -> None:
+        w = torch.ones(3, 4, requires_grad=True)
+        (torch.ones(2, 3) @ w).sum().backward()
+        nn.functional.scaled_dot_product_attention(x, x, x)
+
+    with intercept(hook):
+        program()
+    before = seen_by(hook)
+    twin = COPIES[way](hook)
+    assert type(twin) is type(hook)
+    assert seen_by(twin) == before
+    with intercept(twin):
+        program()
+    if before:
+        assert seen_by(twin) != before
+    if way != "copy":
+        assert seen_by(hook) == before
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_scalars_with_their_open_writer_refuse_to_be_copied(way: str) -> None:
+    with pytest.raises(TypeError, match=r"Scalars cannot be copied or pickled, since its writer .* stays open; make"):
+        COPIES[way](hooks.Scalars(Quiet()))

@@ -6,6 +6,7 @@ import sys
 from typing import TextIO
 
 from opintercept._call import OpCall
+from opintercept._table import printable
 from opintercept.hooks._values import first_output, summarize
 
 
@@ -32,7 +33,7 @@ class Print:
         """Print the line."""
         summary = summarize(first_output(call.output))
         values = f" | {summary}" if summary is not None else ""
-        module = f" in {call.module}" if call.module else ""
+        module = f" in {printable(call.module, 200)}" if call.module else ""
         line = f"{call.index} {call.phase} {call.record()}{module}{values}\n"
         # In one piece, so that an interrupt, or another thread, leaves no half line.
         print(line, end="", file=sys.stdout if self.file is None else self.file)
