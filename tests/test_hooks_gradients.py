@@ -360,3 +360,23 @@ def test_story_attention_rollout_without_hooks_on_modules(level: Any) -> None:
         assert torch.equal(attention.reshape(value.shape), value)
         # Backwards each module has two products; that with the values comes first.
         assert torch.equal(gradients[name][0].reshape(grad.shape), grad)
+
+
+@pytest.mark.parametrize("level", ["function", "dispatch"])
+def test_what_was_kept_stays_when_autograd_adds_the_next_gradient(level: Any) -> None:
+    layer, gradients = torch.nn.Linear(2, 3, bias=False), hooks.Gradients()
+    with intercept(gradients, level=level):
+        for factor in (1.0, 10.0):
+            (layer(torch.ones(1, 2)) * factor).sum().backward()
+    kept = [entry.value.unique().tolist() for entry in gradients.entries if entry.operand == "rhs"]
+    assert kept == [[1.0], [10.0]]
+
+
+def test_an_alpha_of_another_interceptor_scales_nothing_here() -> None:
+    gradients = hooks.Gradients()
+    for alpha in (2, 1):
+        a, b, c = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True), torch.zeros(2, 2)
+        with intercept(gradients):
+            torch.addmm(c, a, b, alpha=alpha).sum().backward()
+    kept = [entry.value.unique().tolist() for entry in gradients.entries if entry.operand == "rhs"]
+    assert kept == [[4.0], [2.0]]

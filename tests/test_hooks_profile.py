@@ -211,3 +211,23 @@ def test_time_on_cuda_is_the_devices_and_waits_for_nothing() -> None:
     (row,) = profile.rows()
     assert row.calls == 10
     assert 0 < row.seconds < 1
+
+
+def test_newer_precision_settings_beside_the_old_flags_are_read_and_raise_nothing() -> None:
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    profile = hooks.Profile()
+    x = torch.ones(2, 2)
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        with intercept(profile):
+            x @ x
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+    with intercept(profile):
+        x @ x
+    assert [row.precision for row in profile.rows()] == ["bf16", torch.get_float32_matmul_precision()]

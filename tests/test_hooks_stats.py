@@ -9,6 +9,7 @@ import errno
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -1103,3 +1104,70 @@ def test_a_real_block_takes_no_memory_either() -> None:
     assert [(row.operand, row.calls) for row in found.rows()] == [("lhs", 3000), ("output", 3000)]
     assert len(found._state.window) == 2
     assert found._state.waiting == {}
+
+
+class Unstacked(Tensor):
+    """A wrapper whose values can be read one by one, and which has no `stack` and little else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.stack, torch.cat):
+            raise NotImplementedError(f"{func} of {cls}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("histogram", [False, True])
+def test_values_that_cannot_be_stacked_are_read_one_by_one(histogram: bool) -> None:
+    found = hooks.Stats(histogram=histogram)
+    for number in range(100):
+        plain = torch.full((3, 3), float(number))
+        found.post(call(plain.as_subclass(Unstacked) if number % 2 else plain, module=f"m{number}"))
+    rows = found.rows()
+    assert [(row.module, row.calls, row.count, row.min, row.max) for row in rows] == [
+        (f"m{number}", 1, 9, float(number), float(number)) for number in range(100)
+    ]
+    assert found.skipped == 0
+
+
+def test_a_failed_allocation_skips_one_tensor_and_moves_no_value_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_read, real_stack, reads = hooks.Stats._read, torch.stack, iter(range(1000))
+
+    def stack(tensors: Any, *more: Any) -> Tensor:
+        if len(tensors) == stats._BATCH:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real_stack(tensors, *more)
+
+    def read_one(self: hooks.Stats, values: Tensor) -> Any:
+        if next(reads) % 3 == 0:
+            raise MemoryError
+        return real_read(self, values)
+
+    monkeypatch.setattr(torch, "stack", stack)
+    monkeypatch.setattr(hooks.Stats, "_read", read_one)
+    found = hooks.Stats()
+    for number in range(stats._BATCH):
+        found.post(call(torch.full((2, 2), float(number)), module=f"m{number}"))
+    rows = found.rows()
+    assert (len(rows), found.skipped) == (42, 22)
+    for row in rows:
+        assert row.module == f"m{row.min:.0f}"
+        assert (row.calls, row.count, row.min, row.max) == (1, 4, row.mean, row.mean)
+
+
+def test_a_batch_of_one_size_and_tensors_of_others_come_in_the_order_of_the_calls() -> None:
+    found = hooks.Stats()
+    for number in range(200):
+        size = 10_000 if number % 7 == 0 else number % 5 + 1
+        found.post(call(torch.full((size,), float(number)), module=f"m{number}"))
+    assert [row.module for row in found.rows()] == [f"m{number}" for number in range(200)]
+    assert [row.mean for row in found.rows()] == [float(number) for number in range(200)]
+
+
+def test_an_empty_nested_operand_leaves_torch_its_own_error() -> None:
+    empty = torch.nested.nested_tensor([])
+    with pytest.raises(RuntimeError) as bare:
+        nn.functional.linear(empty, torch.ones(2, 3))
+    found = hooks.Stats("lhs", channels="lhs")
+    for level in ("function", "dispatch"):
+        with pytest.raises(RuntimeError, match=re.escape(str(bare.value)[:80])), intercept(found, level=level):
+            nn.functional.linear(empty, torch.ones(2, 3))
