@@ -52,8 +52,8 @@ def write_csv(path: str | PathLike[str], head: Iterable[str], rows: Iterable[Ite
 def csv_cell(value: Any) -> Any:
     """A value that a spreadsheet shows and does not run, and that can be written as UTF-8.
 
-    Text that would be a formula gets a `'` in front; control characters and half surrogates become escapes. Numbers
-    stay as they are, in text too.
+    Text that would be a formula gets a `'` in front; half surrogates and control characters, but for newlines,
+    become escapes. Numbers stay as they are, in text too.
 
     Example:
         >>> [csv_cell(value) for value in ("encoder.0", "=1+1", "-1.5", -1.5)]
@@ -61,7 +61,7 @@ def csv_cell(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    safe = printable(value)
+    safe = "\n".join(map(printable, value.split("\n")))
     if not value.startswith(_FORMULA):
         return safe
     try:
