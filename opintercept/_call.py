@@ -506,9 +506,7 @@ class TensorMeta:
             return None
         try:
             stride = tuple(tensor.stride()) if is_strided(tensor) else None
-            return cls(
-                shape_of(tensor), dtype_of(tensor), str(tensor.device), stride, bool(tensor.requires_grad)
-            )
+            return cls(shape_of(tensor), dtype_of(tensor), str(tensor.device), stride, bool(tensor.requires_grad))
         except Exception:  # a subclass whose attributes raise; what it says of itself is all there is
             return cls((), f"<{type(tensor).__name__}>", "unknown", None, False)
 

@@ -7,8 +7,9 @@ the rest of the library before a test asks for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack
+import warnings
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -128,13 +129,13 @@ class _Watch:
     def _add(self, interceptor: Interceptor) -> None:
         self._interceptors.append(interceptor)
         if self._body is not None:
-            self._body.enter_context(interceptor)
+            self._body.enter_context(_watching(interceptor))
 
     def enter(self, body: ExitStack) -> None:
         """Begin to watch the body, which leaves everything with `body`."""
         self._body = body
         for interceptor in self._interceptors:
-            body.enter_context(interceptor)
+            body.enter_context(_watching(interceptor))
         unittest = sys.modules.get("unittest")
         if self._calls is not None and unittest is not None:
             case = getattr(self._item, "instance", None)
@@ -153,6 +154,18 @@ class _Watch:
             text = self._calls.report(failure)
             if text is not None:
                 report.sections.append(("matmuls", text))
+
+
+@contextmanager
+def _watching(interceptor: Interceptor) -> Iterator[None]:
+    """Watch a test, which may use other threads without a warning."""
+    interceptor.__enter__()
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a block saw no call")
+            interceptor.__exit__(*sys.exc_info())
 
 
 def _watch(item: pytest.Item) -> _Watch:
