@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from types import MethodType, TracebackType
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ from opintercept._errors import OpInterceptError
 class Entry(Protocol):
     """One way into a block, and what undoes it."""
 
-    def begin(self) -> Any:
-        """Enter; return what the with statement binds."""
+    def begin(self) -> None:
+        """Enter."""
 
     def check(self) -> None:
         """Raise an OpInterceptError where the block must not be left; it stays entered then."""
@@ -34,16 +35,6 @@ class Entry(Protocol):
         """
 
 
-class Guarded(Protocol):
-    """A context manager with `__exit__ = Exit()`, and `__enter__` that returns `enter(self)`."""
-
-    def entry(self) -> Entry:
-        """A new entry that has changed nothing yet."""
-
-    def innermost(self) -> Entry:
-        """The entry to leave where the exit does not belong to one: `__exit__` was called by hand."""
-
-
 class _Offer(threading.local):
     leaver: Leaver | None = None  # of the with statement whose enter comes next
 
@@ -52,31 +43,48 @@ _offer = _Offer()
 
 
 class Exit:
-    """The `__exit__` of a guarded context manager.
+    """The `__exit__` of a context manager whose `__enter__` calls `enter`.
 
     Python checks for signals at the first instruction of each function, so an `__exit__` in Python may be
     interrupted before any of its code has run. A with statement looks `__exit__` up before it enters, and holds what
     it found until it is over. So each look-up returns an object of its own, and the entry ends at the latest when that
     object goes.
+
+    Args:
+        innermost: Finds the entry that an exit of this manager ends which no with statement has looked up.
     """
 
-    def __get__(self, manager: Guarded | None, owner: type | None = None) -> Any:
+    def __init__(self, innermost: Callable[[Any], Entry]) -> None:
+        self._innermost = innermost
+
+    def __get__(self, manager: Any, owner: type | None = None) -> Any:
         if manager is None:
-            return leave_innermost  # contextlib.ExitStack calls `type(manager).__exit__(manager, ...)`
-        leaver = Leaver(manager)
+            return self.by_hand  # contextlib.ExitStack calls `type(manager).__exit__(manager, ...)`
+        leaver = Leaver(manager, self.by_hand)
         exit = MethodType(leave, leaver)
         leaver.alive = weakref.ref(exit, leaver.dropped)
         _offer.leaver = leaver
         return exit
 
+    def by_hand(
+        self, manager: Any, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the innermost entry."""
+        if _offer.leaver is not None and _offer.leaver.manager is manager:
+            _offer.leaver = None
+        entry = self._innermost(manager)
+        entry.check()
+        finish(entry, value)
+
 
 class Leaver:
     """Ends the entry of one with statement."""
 
-    __slots__ = ("alive", "entry", "manager")
+    __slots__ = ("alive", "by_hand", "entry", "manager")
 
-    def __init__(self, manager: Guarded) -> None:
+    def __init__(self, manager: Any, by_hand: Callable[..., None]) -> None:
         self.manager = manager
+        self.by_hand = by_hand
         self.entry: Entry | None = None
         self.alive: weakref.ref[Any] | None = None
 
@@ -93,16 +101,20 @@ class Leaver:
         self.entry = self.alive = None
 
 
-def enter(manager: Guarded) -> Any:
-    """Enter a new entry of `manager`, which the exit that was looked up last in this thread will end."""
+def enter(manager: Any, entry: Entry) -> None:
+    """Begin an entry of `manager`, which the exit that was looked up last in this thread will end.
+
+    Args:
+        manager: The context manager.
+        entry: Has changed nothing yet.
+    """
     leaver = _offer.leaver
-    entry = manager.entry()
     _room(_DEPTH)
     try:
         if leaver is not None and leaver.manager is manager:
             leaver.entry = entry
             _offer.leaver = None
-        return entry.begin()
+        entry.begin()
     except BaseException as exception:
         finish(entry, exception)
         raise
@@ -120,32 +132,23 @@ def finish(entry: Entry, failed: BaseException | None) -> None:
 def leave(
     leaver: Leaver, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
 ) -> None:
+    """End the entry of a with statement."""
     entry = leaver.entry
     if entry is None:
-        leave_innermost(leaver.manager, kind, value, trace)
-    else:
-        try:
-            entry.check()
-        except OpInterceptError:
-            leaver.over()
-            raise
-        try:
-            entry.end(value)
-        except BaseException:
-            entry.end(value)  # as in `finish`, a call of which is saved
-            leaver.over()
-            raise
+        leaver.by_hand(leaver.manager, kind, value, trace)
+        return
+    try:
+        entry.check()
+    except OpInterceptError:
         leaver.over()
-
-
-def leave_innermost(
-    manager: Guarded, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-) -> None:
-    if _offer.leaver is not None and _offer.leaver.manager is manager:
-        _offer.leaver = None
-    entry = manager.innermost()
-    entry.check()
-    finish(entry, value)
+        raise
+    try:
+        entry.end(value)
+    except BaseException:
+        entry.end(value)  # as in `finish`, a call of which is saved
+        leaver.over()
+        raise
+    leaver.over()
 
 
 _DEPTH = 16  # frames; more than any `begin` or `end` of ours goes down

@@ -22,7 +22,6 @@ from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
 from opintercept._engines.scope import Block, Watcher
-from opintercept._entry import Entry
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
 from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
@@ -140,18 +139,10 @@ class Interceptor:
 
     @keep_out
     def __enter__(self) -> Interceptor:
-        _entry.enter(self)
+        _entry.enter(self, _Stay(self))
         return self
 
-    __exit__ = _entry.Exit()
-
-    def entry(self) -> _Stay:
-        """A way in; for `_entry`."""
-        return _Stay(self)
-
-    def innermost(self) -> Entry:
-        """The block that an `__exit__` called by hand leaves; for `_entry`."""
-        return _innermost(self._watcher, pauses=False).entry
+    __exit__ = _entry.Exit(lambda self: _innermost(self._watcher, pauses=False).entry)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Intercept a function, method, generator, async function or async generator while its body runs.
@@ -255,7 +246,7 @@ def _by_name(ops: Any) -> Any:
 # Python calls these from a with statement, as it does `__enter__`.
 _entry.Exit.__get__ = keep_out(_entry.Exit.__get__)  # type: ignore[method-assign]
 _entry.leave = keep_out(_entry.leave)
-_entry.leave_innermost = keep_out(_entry.leave_innermost)
+_entry.Exit.by_hand = keep_out(_entry.Exit.by_hand)  # type: ignore[method-assign]
 _entry.Leaver.dropped = keep_out(_entry.Leaver.dropped)  # type: ignore[method-assign]
 
 
@@ -314,15 +305,9 @@ class _Active:
 
     @keep_out
     def __enter__(self) -> None:
-        _entry.enter(self)
+        _entry.enter(self, _Resumed(self._interceptor))
 
-    __exit__ = _entry.Exit()
-
-    def entry(self) -> _Resumed:
-        return _Resumed(self._interceptor)
-
-    def innermost(self) -> Entry:
-        return _innermost(self._interceptor._watcher, pauses=False).entry
+    __exit__ = _entry.Exit(lambda self: _innermost(self._interceptor._watcher, pauses=False).entry)
 
 
 class _Resumed:
@@ -354,15 +339,9 @@ class _Life:
         self._interceptor = interceptor
 
     def __enter__(self) -> None:
-        _entry.enter(self)
+        _entry.enter(self, self)
 
-    __exit__ = _entry.Exit()
-
-    def entry(self) -> _Life:
-        return self
-
-    def innermost(self) -> Entry:
-        return self
+    __exit__ = _entry.Exit(lambda self: self)
 
     def begin(self) -> None:
         interceptor = self._interceptor
@@ -392,17 +371,9 @@ class Pause:
 
     @keep_out
     def __enter__(self) -> None:
-        _entry.enter(self)
+        _entry.enter(self, _Paused(self._watcher))
 
-    __exit__ = _entry.Exit()
-
-    def entry(self) -> _Paused:
-        """A way in; for `_entry`."""
-        return _Paused(self._watcher)
-
-    def innermost(self) -> Entry:
-        """The pause that an `__exit__` called by hand ends; for `_entry`."""
-        return _innermost(self._watcher, pauses=True).entry
+    __exit__ = _entry.Exit(lambda self: _innermost(self._watcher, pauses=True).entry)
 
 
 class _Paused:

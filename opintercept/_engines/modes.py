@@ -102,13 +102,14 @@ class ModeEngine:
 
     def enter(self, block: Block) -> None:
         """Enter a block in this thread."""
-        stack = self._stack()
-        # One that is being taken out stays so: this is a signal's handler.
-        ours = (m for m in reversed(stack) if type(m) is self.mode_type and not m.leaving)
-        block.mode = next(ours, None) or self.mode_type()
-        block.mode.blocks.add(block)
+        while block.mode is None:
+            ours = (m for m in reversed(self._stack()) if type(m) is self.mode_type and not m.leaving)
+            mode = block.mode = next(ours, None) or self.mode_type()
+            mode.blocks.add(block)  # which keeps it on the stack
+            if mode.leaving:  # a signal's handler has taken it out meanwhile
+                block.mode = None
         self._set_keys(block.mode)
-        if not any(mode is block.mode for mode in stack):
+        if not any(mode is block.mode for mode in self._stack()):
             block.mode.__enter__()
             block.mode.entered_by = threading.get_ident()
         _scope.enter(block)
@@ -138,7 +139,11 @@ class ModeEngine:
             mode.keys = frozenset().union(*filter(None, distinct.values()))
 
     def _stack(self) -> list[Any]:
-        return [self._at(i) for i in range(self._depth())]
+        while True:
+            try:
+                return [self._at(i) for i in range(self._depth())]
+            except RuntimeError:  # a signal's handler has taken one out meanwhile
+                continue
 
     def _take_out(self, mode: Mode) -> None:
         if mode.left_with is not None:  # an interrupt has stopped this halfway
