@@ -25,8 +25,8 @@ class Place:
     """Where in the program a call comes from.
 
     Attributes:
-        aliases: The qualified names of the innermost `nn.Module`, `("",)` for the outermost one and outside of
-            all, `()` where it cannot be told. Several for a module that is registered in several places.
+        aliases: The names of the innermost `nn.Module`, `("",)` outside of all modules, `()` where it cannot be told.
+            Several for a module that is registered in several places.
     """
 
     __slots__ = ("_code", "_instruction", "aliases")
@@ -53,6 +53,12 @@ class Place:
                 _sources.clear()
             known = _sources[key] = (self._code, _source(self._code, self._instruction))
         return known[1]
+
+    def common(self, other: Place) -> Place:
+        """What two places have in common; the rest cannot be told."""
+        aliases = self.aliases if self.aliases == other.aliases else ()
+        same = self._code is other._code and self._instruction == other._instruction
+        return self if same and aliases else Place(aliases, *((self._code, self._instruction) if same else (None, -1)))
 
 
 _sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
@@ -327,10 +333,14 @@ class OpCall:
 
     @property
     def module(self) -> str | None:
-        """Qualified name of the innermost `nn.Module`, `"encoder.layers.0.linear1"`; `""` outside of all.
+        """Qualified name of the innermost `nn.Module`, `"encoder.layers.0.linear1"`; `""` outside of all modules.
 
-        In backward that of the forward call whose gradient is computed; None where that cannot be told. Of a
-        module that is registered in several places, the first name; see `aliases`.
+        The outermost module is called by its class, `"Net"`. If the program runs several models, the names in the
+        first one stay as they are, and those in the others begin with the class, `"Critic.linear1"`, numbered where
+        several of a class live, `"Critic#2.linear1"`. What torch wraps around a model is not part of a name.
+
+        In backward the name is that of the forward call whose gradient is computed; None where that cannot be told.
+        If a module is registered in several places, this is the first of its names; see `aliases`.
 
         Raises:
             OpInterceptError: The call is over, and with it the stack that this reads.

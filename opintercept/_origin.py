@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import count, islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,9 +30,11 @@ _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
+_Context: type[Any] = torch._C._FunctionBase
 
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _RUN = _pipeline.run.__code__
 WALKED_CODE = (_OUTER_CALL, _INNER_CALL, _RUN)
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -41,6 +43,7 @@ NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__
 # What torch puts between a module and its parent without the user having written it.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _PARALLEL = {"DataParallel", "DistributedDataParallel"}  # these call what they wrap `module`
+_PUTS_CLASSES_BELOW = ("torch.distributed.", "torch.nn.utils.parametrize")
 
 
 def backward_phase() -> Phase:
@@ -62,17 +65,11 @@ class _Names(NamedTuple):
     names: tuple[str, ...]
 
 
+# The qualified names under each root, without its label; shared by all interceptors, since collecting them takes time.
 _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
 
 # Whether a code object is the user's, for the source line. By identity: hashing a code object reads all of it.
 _users: dict[int, tuple[CodeType, bool]] = {}
-
-
-class _LastRoot:
-    """The root that was asked for last, which is nearly always the next one; a weak dictionary costs 1 us."""
-
-    ref: Callable[[], torch.nn.Module | None] = staticmethod(lambda: None)
-    names: dict[int, _Names] | None = None
 
 
 Walked: TypeAlias = tuple[torch.nn.Module | None, torch.nn.Module | None, CodeType | None, int]
@@ -129,19 +126,6 @@ def _top() -> FrameType | None:
         del top
 
 
-def place(phase: Phase, walked: Walked) -> Place:
-    """Name the innermost module after the outermost one."""
-    module, root, code, instruction = walked
-    if module is None or root is None:
-        return Place(("",), code, instruction)
-    names = _find(root, module) or _elsewhere(root, module)
-    if phase == "recompute":
-        # The stack of a recomputation starts at the checkpoint and not at the root.
-        known = [found for other in list(_by_root) if (found := _find(other, module))]
-        names = max(known, key=lambda names: len(names[0]), default=names)
-    return Place(names, code, instruction)
-
-
 def _called_directly(frame: FrameType) -> bool:
     """Whether a function named forward is a module's, called without the module's own `__call__`."""
     caller = frame.f_back
@@ -158,22 +142,6 @@ def _module_of(frame: FrameType) -> torch.nn.Module | None:
     return module if isinstance(module, torch.nn.Module) else None
 
 
-def _elsewhere(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...]:
-    """Name a module that is registered nowhere after the innermost one around it that is."""
-    frame = _top()
-    try:
-        while frame is not None:
-            if frame.f_code is _OUTER_CALL:
-                around = _module_of(frame)
-                found = None if around is None else _find(root, around)
-                if found is not None:
-                    return (f"{found[0]}.<{type(module).__name__}>".lstrip("."),)
-            frame = frame.f_back
-        return (f"<{type(module).__name__}>",)
-    finally:
-        del frame
-
-
 def _is_users(code: CodeType) -> bool:
     if len(_users) > 10_000:  # a program that makes code without end, a notebook say
         _users.clear()
@@ -183,17 +151,25 @@ def _is_users(code: CodeType) -> bool:
 
 
 def _find(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
-    known = _LastRoot.names
-    if known is None or _LastRoot.ref() is not root:
-        known = _by_root.get(root)
-        if known is None:
-            known = _by_root[root] = _collect(root)
-        _LastRoot.ref, _LastRoot.names = weakref.ref(root), known
+    """The qualified names of `module` under `root`, `""` for the root itself; None if it is not registered there."""
+    known = _table(root)
     entry = known.get(id(module))
     if entry is None or entry.module() is not module:
         known.update(_collect(root))  # registered since, perhaps
         entry = known.get(id(module))
     return entry.names if entry is not None and entry.module() is module else None
+
+
+def _table(root: torch.nn.Module) -> dict[int, _Names]:
+    known = _by_root.get(root)
+    if known is None:
+        known = _by_root[root] = _collect(root)
+    return known
+
+
+def _has(root: torch.nn.Module, module: torch.nn.Module) -> bool:
+    entry = _table(root).get(id(module))
+    return entry is not None and entry.module() is module
 
 
 def _collect(root: torch.nn.Module) -> dict[int, _Names]:
@@ -213,6 +189,166 @@ def _collect(root: torch.nn.Module) -> dict[int, _Names]:
     return {key: _Names(weakref.ref(module), tuple(names[key])) for key, module in modules.items()}
 
 
+def _unwrapped(root: torch.nn.Module) -> torch.nn.Module:
+    """The module that the user wrote, inside of what torch puts around it."""
+    while True:
+        parallel = any(kind.__name__ in _PARALLEL for kind in type(root).__mro__)
+        names = _WRAPPERS | {"module"} if parallel else _WRAPPERS
+        inner = next((part for name, part in root.named_children() if name in names), None)
+        if inner is None:
+            return root
+        root = inner
+
+
+def _class_name(root: torch.nn.Module) -> str:
+    if isinstance(root, torch.jit.ScriptModule):
+        return str(getattr(root, "original_name", type(root).__name__))
+    # `fully_shard` and `parametrize` put a class of their own, FSDPNet, below the user's.
+    kinds = (kind for kind in type(root).__mro__ if not kind.__module__.startswith(_PUTS_CLASSES_BELOW))
+    return next(kinds).__name__
+
+
+class _Home:
+    """A root with a label, after which the modules in it are named.
+
+    Attributes:
+        root: The root, as long as it lives and has the label.
+        label: What the root itself is called.
+        prefix: What the names of its modules begin with.
+        names: The names so far by the module's identity.
+    """
+
+    __slots__ = ("label", "names", "prefix", "root")
+
+    def __init__(self, label: str, prefix: str) -> None:
+        self.root: Callable[[], torch.nn.Module | None] = _no_root
+        self.label = label
+        self.prefix = prefix
+        self.names: dict[int, _Names] = {}
+
+    def find(self, module: torch.nn.Module) -> tuple[str, ...] | None:
+        """The names of a module in here, or None; remembered."""
+        root = self.root()
+        found = None if root is None else _find(root, module)
+        if found is None:
+            return None
+        names = tuple(f"{self.prefix}{name}" if name else self.label for name in found)
+        self.names[id(module)] = _Names(weakref.ref(module), names)
+        return names
+
+
+class _Seen(NamedTuple):
+    """The outermost module of a stack, and the home that it is part of, mostly its own."""
+
+    root: Callable[[], torch.nn.Module | None]
+    home: _Home
+
+
+def _no_root() -> None:
+    return None
+
+
+class Labels:
+    """What one interceptor calls the modules of the program.
+
+    The first root with modules in it gives them their plain names, `fc1`. A name under any other root begins with
+    the root's class, `Critic.fc1`, and with a number where several of the class live, `Critic#2.fc1`. A label is free
+    again when its root has died. No lock: a signal handler may name modules, too.
+    """
+
+    def __init__(self) -> None:
+        self._homes: dict[str, _Home] = {}  # by label
+        self._seen: dict[int, _Seen] = {}  # by the identity of the root
+        self._last = _Seen(_no_root, _Home("", ""))  # nearly always the next one, too
+        self._plain: str | None = None  # the class whose first root has plain names
+
+    def names(self, root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...]:
+        """The names of `module` in a call whose outermost module is `root`."""
+        seen = self._last
+        if seen.root() is not root:
+            seen = self._turn_to(root)
+        entry = seen.home.names.get(id(module))
+        if entry is not None and entry.module() is module:
+            return entry.names
+        if seen.home.root() is None:
+            seen = self._turn_to(root)
+        return seen.home.find(module) or self._unregistered(seen.home, module)
+
+    def recomputed(self, module: torch.nn.Module) -> tuple[str, ...] | None:
+        """The names of `module` where the stack begins at a checkpoint and not at the root; None if no root has it."""
+        found = [names for home in list(self._homes.values()) if (names := home.find(module)) is not None]
+        return max(found, key=lambda names: len(names[0]), default=None)
+
+    def _turn_to(self, root: torch.nn.Module) -> _Seen:
+        key = id(root)
+        seen = self._seen.get(key)
+        if seen is None or seen.root() is not root or seen.home.root() is None:
+            known = self._seen
+            seen = known[key] = _Seen(weakref.ref(root, lambda _: known.pop(key, None)), self._home(root))
+        self._last = seen
+        return seen
+
+    def _home(self, root: torch.nn.Module) -> _Home:
+        homes = list(self._homes.values())
+        for home in homes:
+            other = home.root()
+            if other is not None and _has(other, root):
+                return home  # a part of a model, called directly
+        kind = _class_name(_unwrapped(root))
+        inside = [home for home in homes if (part := home.root()) is not None and _has(root, part)]
+        if any(not home.prefix for home in inside) or (self._plain is None and _unwrapped(root)._modules):
+            self._plain = kind
+        for home in inside:  # parts of this model that were called before it
+            del self._homes[home.label]
+            home.root = _no_root
+            home.names.clear()
+        return self._take_label(root, kind)
+
+    def _take_label(self, root: torch.nn.Module, kind: str) -> _Home:
+        first = self._homes.get(self._plain or "")
+        plain = None if first is None else first.root()
+        reserved = () if plain is None or plain is root else _unwrapped(plain)._modules
+        for number in count(1):
+            label = kind if number == 1 else f"{kind}#{number}"
+            home = _Home(label, "" if label == self._plain else f"{label}.")
+            if getattr(root, "_is_replica", False):  # DataParallel makes them anew in each forward
+                home.root = weakref.ref(root)
+                return home
+            if label not in reserved and self._homes.setdefault(label, home) is home:
+                break
+        homes = self._homes
+
+        def free(_: object) -> None:
+            home.names.clear()
+            if homes.get(home.label) is home:
+                del homes[home.label]
+
+        home.root = weakref.ref(root, free)
+        return home
+
+    def _unregistered(self, home: _Home, module: torch.nn.Module) -> tuple[str, ...]:
+        """Name a module that is registered nowhere by its class, after the innermost one around it that is."""
+        root, outermost = home.root(), module
+        frame = _top()
+        try:
+            around = None
+            while frame is not None:
+                if frame.f_code is _OUTER_CALL and (around := _module_of(frame)) is not None and root is not None:
+                    found = _find(root, around)
+                    if found is not None:
+                        break
+                    outermost = around
+                frame = frame.f_back
+            else:
+                found = ("",)
+        finally:
+            del frame
+        inside = None if outermost is module else _find(outermost, module)
+        parts = (found[0], f"<{type(outermost).__name__}>", *(inside or ()))
+        name = ".".join(part for part in parts if part)
+        return (f"{home.prefix}{name}",)
+
+
 class Link(NamedTuple):
     """What a forward call leaves behind for the backward calls that compute its gradients; no tensor.
 
@@ -222,6 +358,7 @@ class Link(NamedTuple):
         round: How many backward passes there had been.
         operands: Where its arguments begin in memory, 0 for what is no tensor.
         sure: Whether autograd was seen to record it, and not only to record something of its name.
+        needed: Whether autograd knows one of its operands. A custom Function may have others, which it has cast.
     """
 
     index: int  # type: ignore[assignment]
@@ -229,20 +366,34 @@ class Link(NamedTuple):
     round: int
     operands: tuple[int, ...]
     sure: bool
+    needed: bool
 
 
 class _ThreadLinks:
     """The links of one thread by autograd's sequence number, which the node of the gradient has too."""
 
-    __slots__ = ("links", "places", "seen", "shared")
+    __slots__ = ("_seen", "links", "places", "shared")
 
     def __init__(self) -> None:
         # The newest number when a call was last looked at; the nodes up to it are not of a call that comes now.
-        self.seen = _sequence_nr() - 1
+        self._seen = _sequence_nr() - 1
         self.links: dict[int, Link] = {}
         self.places: dict[int, Place] = {}
         # Several calls under one node, of a custom Function or inside of a fused operator: which, cannot be told.
         self.shared: set[int] = set()
+
+    def look(self, newest: int) -> bool:
+        """Whether autograd has recorded something since the last look."""
+        fresh = newest > self._seen
+        self._seen = newest
+        return fresh
+
+    def share(self, number: int, place: Place | None) -> None:
+        """Note that another call, from `place`, has the same node: what the two have in common can still be told."""
+        self.shared.add(number)
+        known = self.places.get(number)
+        if known is not None and place is not None:
+            self.places[number] = known.common(place)
 
     def forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -263,11 +414,12 @@ class Links:
     SOFT, HARD = 4096, 1 << 16
     THREADS = 64  # from so many on, those of threads that have ended go
 
-    def __init__(self, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
+    def __init__(self, owner: Callable[[], int | None], place: Callable[[Phase], Place]) -> None:
         self._owner = owner
-        self._walk = walk
-        # Autograd's numbers are per thread.
+        self._place = place
+        # Autograd's numbers are per thread. By the thread's identity, for autograd's threads that work for it.
         self._threads: dict[int, _ThreadLinks] = {}
+        self._local = threading.local()
         self._round = 0
         self._in_backward = False
         self.wanted = False
@@ -275,16 +427,23 @@ class Links:
     def begin(self) -> None:
         """Note that this thread begins to look: what autograd has recorded so far is of calls that were not seen."""
         if self.wanted:
-            self._of_this_thread().seen = _sequence_nr() - 1
+            self._of_this_thread().look(_sequence_nr() - 1)
 
     def note(self, call: OpCall) -> None:
-        """Remember a call whose gradient autograd may compute."""
+        """Remember a call whose gradient autograd may compute, and where a call of the forward pass comes from."""
         backward = call.phase == "backward"
         if backward:
             self._in_backward = True
+        else:
+            # Also where no gradient is wanted: a root that is not seen now would get its label when a hook asks, and
+            # another one than an interceptor gives it whose hooks ask in each call.
+            call._place = self._place(call.phase)
         recording = torch.is_grad_enabled()
-        if not recording and (backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
-            return  # `no_grad` leaves forward-mode gradients on; a custom Function's forward has both off
+        function = None
+        if not recording:
+            if backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+                return  # `no_grad` leaves forward-mode gradients on; a custom Function's forward has both off
+            function = _custom_function()
         operands = []
         needed = False
         for value in call.args:
@@ -297,19 +456,20 @@ class Links:
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
         mine = self._of_this_thread()
         links = mine.links
-        number = _sequence_nr() - 1
-        fresh = number > mine.seen
-        mine.seen = number
+        newest = _sequence_nr() - 1
+        fresh = mine.look(newest)
+        number = newest if function is None else function._sequence_nr()
         # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
         inside = not needed and recording and _is_excluded(_ABOVE_PYTHON)
-        if number in links:
-            if needed or (inside and not links[number].sure):
-                mine.shared.add(number)
+        other = links.get(number)
+        if other is not None:
+            if not needed or other.needed or not other.sure:
+                if needed or (function is not None and not other.needed) or (inside and not other.sure):
+                    mine.share(number, call._place)
+                return
+            mine.forget([number])  # of a custom Function's products, the one whose operands autograd knows
+        elif not needed and function is None and not (inside and fresh):
             return
-        if not needed and not (inside and fresh):
-            return
-        if links and number < next(reversed(links)):
-            mine.forget(list(links))  # of a thread that has ended, whose identity a new one has
         if self._in_backward and not backward:
             self._in_backward = False
             self._round += 1
@@ -318,17 +478,17 @@ class Links:
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, which the garbage collector does not have to visit.
-        links[number] = Link(call.index, call.op, self._round, tuple(operands), needed)
-        if not backward:
-            mine.places[number] = call._place = place(call.phase, self._walk())
+        links[number] = Link(call.index, call.op, self._round, tuple(operands), needed or function is not None, needed)
+        if call._place is not None:
+            mine.places[number] = call._place
         elif (behind := self.find()) is not None:
             mine.places[number] = behind[1]
 
     def _of_this_thread(self) -> _ThreadLinks:
-        thread = threading.get_ident()
-        mine = self._threads.get(thread)
+        mine: _ThreadLinks | None = getattr(self._local, "links", None)
         if mine is None:
-            mine = self._threads[thread] = _ThreadLinks()
+            # A thread may have the identity of one that has ended, whose links are not its own.
+            mine = self._local.links = self._threads[threading.get_ident()] = _ThreadLinks()
             if len(self._threads) > self.THREADS:
                 for ended in self._threads.keys() - sys._current_frames().keys():
                     del self._threads[ended]
@@ -349,6 +509,28 @@ class Links:
         if known is None or link is None or not _computes(node, link):
             return None
         return link, known.places.get(number, NOWHERE), number in known.shared
+
+
+def _custom_function() -> Any:
+    """The node of the custom Function whose forward is running, if autograd records one.
+
+    Its context is the node. The nodes of Functions inside of its forward are newer and go nowhere. A Function with
+    `setup_context` has no context on the stack: None.
+    """
+    frame = _top()
+    try:
+        while frame is not None and (caller := frame.f_back) is not None:
+            if caller.f_code is _APPLY:
+                code = frame.f_code
+                first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+                if not code.co_argcount and isinstance(first, tuple) and first:
+                    first = first[0]  # a decorator's `*args`, that of `torch.amp.custom_fwd`, say
+                if isinstance(first, _Context) and first.next_functions:
+                    return first
+            frame = caller
+        return None
+    finally:
+        del frame
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -377,7 +559,8 @@ class Origin:
     """
 
     def __init__(self, below: bool, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
-        self.links = Links(owner, walk) if below else None
+        self.links = Links(owner, self._here) if below else None
+        self._labels = Labels()
         self._walk = walk
         self._below = below
 
@@ -390,9 +573,17 @@ class Origin:
         if call.phase != "backward":
             if self.links is not None:
                 self.links.wanted = True
-            return place(call.phase, self._walk())
+            return self._here(call.phase)
         behind = self._behind(call)
         return NOWHERE if behind is None else behind[1]
+
+    def _here(self, phase: Phase) -> Place:
+        """The place on the stack, above the hook that asks."""
+        module, root, code, instruction = self._walk()
+        if module is None or root is None:
+            return Place(("",), code, instruction)
+        again = self._labels.recomputed(module) if phase == "recompute" else None
+        return Place(again or self._labels.names(root, module), code, instruction)
 
     def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]:
         """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""

@@ -161,7 +161,7 @@ def test_audit_finds_a_backward_pass_in_another_dtype() -> None:
     profile = hooks.Profile()
     with intercept(profile):
         Net()(torch.randn(3, 3, requires_grad=True)).sum().backward()
-    assert profile.audit() == [": forward in float32, backward in float16"]
+    assert profile.audit() == ["Net: forward in float32, backward in float16"]
 
 
 def test_audit_of_a_sound_run_is_empty() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from opintercept import CallRecord, OpCall, OpInterceptError, hooks, intercept
+from opintercept import CallRecord, OpCall, OpInterceptError, hooks, intercept, runs
 from opintercept.pytest_plugin import OpCalls
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
@@ -51,6 +55,24 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.main(x) @ self.scale  # type: ignore[no-any-return]
+
+
+class Generator(Pair):
+    pass
+
+
+class Discriminator(Pair):
+    pass
 
 
 FORWARD = [f"blocks.{i}{name}" for i in range(2) for name in (".up", ".down", "", "")] + ["head"]
@@ -198,7 +220,317 @@ def _pairs(root: nn.Module) -> list[tuple[int, str]]:
 
 def test_a_script_module_is_one_place() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    assert [r.module for r in record(lambda: scripted(torch.randn(2, 4)))] == ["", ""]
+    assert [r.module for r in record(lambda: scripted(torch.randn(2, 4)))] == ["Sequential", "Sequential"]
+
+
+IN_PAIR = ["main.0", "main.1"]
+
+
+def names_of(*programs: Callable[[Tensor], Any], **options: Any) -> list[list[str | None]]:
+    """The modules that one interceptor tells for each program."""
+    recorder = hooks.Recorder()
+    found = []
+    with intercept(recorder, **options):
+        for program in programs:
+            program(torch.ones(2, 4))
+            found.append([r.module for r in recorder.records])
+            recorder.records.clear()
+    return found
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+def test_the_outermost_module_has_the_name_of_its_class(engine: dict[str, Any]) -> None:
+    assert names_of(Generator(), nn.Linear(4, 4), **engine) == [[*IN_PAIR, "Generator"], ["Linear"]]
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+def test_names_in_another_model_begin_with_its_class(engine: dict[str, Any]) -> None:
+    one, other = Generator(), Discriminator()
+    first = [*IN_PAIR, "Generator"]
+    second = ["Discriminator.main.0", "Discriminator.main.1", "Discriminator"]
+    assert names_of(one, other, one, lambda x: other(one(x)), **engine) == [first, second, first, first + second]
+
+
+def test_models_of_one_class_are_numbered_in_their_order() -> None:
+    one, two, three, other, another = Generator(), Generator(), Generator(), Discriminator(), Discriminator()
+    firsts = [found[0] for found in names_of(one, two, other, three, another, one, two)]
+    assert firsts == [
+        *("main.0", "Generator#2.main.0", "Discriminator.main.0", "Generator#3.main.0", "Discriminator#2.main.0"),
+        *("main.0", "Generator#2.main.0"),
+    ]
+    assert names_of(one, two)[1][2] == "Generator#2"
+
+
+def test_another_interceptor_names_anew() -> None:
+    one, two = Generator(), Generator()
+    for order in ((one, two), (two, one)):
+        assert [found[0] for found in names_of(*order)] == ["main.0", "Generator#2.main.0"]
+    inner = hooks.Recorder()
+
+    def nested(x: Tensor) -> None:
+        with intercept(inner):
+            two(x)
+
+    assert [found[0] for found in names_of(one, nested)] == ["main.0", "Generator#2.main.0"]
+    assert inner.records[0].module == "main.0"
+
+
+def test_labels_last_for_all_blocks_of_an_interceptor() -> None:
+    one, two = Generator(), Generator()
+    recorder = hooks.Recorder()
+    interceptor = intercept(recorder)
+    for model in (one, two, two, one):
+        with interceptor:
+            model(torch.ones(2, 4))
+    firsts = ["main.0", "Generator#2.main.0", "Generator#2.main.0", "main.0"]
+    assert [r.module for r in recorder.records[::3]] == firsts
+
+
+def test_a_label_is_free_again_when_its_model_has_died() -> None:
+    def build(x: Tensor) -> None:
+        made.append(weakref.ref(model := Generator()))
+        model(x)
+
+    made: list[weakref.ref[nn.Module]] = []
+    fresh = [lambda x: nn.Linear(4, 4)(x)] * 3
+    kept = Discriminator()
+    found = names_of(*fresh, build, kept, build, *fresh)
+    assert [names[0] for names in found] == [
+        *(["Linear"] * 3),
+        *("main.0", "Discriminator.main.0", "main.0"),
+        *(["Linear"] * 3),
+    ]
+    assert [ref() for ref in made] == [None, None]
+
+
+def test_a_label_that_has_become_free_in_between_is_taken_first() -> None:
+    models: list[Any] = [Generator() for _ in range(3)]
+
+    def die(x: Tensor) -> None:
+        models[1] = Generator()
+        models[1](x)
+
+    calls = [lambda x, i=i: models[i](x) for i in range(3)]
+    assert [names[0] for names in names_of(*calls, die, lambda x: Generator()(x))] == [
+        *("main.0", "Generator#2.main.0", "Generator#3.main.0", "Generator#2.main.0", "Generator#4.main.0")
+    ]
+
+
+def test_a_part_of_a_model_that_is_called_directly_has_its_name_in_the_model() -> None:
+    model, other = Model(), Generator()
+    block = ["blocks.1.up", "blocks.1.down", "blocks.1", "blocks.1"]
+    assert names_of(other, model, model.blocks[1], model.head, model.blocks[1].up.forward)[2:] == [
+        [f"Model.{name}" for name in block],
+        ["Model.head"],
+        ["Model.blocks.1.up"],
+    ]
+    assert names_of(model, model.blocks[1]) == [FORWARD, block]
+
+
+def test_a_model_takes_the_names_from_a_part_that_was_called_before_it() -> None:
+    # As `generate` of an encoder-decoder does.
+    model = Model()
+    found = names_of(model.blocks[0], model, model.blocks[0])
+    assert found == [["up", "down", "Block", "Block"], FORWARD, FORWARD[:4]]
+
+
+def test_a_single_layer_or_a_loss_leaves_the_plain_names_to_the_model() -> None:
+    outside, softmax, model = (set(found) for found in names_of(torch.clone, nn.Softmax(-1), Generator(), ops="all"))
+    assert (outside, softmax - outside, model - outside) == ({""}, {"Softmax"}, {*IN_PAIR, "Generator"})
+    assert names_of(nn.Linear(4, 4), Generator()) == [["Linear"], [*IN_PAIR, "Generator"]]
+
+
+def test_a_part_named_like_another_model_is_not_mistaken_for_it() -> None:
+    first = nn.Sequential()
+    first.add_module("Discriminator", Discriminator())
+    found = names_of(first, Discriminator())
+    assert found[0] == ["Discriminator.main.0", "Discriminator.main.1", "Discriminator"]
+    assert found[1] == ["Discriminator#2.main.0", "Discriminator#2.main.1", "Discriminator#2"]
+
+
+def test_modules_that_are_registered_nowhere_have_the_names_in_their_own_model() -> None:
+    class Distiller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.hidden = Generator(), [Discriminator()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.student(x) - self.hidden[0](x)  # type: ignore[no-any-return]
+
+    inside = ["student.main.0", "student.main.1", "student"]
+    inside += ["<Discriminator>.main.0", "<Discriminator>.main.1", "<Discriminator>"]
+    assert names_of(Distiller(), Distiller())[0] == inside
+    one, two = Distiller(), Distiller()
+    assert names_of(one, two) == [inside, [f"Distiller#2.{name}" for name in inside]]
+
+
+def test_wrappers_are_no_part_of_a_models_label() -> None:
+    torch._dynamo.reset()
+    parametrized = Discriminator()
+    torch.nn.utils.parametrizations.weight_norm(parametrized.main[0])
+    scaled = nn.Linear(4, 4)
+    torch.nn.utils.parametrizations.weight_norm(scaled)
+    assert type(scaled).__name__ == "ParametrizedLinear"
+    wrapped = [nn.DataParallel(Generator()), nn.DataParallel(Discriminator()), torch.jit.script(Pair()), scaled]
+    with torch.compiler.set_stance("force_eager"):
+        compiled = torch.compile(nn.DataParallel(Discriminator()), backend="eager")
+        found = names_of(*wrapped, compiled, parametrized)
+    assert [names[-1] for names in found] == [
+        *("Generator", "Discriminator", "Pair", "Linear", "Discriminator#2", "Discriminator#3")
+    ]
+    assert found[4] == ["Discriminator#2.main.0", "Discriminator#2.main.1", "Discriminator#2"]
+
+
+def test_replicas_of_data_parallel_have_the_names_of_the_first_of_their_class() -> None:
+    def replicas(x: Tensor) -> None:
+        for replica in (model._replicate_for_data_parallel() for _ in range(3)):  # type: ignore[operator]
+            replica.main, replica.scale = model.main, model.scale.detach()
+            replica(x)
+
+    for model in (Generator(), Discriminator()):
+        label = "" if isinstance(model, Generator) else "Discriminator."
+        names = [f"{label}main.0", f"{label}main.1", type(model).__name__]
+        assert names_of(Generator(), replicas)[1] == names * 3
+
+
+def test_a_forward_in_a_thread_of_its_own_is_named_as_any_other() -> None:
+    models = [Generator() for _ in range(8)]
+    recorder = hooks.Recorder()
+    with intercept(recorder, threads="all"):
+        threads = [threading.Thread(target=lambda m=m: [m(torch.ones(2, 4)) for _ in range(50)]) for m in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    labels = ["", *(f"Generator#{n}." for n in range(2, 9))]
+    expected = {f"{label}{name}": 50 for label in labels for name in IN_PAIR}
+    expected |= {label.rstrip(".") or "Generator": 50 for label in labels}
+    assert Counter(r.module for r in recorder.records) == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_backward_and_recompute_have_the_names_of_the_forward_call(engine: dict[str, Any]) -> None:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    one, two = Checkpointed(), Checkpointed()
+    x = torch.ones(5, 4, requires_grad=True)
+
+    def program() -> None:
+        (one(x) + two(x)).sum().backward()
+
+    by_phase: dict[str, list[str | None]] = {"forward": [], "recompute": [], "backward": []}
+    for call in record(program, **engine):
+        by_phase[call.phase].append(call.module)
+    second = [f"Checkpointed#2.{name}" for name in FORWARD]
+    assert by_phase["forward"] == [*FORWARD, *second]
+    assert set(by_phase["backward"]) == {*FORWARD, *second}
+    assert set(by_phase["recompute"]) <= {*FORWARD, *second} - {"head", "Checkpointed#2.head"}
+    assert len(by_phase["recompute"]) >= 12
+
+
+def train_gan() -> None:
+    generator, discriminator = Generator(), Discriminator()
+    generator.main.append(nn.Linear(4, 4))
+    for _ in range(2):
+        fake = generator(torch.randn(3, 4))
+        (discriminator(fake.detach()).mean() - discriminator(torch.randn(3, 4)).mean()).backward()
+        discriminator(fake).mean().backward()
+
+
+def train_actor_and_critic() -> None:
+    class Actor(Pair):
+        pass
+
+    class Critic(Pair):
+        pass
+
+    actor, critic = Actor(), Critic()
+    for _ in range(2):
+        state = torch.randn(3, 4)
+        with torch.no_grad():
+            advantage = critic(state)
+        (actor(state).softmax(-1) * advantage).sum().backward()
+        critic(state).pow(2).sum().backward()
+
+
+def distil() -> None:
+    teacher, student = Generator(), Generator()
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        with torch.no_grad():
+            target = teacher(x)
+        (student(x) - target).pow(2).sum().backward()
+
+
+def train_lightning_like() -> None:
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.G, self.D = Generator(), Discriminator()
+
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.D(self.G(x)).mean() - self.D(x).mean()  # type: ignore[no-any-return]
+
+    gan = Gan()
+    for _ in range(2):
+        gan.training_step(torch.randn(3, 4)).backward()
+
+
+TWO_MODELS: dict[str, tuple[Callable[[], None], str, str]] = {
+    "gan": (train_gan, "Generator", "Discriminator"),
+    "actor and critic": (train_actor_and_critic, "Critic", "Actor"),
+    "teacher and student": (distil, "Generator", "Generator#2"),
+    "lightning": (train_lightning_like, "Generator", "Discriminator"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("train", "first", "second"), TWO_MODELS.values(), ids=TWO_MODELS)
+def test_every_row_of_profile_and_stats_belongs_to_one_model(
+    train: Callable[[], None], first: str, second: str, engine: dict[str, Any]
+) -> None:
+    current: list[nn.Module] = []
+    owners: dict[str | None, set[int]] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if isinstance(module, Pair):
+            current.append(module)
+
+    def look(call: OpCall) -> None:
+        if call.phase == "forward":
+            owners.setdefault(call.module, set()).add(id(current[-1]))
+
+    profile, stats = hooks.Profile(), hooks.Stats()
+    handle = nn.modules.module.register_module_forward_pre_hook(enter)
+    try:
+        with intercept([profile, stats, look], **engine):
+            train()
+    finally:
+        handle.remove()
+    expected = {*IN_PAIR, first, *(f"{second}.{name}" for name in IN_PAIR), second}
+    assert set(owners) - {"main.2"} == expected
+    assert {len(models) for models in owners.values()} == {1}
+    for rows in (profile.rows(), stats.rows()):
+        assert {row.module for row in rows} - {"main.2"} == expected
+
+
+@pytest.mark.parametrize(("train", "first", "second"), TWO_MODELS.values(), ids=TWO_MODELS)
+def test_runs_of_two_models_are_paired_by_name(
+    train: Callable[[], None], first: str, second: str, tmp_path: Path
+) -> None:
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)  # so that all values differ, and none tells which calls belong together
+        with intercept(hooks.RunRecorder(tmp_path / name)):
+            train()
+    found = runs.diff(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
+    assert found.calls[0] == found.calls[1] == found.pairs > 0
+    assert found.pairings == {"ordinal": found.pairs}
+    assert {row.module for row in found.modules} >= {*IN_PAIR, first, f"{second}.main.1", second}
+    assert [row.other for row in found.modules] == [row.module for row in found.modules]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -209,7 +541,7 @@ def test_models_give_the_names_of_module_hooks_and_every_backward_call_its_forwa
     torch.manual_seed(3)
     model = MODELS[name]().train()
     inputs = _inputs(model)
-    names = {module: qualified for qualified, module in model.named_modules()}
+    names = {module: qualified or type(model).__name__ for qualified, module in model.named_modules()}
     stack, expected = [""], []
 
     def leave(*_: Any) -> None:
@@ -398,6 +730,136 @@ def test_a_product_without_gradient_in_a_custom_function_takes_no_link(engine: d
     w = torch.randn(4, 5, requires_grad=True)
     records = record(lambda: Twice.apply(torch.randn(3, 4), w).sum().backward(), **engine)
     assert [(r.module, r.forward, r.grad_of) for r in records] == [("", None, None), ("", None, None), ("", 1, "rhs")]
+
+
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.amp.custom_fwd`."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Float8Like(torch.autograd.Function):
+    """As float8 training does it: products of operands that were cast, which autograd does not know."""
+
+    @staticmethod
+    @decorated
+    def forward(ctx: Any, x: Tensor, w: Tensor, parts: int) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.parts = parts
+        rows = Cast.apply(x, 2.0).split(len(x) // parts)
+        return torch.cat([torch.mm(row, Cast.apply(w, 2.0)) for row in rows])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        grad = Cast.apply(grad, 2.0)
+        return grad @ Cast.apply(w, 2.0).T, Cast.apply(x, 2.0).T @ grad, None
+
+
+class Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        return (x.detach() * scale).to(torch.bfloat16).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class Float8Linear(nn.Linear):
+    parts = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Float8Like.apply(x, self.weight.T, self.parts)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("grad", ["weights", "weights and input"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_custom_function_that_casts_its_operands_links_its_backward_products(
+    engine: dict[str, Any], grad: str
+) -> None:
+    model = nn.Sequential(Float8Linear(4, 4), nn.ReLU(), nn.Sequential(Float8Linear(4, 4)))
+    x = torch.randn(6, 4, requires_grad=grad != "weights")
+    records = record(lambda: model(x).sum().backward(), **engine)
+    assert [(r.phase, r.module, r.forward) for r in records] == [
+        ("forward", "0", None),
+        ("forward", "2.0", None),
+        ("backward", "2.0", 1),
+        ("backward", "2.0", 1),
+        ("backward", "0", 0),
+        ("backward", "0", 0),
+    ]
+    (line,) = {r.source for r in records}
+    assert re.fullmatch(r"test_origin\.py:\d+ in <listcomp>|test_origin\.py:\d+ in forward", line or "")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_products_of_a_custom_function_share_its_place_and_no_forward_call(engine: dict[str, Any]) -> None:
+    model = nn.Sequential(Float8Linear(4, 4), Float8Linear(4, 4))
+    model[1].parts = 3
+    records = record(lambda: model(torch.randn(6, 4)).sum().backward(), **engine)
+    assert [(r.phase, r.module, r.forward) for r in records[4:]] == [
+        ("backward", "1", None),
+        ("backward", "1", None),
+        ("backward", "0", 0),
+        ("backward", "0", 0),
+    ]
+    assert {r.source for r in records} == {records[0].source}
+
+
+class TwoLayers(torch.autograd.Function):
+    """Products of two modules, in lines of their own, under one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: nn.Module, two: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        first = one(x.detach())
+        return first + two(x.detach())  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad @ ctx.saved_tensors[0].T @ ctx.saved_tensors[0], None, None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_the_products_of_one_node_do_not_have_in_common_is_not_guessed(engine: dict[str, Any]) -> None:
+    model = nn.ModuleList([nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4).requires_grad_(False)])
+    x = torch.randn(4, 4, requires_grad=True)
+    records = record(lambda: TwoLayers.apply(x, *model).sum().backward(), **engine)
+    assert [r.module for r in records[:2]] == ["Linear", "Linear#2"]
+    for call in records[2:]:
+        assert (call.phase, call.module, call.source, call.forward) == ("backward", None, None, None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_function_that_records_nothing_leaves_no_link(engine: dict[str, Any]) -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+
+    def program() -> None:
+        with torch.no_grad():
+            Float8Like.apply(torch.randn(6, 4), w, 1)
+        Float8Like.apply(torch.randn(6, 4), w.detach(), 1)
+        Float8Like.apply(torch.randn(6, 4), w, 1).sum().backward()
+
+    assert [r.forward for r in record(program, **engine)] == [None, None, None, 2, 2]
+
+
+def test_a_thread_with_the_identity_of_one_that_has_ended_has_links_of_its_own() -> None:
+    def train() -> None:
+        layer(torch.ones(2, 4)).sum().backward()
+
+    layer, recorder = nn.Linear(4, 4), hooks.Recorder()
+    with intercept(recorder, threads="all"):
+        for _ in range(20):
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+    backward = [r for r in recorder.records if r.phase == "backward"]
+    assert [r.forward for r in backward] == [r.index - 1 for r in backward]
 
 
 def test_a_call_without_gradients_leaves_no_link_to_mistake() -> None:
