@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import CodeType, NoneType
@@ -65,16 +67,31 @@ _sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
 
 
 def _source(code: CodeType, instruction: int) -> str | None:
-    file = code.co_filename
-    if (file.startswith("<") and file.endswith(">")) or "ipykernel" in file:
-        shown = "<cell>"
-    else:
-        shown = os.path.basename(file).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
+    shown = _file(code.co_filename)
     for start, end, line in code.co_lines():
         if start <= instruction < end:
             return f"{shown}:{line} in {code.co_name}"
     return None
 
+
+def _file(name: str) -> str:
+    """What a file is called in a source line: a notebook's cell has none, and maybe a number."""
+    number: object = None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", NoneType)()
+    if shell is not None:
+        # IPython names a cell after a hash of its text, and keeps the number here. The attribute is private to it.
+        number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
+    if number is None and (found := _NUMBERED_CELL.search(name)):
+        number = found[1]
+    if number is not None:
+        return f"<cell {number}>"
+    if (name.startswith("<") and name.endswith(">")) or _CELL.search(name):
+        return "<cell>"
+    return os.path.basename(name).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
+
+
+_CELL = re.compile(r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$")
+_NUMBERED_CELL = re.compile(r"(?:^<|[/\\])ipython-input-(\d+)-[^/\\]*$")
 
 NOWHERE = Place((), None, -1)
 
