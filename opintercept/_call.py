@@ -31,12 +31,19 @@ class Place:
             Several for a module that is registered in several places.
     """
 
-    __slots__ = ("_code", "_instruction", "aliases")
+    __slots__ = ("_code", "_instruction", "_line", "aliases")
 
-    def __init__(self, aliases: tuple[str, ...], code: CodeType | None, instruction: int) -> None:
+    def __init__(
+        self,
+        aliases: tuple[str, ...],
+        code: CodeType | None,
+        instruction: int,
+        line: tuple[str, int, str] | None = None,
+    ) -> None:
         self.aliases = aliases
         self._code = code
         self._instruction = instruction
+        self._line = line  # file, number and function, in place of the code
 
     @property
     def module(self) -> str | None:
@@ -47,7 +54,7 @@ class Place:
     def source(self) -> str | None:
         """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
         if self._code is None:
-            return None
+            return None if self._line is None else "{}:{} in {}".format(_file(self._line[0]), *self._line[1:])
         key = (id(self._code), self._instruction)
         known = _sources.get(key)
         if known is None:
@@ -59,8 +66,8 @@ class Place:
     def common(self, other: Place) -> Place:
         """What two places have in common; the rest cannot be told."""
         aliases = self.aliases if self.aliases == other.aliases else ()
-        same = self._code is other._code and self._instruction == other._instruction
-        return self if same and aliases else Place(aliases, *((self._code, self._instruction) if same else (None, -1)))
+        mine, its = ((place._code, place._instruction, place._line) for place in (self, other))
+        return Place(aliases, *(mine if mine == its else (None, -1, None)))
 
 
 _sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
@@ -77,7 +84,7 @@ def _source(code: CodeType, instruction: int) -> str | None:
 def _file(name: str) -> str:
     """What a file is called in a source line: a notebook's cell has none, and maybe a number."""
     number: object = None
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", NoneType)()
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None:
         # IPython names a cell after a hash of its text, and keeps the number here. The attribute is private to it.
         number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 
 from opintercept import _pipeline
 from opintercept._call import NOWHERE, OpCall, Phase, Place
+from opintercept._engines import graphs
 from opintercept._ops import MATMUL, row_of
 
 # -1 outside of `backward`. Private, like the rest below; without them (not seen from torch 2.11 to 2.15)
@@ -274,6 +275,10 @@ class Labels:
             seen = self._turn_to(root)
         return seen.home.find(module) or self._unregistered(seen.home, module)
 
+    def registered(self, root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
+        """The names of `module`, wherever the stack is, or None if it is not registered under `root`."""
+        return self._turn_to(root).home.find(module)
+
     def recomputed(self, module: torch.nn.Module) -> tuple[str, ...] | None:
         """The names of `module` where the stack begins at a checkpoint and not at the root; None if no root has it."""
         found = [names for home in list(self._homes.values()) if (names := home.find(module)) is not None]
@@ -454,6 +459,8 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
+        if isinstance(call._place, _GraphPlace):
+            needed = needed and function is None  # in a compiled graph one operand tells no more than another
         mine = self._of_this_thread()
         links = mine.links
         newest = _sequence_nr() - 1
@@ -549,6 +556,74 @@ def _computes(node: Any, link: Link) -> bool:
     return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 
 
+class _Around(NamedTuple):
+    """What the forward call of a compiled graph leaves behind for its backward calls; keeps no module alive.
+
+    Attributes:
+        graph: The graph.
+        modules: The innermost and the outermost module around the compiled function; None outside of all.
+        bases: The modules that the function uses, by how it calls them.
+        caller: The user's code that has called one of torch's own modules, all of which was compiled; else None.
+    """
+
+    graph: graphs.Graph | None
+    modules: tuple[weakref.ref[torch.nn.Module], weakref.ref[torch.nn.Module]] | None
+    bases: dict[str, weakref.ref[torch.nn.Module]]
+    caller: tuple[CodeType | None, int]
+
+    def place(self, aliases: tuple[str, ...], trace: graphs.Trace) -> _GraphPlace:
+        """The place of one call; a graph keeps no line of a call that is in torch's modules alone."""
+        code, instruction = self.caller if trace.line is None and trace.base is not None else (None, -1)
+        return _GraphPlace(aliases, code, instruction, trace.line, self)
+
+
+class _GraphPlace(Place):
+    """The place of a call in a compiled graph. All calls of the graph share a node, which runs the backward graph."""
+
+    __slots__ = ("around",)
+
+    def __init__(
+        self,
+        aliases: tuple[str, ...],
+        code: CodeType | None,
+        instruction: int,
+        line: tuple[str, int, str] | None,
+        around: _Around,
+    ) -> None:
+        super().__init__(aliases, code, instruction, line)
+        self.around = around
+
+    def common(self, other: Place) -> Place:
+        if isinstance(other, _GraphPlace):
+            self.around.bases.update(other.around.bases)
+        common = super().common(other)
+        return _GraphPlace(common.aliases, common._code, common._instruction, common._line, self.around)
+
+
+def _frame_of(code: CodeType) -> FrameType | None:
+    frame = _top()
+    try:
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        return frame
+    finally:
+        del frame
+
+
+def _is_graph(module: torch.nn.Module) -> bool:
+    return any(kind.__name__ == "GraphModule" for kind in type(module).__mro__)
+
+
+def _is_dynamos(module: torch.nn.Module) -> bool:
+    return hasattr(module, "compile_subgraph_reason")  # what Dynamo calls, which is not in the program
+
+
+def _called(frame: FrameType, base: str) -> torch.nn.Module | None:
+    """The module that a frame calls by a local or a global name, as a graph writes them: L['self'], G['model']."""
+    module = (frame.f_locals if base[0] == "L" else frame.f_globals).get(base[3:-2])
+    return module if isinstance(module, torch.nn.Module) and not _is_graph(module) else None
+
+
 class Origin:
     """What an interceptor's calls ask where they come from; injected into its pipeline.
 
@@ -575,15 +650,76 @@ class Origin:
                 self.links.wanted = True
             return self._here(call.phase)
         behind = self._behind(call)
-        return NOWHERE if behind is None else behind[1]
+        if behind is None:
+            return NOWHERE
+        return self._in_backward_graph(behind[1]) if isinstance(behind[1], _GraphPlace) else behind[1]
 
     def _here(self, phase: Phase) -> Place:
         """The place on the stack, above the hook that asks."""
         module, root, code, instruction = self._walk()
+        if code is not None and graphs.is_generated(code):
+            return self._in_graph(phase, module, root, code)
         if module is None or root is None:
             return Place(("",), code, instruction)
         again = self._labels.recomputed(module) if phase == "recompute" else None
         return Place(again or self._labels.names(root, module), code, instruction)
+
+    def _in_graph(
+        self, phase: Phase, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType
+    ) -> Place:
+        """The place of a call in code that torch.compile has made, as its graph tells it."""
+        made = _frame_of(code)
+        if made is None:
+            return NOWHERE
+        own = outermost = base = None  # modules of the program around the compiled function
+        caller: tuple[CodeType | None, int] | None = None
+        frame = made.f_back
+        try:
+            trace, graph = graphs.forward(made)
+            while frame is not None:
+                if base is None and trace.base:
+                    base = _called(frame, trace.base)
+                if frame.f_code is _OUTER_CALL and (outer := _module_of(frame)) is not None and not _is_graph(outer):
+                    own, outermost = outer if own is None else own, outer
+                if caller is None and _is_users(frame.f_code):
+                    caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
+                frame = frame.f_back
+        finally:
+            del frame, made
+        if graph is None and own is None and module is not None and root is not None and not _is_dynamos(root):
+            return Place(self._labels.names(root, module), None, -1, trace.line)  # a GraphModule of the program's
+        bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
+        around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
+        there = _Around(graph, around, bases, caller or (None, -1))
+        return there.place(self._names_of(trace, there, phase == "recompute"), trace)
+
+    def _names_of(self, trace: graphs.Trace, there: _Around, again: bool = False) -> tuple[str, ...]:
+        own, root = (None, None) if there.modules is None else (ref() for ref in there.modules)
+        if trace.base == "":
+            if there.modules is None:
+                return ("",)
+            module = own
+        else:
+            base = module = there.bases[trace.base]() if trace.base in there.bases else None
+            root = base if root is None else root
+            for part in trace.path:
+                module = None if module is None else module._modules.get(part)
+            if type(module).__name__ != trace.kind:
+                return ()
+        if module is None or root is None:
+            return ()
+        return (self._labels.recomputed(module) if again else None) or self._labels.registered(root, module) or ()
+
+    def _in_backward_graph(self, place: _GraphPlace) -> Place:
+        code = self._walk()[2]
+        frame = None if code is None or not graphs.is_generated(code) else _frame_of(code)
+        if frame is None:
+            return place
+        try:
+            trace = graphs.backward(frame, place.around.graph)
+        finally:
+            del frame
+        return place.around.place(self._names_of(trace, place.around), trace)
 
     def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]:
         """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""

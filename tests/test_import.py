@@ -24,7 +24,7 @@ LAYERS = (
     {"_errors.py"},
     {"_call.py", "_entry.py"},
     {"_ops.py", "_snapshot.py", "_table.py"},
-    {"_pipeline.py"},
+    {"_pipeline.py", "_engines/graphs.py"},
     {"_origin.py"},
     {"_engines/__init__.py", "_engines/dynamo.py", "_engines/scope.py"},
     {"_engines/gradients.py", "_engines/greenlets.py", "_engines/modes.py", "_engines/unseen.py"},
