@@ -472,7 +472,8 @@ class Links:
         if other is not None:
             if not needed or other.needed or not other.sure:
                 if needed or (function is not None and not other.needed) or (inside and not other.sure):
-                    mine.share(number, call._place)
+                    # Inside of a wrapper the first product is that of the node; another one may have none.
+                    mine.share(number, None if inside else call._place)
                 return
             mine.forget([number])  # of a custom Function's products, the one whose operands autograd knows
         elif not needed and function is None and not (inside and fresh):

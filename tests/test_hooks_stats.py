@@ -378,8 +378,8 @@ def test_channels_of_the_rhs_are_those_of_the_output_and_of_a_whole_linear_those
     below, above = hooks.Stats(channels="rhs"), hooks.Stats(channels="rhs")
     with intercept(below), intercept(above, level="function"):
         layer(torch.ones(4, 3))
-    assert torch.equal(below.channels(""), layer.weight.detach().abs().amax(1).double())
-    assert torch.equal(above.channels(""), layer.weight.detach().abs().amax(0).double())
+    assert torch.equal(below.channels("Linear"), layer.weight.detach().abs().amax(1).double())
+    assert torch.equal(above.channels("Linear"), layer.weight.detach().abs().amax(0).double())
     assert {row.operand for row in below.rows()} == {"rhs", "output"}
 
 

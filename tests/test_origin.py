@@ -961,10 +961,11 @@ def test_calls_in_compiled_code_have_the_modules_and_lines_of_eager_code(backend
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend)
     assert [places(lambda: train(compiled)) for _ in range(2)] == [eager] * 2
+    model.eval()  # where one operator runs a whole layer
     with torch.no_grad():
-        assert places(lambda: compiled(x)).total() > 0
-        names = {module for _, module, _ in places(lambda: compiled(x))}
-    assert names == {module for _, module, _ in eager}
+        inference = places(lambda: model(x))
+        assert places(lambda: compiled(x)) == inference
+    assert inference.total() > 10
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -951,7 +951,8 @@ def test_eager_and_compiled_are_the_same_calls(tmp_path: Path, training: bool) -
     found = runs.diff(a, b, rtol=1e-5, limit=1000)
     assert found.equal, found
     assert found.pairs == found.calls[0] == found.calls[1] > 10
-    assert found.pairings == {"shape": found.pairs}
+    # Compiled calls have the modules' names. In backward it is not known of them which operand's gradient they are.
+    assert found.pairings == ({"ordinal": 16, "family": 22} if training else {"ordinal": 16})
     exact = runs.diff(a, b, limit=1000)
     assert not exact.equal
     changed = net().train(training)

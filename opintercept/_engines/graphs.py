@@ -30,8 +30,10 @@ _BASE = re.compile(r"([LG])\['(\w+)'\]((?:\.\w+|\._modules\['\w+'\])*)$")
 # Functions that multiply, by their names in a graph of Dynamo's or of AOTAutograd's.
 _PRODUCTS = re.compile(
     r"_?_?(?:r?matmul|linear|mm|bmm|mv|dot|vdot|inner|addmm|addbmm|baddbmm|addmv|einsum|tensordot|chain_matmul|multi_dot"
-    r"|bilinear|cdist|scaled_mm|grouped_mm|multi_head_attention_forward|scaled_dot_product\w*|conv\w*)(?:__|_)?$"
+    r"|bilinear|cdist|scaled_mm|grouped_mm|multi_head_attention_forward|scaled_dot_product\w*|conv\w*"
+    r"|_transformer_encoder_layer_fwd|_native_multi_head_attention|lstm\w*|gru\w*|rnn_\w+)(?:__|_)?$"
 )
+_HIDING = frozenset(("HigherOrderOperator", "OpOverload", "OpOverloadPacket"))  # kinds of functions that may multiply
 # Operators that hand a tensor on with other strides or another dtype, or one of several outputs.
 _VIEWS = frozenset(
     (
@@ -83,11 +85,11 @@ class Graph(NamedTuple):
         order = {name: place for place, name in enumerate(self.nodes)}
         if not names or any(name not in order for name in names):
             return UNKNOWN
-        products = [name for name in names if self.nodes[name][1]]
-        if len(products) > 1 and fused:
-            return UNKNOWN  # with the sum of another product's output, which may be listed behind it
-        known = products or (names if len(names) == 1 else [])
-        return self.nodes[max(known, key=order.__getitem__)][0] if known else UNKNOWN
+        last = max(names, key=order.__getitem__)
+        if fused and not self.nodes[last][1]:  # the program's sum
+            products = [name for name in names if self.nodes[name][1]]
+            return self.nodes[products[0]][0] if len(products) == 1 else UNKNOWN
+        return UNKNOWN if fused and sum(self.nodes[name][1] for name in names) > 1 else self.nodes[last][0]
 
     def depending_on(self, inputs: int) -> frozenset[Trace]:
         """The products that depend on just these inputs, or, of one that was taken apart, on the fewest more."""
@@ -199,8 +201,7 @@ def _read(nodes: Iterable[Any]) -> Graph:
         reached[node] = functools.reduce(operator.or_, (reached.get(each, 0) for each in operands), 0)
         if node.op not in ("call_function", "call_method"):
             continue
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        trace, product = traces[node.name] = _trace(node), _PRODUCTS.match(name) is not None
+        trace, product = traces[node.name] = _trace(node), _multiplies(node.target)
         if product:
             products.append((trace, reached[node]))
             for operand in operands:
@@ -209,6 +210,12 @@ def _read(nodes: Iterable[Any]) -> Graph:
         elif len(operands) == 1:
             roots[node] = operands[0]
     return Graph(traces, tuple(products), tuple(frozenset(found) for found in inputs.values()), {})
+
+
+def _multiplies(target: Any) -> bool:
+    if not _HIDING.isdisjoint(kind.__name__ for kind in type(target).__mro__):
+        return True
+    return _PRODUCTS.match(target if isinstance(target, str) else getattr(target, "__name__", "")) is not None
 
 
 def _read_saved(graph: Graph, calls: dict[str, tuple[str, list[str]]]) -> None:
