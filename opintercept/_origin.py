@@ -746,6 +746,8 @@ def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     roles = row_of(link.op).roles
     if "lhs" not in roles or "rhs" not in roles:
         return None, False
+    if link.sure and not link.needed:
+        return None, False  # operands that were cast may be gone by now, and others in their memory
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
     used = {_address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
     if (lhs in used) == (rhs in used):
