@@ -182,6 +182,7 @@ class OpCall:
     """
 
     __slots__ = (
+        "__weakref__",
         "_kin",
         "_pipeline",
         "_place",

@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import interrupts
 import pytest
 import torch
 import transformers
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from opintercept import NonFiniteError, OpInterceptError, OpInterceptWarning, hooks, intercept
+from opintercept import NonFiniteError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
 
 ENGINES = [
     pytest.param({}, id="kernel"),
@@ -307,3 +308,40 @@ def test_a_planted_overflow_is_found_in_a_pretrained_model() -> None:
     with torch.no_grad(), pytest.raises(NonFiniteError, match=r"in module 'encoder\.layer\.3\.output\.dense'"):
         with intercept(nonfinite):
             model(**{name: tensor.repeat(4, 1) for name, tensor in inputs.items()})
+
+
+@interrupts.needs_timer
+@pytest.mark.parametrize("every", [1, 3])
+def test_interrupts_leave_nothing_behind(every: int) -> None:
+    model = three_layers(broken=2)
+    nonfinite = hooks.NonFinite(action="record", inf=True, every=every)
+
+    def program() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        total = torch.zeros(2, 2)
+        for _ in range(3):
+            total.addmm_(torch.ones(2, 3), torch.ones(3, 2))
+
+    def check() -> None:
+        assert not len(nonfinite._before)
+        for finding in nonfinite.findings:
+            record = finding.record
+            assert (record.op, record.module) in (("aten::addmm", "2"), ("aten::addmm", "4"), ("aten::mm", "4"))
+            assert record.module != "2" or finding.operands["rhs"] == (pytest.approx(3e38), pytest.approx(3e38))
+
+    assert interrupts.interrupt(nonfinite, program, check) > 0
+    assert nonfinite.findings
+
+
+def test_a_call_that_another_hook_stops_leaves_nothing_behind() -> None:
+    def refuse(call: OpCall) -> None:
+        raise LookupError("mine")
+
+    class Refuses:
+        pre = staticmethod(refuse)
+
+    nonfinite = hooks.NonFinite()
+    with intercept([nonfinite, Refuses()]):
+        with pytest.raises(LookupError, match="mine"):
+            torch.zeros(2, 2).addmm_(torch.ones(2, 3), torch.ones(3, 2))
+        assert not len(nonfinite._before)

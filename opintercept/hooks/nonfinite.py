@@ -15,6 +15,7 @@ import torch
 
 from opintercept._call import CallRecord, OpCall
 from opintercept._errors import NonFiniteError, OpInterceptWarning
+from opintercept.hooks._notes import Notes
 from opintercept.hooks._repro import save_repro
 from opintercept.hooks._values import captured, first_output, stored_values
 from opintercept.hooks.when import name_test
@@ -171,7 +172,7 @@ class NonFinite:
         self._save = save
         self._overflow: Finding | None = None
         self._found: set[tuple[str | None, str, str]] = set()
-        self._before: dict[int, dict[str, Any]] = {}
+        self._before: Notes[dict[str, Any]] = Notes()
         self._pending: list[tuple[CallRecord, tuple[str, ...], torch.Tensor]] = []
         self._lock = threading.RLock()
 
@@ -179,17 +180,14 @@ class NonFinite:
         """Keep operands that the operator is about to overwrite."""
         if written := call.written:
             kept = {role: getattr(call, role) for role in _ROLES}
-            self._before[id(call)] = {
+            before = {
                 role: tensor.clone() for role, tensor in kept.items() if any(tensor is target for target in written)
             }
-
-    def error(self, call: OpCall, exception: BaseException) -> None:
-        """Forget a call that failed."""
-        self._before.pop(id(call), None)
+            self._before.put(call, before)
 
     def post(self, call: OpCall) -> None:
         """Check the output."""
-        before = self._before.pop(id(call), None) if self._before else None
+        before = self._before.take(call)
         output = _range(first_output(call.output))
         if output is None:
             return

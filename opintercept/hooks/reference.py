@@ -18,6 +18,7 @@ from opintercept._ops import row_of
 from opintercept._pipeline import share_memory
 from opintercept._table import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, plain, take
+from opintercept.hooks._notes import Notes
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
@@ -148,7 +149,7 @@ class Reference:
         self.action = action
         self._rows: list[ReferenceRow] = []
         self._skipped: Counter[str] = Counter()
-        self._saved: dict[int, _Saved] = {}  # by call
+        self._saved: Notes[_Saved] = Notes()
         self._lock = threading.Lock()
 
     def pre(self, call: OpCall) -> None:
@@ -161,15 +162,11 @@ class Reference:
                 for tensor in _tensors((args, *kwargs.values()))
                 if any(tensor is other or share_memory(tensor, other) for other in written)
             }
-            self._saved[id(call)] = _Saved(call.args, copies)
-
-    def error(self, call: OpCall, exception: BaseException) -> None:
-        """Forget the operands of a call that failed."""
-        self._saved.pop(id(call), None)
+            self._saved.put(call, _Saved(call.args, copies))
 
     def post(self, call: OpCall) -> None:
         """Compute the reference and note the error."""
-        saved = self._saved.pop(id(call), None)
+        saved = self._saved.take(call)
         try:
             errors = self._compare(call, saved)
         except _NoReference as reason:
