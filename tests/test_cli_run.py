@@ -487,7 +487,10 @@ def test_a_signal_ends_it_as_a_plain_run_and_keeps_what_was_recorded(tmp_path: P
             continue
         where = f'  File "{tmp_path / name}", line 9, in <module>\n    signal.pause()\n'
         assert err.startswith(f"Traceback (most recent call last):\n{where}KeyboardInterrupt\nopintercept: 1 call,")
-        assert "NaN comes into aten::mm in no module (script.py:5 in <module>), call 0 (forward), through rhs" in err
+        assert (
+            "NaN comes into aten::mm in no module (script.py:5 in <module>), step 0, call 0 (forward), through rhs"
+            in err
+        )
 
 
 def test_filters_choose_what_is_shown_and_recorded(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 import subprocess
 import sys
 import weakref
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import interrupts
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from opintercept import NonFiniteError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
+from opintercept.hooks.nonfinite import Extent
 
 ENGINES = [
     pytest.param({}, id="kernel"),
@@ -195,12 +199,45 @@ def test_save_keeps_an_operand_as_it_was_before_it_was_overwritten(tmp_path: Pat
     assert next(iter(stored.values())).flatten().tolist() == [5.0]
 
 
-def test_save_that_cannot_write_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_save_that_cannot_write_keeps_the_finding_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        with intercept(hooks.NonFinite(inf=True, save=tmp_path / "file")):
+    nonfinite = hooks.NonFinite(inf=True, save=tmp_path / "file")
+    with pytest.raises(
+        NonFiniteError, match=r"Inf is made by aten::mm[^$]*it could not be saved: FileExistsError: .*file"
+    ):
+        with intercept(nonfinite):
             torch.full((1, 2), 3e38).mm(torch.ones(2, 1))
+    [finding] = nonfinite.findings
+    assert finding.saved is None
+    assert finding.unsaved is not None
     assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("written", ["safetensors", "script"])
+def test_a_disk_that_fills_up_takes_no_finding_and_gets_no_part(
+    tmp_path: Path, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if written == "safetensors":
+        monkeypatch.setattr("safetensors.torch.save_file", fail)
+    else:
+        monkeypatch.setattr("builtins.open", fail)
+    nonfinite = hooks.NonFinite(inf=True, action="record", save=tmp_path)
+    with intercept(nonfinite):
+        torch.full((1, 2), 3e38).mm(torch.ones(2, 1))
+    monkeypatch.undo()
+    [finding] = nonfinite.findings
+    assert finding.unsaved == "OSError: [Errno 28] No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["numpy", "safetensors.torch"])
+def test_save_needs_what_writes_it(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=f"save= needs safetensors and numpy, got no {missing}; pip install"):
+        hooks.NonFinite(save=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +269,9 @@ def test_the_verdict_is_that_of_isfinite(values: list[float], dtype: torch.dtype
         output = lhs @ rhs
     bad = bool(output.isnan().any()) or (inf and bool(output.isinf().any()))
     assert len(nonfinite.findings) == bad
-    assert all(finding.kind == "came in" for finding in nonfinite.findings)
+    # A NaN out of an Inf alone, which is what Inf * 0 gives, is made by this call.
+    came_in = bool(lhs.isnan().any()) or not bool(output.isnan().any())
+    assert all(finding.kind == ("came in" if came_in else "made") for finding in nonfinite.findings)
 
 
 @pytest.mark.parametrize(
@@ -345,3 +384,263 @@ def test_a_call_that_another_hook_stops_leaves_nothing_behind() -> None:
         with pytest.raises(LookupError, match="mine"):
             torch.zeros(2, 2).addmm_(torch.ones(2, 3), torch.ones(3, 2))
         assert not len(nonfinite._before)
+
+
+def found(program: Any, *, inf: bool = False, every: int = 1, **options: Any) -> list[tuple[str, str, tuple[str, ...]]]:
+    """What is found in a program: operators without their place, kinds, and what was not finite."""
+    nonfinite = hooks.NonFinite(action="record", inf=inf, every=every)
+    with intercept(nonfinite, **options), torch.no_grad():
+        program()
+    return [(f.record.op.rpartition(":")[2].rpartition(".")[2], f.kind, f.bad) for f in nonfinite.findings]
+
+
+def nan_of(*shape: int) -> Tensor:
+    """A tensor of NaN, made where torch does not see it."""
+    return torch.from_numpy(np.full(shape, NAN, np.float32))
+
+
+def filled(tensor: Tensor, value: float) -> Tensor:
+    """The tensor with other values in its memory, written where torch does not see it."""
+    tensor.detach().numpy().fill(value)
+    return tensor
+
+
+EVERY = pytest.mark.parametrize("every", [1, 3])
+ALL = pytest.mark.parametrize("options", [{}, {"level": "function"}], ids=["dispatch", "function"])
+
+
+@EVERY
+@ALL
+def test_views_pass_on_and_what_reads_them_is_named(every: int, options: dict[str, Any]) -> None:
+    def program() -> None:
+        x = nan_of(2, 6)
+        view = x.view(3, 4).unsqueeze(0).detach()
+        view = view.transpose(1, 2)[0].reshape(4, 3).expand(4, 3).squeeze().permute(1, 0)
+        view.narrow(0, 0, 2).split(1)[0].exp()
+
+    assert found(program, every=every, ops="all", **options) == [("exp", "came in", ("self",))]
+
+
+@EVERY
+@ALL
+def test_memory_that_nothing_was_written_to_makes_nothing(every: int, options: dict[str, Any]) -> None:
+    def program() -> None:
+        for make in (
+            lambda x: torch.empty(64, 64),
+            lambda x: torch.empty_like(x),
+            lambda x: x.new_empty(64, 64),
+            lambda x: torch.empty_strided((64, 64), (64, 1)),
+            lambda x: torch.empty(0).resize_(64, 64),
+            lambda x: torch.empty(64, 64).normal_(),
+            lambda x: filled(torch.empty(64, 64), NAN).fill_(1.0),
+            lambda x: filled(torch.empty(64, 64), NAN).copy_(x),
+            lambda x: filled(torch.empty(64, 64), NAN).zero_(),
+            lambda x: torch.add(x, x, out=filled(torch.empty(64, 64), NAN)),
+        ):
+            make(torch.from_numpy(np.ones((64, 64), np.float32)))
+
+    assert found(program, every=every, ops="all", **options) == []
+
+
+def test_uninitialised_memory_that_holds_nan_is_no_finding() -> None:
+    # Torch itself fills it with NaN, for people to find where it is read.
+    torch.use_deterministic_algorithms(True)
+    try:
+        makers: list[Any] = [
+            lambda: torch.empty(3),
+            lambda: torch.empty_strided((3,), (1,)),
+            lambda: torch.ones(0).resize_(3),
+            lambda: torch.empty_like(torch.ones(3)),
+        ]
+        for make in makers:
+            held: list[Tensor] = []
+            assert found(lambda make=make, held=held: held.append(make()), ops="all") == []
+            assert held[0].isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@EVERY
+def test_a_number_is_what_a_nan_comes_in_by(every: int) -> None:
+    programs: dict[str, Any] = {
+        "full fill_value": lambda x: torch.full((3,), NAN),
+        "scalar_tensor s": lambda x: torch.ops.aten.scalar_tensor(NAN),
+        "masked_fill value": lambda x: x.masked_fill(x > 0, NAN),
+        "fill_ value": lambda x: x.fill_(NAN),
+        "mul other": lambda x: torch.ops.aten.mul.Scalar(x, NAN),
+        "_foreach_add_ scalar": lambda x: torch._foreach_add_([x, x], NAN),
+        "_foreach_mul scalars": lambda x: torch._foreach_mul([x, x], [1.0, NAN]),
+    }
+    for named, program in programs.items():
+        op, name = named.split()
+        bad = found(lambda program=program: program(torch.ones(3)), every=every, ops="all")
+        assert bad[0] == (op, "came in", (name,))
+    nonfinite = hooks.NonFinite()
+    with pytest.raises(NonFiniteError, match=r"NaN comes into aten::full in .*, through fill_value=nan\n") as caught:
+        with intercept(nonfinite, ops="all"):
+            torch.full((3,), NAN)
+    assert "no watched call" not in str(caught.value)
+
+
+@EVERY
+@ALL
+def test_what_has_no_result_in_the_numbers_makes_a_nan(every: int, options: dict[str, Any]) -> None:
+    def minus(x: Tensor) -> Tensor:
+        return filled(torch.empty_like(x), -1.0)
+
+    for op in ("log", "sqrt"):
+        program = lambda op=op: getattr(torch, op)(minus(torch.ones(3)))  # noqa: E731
+        assert found(program, every=every, ops="all", **options) == [(op, "made", ())]
+    zero = torch.zeros(3)
+    assert found(lambda: zero / zero, every=every, ops="all", **options) == [("div", "made", ())]
+    assert found(lambda: zero.div_(zero), every=every, ops="all", **options)[0] == ("div_", "made", ())
+
+
+@EVERY
+def test_an_inf_that_no_call_made_is_named_by_the_call_that_makes_a_nan_of_it(every: int) -> None:
+    query = torch.ones(1, 2, 3, 8)
+    mask = torch.zeros(3, 3)
+    mask[1] = -INF  # a query that sees no key
+    scores = torch.ones(2, 3, 3)
+
+    def eager() -> None:
+        ((scores + mask).softmax(-1)) @ torch.ones(2, 3, 8)
+
+    assert found(eager, every=every, ops="all") == [("_softmax", "made", ("self",))]
+    assert found(eager, every=every) == [("bmm", "came in", ("lhs",))]
+
+    def fused() -> None:  # torch gives zeros, and a log-sum-exp of -inf
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    assert found(fused, every=every, ops="all") == found(fused, every=every) == []
+    assert found(fused, every=every, inf=True) == []
+    hidden = (torch.ones(1, 1, 3, 3) * mask).isfinite().logical_and(mask.isfinite())
+    boolean = lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=hidden)  # noqa: E731
+    assert found(boolean, every=every, inf=True) == []
+    infinite = torch.full((1, 2), INF)
+    assert found(lambda: infinite @ torch.zeros(2, 1), every=every) == [("mm", "made", ("lhs",))]
+    text = str(hooks_found(lambda: infinite @ torch.zeros(2, 1)))
+    assert "NaN is made by aten::mm in no module" in text
+    assert "from Inf in lhs\n" in text
+
+
+def hooks_found(program: Any, **options: Any) -> hooks.NonFinite:
+    """The hook after a program."""
+    nonfinite = hooks.NonFinite(action="record")
+    with intercept(nonfinite, **options):
+        program()
+    return nonfinite
+
+
+def test_an_overflow_does_not_explain_a_nan_that_came_from_elsewhere_where_all_is_seen() -> None:
+    def program() -> None:
+        torch.zeros(3).log()  # -inf, and harmless
+        torch.mm(nan_of(2, 2), torch.ones(2, 2))
+
+    assert found(program, ops="all") == [("mm", "came in", ("lhs",))]
+
+
+@EVERY
+def test_in_place_and_out_forms_are_judged_by_what_was_there_before(every: int) -> None:
+    one = torch.ones(2, 2)
+
+    def bad(program: Any, **options: Any) -> Any:
+        return found(program, every=every, ops="all", **options)[:1]
+
+    assert bad(lambda: nan_of(2, 2).add_(one)) == [("add_", "came in", ("self",))]
+    assert bad(lambda: torch.zeros(2, 2).div_(torch.zeros(2, 2))) == [("div_", "made", ())]
+    # A view of what is overwritten is overwritten too.
+    x = torch.zeros(2, 2)
+    assert bad(lambda: x.div_(x.view(4).view(2, 2))) == [("div_", "made", ())]
+    assert bad(lambda: torch.div(one * 0, one * 0, out=nan_of(2, 2))) == [("div", "made", ())]
+    assert bad(lambda: torch.mm(one, one, out=nan_of(2, 2))) == []
+    assert bad(lambda: torch._foreach_div_([torch.zeros(2), one], [torch.zeros(2), one])) == [
+        ("_foreach_div_", "made", ())
+    ]
+    assert bad(lambda: torch._foreach_add([one, nan_of(2, 2)], 1.0)) == [("_foreach_add", "came in", ("self[1]",))]
+    assert bad(lambda: torch.cat([one, nan_of(2, 2)])) == [("cat", "came in", ("tensors[1]",))]
+
+
+@EVERY
+@pytest.mark.parametrize("options", ENGINES)
+def test_a_bias_that_is_not_read_is_not_blamed(every: int, options: dict[str, Any]) -> None:
+    big = torch.full((2, 2), INF)
+    assert found(lambda: torch.addmm(nan_of(2, 2), torch.ones(2, 2), big, beta=0), every=every, **options) == []
+    program = lambda: torch.addmm(nan_of(2, 2), torch.zeros(2, 2), big, beta=0)  # noqa: E731
+    assert found(program, every=every, **options) == [("addmm", "made", ("rhs",))]
+
+
+@EVERY
+@pytest.mark.parametrize("engine", ENGINES)
+def test_exotic_operands_are_read(every: int, engine: dict[str, Any]) -> None:
+    sparse = torch.eye(3).to_sparse()
+    sparse._values()[1] = NAN
+    assert found(lambda: torch.sparse.mm(sparse, torch.ones(3, 2)), every=every, **engine)[0][1:] == (
+        "came in",
+        ("lhs",),
+    )
+    compressed = torch.eye(3).to_sparse_csr()
+    compressed.values()[1] = NAN
+    assert found(lambda: compressed @ torch.ones(3, 2), every=every, **engine)[0][1] == "came in"
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), nan_of(4, 3)], layout=layout)
+        program = lambda nested=nested: torch.nn.functional.linear(nested, torch.ones(2, 3))  # noqa: E731
+        assert found(program, every=every, **engine)[0][1] == "came in"
+
+
+def test_a_sparse_operand_is_not_made_dense() -> None:
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0], [0]]), torch.tensor([NAN]), (10**7, 10**7), check_invariants=True
+    )
+    assert found(lambda: torch.mv(sparse, torch.ones(10**7)))[0] == ("mv", "came in", ("lhs",))
+
+
+@pytest.mark.filterwarnings("ignore")
+@EVERY
+def test_a_packed_weight_is_read_where_torch_unpacks_it(every: int) -> None:
+    layer = nn.Linear(4, 4)
+    quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer))
+    x = torch.ones(2, 4)
+    assert found(lambda: quantized(x), every=every) == []
+    assert layer.bias is not None
+    layer.bias.data[1] = NAN
+    quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer))
+    [(op, kind, bad)] = found(lambda: quantized(x), every=every)
+    assert (op, kind, bad) == ("linear_dynamic", "came in", ("W_prepack[1]",))
+
+
+def test_what_cannot_be_read_is_not_accused() -> None:
+    record = hooks_found(lambda: torch.full((1, 2), INF) @ torch.zeros(2, 1)).findings[0].record
+    finding = hooks.Finding(record, "came in", Extent(NAN, NAN), {}, unread=("weight",))
+    assert "it may have come in through weight, unreadable" in str(finding)
+    assert "weight could not be read" in str(finding)
+
+
+@pytest.mark.parametrize("options", [*ENGINES, {"ops": "all"}])
+def test_the_step_is_named(options: dict[str, Any]) -> None:
+    nonfinite = hooks.NonFinite()
+    with pytest.raises(NonFiniteError, match=r", step 2, call \d+ \(forward\), through"):
+        with intercept(nonfinite, **options) as interceptor:
+            for step in range(3):
+                x = nan_of(2, 4) if step == 2 else torch.ones(2, 4)
+                three_layers()(x)
+                interceptor.step()
+
+
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
+def test_a_copy_goes_its_own_way(way: str) -> None:
+    nonfinite = hooks.NonFinite(action="record", allow="x.*", every=2)
+    with intercept(nonfinite):
+        nan_of(2, 2) @ torch.ones(2, 2)
+    copies: dict[str, Any] = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda hook: pickle.loads(pickle.dumps(hook)),
+    }
+    other = copies[way](nonfinite)
+    assert [f.kind for f in other.findings] == ["came in"]
+    assert str(other) == str(nonfinite)
+    with intercept(other):
+        torch.full((1, 1, 1), INF).bmm(torch.zeros(1, 1, 1))
+    assert len(other.findings) == 2
+    assert len(nonfinite.findings) == 1

@@ -1,8 +1,11 @@
-"""Copies of tensors that outlive the call, and what safetensors can hold of them."""
+"""Copies of tensors that outlive the call, what safetensors can hold of them, and copies of hooks."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from contextlib import nullcontext
+from copy import copy
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -52,7 +55,11 @@ def safetensors_for(what: str) -> Any:
 
 @cache
 def can_store(dtype: torch.dtype) -> bool:
-    """Whether safetensors brings the dtype back; some it writes and cannot read."""
+    """Whether safetensors brings the dtype back; some it writes and cannot read.
+
+    Raises:
+        ImportError: As `safetensors_for`.
+    """
     module = safetensors_for("storing tensors")
     try:
         return bool(module.load(module.save({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype)
@@ -60,3 +67,18 @@ def can_store(dtype: torch.dtype) -> bool:
         raise
     except Exception:  # a KeyError, a SafetensorError, or what torch raises for the dtype
         return False
+
+
+class Copyable:
+    """A hook that can be copied and pickled: each copy has containers and a lock of its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name != "_lock"}
+        return {name: copy(value) if isinstance(value, _CONTAINERS) else value for name, value in state.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
+
+
+_CONTAINERS = (dict, list, set, deque)

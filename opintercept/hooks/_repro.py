@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from os import PathLike
 from typing import Any
 
@@ -56,13 +57,14 @@ def plain_arguments(
 
     Args:
         call: While it runs.
-        before: By role, operands that the operator has overwritten, as they were.
+        before: By name, as in `OpCall.tensors`, operands that the operator has overwritten, as they were.
         keep: Takes a strided tensor, which may have conjugate or negative bits.
 
     Raises:
         TypeError: An argument that cannot be written as plain data.
     """
-    old = {id(getattr(call, role)): tensor for role, tensor in before.items()}
+    given = call.tensors
+    old = {id(given[name]): tensor for name, tensor in before.items() if name in given}
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -96,7 +98,7 @@ def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, t
     Args:
         call: While it runs.
         folder: Made if it is not there.
-        before: By role, operands that the operator has overwritten, as they were.
+        before: By name, as in `OpCall.tensors`, operands that the operator has overwritten, as they were.
 
     Raises:
         TypeError: An argument that cannot be written as plain data.
@@ -135,7 +137,13 @@ def write_repro(
     from safetensors.torch import save_file
 
     stored = f"{path.removesuffix('.py')}.safetensors"
-    save_file(dict(tensors), f"{stored}.partial", metadata={"arguments": json.dumps(arguments)})
-    os.replace(f"{stored}.partial", stored)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(_SCRIPT.format(title=title, func=func))
+    try:
+        save_file(dict(tensors), f"{stored}.partial", metadata={"arguments": json.dumps(arguments)})
+        os.replace(f"{stored}.partial", stored)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(_SCRIPT.format(title=title, func=func))
+    except BaseException:  # of a full disk, say
+        for name in (f"{stored}.partial", stored, path):
+            with suppress(OSError):
+                os.unlink(name)
+        raise

@@ -31,31 +31,82 @@ class Summary(NamedTuple):
         return f"{text} NONFINITE {self.nonfinite}" if self.nonfinite else text
 
 
+# Up to so many bytes, to ask for the bounds of the memory takes as long as to read it.
+_QUICK = 1 << 16
+
+
+def in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements can be read: memory that is not there ends the process.
+
+    FSDP frees parameters with `untyped_storage().resize_(0)`, and operators that do not read them run on. Meta and
+    fake tensors have no memory, and functorch's wrapped tensors none of their own. A storage that was resized to less
+    than the tensor needs, but not to nothing, is noticed for tensors of more than 64 KiB.
+
+    The storage itself is not asked: autograd copies a gradient whose storage Python has asked for.
+    """
+    try:
+        if tensor.is_meta:
+            return False
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter and _dispatches(kind):
+            flatten = getattr(tensor, "__tensor_flatten__", None)
+            if flatten is None:
+                return tensor.untyped_storage().device.type != "meta"  # fake; data_ptr would only warn
+            return all(in_memory(getattr(tensor, name)) for name in flatten()[0])
+        if tensor.layout is not torch.strided:
+            return all(map(in_memory, parts_of(tensor)))
+        # The address of a null storage is the offset into it. Raises for a tensor that stands for others.
+        if tensor.data_ptr() == tensor.storage_offset() * tensor.element_size():
+            return not tensor.numel()
+        if tensor.nbytes > _QUICK and not tensor.is_nested:
+            # Checks the bounds. A node of autograd's would be made of a tensor that is not detached.
+            tensor.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return True
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        return False
+
+
+def _dispatches(kind: type) -> bool:
+    """Whether tensors of a class are made of others: a plain subclass has memory of its own."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that a sparse tensor is made of; none for an opaque layout."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
 def stored_values(tensor: Any) -> torch.Tensor | None:
     """The values as a dense real tensor where they are, mostly the tensor itself; None where there are none to read.
 
-    Without values are fake, meta and functorch's wrapped tensors; a sparse tensor's zeros count, and a complex
-    tensor's values are its moduli.
+    See `in_memory` for which have none. A sparse tensor's zeros count, and a complex tensor's values are its moduli.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+    if not isinstance(tensor, torch.Tensor) or not in_memory(tensor):
         return None
     try:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor.untyped_storage().device.type == "meta":
-            return None  # fake; data_ptr would only warn
         if tensor.layout is torch.strided and tensor.is_floating_point() and not (tensor.is_nested or tensor.is_neg()):
-            tensor.data_ptr()  # raises for a tensor that stands for others
             return tensor.detach() if tensor.requires_grad else tensor
         tensor = tensor.detach()
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_quantized:
             tensor = tensor.dequantize()
+        elif tensor.is_nested:
+            parts = [part.flatten() for part in tensor.unbind()]
+            tensor = torch.cat(parts) if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         elif not is_strided(tensor):
-            tensor = tensor.to_dense() if not tensor.is_nested else torch.cat([t.flatten() for t in tensor.unbind()])
+            tensor = tensor.to_dense()
         values: torch.Tensor = tensor.abs() if tensor.is_complex() else tensor
         values.data_ptr()
         return values
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
 
 
@@ -110,7 +161,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.co
 
 def all_finite(tensor: Any) -> torch.Tensor | None:
     """Whether every value is finite: a tensor that has not been waited for, or None where no value can be read."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+    if not isinstance(tensor, torch.Tensor) or not in_memory(tensor):
         return None
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # it would become a part of the graph

@@ -5,23 +5,77 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from re import Pattern
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from opintercept._call import CallRecord, OpCall
+from opintercept._call import CallRecord, OpCall, is_strided
 from opintercept._errors import NonFiniteError, OpInterceptWarning
+from opintercept._ops import row_of
+from opintercept._pipeline import share_memory
+from opintercept.hooks._copies import Copyable, safetensors_for
 from opintercept.hooks._notes import Notes
 from opintercept.hooks._repro import save_repro
-from opintercept.hooks._values import captured, first_output, stored_values
+from opintercept.hooks._values import captured, in_memory, parts_of, stored_values
 from opintercept.hooks.when import name_test
 
 Action = Literal["raise", "warn", "record", "breakpoint"]
-_ROLES = ("lhs", "rhs", "bias")
+
+
+def _named(names: str) -> frozenset[str]:
+    """The operators of these names, and the functions."""
+    return frozenset(f"{place}{name}" for name in names.split() for place in ("aten::", "torch.", "torch.Tensor."))
+
+
+# Their output is memory that nothing has been written to.
+_UNWRITTEN = _named(
+    "empty empty_like empty_strided empty_permuted empty_quantized _empty_affine_quantized"
+    " _empty_per_channel_affine_quantized new_empty new_empty_strided resize resize_ resize_as_ _resize_output"
+    " _resize_output_ set set_"
+)
+# What they write to has been nothing to them before.
+_OVERWRITES = _named(
+    "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_ _foreach_copy_"
+    " _foreach_zero_"
+)
+# They write to the running statistics without saying so.
+_UPDATES = _named("native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm") | {
+    "torch.nn.functional.batch_norm",
+    "torch.nn.functional.instance_norm",
+}
+# Only the first output is for the program. The others are for the backward pass, and -inf is in place there, and memory
+# that is never read.
+_FOR_BACKWARD = _named("_ctc_loss _cudnn_ctc_loss")
+
+
+class _Kind(NamedTuple):
+    """What is known of an operator, worked out once."""
+
+    func: Any  # kept, so that its id stays its own
+    makes: bool  # something new: it is no view, and does more than allocate
+    writes: bool  # to its arguments, perhaps
+    other: bool  # than a matmul
+
+
+_kinds: dict[int, _Kind] = {}
+
+
+def _kind(call: OpCall) -> _Kind:
+    func = call.func
+    known = _kinds.get(id(func))
+    if known is None:
+        if len(_kinds) >= 4096:  # a program that makes functions without end
+            _kinds.clear()
+        schema = getattr(func, "_schema", None)
+        makes = not getattr(func, "is_view", False) and call.op not in _UNWRITTEN
+        writes = schema is None or call.op in _UPDATES or any(a.alias_info is not None for a in schema.arguments)
+        known = _kinds[id(func)] = _Kind(func, makes, makes and writes, row_of(func).family == "other")
+    return known
 
 
 class Extent(NamedTuple):
@@ -50,12 +104,16 @@ class Finding:
 
     Attributes:
         record: The call.
-        kind: `"made"`: its operands are finite and its output is not. `"came in"`: an operand was not, and no
-            call that was seen had made it: another operator has, or the data, or a weight.
-        output: The range of the output.
-        operands: The ranges of the operands, by role.
+        kind: `"made"`: there is a NaN in its output and none in what it reads, or an Inf, and all that it reads is
+            finite. `"came in"`: what it reads was not finite, or could not be read, and no call that was seen had made
+            that: another operator has, or the data, or a weight, or a number that the program passes.
+        output: The range of the output; of several, all of them together.
+        operands: The ranges of all tensors that it reads, by the names of `OpCall.tensors`, and the numbers among
+            its arguments that are not finite. Of an in-place form, before it ran.
+        unread: The names of the arguments that hold values which cannot be read: a packed weight, say.
         seen_at: The call whose NaN made this overflow worth telling; None where the call itself did.
         saved: The script that runs the call again, if one was asked for.
+        unsaved: Why there is none although one was asked for.
     """
 
     record: CallRecord
@@ -64,23 +122,39 @@ class Finding:
     operands: dict[str, Extent]
     seen_at: CallRecord | None = None
     saved: str | None = None
+    unread: tuple[str, ...] = ()
+    unsaved: str | None = None
+    numbers: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @property
+    def bad(self) -> tuple[str, ...]:
+        """The names of the arguments that were not finite; those with a NaN alone if there are such."""
+        names = tuple(name for name, extent in self.operands.items() if not extent.finite)
+        return tuple(name for name in names if self.operands[name].nan) or names
 
     def __str__(self) -> str:
         record = self.record
         what = "NaN" if self.output.nan else "Inf"
-        where = f"{record.op} in {_place(record)}, call {record.index} ({record.phase})"
+        where = f"{record.op} in {_place(record)}, step {record.step}, call {record.index} ({record.phase})"
+        bad = ", ".join(f"{n}={self.operands[n].min:g}" if n in self.numbers else n for n in self.bad)
         if self.kind == "made":
-            text = f"{what} is made by {where}, from finite operands"
+            text = f"{what} is made by {where}, from {f'Inf in {bad}' if bad else 'finite operands'}"
+        elif not bad:
+            text = f"{what} comes out of {where}; it may have come in through {', '.join(self.unread)}, unreadable"
         else:
-            bad = ", ".join(role for role, extent in self.operands.items() if not extent.finite)
-            text = f"{what} comes into {where}, through {bad}; no watched call before it has made it"
+            text = f"{what} comes into {where}, through {bad}"
+            if not self.numbers.issuperset(self.bad):
+                text += "; no watched call before it has made it"
         lines = [text, f"  {record}"]
-        lines += [f"  {role} in {extent}" for role, extent in self.operands.items()]
+        lines += [f"  {role} in {extent}" for role, extent in self.operands.items() if role not in self.numbers]
+        lines += [f"  {role} could not be read" for role in self.unread]
         bound = self._bound()
         lines += [f"  {bound}"] if bound else []
         if self.seen_at is not None:
-            lines.append(f"  it became NaN on the way to {self.seen_at.op} in {_place(self.seen_at)}")
+            seen = self.seen_at
+            lines.append(f"  it became NaN on the way to {seen.op} in {_place(seen)}, step {seen.step}")
         lines += [f"  to run it again: python {self.saved}"] if self.saved else []
+        lines += [f"  it could not be saved: {self.unsaved}"] if self.unsaved else []
         return "\n".join(lines)
 
     def _bound(self) -> str | None:
@@ -88,6 +162,8 @@ class Finding:
         gemm, output = self.record.gemm, self.record.output
         lhs, rhs = self.operands.get("lhs"), self.operands.get("rhs")
         if self.kind != "made" or gemm is None or lhs is None or rhs is None or output is None:
+            return None
+        if not (lhs.finite and rhs.finite):
             return None
         dtype = getattr(torch, (output[0] if isinstance(output, tuple) else output).dtype)  # type: ignore[union-attr]
         left, right = (max(abs(extent.min), abs(extent.max)) for extent in (lhs, rhs))
@@ -102,13 +178,34 @@ def _place(record: CallRecord) -> str:
     return f"{module} ({record.source or 'source unknown'})"
 
 
-class NonFinite:
-    """Finds the first call with finite operands and an output that is not, forward and backward.
+class _Before(NamedTuple):
+    """What is known of a call that writes to tensors of the caller's, from before it ran."""
 
-    A check is one pass over the output for its range, which a NaN takes over; operands are only read where that
-    is not finite. An Inf alone is no finding unless `inf` says so, since masks are made of it; but when a
-    NaN comes up later, the call that first made an Inf from finite operands is what is reported. Calls that pass on
-    what an operand brings in are counted in `passed_on`. Of several outputs the first is read.
+    written: list[torch.Tensor]
+    ranges: dict[str, torch.Tensor | None]  # of operands that it is about to overwrite
+    copies: dict[str, torch.Tensor]  # of the same, to save them
+
+
+class _Read(NamedTuple):
+    """The ranges of what a call reads, where they are; by name."""
+
+    ranges: dict[str, torch.Tensor]
+    numbers: dict[str, Extent]
+    unread: tuple[str, ...]
+
+
+class NonFinite(Copyable):
+    """Finds the first call that makes a NaN out of what has none, forward and backward.
+
+    A check is one pass over the outputs for their range, which a NaN takes over; what the call reads is only looked
+    at where that is not finite, and then all of it: each tensor among the arguments, those in lists and packed
+    weights, and each number. In-place and `out=` forms are judged by what was there before, which takes a pass over
+    that. An Inf alone is no finding unless `inf` says so, since masks are made of it; but when a NaN comes up later,
+    the call that first made an Inf from finite operands is what is reported. A NaN out of an Inf of another origin,
+    of a mask that hides all, is made by the call that it first comes out of.
+
+    Calls that pass on what comes in are counted in `passed_on`. With `ops="all"`, views pass on uncounted, and what
+    only allocates memory makes nothing. Of an attention only the first output is read.
 
     Args:
         inf: Whether an Inf is a finding by itself.
@@ -117,11 +214,12 @@ class NonFinite:
         allow: Modules that may make what they like: a glob, a compiled pattern or a test of the name.
         every: Look at what the device has found every so many calls, and when the block ends. With 1, each
             check waits for a device that is no CPU; with more, findings come late, and operands are read each time.
-        save: A folder that gets, for each call found, its operands as safetensors and a script that runs it again.
+        save: A folder that gets, for each call found, its arguments as safetensors and a script that runs it again.
+            Where that cannot be written, the finding says why.
 
     Raises:
         ValueError: An unknown action, `every` below 1, or `save` with `every` above 1: the operands are gone by then.
-        ImportError: `save` without safetensors.
+        ImportError: `save` without safetensors or numpy.
 
     Example:
         >>> import torch
@@ -137,7 +235,6 @@ class NonFinite:
         Inf is made by aten::addmm in module '1'
 
     Attributes:
-        findings: What was found, first things first; one for each module, operator and pass.
         passed_on: How many calls only passed on what came in.
         skipped: How many calls a CUDA graph captured.
     """
@@ -160,82 +257,111 @@ class NonFinite:
         if save is not None:
             if every > 1:
                 raise ValueError(f"save needs every=1, got every={every}: later the operands are gone")
-            import safetensors.torch  # noqa: F401 - fail now, and not when it matters
+            safetensors_for("save=")  # fail now, and not when it matters
+        if allow is not None:
+            name_test(allow)
 
-        self.findings: list[Finding] = []
         self.passed_on = 0
         self.skipped = 0
         self._inf = inf
         self._action = action
-        self._allow = None if allow is None else name_test(allow)
+        self._allow = allow
         self._every = every
         self._save = save
         self._overflow: Finding | None = None
-        self._found: set[tuple[str | None, str, str]] = set()
-        self._before: Notes[dict[str, Any]] = Notes()
-        self._pending: list[tuple[CallRecord, tuple[str, ...], torch.Tensor]] = []
+        self._found: dict[tuple[str | None, str, str], Finding] = {}
+        self._sees_others = False  # and so whatever makes a NaN between two matmuls
+        self._before: Notes[_Before] = Notes()
+        self._pending: deque[tuple[CallRecord, tuple[str, ...], _Read, torch.Tensor]] = deque()
         self._lock = threading.RLock()
 
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, first things first; one for each module, operator and pass."""
+        with self._lock:
+            return list(self._found.values())
+
     def pre(self, call: OpCall) -> None:
-        """Keep operands that the operator is about to overwrite."""
-        if written := call.written:
-            kept = {role: getattr(call, role) for role in _ROLES}
-            before = {
-                role: tensor.clone() for role, tensor in kept.items() if any(tensor is target for target in written)
-            }
+        """Read what the operator is about to overwrite."""
+        if _kind(call).writes and (before := _before(call, copies=self._save is not None)) is not None:
             self._before.put(call, before)
 
     def post(self, call: OpCall) -> None:
-        """Check the output."""
-        before = self._before.take(call)
-        output = _range(first_output(call.output))
-        if output is None:
+        """Check the outputs."""
+        kind = _kind(call)
+        if not kind.makes:
             return
-        if captured(output, "NonFinite"):
+        self._sees_others = self._sees_others or kind.other
+        before = self._before.take(call) if kind.writes else None
+        output = call.output
+        span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
+        if span is None:
+            return
+        if captured(span, "NonFinite"):
             self.skipped += 1
             return
         if self._every > 1:
-            self._defer(call, output, before or {})
+            self._defer(call, span, before)
             return
-        extent = _read(output)
-        if extent is None or extent.finite or (self._allow is not None and any(map(self._allow, call.aliases))):
+        extent = _read(span)
+        if extent is None or extent.finite or self._allows(call) or _is_view(call, before):
             return
-        operands = {role: read for role, t in _operands(call, before) if (read := _read(_range(t))) is not None}
+        found = _operands(call, before)
+        operands = {name: read for name, span in found.ranges.items() if (read := _read(span)) is not None}
         with self._lock:
-            finding = self._judge(call.record(), extent, operands)
+            finding = self._judge(call.record(), extent, operands, found)
         if finding is not None:
             self._tell(finding, call, before)
 
-    def _judge(self, record: CallRecord, output: Extent, operands: dict[str, Extent]) -> Finding | None:
-        """Tell a call that makes it from one that passes it on; the finding if it is a new one."""
-        made = all(extent.finite for extent in operands.values())
-        finding: Finding | None = None
-        if made:
-            finding = Finding(record, "made", output, operands)
-            if not output.nan and not self._inf:
-                self._overflow = self._overflow or finding
-                return None
-        elif not output.nan and not self._inf:
-            return None
-        elif self._overflow is not None:
-            first, self._overflow = self._overflow, None
-            finding = Finding(first.record, "made", first.output, first.operands, seen_at=record)
-        elif not self.findings:
-            finding = Finding(record, "came in", output, operands)
-        if finding is None:
-            self.passed_on += 1
-            return None
-        key = (finding.record.module, finding.record.op, finding.record.phase)
-        if key in self._found:
-            return None
-        self._found.add(key)
-        return finding
+    def _allows(self, call: OpCall) -> bool:
+        return self._allow is not None and any(map(name_test(self._allow), call.aliases))
 
-    def _tell(self, finding: Finding, call: OpCall | None, before: dict[str, Any] | None = None) -> None:
+    def _judge(self, record: CallRecord, output: Extent, operands: dict[str, Extent], found: _Read) -> Finding | None:
+        """Tell a call that makes it from one that passes it on; the finding if it is a new one."""
+        finding = Finding(
+            record,
+            "made",
+            output,
+            operands | found.numbers,
+            unread=found.unread,
+            numbers=frozenset(found.numbers),
+        )
+        bad = [extent for extent in finding.operands.values() if not extent.finite]
+        nan = any(extent.nan for extent in operands.values())
+        made = not bad and not found.unread
+        first = None
+        if not output.nan and not self._inf:
+            if made:
+                self._overflow = self._overflow or finding
+            return None
+        if not nan and any(extent.nan for extent in found.numbers.values()):
+            finding = replace(finding, kind="came in")  # whatever came in before
+        elif bad and self._overflow is not None and not (nan and self._sees_others):
+            first = self._overflow
+            finding = replace(first, seen_at=record)
+        elif not made and not (output.nan and bad and not nan and not self._explains_inf()):
+            if self._found:
+                self.passed_on += 1
+                return None
+            finding = replace(finding, kind="came in")
+        key = _key(finding)
+        new = self._found.setdefault(key, finding) is finding
+        if first is not None:
+            self._overflow = None
+        return finding if new else None
+
+    def _explains_inf(self) -> bool:
+        """Whether one of the findings has made an Inf, from which later NaNs may come."""
+        return any(finding.kind == "made" and not finding.output.nan for finding in self._found.values())
+
+    def _tell(self, finding: Finding, call: OpCall | None, before: _Before | None = None) -> None:
         if self._save is not None and call is not None and finding.seen_at is None:
-            saved = save_repro(call, self._save, before or {})
-            finding = Finding(finding.record, finding.kind, finding.output, finding.operands, saved=saved)
-        self.findings.append(finding)
+            try:
+                copies = {} if before is None else before.copies
+                finding = replace(finding, saved=save_repro(call, self._save, copies))
+            except Exception as failure:  # a full disk must not take the finding with it
+                finding = replace(finding, unsaved=f"{type(failure).__name__}: {failure}")
+            self._found[_key(finding)] = finding
         if self._action == "raise":
             raise NonFiniteError(str(finding))
         if self._action == "warn":
@@ -243,15 +369,14 @@ class NonFinite:
         elif self._action == "breakpoint":
             breakpoint()
 
-    def _defer(self, call: OpCall, output: torch.Tensor, before: dict[str, Any]) -> None:
-        if self._allow is not None and any(map(self._allow, call.aliases)):
+    def _defer(self, call: OpCall, output: torch.Tensor, before: _Before | None) -> None:
+        if self._allows(call) or _is_view(call, before):
             return
-        ranges = {"output": output}
-        ranges |= {role: span for role, t in _operands(call, before) if (span := _range(t)) is not None}
+        found = _operands(call, before)
         device = output.device
-        spans = torch.stack([span.to(device) for span in ranges.values()])
+        spans = torch.stack([span.to(device) for span in (output, *found.ranges.values())])
         with self._lock:
-            self._pending.append((call.record(), tuple(ranges), spans))
+            self._pending.append((call.record(), tuple(found.ranges), found._replace(ranges={}), spans))
             due = len(self._pending) >= self._every
         if due:
             self.check()
@@ -263,38 +388,170 @@ class NonFinite:
             NonFiniteError: As `action` says.
         """
         with self._lock:
-            pending, self._pending = self._pending, []
-        for record, roles, spans in pending:
-            extents = {role: Extent(*ends) for role, ends in zip(roles, spans.tolist(), strict=True)}
-            output = extents.pop("output")
-            if not output.finite:
-                with self._lock:
-                    finding = self._judge(record, output, extents)
-                if finding is not None:
-                    self._tell(finding, None)
+            pending, self._pending = self._pending, deque()
+        try:
+            while pending:
+                record, names, found, spans = pending.popleft()
+                output, *rest = (Extent(*ends) for ends in spans.tolist())
+                if not output.finite:
+                    with self._lock:
+                        finding = self._judge(record, output, dict(zip(names, rest, strict=True)), found)
+                    if finding is not None:
+                        self._tell(finding, None)
+        except KeyboardInterrupt:
+            with self._lock:
+                self._pending.extendleft(reversed(pending))
+            raise
 
     def exit(self) -> None:
         """Look at what is left."""
         self.check()
 
     def __str__(self) -> str:
-        if not self.findings:
+        findings = self.findings
+        if not findings:
             return "nothing that is not finite was made"
-        return "\n".join(map(str, self.findings))
+        return "\n".join(map(str, findings))
 
 
-def _operands(call: OpCall, before: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    return [(role, (before or {}).get(role, getattr(call, role))) for role in _ROLES]
+def _key(finding: Finding) -> tuple[str | None, str, str]:
+    return finding.record.module, finding.record.op, finding.record.phase
+
+
+def _before(call: OpCall, *, copies: bool) -> _Before | None:
+    """Read what the call is about to write to; None if there is no such thing."""
+    written = list(_tensors(call.written))
+    ranges: dict[str, torch.Tensor | None] = {}
+    kept: dict[str, torch.Tensor] = {}
+    if call.op in _UPDATES:
+        names = ("running_mean", "running_var")
+        ranges = {name: _range(tensor) for name, tensor in call.tensors.items() if name in names}
+    elif not written:
+        return None
+    elif call.op not in _OVERWRITES:
+        for name, tensor in call.tensors.items():
+            if any(tensor is target or _overlap(tensor, target) for target in written):
+                ranges[name] = _range(tensor)
+                if copies and in_memory(tensor):
+                    kept[name] = tensor.detach().clone()
+    return _Before(written, ranges, kept)
+
+
+def _operands(call: OpCall, before: _Before | None) -> _Read:
+    """Find the ranges of all that the call reads."""
+    ranges: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Extent] = {}
+    unread: list[str] = []
+    earlier = {} if before is None else before.ranges
+    options = call.options
+    for name, tensor in call.tensors.items():
+        if name == "bias" and options.get("beta") == 0:
+            continue  # not read
+        if before is not None and call.op in _OVERWRITES and any(tensor is target for target in before.written):
+            continue
+        span = earlier[name] if name in earlier else _range(tensor)
+        if span is not None:
+            ranges[name] = span
+        elif _may_hold(tensor):
+            unread.append(name)
+    for name, value in options.items():
+        if isinstance(value, torch.ScriptObject):
+            parts = _unpacked(value)
+            if parts is None:
+                unread.append(name)
+            else:
+                spans = {f"{name}[{place}]": _range(part) for place, part in enumerate(parts)}
+                ranges |= {part: span for part, span in spans.items() if span is not None}
+        elif (extent := _worst(value)) is not None:
+            numbers[name] = extent
+    return _Read(ranges, numbers, tuple(unread))
+
+
+def _may_hold(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _unpacked(packed: Any) -> tuple[Any, ...] | None:
+    """The tensors in a packed weight; None if they cannot be told."""
+    try:
+        found = packed.unpack()
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _worst(value: Any) -> Extent | None:
+    """The range of a number, or a list of them, that is not finite; None for all else."""
+    if isinstance(value, complex):
+        value = abs(value)
+    if isinstance(value, float):
+        return None if math.isfinite(value) else Extent(value, value)
+    if isinstance(value, (list, tuple)):
+        found = [extent for extent in map(_worst, value) if extent is not None]
+        return next((extent for extent in found if extent.nan), found[0] if found else None)
+    return None
+
+
+def _outputs(call: OpCall, before: _Before | None) -> list[torch.Tensor]:
+    """What a program gets from the call, and what it wrote to."""
+    found = list(_tensors(call.output))
+    if len(found) > 1 and (
+        call.op in _FOR_BACKWARD or (row_of(call.func).family == "attention" and not call.op.endswith("_backward"))
+    ):
+        del found[1:]
+    if before is not None:
+        found += [target for target in before.written if not any(target is output for output in found)]
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _is_view(call: OpCall, before: _Before | None) -> bool:
+    """Whether the call has only handed on memory that it was given, which its schema does not always say."""
+    if before is not None and before.written:
+        return False
+    output = next(_tensors(call.output), None)
+    return output is not None and any(output is t or _overlap(output, t) for t in call.tensors.values())
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    plain = one.layout is other.layout is torch.strided and not (one.is_nested or other.is_nested)
+    return plain and share_memory(one, other)
 
 
 def _range(tensor: Any) -> torch.Tensor | None:
-    """Minimum and maximum, `[2]`, where the tensor is; None for what cannot be other than finite."""
-    values = stored_values(tensor)
-    if values is None or not values.is_floating_point() or not values.numel():
+    """Minimum and maximum, `[2]`, where the tensor is; None for what cannot be other than finite, or not be read."""
+    if not isinstance(tensor, torch.Tensor):
         return None
-    if values.element_size() == 1:
-        values = values.to(torch.float32)
-    return torch.stack(torch.aminmax(values))
+    try:
+        if tensor.layout is not torch.strided and in_memory(tensor) and (parts := parts_of(tensor)):
+            tensor = parts[-1]  # in its dense form a sparse tensor may be too large for any memory
+        if tensor.is_complex() and is_strided(tensor) and in_memory(tensor):  # the modulus of Inf + NaN i is Inf
+            tensor = torch.view_as_real(tensor.detach().resolve_conj())
+        values = stored_values(tensor)
+        if values is None or not values.is_floating_point() or not values.numel():
+            return None
+        if values.element_size() == 1:
+            values = values.to(torch.float32)
+        return torch.stack(torch.aminmax(values))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _whole(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """The range of several tensors together."""
+    spans = [span for span in map(_range, tensors) if span is not None]
+    if len(spans) < 2:
+        return spans[0] if spans else None
+    device = spans[0].device
+    low, high = torch.stack([span.to(device) for span in spans]).unbind(1)
+    return torch.stack([low.amin(), high.amax()])
 
 
 def _read(span: torch.Tensor | None) -> Extent | None:
