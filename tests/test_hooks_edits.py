@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import interrupts
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -603,3 +606,55 @@ def test_quantisation_goes_into_a_cuda_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(product, expected)
+
+
+EDITS = [
+    pytest.param(lambda: hooks.FakeQuantize(of=("lhs", "output")), id="FakeQuantize"),
+    pytest.param(lambda: hooks.Noise(0.1, of=("lhs", "output")), id="Noise"),
+    pytest.param(lambda: hooks.BitFlip(of=("lhs", "output")), id="BitFlip"),
+]
+
+
+@pytest.mark.parametrize("make", EDITS)
+def test_tensors_without_values_pass_unedited(make: Any) -> None:
+    x, w = torch.randn(3, 3), torch.randn(3, 3)
+
+    def program() -> list[Tensor]:
+        meta = torch.ones(2, 2, device="meta") @ torch.ones(2, 2, device="meta")
+        assert meta.is_meta
+        mapped = torch.func.vmap(lambda row: row @ w)(x)
+        return [mapped, torch.func.grad(lambda x: (x @ w).sum())(x)]
+
+    bare = program()
+    with intercept(make(), level="function"):
+        watched = program()
+    assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
+
+
+@pytest.mark.parametrize("make", EDITS)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_a_copy_edits_alike(make: Any, way: Any) -> None:
+    x = torch.randn(3, 3)
+    hook = make()
+    with intercept(hook):
+        x @ x
+    other = way(hook)
+    with intercept(hook):
+        expected = x @ x
+    with intercept(other):
+        assert torch.equal(x @ x, expected)
+
+
+@interrupts.needs_timer
+@pytest.mark.parametrize("make", EDITS)
+def test_interrupts_leave_edits_that_work(make: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    hook = make()
+    shapes = {("0", "lhs"): (2, 3), ("0", "output"): (2, 4), ("1", "lhs"): (2, 4), ("1", "output"): (2, 5)}
+
+    def check() -> None:
+        for flip in getattr(hook, "log", ()):
+            assert all(p < size for p, size in zip(flip.position, shapes[flip.module, flip.role], strict=True))
+
+    with torch.no_grad():
+        assert interrupts.interrupt(hook, lambda: model(torch.ones(2, 3)), check) > 0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interrupts
 import pytest
 import torch
 import transformers
@@ -789,3 +794,69 @@ def test_references_of_cuda(device: str | None) -> None:
     with intercept(reference), torch.cuda.graph(graph):
         torch.mm(a, a)
     assert reference.skipped == {"aten::mm: a CUDA graph is being captured, and nothing can be read": 1}
+
+
+NEWER = [
+    ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", {"aten::mm: float32 products may be rounded to less"}),
+    ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", set()),
+    ("torch.backends.fp32_precision = 'tf32'", {"aten::mm: float32 products may be rounded to less"}),
+    ("torch.backends.fp32_precision = 'ieee'", set()),
+]
+
+
+@pytest.mark.parametrize(("setting", "skipped"), NEWER)
+def test_the_newer_precision_settings_raise_nothing_into_the_program(setting: str, skipped: set[str]) -> None:
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch does not have them")
+    script = f"""
+import torch
+from opintercept import hooks, intercept
+{setting}
+reference = hooks.Reference(torch.float32)
+with intercept(reference):
+    torch.ones(3, 3, dtype=torch.bfloat16) @ torch.ones(3, 3, dtype=torch.bfloat16)
+print({{reason.partition(";")[0] for reason in reference.skipped}}, len(reference.rows()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == f"{skipped} {0 if skipped else 1}\n", done.stderr
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_a_copy_keeps_rows_of_its_own(way: Any) -> None:
+    reference = measured(lambda: matrix(2, 3) @ matrix(3, 2))
+    other = way(reference)
+    assert other.rows() == reference.rows()
+    other.clear()
+    assert len(reference.rows()) == 1
+
+
+def test_tensors_without_values_pass_at_function_level() -> None:
+    def program() -> None:
+        torch.func.grad(lambda x: torch.mm(x, matrix(3, 3)).sum())(matrix(3, 3))
+        torch.mm(torch.ones(2, 2, device="meta"), torch.ones(2, 2, device="meta"))
+
+    reference = measured(program, level="function")
+    assert reference.rows() == []
+    assert sum(reference.skipped.values()) == 2
+
+
+@interrupts.needs_timer
+def test_interrupts_leave_rows_that_belong_to_their_modules() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    reference = hooks.Reference()
+    shapes = {"0": "[2, 3] @ [3, 4]", "1": "[2, 4] @ [4, 5]", "": "[3, 3] @ [3, 3]"}
+
+    def program() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+            torch.zeros(3, 3).addmm_(torch.ones(3, 3), torch.ones(3, 3))
+
+    def check() -> None:
+        assert not len(reference._saved)
+        for row in reference.rows():
+            assert row.module is not None
+            assert row.shape == shapes[row.module]
+            assert row.snr > 100
+
+    assert interrupts.interrupt(reference, program, check) > 0
+    assert reference.rows()

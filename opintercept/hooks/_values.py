@@ -66,6 +66,18 @@ def in_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's own memory is not there, see `in_memory`; false for one that never had any."""
+    if tensor.is_meta or in_memory(tensor):
+        return False
+    if _dispatches(type(tensor)):
+        return hasattr(tensor, "__tensor_flatten__")
+    try:
+        return tensor.layout is not torch.strided or tensor.data_ptr() >= 0
+    except RuntimeError:  # stands for others
+        return False
+
+
 def _dispatches(kind: type) -> bool:
     """Whether tensors of a class are made of others: a plain subclass has memory of its own."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from opintercept._call import OpCall, Phase
 from opintercept._errors import OpInterceptWarning
 from opintercept._table import printable
 from opintercept.hooks._attention import Attention, attention_of, product_of, take, without_autocast
-from opintercept.hooks._values import captured, stored_values
+from opintercept.hooks._values import captured, is_freed, stored_values
 from opintercept.hooks.when import caller_level
 
 Of = Literal["probabilities", "scores", "entropy"]
@@ -229,6 +229,8 @@ class AttentionWeights:
     def _keep(self, call: OpCall, attention: Attention) -> str | None:
         """Keep the weights; a reason if that is not possible."""
         query = attention.query
+        if any(is_freed(tensor) for tensor in (query, attention.key, attention.mask) if tensor is not None):
+            return "the memory of its operands was freed"
         heads, rows, reason = self._places(query.shape[-3], query.shape[-2])
         if reason:
             return reason

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import EllipsisType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from opintercept._call import OpCall, Phase, describe, is_strided
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._pipeline import Level
-from opintercept.hooks._copies import can_store, copied, safetensors_for
+from opintercept.hooks._copies import Copyable, can_store, copied, safetensors_for
 from opintercept.hooks._roles import Generators, checked_count, checked_roles
-from opintercept.hooks._values import captured, first_output
+from opintercept.hooks._values import captured, first_output, in_memory, parts_of
 
 Role = Literal["lhs", "rhs", "bias", "output", "grad_lhs", "grad_rhs"]
 Keep = Literal["cpu", "same", "disk"]
@@ -74,8 +74,16 @@ class Captured:
         if self._tensor is not None:
             return self._tensor
         assert self.path is not None
-        tensor: torch.Tensor = safetensors_for("to='disk'").load(self.path.read_bytes())[self.role]
+        from safetensors.torch import load
+
+        tensor: torch.Tensor = load(self.path.read_bytes())[self.role]
         return tensor
+
+    def __reduce__(self) -> tuple[type[Captured], tuple[Any, ...]]:
+        """For copies: without the event, after waiting for it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return type(self), (*(getattr(self, name) for name in self.__slots__[:-1]), None)
 
     def __repr__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -83,7 +91,7 @@ class Captured:
         return f"<{self.role} of call {self.index}, {self.op}{where}: {shown}>"
 
 
-class Capture:
+class Capture(Copyable):
     """Keeps tensors: copies of what they were when the operator got or returned them.
 
     Operands are copied before the operator runs, as the hooks before this one left them, so that in-place forms,
@@ -109,6 +117,8 @@ class Capture:
     Attributes:
         nbytes: What is kept, in bytes.
         dropped: How many tensors were dropped, or left out for being larger than the budget.
+        skipped: How many tensors had no values to keep: meta and fake ones, those that a transform of torch.func has
+            wrapped at function level, and those whose memory the program has freed.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -117,7 +127,8 @@ class Capture:
 
     A call raises `OpInterceptError` where the budget is spent under `"raise"` and for tensors that cannot be kept as
     asked, `IndexError` where `index` does not fit, and `OSError` on a full disk; nothing is left of that tensor then.
-    Calls that a CUDA graph captures have no values yet and are left out, with one warning.
+    Calls that a CUDA graph captures have no values yet and are left out, with one warning. A copy of the hook keeps
+    entries of its own; with `to="disk"` there is no copy.
 
     Example:
         >>> import torch
@@ -169,6 +180,7 @@ class Capture:
         self._warned = False
         self.nbytes = 0
         self.dropped = 0
+        self.skipped = 0
 
     @property
     def entries(self) -> list[Captured]:
@@ -207,7 +219,7 @@ class Capture:
             while self._entries:
                 self._drop()
             self._stopped = self._warned = False
-            self.dropped = 0
+            self.dropped = self.skipped = 0
 
     def pre(self, call: OpCall) -> None:
         """Keep the operands."""
@@ -232,6 +244,10 @@ class Capture:
     def _keep(self, call: OpCall, role: str, tensor: torch.Tensor) -> None:
         if captured(tensor, "Capture"):
             return
+        if not in_memory(tensor):
+            with self._lock:
+                self.skipped += 1
+            return
         with self._lock:
             chosen = self._chosen(tensor)
             data = b"" if self.folder is None else _serialised(chosen, role, call)
@@ -239,14 +255,13 @@ class Capture:
             if self._stopped or not self._has_room(size, role, call):
                 return
             path, copy, ready = None, None, None
-            if self.folder is None:
-                copy, ready = copied(chosen, self.to)
-            else:
-                path = self.folder / f"{self._files:08d}-{role}.safetensors"
-                _write(path, data)
-                self._files += 1
-            self._entries.append(
-                Captured(
+            try:
+                if self.folder is None:
+                    copy, ready = copied(chosen, self.to)
+                else:
+                    path = self.folder / f"{self._files:08d}-{role}.safetensors"
+                    _write(path, data)
+                entry = Captured(
                     role,
                     call.module,
                     call.aliases,
@@ -260,8 +275,14 @@ class Capture:
                     copy,
                     ready,
                 )
-            )
-            self.nbytes += size
+                # Ctrl-C comes behind a call or not at all: these go together.
+                self._files += path is not None
+                self.nbytes += size
+                self._entries.append(entry)
+            except BaseException:
+                if path is not None and not (self._entries and self._entries[-1].path == path):
+                    path.unlink(missing_ok=True)
+                raise
 
     def _chosen(self, tensor: torch.Tensor) -> torch.Tensor:
         """What of the tensor is to be copied, itself mostly a view."""
@@ -314,10 +335,20 @@ class Capture:
 
     def _drop(self) -> None:
         oldest = self._entries[0]
-        if oldest.path is not None:
-            oldest.path.unlink(missing_ok=True)
-        self._entries.popleft()
-        self.nbytes -= oldest.nbytes
+        try:
+            self.nbytes -= oldest.nbytes
+            self._entries.popleft()
+        finally:
+            if oldest.path is not None:
+                oldest.path.unlink(missing_ok=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.folder is not None:
+            raise TypeError(
+                'a Capture with to="disk" owns its files and cannot be copied, got one with '
+                f"folder={str(self.folder)!r}; make another with a folder of its own"
+            )
+        return super().__getstate__()
 
     def __repr__(self) -> str:
         return f"Capture({len(self._entries)} tensors, {self.nbytes} bytes)"
@@ -362,19 +393,5 @@ def _write(path: Path, data: bytes) -> None:
 
 def _size(tensor: torch.Tensor) -> int:
     """Bytes that a copy takes."""
-    parts = [tensor]
-    if tensor.layout == torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    elif is_strided(tensor):
-        try:
-            tensor.untyped_storage()
-        except NotImplementedError as wrapped:
-            raise OpInterceptError(
-                f"a captured tensor must have values of its own, got {describe(tensor)} of a torch.func transform; "
-                'use level="dispatch", which sees the tensors inside'
-            ) from wrapped
+    parts = [tensor] if is_strided(tensor) else parts_of(tensor) or [tensor]
     return sum(part.numel() * part.element_size() for part in parts)

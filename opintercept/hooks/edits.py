@@ -1,6 +1,6 @@
 """Hooks that change what is multiplied or what comes out: `FakeQuantize`, `Noise`, `BitFlip`.
 
-Invariant: what they draw comes from generators of their own, and what they cannot edit they refuse.
+Invariant: what they draw comes from generators of their own, and values that they cannot edit they refuse.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 
 from opintercept._call import OpCall, Phase, describe, dtype_name, is_strided
 from opintercept._errors import OpInterceptError
+from opintercept.hooks._copies import Copyable
 from opintercept.hooks._roles import Generators, checked_count, checked_roles, checked_seed
-from opintercept.hooks._values import first_output
+from opintercept.hooks._values import first_output, in_memory
 
 _ROLES = ("lhs", "rhs", "bias", "output")
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -25,8 +26,12 @@ _NO_BITS = _COMPLEX | {torch.bool}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Edit:
-    """Puts `_edited` tensors in the place of those in the roles `of`."""
+class _Edit(Copyable):
+    """Puts `_edited` tensors in the place of those in the roles `of`.
+
+    Tensors without values pass as they are: meta and fake ones, those that a transform of torch.func has wrapped, and
+    those whose memory the program has freed.
+    """
 
     def __init__(self, of: str | Iterable[str]) -> None:
         self.of = checked_roles(of, _ROLES)
@@ -34,7 +39,8 @@ class _Edit:
 
     def pre(self, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Replace the operands."""
-        operands = {role: tensor for role in self._operands if (tensor := getattr(call, role)) is not None}
+        operands = {role: getattr(call, role) for role in self._operands}
+        operands = {role: tensor for role, tensor in operands.items() if tensor is not None and in_memory(tensor)}
         if not operands:
             return None
         return call.replace(**{role: self._edited(tensor, role, call) for role, tensor in operands.items()})
@@ -43,7 +49,7 @@ class _Edit:
         """Replace the output, or the first of several."""
         output = call.output
         first = first_output(output)
-        if "output" not in self.of or not isinstance(first, torch.Tensor):
+        if "output" not in self.of or not isinstance(first, torch.Tensor) or not in_memory(first):
             return None
         edited = self._edited(first, "output", call)
         return edited if first is output else type(output)((edited, *output[1:]))
@@ -339,12 +345,13 @@ class BitFlip(_Edit):
         elements = values.view(-1)
         words = elements.view(_WORDS[tensor.element_size()])
         places = range(words.numel() * len(bits))
+        flips = []
         for place in self._random.sample(places, min(self.flips, len(places))):
             element, which = divmod(place, len(bits))
             bit = bits[which]
             before = elements[element].item()
             words[element] ^= 1 << bit if bit < width - 1 else -(1 << bit)
-            self.log.append(
+            flips.append(
                 Flip(
                     call.index,
                     call.step,
@@ -358,7 +365,9 @@ class BitFlip(_Edit):
                     elements[element].item(),
                 )
             )
-        return _straight_through(tensor, values)
+        edited = _straight_through(tensor, values)
+        self.log += flips
+        return edited
 
 
 def _bits(bits: Any) -> tuple[int, ...]:

@@ -9,12 +9,14 @@ import warnings
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from opintercept._call import OpCall, describe
 from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept.hooks._copies import Copyable
 from opintercept.hooks._ranks import rank_and_world_size
 from opintercept.hooks.when import CallFilter
 from opintercept.runs.store import Run, StoredCall, open_run
@@ -22,7 +24,7 @@ from opintercept.runs.store import Run, StoredCall, open_run
 _Key = tuple[str | None, str, str, str | None]
 
 
-class Graft:
+class Graft(Copyable):
     """Replaces the outputs of chosen calls by those that the same calls had in a recorded run.
 
     A call's counterpart is the one of the same module, operator and pass with the same number among those, so all
@@ -85,11 +87,11 @@ class Graft:
         self._filter = CallFilter(op, module, phase, steps=steps, predicate=predicate)
         rank = rank_and_world_size()[0]
         self._rank = rank if rank in self.run.ranks else self.run.ranks[0]
-        self._places: dict[_Key, array[int]] = defaultdict(lambda: array("q"))
+        self._places: dict[_Key, array[int]] = defaultdict(partial(array, "q"))
         for place, call in self.run.located(self._rank):
             self._places[_key(call)].append(place)
         self._seen: dict[_Key, int] = defaultdict(int)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.grafted = 0
         self.missing = 0
 

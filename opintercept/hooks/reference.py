@@ -18,7 +18,9 @@ from opintercept._ops import row_of
 from opintercept._pipeline import share_memory
 from opintercept._table import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, plain, take
+from opintercept.hooks._copies import Copyable
 from opintercept.hooks._notes import Notes
+from opintercept.hooks._values import in_memory
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
@@ -75,7 +77,7 @@ class ReferenceRow:
     nonfinite: int
 
 
-class Reference:
+class Reference(Copyable):
     """Runs each matmul again in a higher precision, or on another device, and measures the difference.
 
     The same operands go in, so that each call answers for its own rounding only: what came in already
@@ -150,7 +152,7 @@ class Reference:
         self._rows: list[ReferenceRow] = []
         self._skipped: Counter[str] = Counter()
         self._saved: Notes[_Saved] = Notes()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def pre(self, call: OpCall) -> None:
         """Copy the operands that the call is going to overwrite."""
@@ -160,7 +162,7 @@ class Reference:
             copies = {
                 id(tensor): tensor.detach().clone()
                 for tensor in _tensors((args, *kwargs.values()))
-                if any(tensor is other or share_memory(tensor, other) for other in written)
+                if in_memory(tensor) and any(tensor is other or share_memory(tensor, other) for other in written)
             }
             self._saved.put(call, _Saved(call.args, copies))
 
@@ -233,7 +235,9 @@ class Reference:
             raise _NoReference("integers do not round")
         if all(t.dtype == self._dtype(t) and t.device == (self.device or t.device) for t in operands):
             raise _NoReference(f"already {dtype_name(operands[0].dtype)}")
-        if self.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        if not all(map(in_memory, (*call.tensors.values(), *_tensors((call.output,))))):
+            raise _NoReference("its operands have no values: their memory was freed, or they stand for others")
+        if self.dtype == torch.float32 and _rounds_float32(self.device or operands[0].device):
             raise _NoReference("float32 products may be rounded to less; torch.set_float32_matmul_precision")
         if any(t.is_cuda for t in operands) and torch.cuda.is_current_stream_capturing():
             raise _NoReference("a CUDA graph is being captured, and nothing can be read")
@@ -367,6 +371,15 @@ class Reference:
             lines.append(f"and {len(self._rows) - _TABLE_ROWS} calls with smaller errors")
         lines += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
         return "\n".join(lines)
+
+
+def _rounds_float32(device: torch.device) -> bool:
+    """Whether torch may round the operands of a float32 product to fewer bits."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # the program has set what has no name in these terms
+        backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+        return backend.matmul.fp32_precision not in ("ieee", "none")
 
 
 class _NoReference(Exception):

@@ -330,12 +330,12 @@ WAYS = [
 def test_a_planted_nan_is_named_where_it_is_made_or_comes_in(
     program: Callable[[Next], None], way: str, options: dict[str, Any], every: int
 ) -> None:
+    before = set(threading.enumerate())
     oracle, nonfinite = Oracle(), hooks.NonFinite(action="record", every=every)
     with intercept([oracle, nonfinite], **options) as interceptor:
         program(interceptor.step)
-    for thread in threading.enumerate():  # of a DataLoader that has ended
-        if thread is not threading.current_thread():
-            thread.join(10)
+    for thread in set(threading.enumerate()) - before:  # of a DataLoader that has ended
+        thread.join(10)
     with intercept(lambda call: None, **options):
         pass  # a block that no other thread is there for takes the kernels with it
     for finding in nonfinite.findings:
