@@ -29,7 +29,7 @@ phased = torch.ones(8, 8, dtype=torch.complex64)
 with intercept(hooks.RunRecorder(f"{folder}/other", tensors="full")):
     x @ x
 hook = {
-    "Stats": lambda: hooks.Stats(every, histogram=True, channels="lhs"),
+    "Stats": lambda: hooks.Stats(every, histogram=True),
     "Capture": lambda: hooks.Capture(("lhs", "rhs", "bias", "output")),
     "Capture sample": lambda: hooks.Capture(("lhs", "rhs", "bias"), sample=3),
     "Capture disk": lambda: hooks.Capture(("lhs", "rhs", "bias"), to="disk", folder=f"{folder}/kept"),
