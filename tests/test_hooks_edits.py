@@ -608,14 +608,14 @@ def test_quantisation_goes_into_a_cuda_graph() -> None:
     assert torch.equal(product, expected)
 
 
-EDITS = [
+MAKERS = [
     pytest.param(lambda: hooks.FakeQuantize(of=("lhs", "output")), id="FakeQuantize"),
     pytest.param(lambda: hooks.Noise(0.1, of=("lhs", "output")), id="Noise"),
     pytest.param(lambda: hooks.BitFlip(of=("lhs", "output")), id="BitFlip"),
 ]
 
 
-@pytest.mark.parametrize("make", EDITS)
+@pytest.mark.parametrize("make", MAKERS)
 def test_tensors_without_values_pass_unedited(make: Any) -> None:
     x, w = torch.randn(3, 3), torch.randn(3, 3)
 
@@ -631,7 +631,7 @@ def test_tensors_without_values_pass_unedited(make: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
 
 
-@pytest.mark.parametrize("make", EDITS)
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
 def test_a_copy_edits_alike(make: Any, way: Any) -> None:
     x = torch.randn(3, 3)
@@ -646,7 +646,7 @@ def test_a_copy_edits_alike(make: Any, way: Any) -> None:
 
 
 @interrupts.needs_timer
-@pytest.mark.parametrize("make", EDITS)
+@pytest.mark.parametrize("make", MAKERS)
 def test_interrupts_leave_edits_that_work(make: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
     hook = make()

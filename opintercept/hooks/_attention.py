@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -135,13 +135,6 @@ class Attention(NamedTuple):
         """The heads of the key or the value that these heads of the query use."""
         group = self.query.shape[-3] // tensor.shape[-3]
         return heads if group == 1 else [head // group for head in heads]
-
-
-@contextmanager
-def plain(device: torch.device) -> Iterator[None]:
-    """Compute in the dtypes of the operands and record no graph: at function level a hook runs above both."""
-    with torch.no_grad(), without_autocast(device):
-        yield
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from opintercept._call import is_strided
 from opintercept._errors import OpInterceptWarning
+
+_Result = TypeVar("_Result")
+
+
+def without_graph(compute: Callable[..., _Result], *args: Any) -> _Result:
+    """Call a function with gradients off, and put them back whatever happens.
+
+    `with torch.no_grad()` leaves them off for the program if Ctrl-C comes inside of its `__enter__` or `__exit__`.
+    """
+    enabled = torch.is_grad_enabled()
+    try:
+        torch.set_grad_enabled(False)
+        return compute(*args)
+    finally:
+        try:
+            torch.set_grad_enabled(enabled)
+        finally:  # if an interrupt came before that was done
+            torch.set_grad_enabled(enabled)
 
 
 class Summary(NamedTuple):

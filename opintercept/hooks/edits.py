@@ -17,7 +17,7 @@ from opintercept._call import OpCall, Phase, describe, dtype_name, is_strided
 from opintercept._errors import OpInterceptError
 from opintercept.hooks._copies import Copyable
 from opintercept.hooks._roles import Generators, checked_count, checked_roles, checked_seed
-from opintercept.hooks._values import first_output, in_memory
+from opintercept.hooks._values import first_output, in_memory, without_graph
 
 _ROLES = ("lhs", "rhs", "bias", "output")
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -69,9 +69,7 @@ def _straight_through(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tenso
     """The values, to autograd a copy of `tensor`."""
     if not tensor.requires_grad:
         return values
-    copy = tensor.clone()
-    with torch.no_grad():
-        return copy.copy_(values)
+    return without_graph(tensor.clone().copy_, values)
 
 
 def _refuse_in_graph(tensor: torch.Tensor, hook: str) -> None:
@@ -149,9 +147,8 @@ class FakeQuantize(_Edit):
         if tensor.numel() == 0:
             return tensor
         dim = self._dimension(tensor, role, call)
-        with torch.no_grad():
-            wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-            values = self._scaled(wide, dim) if self.symmetric else self._affine(wide, dim)
+        wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+        values = self._scaled(wide, dim) if self.symmetric else self._affine(wide, dim)
         return _straight_through(tensor, values.to(tensor.dtype))
 
     def _dimension(self, tensor: torch.Tensor, role: str, call: OpCall) -> tuple[int, ...]:

@@ -17,10 +17,10 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops import row_of
 from opintercept._pipeline import share_memory
 from opintercept._table import aligned
-from opintercept.hooks._attention import Attention, arguments, attention_of, plain, take
+from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept.hooks._copies import Copyable
 from opintercept.hooks._notes import Notes
-from opintercept.hooks._values import in_memory
+from opintercept.hooks._values import in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
@@ -241,7 +241,10 @@ class Reference(Copyable):
             raise _NoReference("float32 products may be rounded to less; torch.set_float32_matmul_precision")
         if any(t.is_cuda for t in operands) and torch.cuda.is_current_stream_capturing():
             raise _NoReference("a CUDA graph is being captured, and nothing can be read")
-        with plain(self.device or operands[0].device):
+        return without_graph(self._measured, call, saved, self.device or operands[0].device)
+
+    def _measured(self, call: OpCall, saved: _Saved | None, device: torch.device) -> Errors:
+        with without_autocast(device):
             outputs, references = self._again(call, saved)
             errors = Errors()
             for output, reference in zip(_tensors((outputs,)), _tensors((references,)), strict=True):

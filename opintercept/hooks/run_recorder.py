@@ -255,7 +255,9 @@ class RunRecorder:
         before = {}
         for role, tensor in call.tensors.items():
             if any(share_memory(tensor, target) for target in written):
-                before[role] = content_of(tensor), tensor.detach().clone() if self._keeps(failed=False) else tensor
+                content = content_of(tensor)  # None where there is no memory to copy
+                copies = content is not None and self._keeps(failed=False)
+                before[role] = content, tensor.detach().clone() if copies else tensor
         self._before[id(call), call.index] = before
 
     def post(self, call: OpCall) -> None:
