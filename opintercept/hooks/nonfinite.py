@@ -286,6 +286,10 @@ class NonFinite(Copyable):
         if _kind(call).writes and (before := _before(call, copies=self._save is not None)) is not None:
             self._before.put(call, before)
 
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Forget a call that failed."""
+        self._before.take(call)
+
     def post(self, call: OpCall) -> None:
         """Check the outputs."""
         kind = _kind(call)
