@@ -426,7 +426,7 @@ def test_a_program_that_intercepts_by_itself(tmp_path: Path) -> None:
     inside = re.compile(r'  File "[^"]*_pipeline.py".*\n    .*\n.*\^\n')
     assert no_address(inside.sub("", got[2])) == no_address(inside.sub("", expected[2]))
     assert "in post" in got[2]
-    assert "NonFiniteError: NaN comes into aten::mm in no module (script.py:25" in got[2]
+    assert "NonFiniteError: NaN is made by aten::mm in no module (script.py:25" in got[2]
 
 
 WAITS = """
