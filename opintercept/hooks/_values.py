@@ -76,7 +76,7 @@ def in_memory(tensor: torch.Tensor) -> bool:
             return all(map(in_memory, parts_of(tensor)))
         # The address of a null storage is the offset into it. Raises for a tensor that stands for others.
         if tensor.data_ptr() == tensor.storage_offset() * tensor.element_size():
-            return not tensor.numel()
+            return not tensor.numel() or tensor._is_zerotensor()  # autograd's zeros need no memory
         if tensor.nbytes > _QUICK and not tensor.is_nested:
             # Checks the bounds. A node of autograd's would be made of a tensor that is not detached.
             tensor.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
