@@ -376,7 +376,7 @@ class Pipeline:
                 raise  # an interrupt before the call
             if _never_began(handle.exit, exception):
                 self._inside.appendleft(handle)
-            else:
+            elif isinstance(exception, Exception):
                 exception.add_note(f"opintercept: raised by the exit of hook {handle.hook!r}")
             return exception
         return None

@@ -1411,7 +1411,7 @@ def test_an_interrupt_inside_the_recorder_mixes_no_calls(tensors: Any, tmp_path:
 
     recorder = hooks.RunRecorder(tmp_path / "run", tensors)
     assert interrupts.interrupt(recorder, program, lambda: None) > 0
-    assert recorder._before == {}
+    assert not len(recorder._before)
     run = open_run(tmp_path / "run")
     assert run.info.finished
     for call in run.calls():

@@ -31,7 +31,7 @@ _LONGEST = 1 << 17  # rows and columns of what is remembered
 _tables: dict[tuple[torch.device, int, bool], torch.Tensor] = {}  # parts of one, too: slicing takes its time
 _memo: dict[Any, tuple[weakref.ref[torch.Tensor], int | None, tuple[int, float], Values]] = {}
 _alike: dict[tuple[int, torch.dtype, int], Values] = {}  # by hash, dtype and count
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may record a call while its thread does
 
 
 class Content:

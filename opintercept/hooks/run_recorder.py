@@ -26,6 +26,7 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._pipeline import share_memory
 from opintercept.hooks._content import Content, content_of
 from opintercept.hooks._copies import can_store, copied, safetensors_for
+from opintercept.hooks._notes import Notes
 from opintercept.hooks._ranks import rank_and_world_size
 from opintercept.hooks._repro import plain_arguments
 from opintercept.hooks._roles import checked_count
@@ -116,7 +117,7 @@ class RunRecorder:
         self._entered = 0
         self._last: deque[Entry] = deque(maxlen=self.flight)
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
-        self._before: dict[tuple[int, int], dict[str, tuple[Content | None, torch.Tensor]]] = {}
+        self._before: Notes[dict[str, tuple[Content | None, torch.Tensor]]] = Notes()
         self._places: dict[Any, torch.Tensor] = {}
         self._shapes: dict[int, tuple[Summary, str, bool]] = {}
         self._lock = threading.RLock()
@@ -226,7 +227,6 @@ class RunRecorder:
                         self._writer.put(entry)
                 self._last.clear()
             self._outside = None
-            self._before.clear()
             self._stop()
 
     def _stop(self) -> None:
@@ -258,7 +258,7 @@ class RunRecorder:
                 content = content_of(tensor)  # None where there is no memory to copy
                 copies = content is not None and self._keeps(failed=False)
                 before[role] = content, tensor.detach().clone() if copies else tensor
-        self._before[id(call), call.index] = before
+        self._before.put(call, before)
 
     def post(self, call: OpCall) -> None:
         """Take the call."""
@@ -272,7 +272,7 @@ class RunRecorder:
         return self.tensors in ("sample", "full") or (failed and self.flight is not None)
 
     def _take(self, call: OpCall, exception: BaseException | None) -> None:
-        before = self._before.pop((id(call), call.index), {}) if self._before else {}
+        before = self._before.take(call) or {}
         writer = self._writer
         if self._process != os.getpid() or (self.flight is None and writer is None):
             return
