@@ -35,7 +35,8 @@ _Context: type[Any] = torch._C._FunctionBase
 
 _OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# What calls a custom Function's forward; None where that is C, as it is in torch 2.15.
+_APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _RUN = _pipeline.run.__code__
 WALKED_CODE = (_OUTER_CALL, _INNER_CALL, _RUN)
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -528,8 +529,9 @@ def _custom_function() -> Any:
     frame = _top()
     try:
         while frame is not None and (caller := frame.f_back) is not None:
-            if caller.f_code is _APPLY:
-                code = frame.f_code
+            code = frame.f_code
+            # Without a frame to go by, by its name, or by that of the decorator `torch.amp.custom_fwd`.
+            if caller.f_code is _APPLY if _APPLY is not None else code.co_name in ("forward", "decorate_fwd"):
                 first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
                 if not code.co_argcount and isinstance(first, tuple) and first:
                     first = first[0]  # a decorator's `*args`, that of `torch.amp.custom_fwd`, say
