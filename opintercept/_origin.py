@@ -260,7 +260,8 @@ class Labels:
 
     def __init__(self) -> None:
         self._homes: dict[str, _Home] = {}  # by label
-        self._seen: dict[int, _Seen] = {}  # by the identity of the root
+        self._seen: dict[int, _Seen] = {}  # by the identity of the root; those that are gone leave when there are many
+        self._look_through_at = 64
         self._last = _Seen(_no_root, _Home("", ""))  # nearly always the next one, too
         self._plain: str | None = None  # the class whose first root has plain names
 
@@ -289,8 +290,10 @@ class Labels:
         key = id(root)
         seen = self._seen.get(key)
         if seen is None or seen.root() is not root or seen.home.root() is None:
-            known = self._seen
-            seen = known[key] = _Seen(weakref.ref(root, lambda _: known.pop(key, None)), self._home(root))
+            if len(self._seen) >= self._look_through_at:
+                self._seen = {key: seen for key, seen in self._seen.items() if seen.root() is not None}
+                self._look_through_at = 2 * len(self._seen) + 64
+            seen = self._seen[key] = _Seen(weakref.ref(root), self._home(root))
         self._last = seen
         return seen
 
@@ -627,37 +630,18 @@ def _called(frame: FrameType, base: str) -> torch.nn.Module | None:
     return module if isinstance(module, torch.nn.Module) and not _is_graph(module) else None
 
 
-class Origin:
-    """What an interceptor's calls ask where they come from; injected into its pipeline.
+class _Stack:
+    """Reads the Python stack of a running call, and names the modules on it for one interceptor.
 
     Args:
-        below: Whether the calls run below autograd and autocast.
-        owner: The thread on whose behalf this one runs, for autograd's device threads.
         walk: `walk`, or what does the same.
     """
 
-    def __init__(self, below: bool, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
-        self.links = Links(owner, self._here) if below else None
+    def __init__(self, walk: Callable[[], Walked]) -> None:
         self._labels = Labels()
         self._walk = walk
-        self._below = below
 
-    def autocast(self, call: OpCall) -> torch.dtype | None:
-        """The dtype that autocast runs the call in, or None."""
-        return autocast_below(call) if self._below else autocast_above(call._passed("lhs"))
-
-    def place(self, call: OpCall) -> Place:
-        """The module and the line of the call, in backward those of the forward call behind it."""
-        if call.phase != "backward":
-            if self.links is not None:
-                self.links.wanted = True
-            return self._here(call.phase)
-        behind = self._behind(call)
-        if behind is None:
-            return NOWHERE
-        return self._in_backward_graph(behind[1]) if isinstance(behind[1], _GraphPlace) else behind[1]
-
-    def _here(self, phase: Phase) -> Place:
+    def here(self, phase: Phase) -> Place:
         """The place on the stack, above the hook that asks."""
         module, root, code, instruction = self._walk()
         if code is not None and graphs.is_generated(code):
@@ -713,7 +697,8 @@ class Origin:
             return ()
         return (self._labels.recomputed(module) if again else None) or self._labels.registered(root, module) or ()
 
-    def _in_backward_graph(self, place: _GraphPlace) -> Place:
+    def in_backward_graph(self, place: _GraphPlace) -> Place:
+        """The place of a backward call whose forward call ran in compiled code."""
         code = self._walk()[2]
         frame = None if code is None or not graphs.is_generated(code) else _frame_of(code)
         if frame is None:
@@ -723,6 +708,36 @@ class Origin:
         finally:
             del frame
         return place.around.place(self._names_of(trace, place.around), trace)
+
+
+class Origin:
+    """What an interceptor's calls ask where they come from; injected into its pipeline.
+
+    Args:
+        below: Whether the calls run below autograd and autocast.
+        owner: The thread on whose behalf this one runs, for autograd's device threads.
+        walk: `walk`, or what does the same.
+    """
+
+    def __init__(self, below: bool, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
+        self._stack = _Stack(walk)
+        self.links = Links(owner, self._stack.here) if below else None
+        self._below = below
+
+    def autocast(self, call: OpCall) -> torch.dtype | None:
+        """The dtype that autocast runs the call in, or None."""
+        return autocast_below(call) if self._below else autocast_above(call._passed("lhs"))
+
+    def place(self, call: OpCall) -> Place:
+        """The module and the line of the call, in backward those of the forward call behind it."""
+        if call.phase != "backward":
+            if self.links is not None:
+                self.links.wanted = True
+            return self._stack.here(call.phase)
+        behind = self._behind(call)
+        if behind is None:
+            return NOWHERE
+        return self._stack.in_backward_graph(behind[1]) if isinstance(behind[1], _GraphPlace) else behind[1]
 
     def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]:
         """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""

@@ -699,7 +699,7 @@ def test_limits_raise_or_warn(limits: dict[str, Any], told: str, action: Any) ->
     x = matrix(4, 16).to(SHORT)
     message = (
         rf"^the output of aten::addmm must be within {told} for bfloat16 \[4, 16\] @ \[16, 16\] in call 0 "
-        r"\(forward\) at test_hooks_reference.py:\d+ in test_limits_raise_or_warn(\n|$)"
+        r"\(forward\) in Linear at test_hooks_reference.py:\d+ in test_limits_raise_or_warn(\n|$)"
     )
     reference = hooks.Reference(**limits, action=action)
     expected: Any = (

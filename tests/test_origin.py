@@ -935,8 +935,9 @@ class Encoder(nn.Module):
 
 
 @pytest.fixture
-def quick_compiler() -> Iterator[None]:
-    """Without threads, which outlive the test, and without optimisation."""
+def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Without threads, which outlive the test, without optimisation, and without what another run has left on disk."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with torch._inductor.config.patch({"compile_threads": 1, "aot_inductor.compile_wrapper_opt_level": "O0"}):
         torch._dynamo.reset()
         yield

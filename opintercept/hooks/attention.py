@@ -105,7 +105,7 @@ class AttentionWeights:
         >>> x = torch.randn(1, 5, 8)
         >>> with intercept(weights):
         ...     _ = attention(x, x, x, need_weights=False)
-        >>> [call] = weights[""]
+        >>> [call] = weights["MultiheadAttention"]
         >>> call.values.shape, torch.allclose(call.values.sum(-1), torch.ones(1, 2, 1))
         (torch.Size([1, 2, 1, 5]), True)
     """

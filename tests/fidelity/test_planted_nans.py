@@ -260,14 +260,14 @@ CASES: dict[Callable[[Next], None], dict[str, Named]] = {
     a_weight: linear("rhs", "last"),
     a_bias: linear("bias", "last"),
     a_value: {
-        "matmul": Named(FLASH, "came in", ("value",), ""),
-        "function": Named(SDPA, "came in", ("value",), ""),
-        "all": Named(FLASH, "came in", ("value",), ""),
+        "matmul": Named(FLASH, "came in", ("value",), "Attention"),
+        "function": Named(SDPA, "came in", ("value",), "Attention"),
+        "all": Named(FLASH, "came in", ("value",), "Attention"),
     },
     a_mask: {
-        "matmul": Named(FLASH, "came in", ("attn_mask",), ""),
-        "function": Named(SDPA, "came in", ("attn_mask",), ""),
-        "all": Named(FLASH, "came in", ("attn_mask",), ""),
+        "matmul": Named(FLASH, "came in", ("attn_mask",), "Attention"),
+        "function": Named(SDPA, "came in", ("attn_mask",), "Attention"),
+        "all": Named(FLASH, "came in", ("attn_mask",), "Attention"),
     },
     an_lstm_state: {
         "matmul": Named("aten::mkldnn_rnn_layer", "came in", ("cx_",), "lstm"),
@@ -305,8 +305,8 @@ CASES: dict[Callable[[Next], None], dict[str, Named]] = {
     a_workers_batch: linear("lhs", "first"),
 }
 FUNCTIONS = {
-    a_value: Named(SDPA, "came in", ("value",), ""),
-    a_mask: Named(SDPA, "came in", ("attn_mask",), ""),
+    a_value: Named(SDPA, "came in", ("value",), "Attention"),
+    a_mask: Named(SDPA, "came in", ("attn_mask",), "Attention"),
     an_lstm_state: Named("torch.lstm", "came in", ("args[1][1]",), "lstm"),
     a_statistic: Named("torch.nn.functional.batch_norm", "came in", ("running_mean",), "middle"),
     an_embedding: Named("torch.nn.functional.embedding", "came in", ("weight",), "embedding"),
