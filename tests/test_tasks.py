@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -28,8 +29,11 @@ ENGINES: list[Any] = [
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    with intercept():  # takes out the kernels that stayed while a pool had threads
-        pass
+    end = time.monotonic() + 10
+    while kernels._installed and time.monotonic() < end:  # a pool's threads are on their way out
+        with intercept():
+            pass
+        time.sleep(0.01)
     assert scope.current().blocks == ()
     assert scope.state.in_tasks == set()
     assert scope.state.everywhere.blocks == ()
