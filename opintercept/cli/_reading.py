@@ -23,8 +23,6 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._table import aligned, printable
 from opintercept.runs.store import Values
 
-# A spreadsheet takes what begins with one of these for a formula; the last four are their full-width forms.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _NAMES = 2000  # that are kept to be suggested
 _LONGEST = 120  # of those
 _CLOSE, _SUGGESTED = 0.6, 3  # difflib's own
@@ -154,12 +152,6 @@ def nonfinite(values: Values | None) -> str:
         return ""
     counts = [f"{count:,} {name}" for count, name in ((values.nan, "NaN"), (values.inf, "Inf")) if count]
     return f"{' and '.join(counts)} of {values.count:,}"
-
-
-def spreadsheet(text: str) -> str:
-    """Text for a cell of a CSV file, which no spreadsheet takes for a formula; printable, and so whole as UTF-8."""
-    shown = printable(text)
-    return f"'{shown}" if text.startswith(_FORMULA) else shown
 
 
 def width() -> int | None:

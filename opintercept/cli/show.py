@@ -19,9 +19,9 @@ from typing import Any, get_args
 
 from opintercept._call import CallRecord, Phase
 from opintercept._errors import OpInterceptError
-from opintercept._table import amount, duration, printable
+from opintercept._table import amount, csv_cell, duration, printable
 from opintercept.cli import count, steps
-from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings, spreadsheet
+from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings
 from opintercept.runs.store import Run, RunInfo, StoredCall, is_output, open_run
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source")
@@ -432,7 +432,7 @@ def _write_csv(rows: Iterable[Row], columns: Iterable[str]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        writer.writerow(spreadsheet(cell) if isinstance(cell := row[name], str) else cell for name in columns)
+        writer.writerow(csv_cell(row[name]) for name in columns)
 
 
 def _overview(run: Run, total: _Sum) -> Iterator[tuple[str, str]]:
