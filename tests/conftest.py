@@ -30,7 +30,7 @@ def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--compiled"):
             hold, made = kernels.hold, compiled.load()
-            patch.setattr(kernels, "hold", lambda overloads, _=None: hold(overloads, made))
+            patch.setattr(kernels, "hold", lambda user, overloads, _=None: hold(user, overloads, made))
             patch.setattr(_origin, "walk", made.walk)
             patch.setattr(_call, "look", made.look)
         yield
