@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks._timing import Make, Row, compare, rows
-from opintercept import hooks, intercept
+from opintercept import intercept, runs
 
 # Encodes fifty sentences with the pretrained model, as a user's script would: imports, loading and all.
 _SCRIPT = """
@@ -30,8 +30,8 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=
 words = "the dispatcher is shared state and every one of its tables may change under you at any time".split()
 sentences = [" ".join(words[i % 5 : i % 5 + 4 + i % 10]) + f" {i}" for i in range(50)]
 if len(sys.argv) > 2:
-    from opintercept import hooks, intercept
-    block = intercept(hooks.RunRecorder(sys.argv[2]))
+    from opintercept import hooks, intercept, runs
+    block = intercept(runs.RunRecorder(sys.argv[2]))
 else:
     block = nullcontext()
 with block, torch.no_grad():
@@ -66,7 +66,7 @@ def _script(smoke: bool) -> list[Row]:
 
 @contextlib.contextmanager
 def _recorded(tensors: Any) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder, intercept(hooks.RunRecorder(f"{folder}/run", tensors)):
+    with tempfile.TemporaryDirectory() as folder, intercept(runs.RunRecorder(f"{folder}/run", tensors)):
         yield
 
 
@@ -97,7 +97,7 @@ def _disk(smoke: bool) -> list[Row]:
     times: dict[str, list[float]] = {"plain write": [], 'RunRecorder, tensors="full"': []}
     for turn in range(1 if smoke else 4):
         with tempfile.TemporaryDirectory() as folder:
-            with intercept(hooks.RunRecorder(f"{folder}/run", "full")):
+            with intercept(runs.RunRecorder(f"{folder}/run", "full")):
                 started = time.perf_counter()
                 for a, b in pairs:
                     torch.mm(a, b)

@@ -10,7 +10,7 @@ from benchmarks._timing import Row
 _PROGRAMS = {
     # What it is timed after, what is timed, and what it may take in seconds.
     "import opintercept": ("", "import opintercept", 0.005),
-    "import of the pytest plugin": ("import pytest", "import opintercept.pytest_plugin", None),
+    "import of the pytest plugin": ("import pytest", "import opintercept.testing.plugin", None),
     "import of intercept, torch being there": ("import torch", "from opintercept import intercept", None),
     "first block": ("from opintercept import intercept", "intercept().__enter__()", None),
     "second block": ("from opintercept import intercept\nwith intercept(): pass", "intercept().__enter__()", None),

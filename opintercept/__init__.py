@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
     from opintercept import hooks as hooks
     from opintercept import runs as runs
-    from opintercept._call import CallRecord as CallRecord
-    from opintercept._call import Gemm as Gemm
     from opintercept._call import OpCall as OpCall
-    from opintercept._call import TensorMeta as TensorMeta
     from opintercept._errors import HookError as HookError
     from opintercept._errors import NonFiniteError as NonFiniteError
     from opintercept._errors import OpInterceptError as OpInterceptError
     from opintercept._errors import OpInterceptWarning as OpInterceptWarning
+    from opintercept._hook import Handle as Handle
+    from opintercept._hook import Hook as Hook
     from opintercept._intercept import Interceptor as Interceptor
     from opintercept._intercept import intercept as intercept
-    from opintercept._pipeline import Handle as Handle
-    from opintercept._pipeline import Hook as Hook
+    from opintercept._record import CallRecord as CallRecord
+    from opintercept._record import Gemm as Gemm
+    from opintercept._tensors import TensorMeta as TensorMeta
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CallRecord": "_call",
-    "Gemm": "_call",
-    "Handle": "_pipeline",
-    "Hook": "_pipeline",
+    "CallRecord": "_record",
+    "Gemm": "_record",
+    "Handle": "_hook",
+    "Hook": "_hook",
     "HookError": "_errors",
     "Interceptor": "_intercept",
     "NonFiniteError": "_errors",
     "OpCall": "_call",
     "OpInterceptError": "_errors",
     "OpInterceptWarning": "_errors",
-    "TensorMeta": "_call",
+    "TensorMeta": "_tensors",
     "hooks": "",
     "intercept": "_intercept",
     "runs": "",

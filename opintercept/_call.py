@@ -1,125 +1,21 @@
-"""What a hook is given (`OpCall`, alive) and what may be kept of it (`CallRecord`, plain data).
+"""What a hook is given: `OpCall`, one operator call while it runs.
 
-Invariant: building an OpCall computes nothing; a CallRecord holds no tensor.
-Must not import torch: the pipeline is tested without it.
+Invariant: building an OpCall computes nothing. Must not import torch: the pipeline is tested without it.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from types import CodeType, NoneType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from opintercept._errors import OpInterceptError
 
 if TYPE_CHECKING:
     import torch
-
-Phase = Literal["forward", "backward", "recompute"]
-
-
-class Place:
-    """Where in the program a call comes from.
-
-    Attributes:
-        aliases: The names of the innermost `nn.Module`, `("",)` outside of all modules, `()` where it cannot be told.
-            Several for a module that is registered in several places.
-    """
-
-    __slots__ = ("_code", "_instruction", "_line", "aliases")
-
-    def __init__(
-        self,
-        aliases: tuple[str, ...],
-        code: CodeType | None,
-        instruction: int,
-        line: tuple[str, int, str] | None = None,
-    ) -> None:
-        self.aliases = aliases
-        self._code = code
-        self._instruction = instruction
-        self._line = line  # file, number and function, in place of the code
-
-    @property
-    def module(self) -> str | None:
-        """The first of the names."""
-        return self.aliases[0] if self.aliases else None
-
-    @property
-    def source(self) -> str | None:
-        """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
-        if self._code is None:
-            return None if self._line is None else "{}:{} in {}".format(_file(self._line[0]), *self._line[1:])
-        key = (id(self._code), self._instruction)
-        known = _sources.get(key)
-        if known is None:
-            if len(_sources) >= 4096:  # a program that makes code without end, a notebook say
-                _sources.clear()
-            known = _sources[key] = (self._code, _source(self._code, self._instruction))
-        return known[1]
-
-    def common(self, other: Place) -> Place:
-        """What two places have in common; the rest cannot be told."""
-        aliases = self.aliases if self.aliases == other.aliases else ()
-        mine, its = ((place._code, place._instruction, place._line) for place in (self, other))
-        return Place(aliases, *(mine if mine == its else (None, -1, None)))
-
-
-_sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
-
-
-def _source(code: CodeType, instruction: int) -> str | None:
-    shown = _file(code.co_filename)
-    for start, end, line in code.co_lines():
-        if start <= instruction < end:
-            return f"{shown}:{line} in {code.co_name}"
-    return None
-
-
-def _file(name: str) -> str:
-    """What a file is called in a source line: a notebook's cell has none, and maybe a number."""
-    number: object = None
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is not None:
-        # IPython names a cell after a hash of its text, and keeps the number here. The attribute is private to it.
-        number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
-    if number is None and (found := _NUMBERED_CELL.search(name)):
-        number = found[1]
-    if number is not None:
-        return f"<cell {number}>"
-    if (name.startswith("<") and name.endswith(">")) or _CELL.search(name):
-        return "<cell>"
-    return os.path.basename(name).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
-
-
-_CELL = re.compile(r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$")
-_NUMBERED_CELL = re.compile(r"(?:^<|[/\\])ipython-input-(\d+)-[^/\\]*$")
-
-NOWHERE = Place((), None, -1)
-
-
-class Gemm(NamedTuple):
-    """The matrix product behind a call: `batch` times `[m, k] @ [k, n]`.
-
-    `dtypes` and `transposes` are those of lhs and rhs; a transpose is true where the operand as the
-    product reads it has its rows, not its columns, one step apart in memory.
-    """
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    dtypes: tuple[str, str]
-    transposes: tuple[bool, bool]
-
-    def __str__(self) -> str:
-        batch = f"{self.batch}x" if self.batch != 1 else ""
-        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
+from opintercept._origin.place import Place
+from opintercept._record import NO_KIN, CallRecord, Gemm, Note, Phase, Summary, _summaries
+from opintercept._tensors import TensorMeta, describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
 
 
 class OpSpec(Protocol):
@@ -254,7 +150,7 @@ class OpCall:
 
     def _operand(self, role: str) -> torch.Tensor | None:
         tensor = self._passed(role)
-        return None if tensor is None else _unflipped(tensor)
+        return None if tensor is None else unflipped(tensor)
 
     def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with other operands, for a `pre` to return; the call stays as it is.
@@ -299,14 +195,14 @@ class OpCall:
     @property
     def bytes(self) -> int | None:
         """Bytes of the operands and the output; None where a layout has no plain size."""
-        sizes = [nbytes(t) for t in (*self._inputs(), *_tensors(self.output))]
+        sizes = [nbytes(t) for t in (*self._inputs(), *tensors_in(self.output))]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
 
     def _inputs(self) -> list[Any]:
         spec, args, kwargs = self._spec, self.args, self.kwargs
         lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
-        found = [*_tensors(lhs), *([] if rhs is lhs else _tensors(rhs)), self._passed("bias")]
+        found = [*tensors_in(lhs), *([] if rhs is lhs else tensors_in(rhs)), self._passed("bias")]
         return found
 
     @property
@@ -329,16 +225,16 @@ class OpCall:
             roles.setdefault(id(self._passed(role)), []).append(role)
         found: dict[str, torch.Tensor] = {}
         for name, value in arguments.items():
-            for part, tensor in _named_tensors(name, value):
+            for part, tensor in named_tensors(name, value):
                 named = roles.get(id(tensor))
-                found[named.pop(0) if named else part] = _unflipped(tensor)
+                found[named.pop(0) if named else part] = unflipped(tensor)
         return found
 
     @property
     def options(self) -> dict[str, Any]:
         """Every argument that is no tensor, by the name of its parameter, defaults included: `alpha`, `is_causal`."""
         arguments = self._spec.arguments(self.func, self.args, self.kwargs)
-        return {name: value for name, value in arguments.items() if not any(_named_tensors(name, value))}
+        return {name: value for name, value in arguments.items() if not any(named_tensors(name, value))}
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -468,7 +364,7 @@ class OpCall:
             self.step,
             self.phase,
             origin.place(self) if self._place is None else self._place,
-            self._relation() if self.phase == "backward" else _NO_KIN,
+            self._relation() if self.phase == "backward" else NO_KIN,
             origin.autocast(self),
             self.elapsed,
         )
@@ -488,7 +384,7 @@ class OpCall:
         return known[0]
 
     def _summarise(self) -> Summary:
-        outputs = [TensorMeta.of(t) for t in _tensors(self.output)]
+        outputs = [TensorMeta.of(t) for t in tensors_in(self.output)]
         return Summary(
             op=self.op,
             func=str(self.func) if hasattr(self.func, "_schema") else self.op,
@@ -508,236 +404,3 @@ class OpCall:
 
     def __repr__(self) -> str:
         return f"<OpCall {self.index}: {self}>"
-
-
-def _unflipped(tensor: torch.Tensor) -> torch.Tensor:
-    # Below torch's conjugate and negative keys arrive lazily flipped views, and arithmetic on those is silently
-    # wrong in a dispatch mode.
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-
-
-def _named_tensors(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    if is_tensor(value):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for place, part in enumerate(value):
-            yield from _named_tensors(f"{name}[{place}]", part)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """A tensor without its values. `stride` is None for layouts that have none."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    stride: tuple[int, ...] | None
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Any) -> TensorMeta | None:
-        """Describe `tensor`; None for what is not a tensor."""
-        if not is_tensor(tensor):
-            return None
-        try:
-            stride = tuple(tensor.stride()) if is_strided(tensor) else None
-            return cls(shape_of(tensor), dtype_of(tensor), str(tensor.device), stride, bool(tensor.requires_grad))
-        except Exception:  # a subclass whose attributes raise; what it says of itself is all there is
-            return cls((), f"<{type(tensor).__name__}>", "unknown", None, False)
-
-    def __str__(self) -> str:
-        device = "" if self.device == "cpu" else f"@{self.device}"
-        return f"{self.dtype}{list(self.shape)}{device}"
-
-
-@dataclass(frozen=True, slots=True)
-class CallRecord:
-    """What may be kept of a call; the fields are those of `OpCall`, tensors as `TensorMeta`."""
-
-    index: int
-    step: int
-    op: str
-    func: str
-    phase: Phase
-    module: str | None
-    source: str | None
-    forward: int | None
-    grad_of: str | None
-    lhs: TensorMeta | None
-    rhs: TensorMeta | None
-    bias: TensorMeta | None
-    output: TensorMeta | tuple[TensorMeta | None, ...] | None
-    gemm: Gemm | None
-    flops: int | None
-    bytes: int | None
-    autocast: str | None
-    opaque: bool
-    elapsed: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the record as a dict that `json.dumps` takes as it is."""
-        plain = asdict(self)
-        plain["gemm"] = None if self.gemm is None else self.gemm._asdict()
-        return plain
-
-    def __str__(self) -> str:
-        operands = " @ ".join(str(t) for t in (self.lhs, self.rhs) if t is not None)
-        bias = f" + {self.bias}" if self.bias is not None else ""
-        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        result = ", ".join(str(t) for t in outputs if t is not None)
-        return f"{self.op} {operands}{bias} -> {result}"
-
-
-class Summary(NamedTuple):
-    """The fields of a `CallRecord` that follow from how the arguments and the output look."""
-
-    op: str
-    func: str
-    lhs: TensorMeta | None
-    rhs: TensorMeta | None
-    bias: TensorMeta | None
-    output: TensorMeta | tuple[TensorMeta | None, ...] | None
-    gemm: Gemm | None
-    flops: int | None
-    bytes: int | None
-    opaque: bool
-
-
-_summaries: dict[Any, tuple[Summary, Any]] = {}  # with the operator, whose identity is in the key
-_NO_KIN = (None, None, False)
-_PLAIN = frozenset((NoneType, bool, int, float, complex, str))
-
-
-def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A hashable that is the same for calls which look the same to `Summary`; raises where that cannot be told."""
-    return id(func), _look(args), _look(kwargs.items()), _look(output)
-
-
-def _look(value: Any) -> Any:
-    """The same for a value. Each attribute of a tensor that is read here takes its time in every recorded call."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is tuple or kind is list:
-        return tuple([_look(item) for item in value])
-    try:
-        stride = value.stride()  # raises for some that have none
-    except AttributeError:
-        return tuple([_look(item) for item in value]) if isinstance(value, Iterable) else value
-    dtype = value.dtype
-    if not dtype.is_floating_point and value.numel() < 64:
-        raise TypeError("the numbers may count: tensordot takes its dimensions as a tensor too")
-    return value.shape, stride, dtype, value.device, value.requires_grad, value.layout
-
-
-class Note(NamedTuple):
-    """A record that has not been put together yet."""
-
-    summary: Summary
-    index: int  # type: ignore[assignment]
-    step: int
-    phase: Phase
-    place: Place
-    kin: tuple[int | None, str | None, bool]
-    autocast: Any
-    elapsed: float | None
-
-    def record(self) -> CallRecord:
-        """Put it together."""
-        summary, place = self.summary, self.place
-        return CallRecord(
-            index=self.index,
-            step=self.step,
-            op=summary.op,
-            func=summary.func,
-            phase=self.phase,
-            module=place.module,
-            source=place.source,
-            forward=self.kin[0],
-            grad_of=self.kin[1],
-            lhs=summary.lhs,
-            rhs=summary.rhs,
-            bias=summary.bias,
-            output=summary.output,
-            gemm=summary.gemm,
-            flops=summary.flops,
-            bytes=summary.bytes,
-            autocast=None if self.autocast is None else dtype_name(self.autocast),
-            opaque=summary.opaque,
-            elapsed=self.elapsed,
-        )
-
-
-def is_tensor(value: Any) -> bool:
-    """Tell a tensor by its look, so that no torch has to be imported."""
-    try:
-        return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "requires_grad")
-    except Exception:  # a subclass of a tensor whose dtype raises
-        return all(hasattr(type(value), name) for name in ("dtype", "device", "requires_grad"))
-
-
-def is_strided(tensor: Any) -> bool:
-    """Whether the tensor is one dense, strided array."""
-    return str(tensor.layout) == "torch.strided" and not tensor.is_nested
-
-
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    """The shape; a ragged dimension of a nested tensor is -1."""
-    if not tensor.is_nested:
-        return tuple(tensor.shape)
-    dims = []
-    for dim in range(tensor.dim()):
-        try:
-            dims.append(int(tensor.size(dim)))
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            dims.append(-1)
-    return tuple(dims)
-
-
-def nbytes(tensor: Any) -> int | None:
-    """Bytes of a tensor's elements; 0 for no tensor, None for a layout without a plain size."""
-    if not is_tensor(tensor):
-        return 0
-    return int(tensor.numel() * tensor.element_size()) if is_strided(tensor) else None
-
-
-def dtype_name(dtype: Any) -> str:
-    """`"float32"` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(tensor: Any) -> str:
-    """The name of a tensor's dtype; `"?"` for a subclass that does not say it."""
-    try:
-        return dtype_name(tensor.dtype)
-    except Exception:
-        return "?"
-
-
-def describe(value: Any) -> str:
-    """Write a value for a message: `float32[2, 3]@cuda:0`, a list by its elements, the rest by repr."""
-    meta = TensorMeta.of(value)
-    if meta is not None:
-        return str(meta)
-    if isinstance(value, (list, tuple)):
-        shown = [describe(item) for item in value[:4]] + (["..."] if len(value) > 4 else [])
-        return f"[{', '.join(shown)}]"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors among arguments, those in lists too, in order."""
-    found: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            found += tensors_of(tuple(value), {})
-        elif is_tensor(value):
-            found.append(value)
-    return found
-
-
-def _tensors(output: Any) -> list[Any]:
-    if is_tensor(output):
-        return [output]
-    return [t for t in output if is_tensor(t)] if isinstance(output, (list, tuple)) else []

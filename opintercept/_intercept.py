@@ -16,15 +16,20 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
 
-from opintercept import _call, _entry, _origin
+from opintercept import _entry, _record
 from opintercept._engines import compiled, dispatch_mode, function_mode, greenlets, kernels, unseen
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
 from opintercept._engines.scope import Block, Watcher
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._ops import HIGHER_ORDER, Selection, parts, row_of, select
-from opintercept._pipeline import Handle, Hook, Level, OnError, Pipeline, check_hook, is_hook
+from opintercept._hook import Handle, Hook, Level, OnError, check_hook, is_hook
+from opintercept._ops.select import Selection, parts, select
+from opintercept._ops.table import HIGHER_ORDER, row_of
+from opintercept._origin import stack
+from opintercept._origin.links import graph_task
+from opintercept._origin.origin import Origin
+from opintercept._pipeline import Pipeline
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,8 +110,8 @@ class Interceptor:
         else:
             self._overloads, keys = _chosen(select(ops, level), chosen)
         below = level == "dispatch"
-        walk, look = (_origin.walk, _call.look) if made is None else (made.walk, made.look)
-        origin = _origin.Origin(below, _scope.owner, walk)
+        walk, look = (stack.walk, _record.look) if made is None else (made.walk, made.look)
+        origin = Origin(below, _scope.owner, walk)
         self._pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, look)
         self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
 
@@ -411,7 +416,7 @@ def _innermost(watcher: Watcher, *, pauses: bool) -> Block:
 
 
 def _check_leaving(block: Block | None) -> None:
-    if block is not None and not block.left and block.graph_task != _origin.graph_task():
+    if block is not None and not block.left and block.graph_task != graph_task():
         raise OpInterceptError(
             "a block must be left in the backward pass that it was entered in, or outside of all if it was entered "
             "outside, got another one; autograd would bring the block back after this node"

@@ -15,152 +15,18 @@ import threading
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, itemgetter
 from time import perf_counter
-from types import CodeType, TracebackType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any
 
-from opintercept._call import NOWHERE, OpCall, OpSpec, Origin, Phase, Place, describe, is_tensor, look, shape_of
+from opintercept._call import OpCall, OpSpec, Origin
 from opintercept._errors import HookError, OpInterceptWarning
-
-OnError = Literal["raise", "warn"]
-Level = Literal["function", "dispatch"]
-
-
-class PreHook(Protocol):
-    """Runs before the operator; may return `(args, kwargs)` to run it with instead."""
-
-    def pre(self, call: OpCall, /) -> tuple[Sequence[Any], Mapping[str, Any]] | None: ...
-
-
-class PostHook(Protocol):
-    """Runs after the operator; may return an output to take the place of `call.output`."""
-
-    def post(self, call: OpCall, /) -> Any: ...
-
-
-class ErrorHook(Protocol):
-    """Runs when the operator raised; the exception goes on to the program in any case."""
-
-    def error(self, call: OpCall, exception: BaseException, /) -> None: ...
-
-
-class BackwardHook(Protocol):
-    """Runs when autograd has the gradients of a call at function level; may return others for its inputs.
-
-    `call` has shapes and no values by then. `grad_inputs` has an entry for each tensor among the call's
-    arguments, None for one that needs no gradient, `grad_outputs` one for each output. A tensor that is passed
-    twice has its whole gradient where it comes first, and None where it comes again.
-    """
-
-    def backward(
-        self, call: OpCall, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...], /
-    ) -> tuple[Any, ...] | None: ...
-
-
-Hook: TypeAlias = PreHook | PostHook | ErrorHook | BackwardHook | Callable[[OpCall], Any]
-"""An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable, which is a `post`."""
-
-_RUNS = ("pre", "post", "error", "backward")
-_PHASES = (*_RUNS, "enter", "exit")
-
-
-class Handle:
-    """One registration of a hook. `remove()` ends it, as with `torch.utils.hooks.RemovableHandle`.
-
-    Removing twice is fine, and as a context manager the handle removes on the way out. A hook that was
-    registered twice has two handles, and each removes its own.
-    """
-
-    __slots__ = (
-        *("_pipeline", "asks_origin", "backward", "enter", "error", "exit", "hook", "post", "pre", "removed", "wants"),
-    )
-
-    def __init__(self, pipeline: Pipeline, hook: Hook) -> None:
-        self._pipeline = weakref.ref(pipeline)  # no cycle: hooks, and what they hold, go with the last block
-        self.hook = hook
-        self.removed = False
-        found = {name: _method(hook, name) for name in _PHASES}
-        if not any(found[name] for name in _RUNS) and callable(hook):
-            found["post"] = hook
-        self.pre, self.post, self.error, self.backward, self.enter, self.exit = (found[name] for name in _PHASES)
-        self.enter, self.exit = self.enter or bool, self.exit or bool  # which does nothing, and is no Python
-        # Whether a call is to have gradients, which takes two nodes in its graph: a filter knows.
-        self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
-        self.asks_origin = asks_origin(hook)
-
-    def remove(self) -> None:
-        """Take the hook out; it is not called again, not even later in the call that is running."""
-        pipeline = self._pipeline()
-        if pipeline is not None:
-            pipeline.remove(self)
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-
-def _method(hook: Hook, name: str) -> Any:
-    method = getattr(hook, name, None)
-    return method if callable(method) else None
-
-
-def asks_origin(hook: Any) -> bool:
-    """Whether a hook's code mentions what comes from the Python stack, or its `asks_origin` says so.
-
-    The backward pass has no such stack, so the forward calls must note it in advance, which costs, and is done
-    only if somebody asks. A hook that asks in ways that its code does not show is heard from its first question on.
-    """
-    if getattr(hook, "asks_origin", False):
-        return True
-    methods = [hook, *(_method(hook, name) for name in _RUNS)]
-    codes = [getattr(getattr(method, "__func__", method), "__code__", None) for method in methods]
-    while codes:
-        code = codes.pop()
-        if code is not None:
-            if _FROM_THE_STACK.intersection(code.co_names):
-                return True
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return False
-
-
-_FROM_THE_STACK = frozenset(
-    ("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "note", "record", "source")
-)
-
-
-def is_hook(value: Any) -> bool:
-    """Whether `value` can be registered as it is."""
-    return callable(value) or any(_method(value, name) for name in _PHASES)
-
-
-def check_hook(hook: Any, level: Level) -> None:
-    """Refuse what is no hook, or none at this level.
-
-    Raises:
-        TypeError: It has nothing to call, or is a class instead of an instance.
-        ValueError: It wants what this level does not have: gradients, or another `only_level` than this.
-    """
-    if isinstance(hook, type):
-        raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
-    if level == "dispatch" and _method(hook, "backward") and not getattr(hook, "reads_backward_calls", False):
-        raise ValueError(
-            f"a hook with a backward method cannot run at {level} level, got {hook!r}; autograd's own calls "
-            "are seen at dispatch level by pre and post, with call.phase == 'backward'; or use level='function'"
-        )
-    only = getattr(hook, "only_level", None)
-    if only is not None and only != level:
-        raise ValueError(f'the hook can work at level="{only}" only, got {hook!r} for level="{level}"')
-    if not is_hook(hook):
-        raise TypeError(
-            f"a hook must be callable or have one of {', '.join(_PHASES)}, got {hook!r}; write def hook(call): ..."
-        )
-
+from opintercept._hook import Handle, Hook, Level, OnError
+from opintercept._origin.place import NOWHERE, Place
+from opintercept._record import Phase, look
+from opintercept._replace import check_alike, check_replacement, checked_inputs, written_back
+from opintercept._tensors import copy_into
 
 _ENTER, _EXIT, _FIRST = attrgetter("enter"), attrgetter("exit"), itemgetter(0)
 
@@ -458,7 +324,7 @@ def run(
             raise
         call.elapsed = perf_counter() - started
         if args is not given_args or kwargs is not given_kwargs:
-            output = _written_back(spec.written(func, given_args, given_kwargs), output)
+            output = written_back(spec.written(func, given_args, given_kwargs), output)
         call.output = output
         if pipeline.post:
             output = _after(pipeline, call, given_args, given_kwargs)
@@ -504,7 +370,7 @@ def _run_several(
             raise
         elapsed = perf_counter() - started
         if args is not given_args or kwargs is not given_kwargs:
-            output = _written_back(spec.written(func, given_args, given_kwargs), output)
+            output = written_back(spec.written(func, given_args, given_kwargs), output)
         for pipeline, call in zip(pipelines, calls, strict=True):
             call.output = output
             call.elapsed = elapsed
@@ -528,9 +394,9 @@ def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str
         try:
             inputs = handle.pre(call)
             if inputs is not None:
-                args, kwargs = _checked_inputs(inputs)
+                args, kwargs = checked_inputs(inputs)
                 if pipeline.level == "dispatch":
-                    _check_alike(call, args, kwargs)
+                    check_alike(call, args, kwargs)
                 _hand_over(pipeline, call, args, kwargs)
         except Exception as exception:
             if not pipeline.survives(handle, "pre", call, exception):
@@ -591,136 +457,6 @@ def _warn_beside(exception: BaseException | None, text: str) -> None:
     except OpInterceptWarning:
         if exception is not None:
             exception.add_note(f"opintercept: {text}")
-
-
-def _checked_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if (
-        not isinstance(inputs, tuple)
-        or len(inputs) != 2
-        or not isinstance(inputs[0], (tuple, list))
-        or not isinstance(inputs[1], Mapping)
-    ):
-        raise HookError(
-            f"a pre hook must return None or (args, kwargs), got {describe(inputs)}; "
-            "return call.args, call.kwargs with the change made"
-        )
-    return tuple(inputs[0]), dict(inputs[1])
-
-
-def _check_alike(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Below autograd the program goes on with the shapes and dtypes that it knows."""
-    pairs = [*zip(call.args, args, strict=False), *((call.kwargs[k], kwargs[k]) for k in call.kwargs if k in kwargs)]
-    for old, new in pairs:
-        if new is not old and is_tensor(old) and is_tensor(new):
-            _check_like("a replaced input at dispatch level", old, new)
-
-
-def _written_back(targets: list[Any], output: Any) -> Any:
-    """Bring the result to the tensors that the caller will read, after a hook put others in their place."""
-    if not targets:
-        return output
-    results = output if isinstance(output, (tuple, list)) else (output,)
-    for target, result in zip(targets, results, strict=False):
-        if is_tensor(result):
-            if tuple(target.shape) != tuple(result.shape):
-                target.resize_(result.shape)
-            copy_into(target, result)
-    return targets[0] if not isinstance(output, (tuple, list)) else type(output)(targets)
-
-
-def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
-    """Refuse what cannot take the place of a call's gradients; where there was none, none may come.
-
-    Raises:
-        HookError: Another number of them, or another shape, dtype, device or layout.
-    """
-    if not isinstance(replacement, (tuple, list)) or len(replacement) != len(gradients):
-        raise HookError(
-            f"a backward hook must return None or a tuple of {len(gradients)} gradients, one for each input tensor, "
-            f"got {describe(replacement)}"
-        )
-    for old, new in zip(gradients, replacement, strict=True):
-        if is_tensor(old) and is_tensor(new):
-            _check_like("a replaced gradient", old, new)
-        elif (old is None) is not (new is None) or new is not old:
-            raise HookError(
-                f"a backward hook must return a gradient where there was one and None elsewhere, "
-                f"got {describe(new)} for {describe(old)}"
-            )
-
-
-def check_replacement(output: Any, replacement: Any) -> None:
-    """Refuse what cannot take the place of `output`.
-
-    Raises:
-        HookError: Another structure, shape, dtype, device or layout.
-    """
-    if isinstance(output, (tuple, list)):
-        if type(replacement) is not type(output) or len(replacement) != len(output):
-            raise HookError(
-                f"a replaced output must be a {type(output).__name__} of {len(output)} parts like the operator's, "
-                f"got {describe(replacement)}"
-            )
-        for part, new in zip(output, replacement, strict=True):
-            check_replacement(part, new)
-        return
-    if not is_tensor(output):
-        if replacement is not output and replacement != output:
-            raise HookError(
-                f"a replaced output must keep what is no tensor, {describe(output)}, got {describe(replacement)}"
-            )
-        return
-    if not is_tensor(replacement):
-        raise HookError(
-            f"a post hook must return None or an output like {describe(output)}, got {describe(replacement)}; "
-            "end it with return None if it only looks"
-        )
-    _check_like("a replaced output", output, replacement)
-
-
-def _check_like(what: str, old: Any, new: Any) -> None:
-    for name, read in _LIKE.items():
-        if read(old) != read(new):
-            raise HookError(f"{what} must have the {name} of the operator's, {describe(old)}, got {describe(new)}")
-
-
-# In a dispatch mode, a nested tensor has no `shape`.
-_LIKE: dict[str, Callable[[Any], Any]] = {
-    "shape": shape_of,
-    "dtype": attrgetter("dtype"),
-    "device": attrgetter("device"),
-    "layout": attrgetter("layout"),
-}
-
-
-def copy_into(target: Any, source: Any) -> None:
-    """Give `target` the values of `source`, which may be a view of it."""
-    if isinstance(target, (tuple, list)):
-        for part, new in zip(target, source, strict=True):
-            if is_tensor(part):
-                copy_into(part, new)
-    elif target is not source:
-        # A view of `target` (its transpose, say) must be read whole before any of it is overwritten.
-        target.copy_(source.clone() if share_memory(target, source) else source)
-
-
-def share_memory(one: Any, other: Any) -> bool:
-    # By address: autograd does not accumulate into a tensor whose storage Python has asked for (use_count).
-    try:
-        first, first_end = _extent(one)
-        second, second_end = _extent(other)
-        return first < second_end and second < first_end
-    except (NotImplementedError, RuntimeError):  # a layout without one array
-        return True
-
-
-def _extent(tensor: Any) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last one."""
-    start = int(tensor.data_ptr())
-    if not tensor.numel():
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * int(tensor.element_size())
 
 
 # For forked children. A WeakSet would run Python whenever a pipeline goes, and there swallow an interrupt.

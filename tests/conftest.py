@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from opintercept import _call, _origin
+from opintercept import _record
 from opintercept._engines import compiled, kernels
+from opintercept._origin import stack
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,8 +32,8 @@ def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.config.getoption("--compiled"):
             hold, made = kernels.hold, compiled.load()
             patch.setattr(kernels, "hold", lambda user, overloads, _=None: hold(user, overloads, made))
-            patch.setattr(_origin, "walk", made.walk)
-            patch.setattr(_call, "look", made.look)
+            patch.setattr(stack, "walk", made.walk)
+            patch.setattr(_record, "look", made.look)
         yield
 
 

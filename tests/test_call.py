@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from opintercept import CallRecord, Gemm, OpCall, OpInterceptError, TensorMeta, hooks, intercept
-from opintercept._call import describe, nbytes
-from opintercept._ops import row_of
+from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
+from opintercept._tensors import describe, nbytes
 
 # Every way of feeding the pipeline, as arguments of `intercept`.
 FEEDS = [{}, {"engine": "mode"}, {"level": "function"}]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opintercept import hooks, intercept
+from opintercept import intercept, runs
 from opintercept.cli import main
 
 torch = pytest.importorskip("torch")
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with intercept(hooks.RunRecorder(tmp_path / "run", tensors="stats")):
+    with intercept(runs.RunRecorder(tmp_path / "run", tensors="stats")):
         torch.ones(2, 3) @ torch.ones(3, 4)
     return tmp_path / "run"
 

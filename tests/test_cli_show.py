@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from opintercept import runs
-from opintercept._call import CallRecord, Gemm, TensorMeta
+from opintercept._record import CallRecord, Gemm
+from opintercept._tensors import TensorMeta
 from opintercept.cli import main
 
 
@@ -500,9 +501,9 @@ def test_show_leaves_torch_alone_and_a_reader_that_has_seen_enough(run: str) -> 
 def test_what_is_recorded_is_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
-    from opintercept import hooks, intercept
+    from opintercept import intercept
 
-    with intercept(hooks.RunRecorder(tmp_path / "run")):
+    with intercept(runs.RunRecorder(tmp_path / "run")):
         torch.nn.Linear(3, 2)(torch.full((4, 3), float("inf"))).sum().backward()
     plain = json.loads(shown(capsys, str(tmp_path / "run"), "--calls", "--json"))
     recorded = [c.record for c in runs.open_run(tmp_path / "run").calls()]

@@ -33,9 +33,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from opintercept import OpCall, OpInterceptError, OpInterceptWarning, _call, _origin, hooks, intercept
+from opintercept import OpCall, OpInterceptError, OpInterceptWarning, _record, hooks, intercept
 from opintercept._engines import compiled, kernels
 from opintercept._intercept import Interceptor
+from opintercept._origin import stack
 
 A, B = torch.randn(4, 4), torch.randn(4, 4)
 X = torch.randn(2, 3, 4)
@@ -803,14 +804,14 @@ WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_the_walk_in_cpp_finds_what_the_walk_in_python_finds(name: str, engine: str) -> None:
     class Asks(nn.Module):
         def forward(self) -> None:
-            found.append((compiled.load().walk(), _origin.walk()))
+            found.append((compiled.load().walk(), stack.walk()))
 
-    found: list[tuple[_origin.Walked, _origin.Walked]] = []
+    found: list[tuple[stack.Walked, stack.Walked]] = []
     asks = Asks()
 
     def hook(call: OpCall) -> None:
         asks()
-        found.append((compiled.load().walk(), _origin.walk()))
+        found.append((compiled.load().walk(), stack.walk()))
 
     with intercept(hook, engine=engine), torch.enable_grad():  # type: ignore[arg-type]
         for x in (A, A.clone().requires_grad_()):
@@ -840,7 +841,7 @@ class _Odd:
 
 @needs_compiler
 def test_the_walk_outside_of_a_call_finds_nothing() -> None:
-    assert compiled.load().walk() == (None, None, None, -1) == _origin.walk()
+    assert compiled.load().walk() == (None, None, None, -1) == stack.walk()
 
 
 @needs_compiler
@@ -887,7 +888,7 @@ def test_the_walk_passes_the_first_exception_of_an_odd_class_on() -> None:
         functools.partial(outer(inside), other),
         functools.partial(outer(functools.partial(outer(_Leaf()), fails)), other),
     ]
-    for walk in (compiled.load().walk, _origin.walk):
+    for walk in (compiled.load().walk, stack.walk):
         for program in programs:
             with watch(lambda call, walk=walk: walk() and None), pytest.raises(_OwnError, match="asked for its class"):
                 program(A)
@@ -904,7 +905,7 @@ def test_the_walk_asks_no_class_between_the_innermost_and_the_outermost_module()
 
     leaf, between = _Leaf(), Between()
     found = []
-    with watch(lambda call: found.extend([compiled.load().walk()[:2], _origin.walk()[:2]])):
+    with watch(lambda call: found.extend([compiled.load().walk()[:2], stack.walk()[:2]])):
         between(A)
     assert found == [(leaf, between)] * 2
 
@@ -918,11 +919,11 @@ def test_the_walk_passes_over_a_frame_that_is_being_made() -> None:
         if phase == "start":
             torch.mm(A, B)
 
-    found: list[tuple[_origin.Walked, _origin.Walked]] = []
+    found: list[tuple[stack.Walked, stack.Walked]] = []
     leaf, before = _Leaf(), gc.get_threshold()
     gc.callbacks.append(collects)
     try:
-        with watch(lambda call: found.append((compiled.load().walk(), _origin.walk()))):
+        with watch(lambda call: found.append((compiled.load().walk(), stack.walk()))):
             gc.set_threshold(1)
             for _ in range(10):
                 forward(leaf)
@@ -953,11 +954,11 @@ def test_the_walk_holds_a_module_that_goes_when_asked_for_its_class() -> None:
         drop.append(drop_it)
         torch.mm(A, B)
 
-    def hook(walk: Callable[[], _origin.Walked]) -> None:
+    def hook(walk: Callable[[], stack.Walked]) -> None:
         module, root, *_ = walk()
         found.append((module is gone(), module is not None, root))
 
-    for walk in (compiled.load().walk, _origin.walk):
+    for walk in (compiled.load().walk, stack.walk):
         drop: list[Callable[[], None]] = []
         found: list[Any] = []
         goes = Goes()
@@ -1017,7 +1018,7 @@ def _key(look: Callable[..., Any], call: tuple[Any, ...]) -> Any:
 def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
     call: tuple[Any, ...], others: list[tuple[Any, ...]]
 ) -> None:
-    cpp, python = compiled.load().look, _call.look
+    cpp, python = compiled.load().look, _record.look
     func, args, kwargs, output = call
     # The same again, in other objects, and with one value of another call: what random calls hardly ever have.
     others = [*others, (func, tuple(args), dict(kwargs), output)]
@@ -1042,14 +1043,14 @@ def test_the_look_in_cpp_leaves_lists_without_end_to_python() -> None:
     for _ in range(100_000):
         deep = [deep]
     for value in (endless, deep):
-        for look in (compiled.load().look, _call.look):
+        for look in (compiled.load().look, _record.look):
             with pytest.raises(RecursionError, match="maximum recursion depth exceeded"):
                 look(torch.mm, (value,), {}, A)
 
 
 @needs_compiler
 def test_the_look_in_cpp_leaves_few_numbers_to_python() -> None:
-    for look in (compiled.load().look, _call.look):
+    for look in (compiled.load().look, _record.look):
         assert look(torch.tensordot, (torch.ones(64, dtype=torch.int64),), {}, A)
         for number in (torch.ones(63, dtype=torch.int64), torch.tensor(1j), torch.ones((), dtype=torch.bool)):
             with pytest.raises(TypeError, match="the numbers may count"):

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opintercept import OpInterceptWarning, hooks, intercept
 from opintercept._call import OpCall
-from opintercept._ops import row_of
+from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 from opintercept.hooks import _attention
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opintercept import HookError, OpCall, OpInterceptError, hooks, intercept
-from opintercept._ops import row_of
+from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]

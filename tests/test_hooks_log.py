@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from opintercept import CallRecord, OpCall, hooks, intercept
-from opintercept._ops import row_of
+from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 
 

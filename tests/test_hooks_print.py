@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opintercept import OpCall, hooks, intercept
-from opintercept._ops import row_of
+from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 
 NAN, INF = float("nan"), float("inf")

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from opintercept import hooks, intercept
-from opintercept.pytest_plugin import OpCalls
+from opintercept.testing.plugin import OpCalls
 
 
 class Net(nn.Module):

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept
 from opintercept._call import OpCall
-from opintercept._ops import row_of
+from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 from opintercept.hooks import reference as module
 

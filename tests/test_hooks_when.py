@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opintercept import HookError, OpCall, OpInterceptWarning, hooks, intercept
-from opintercept._ops import row_of
+from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 from opintercept.hooks.when import _MOST_NAMES, CallFilter
 

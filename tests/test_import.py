@@ -17,37 +17,45 @@ import opintercept
 PACKAGE = Path(opintercept.__file__).parent
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 
-HOOKS = {name for name in SOURCES if name.startswith("hooks/")} - {"hooks/__init__.py"}
 
-# A file imports only from lower lines; those of one line know nothing of each other.
+def below(folder: str, pattern: str = r"\w+") -> set[str]:
+    """The files of a folder whose names match."""
+    return {name for name in SOURCES if re.fullmatch(rf"{folder}/{pattern}\.py", name)}
+
+
+# A file imports only from lower layers, in functions too; the files of one layer know nothing of each other.
 LAYERS = (
-    {"_errors.py"},
-    {"_call.py", "_entry.py"},
-    {"_ops.py", "_snapshot.py", "_table.py"},
-    {"_pipeline.py", "_engines/graphs.py"},
-    {"_origin.py"},
-    {"_engines/__init__.py", "_engines/dynamo.py", "_engines/scope.py"},
+    {"__init__.py"},  # the version, and where the public names live
+    {"_errors.py", "_text.py", "_tensors.py", "_origin/place.py"},
+    {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py"},
+    {"_record.py", "_entry.py", "cli/__init__.py"},
+    {"_call.py", "_ops/op.py"},
+    {"_hook.py", "_ops/rules.py"},
+    {"_replace.py", "_ops/table.py"},
+    {"_pipeline.py", "_ops/select.py", "_origin/autocast.py", "_origin/graphs.py"},
+    {"_origin/stack.py"},
+    {"_origin/links.py", "_origin/names.py"},
+    {"_origin/origin.py"},
+    {"_engines/dynamo.py", "_engines/scope.py"},
     {"_engines/gradients.py", "_engines/greenlets.py", "_engines/modes.py", "_engines/unseen.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},
     {"_engines/compiled/__init__.py"},
     {"_intercept.py"},
-    {"runs/store.py"},
-    {"runs/_align.py"},
-    {"runs/diff.py"},
-    {"runs/__init__.py"},
-    {"runs/_claim.py"},
-    {"runs/writer.py"},
-    {name for name in HOOKS if name.startswith("hooks/_")} - {"hooks/_content.py"} | {"hooks/when.py"},
-    {"hooks/_content.py", "hooks/stats.py"},
-    {name for name in HOOKS if not name.startswith("hooks/_")} - {"hooks/stats.py", "hooks/when.py"},
+    below("hooks", r"_[a-z]\w*") | {"hooks/when.py"},
+    {"hooks/stats.py"},
+    below("hooks", r"[a-z]\w*") - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},
-    {"_expect.py"},
-    {name for name in SOURCES if re.fullmatch(r"runs/[a-z]\w*\.py", name)}
-    - {"runs/store.py", "runs/diff.py", "runs/writer.py"},
-    {"cli/__init__.py"},
+    {"runs/store.py", "runs/_claim.py", "runs/_ranks.py"},
+    {"runs/_align.py", "runs/_content.py", "runs/writer.py"},
+    {"runs/diff.py", "runs/graft.py", "runs/recorder.py"},
+    {"runs/replay.py", "runs/report.py"},
+    {"runs/__init__.py"},
+    {"testing/__init__.py", "testing/snapshot.py"},
+    {"testing/calls.py"},
+    {"testing/plugin.py"},
     {"cli/_program.py", "cli/_reading.py"},
-    {name for name in SOURCES if re.fullmatch(r"cli/[a-z]\w*\.py", name)} | {"pytest_plugin.py"},
-    {"__init__.py", "__main__.py"},
+    below("cli", r"[a-z]\w*"),
+    {"__main__.py"},
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
@@ -63,25 +71,25 @@ def imports_torch(code: str) -> bool:
     return {"True": True, "False": False}[done.stdout.strip()]
 
 
-def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that importing a module runs: none in functions or under TYPE_CHECKING."""
+def statements(body: list[ast.stmt], functions: bool) -> Iterator[ast.stmt]:
+    """The statements of a module: none under TYPE_CHECKING, those in functions if asked for."""
     for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and not functions:
             continue
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
-            yield from run_on_import(statement.orelse)
+            yield from statements(statement.orelse, functions)
             continue
         yield statement
         for part in ("body", "orelse", "finalbody"):
-            yield from run_on_import(getattr(statement, part, []))
+            yield from statements(getattr(statement, part, []), functions)
         for handler in getattr(statement, "handlers", []):
-            yield from run_on_import(handler.body)
+            yield from statements(handler.body, functions)
 
 
-def imported(source: str) -> set[str]:
-    """What a module imports when it is imported: files of the package by path, others by their first name."""
+def imported(source: str, functions: bool = False) -> set[str]:
+    """What a module imports: files of the package by path, others by their first name."""
     names: set[str] = set()
-    for statement in run_on_import(ast.parse(source).body):
+    for statement in statements(ast.parse(source).body, functions):
         if isinstance(statement, ast.Import):
             names.update(alias.name for alias in statement.names)
         elif isinstance(statement, ast.ImportFrom):
@@ -92,14 +100,17 @@ def imported(source: str) -> set[str]:
 
 
 def file_of(module: str) -> str:
-    """The package's file that holds a module."""
-    path = "/".join(module.split(".")[1:])
+    """The package's file that holds a module, or a public name of the package."""
+    parts = module.split(".")[1:]
+    if len(parts) == 1:
+        parts = [opintercept._HOMES.get(parts[0]) or parts[0]]
+    path = "/".join(parts)
     return f"{path}.py" if f"{path}.py" in SOURCES else f"{path}/__init__.py".lstrip("/")
 
 
 def upward(name: str, source: str) -> list[str]:
     """The imports of a file that do not go to a lower layer."""
-    return sorted(other for other in imported(source) if other in RANKS and RANKS[other] >= RANKS[name])
+    return sorted(other for other in imported(source, functions=True) if other in RANKS and RANKS[other] >= RANKS[name])
 
 
 def test_importing_the_package_leaves_torch_out() -> None:
@@ -107,7 +118,7 @@ def test_importing_the_package_leaves_torch_out() -> None:
 
 
 def test_importing_the_pytest_plugin_leaves_torch_out() -> None:
-    assert not imports_torch("import opintercept.pytest_plugin")
+    assert not imports_torch("import opintercept.testing.plugin")
 
 
 @pytest.mark.parametrize(
@@ -162,24 +173,37 @@ def test_a_file_imports_only_from_lower_layers(name: str) -> None:
     ("name", "source", "found"),
     [
         ("_call.py", "from opintercept._pipeline import Pipeline", ["_pipeline.py"]),
-        ("_ops.py", "from opintercept import _origin", ["_origin.py"]),
+        ("_ops/op.py", "from opintercept._origin import origin", ["_origin/origin.py"]),
         ("_intercept.py", "import opintercept.hooks.log", ["hooks/log.py"]),
         ("hooks/log.py", "from opintercept.hooks.print import Print", ["hooks/print.py"]),
-        ("_engines/kernels.py", "from opintercept import intercept", ["__init__.py"]),
-        ("_origin.py", "try:\n    import opintercept.cli\nexcept ImportError:\n    pass", ["cli/__init__.py"]),
-        ("_origin.py", "class A:\n    from opintercept import hooks", ["hooks/__init__.py"]),
+        ("_engines/kernels.py", "from opintercept import intercept", ["_intercept.py"]),
+        ("_origin/links.py", "try:\n    import opintercept.cli.run\nexcept ImportError:\n    pass", ["cli/run.py"]),
+        ("_origin/links.py", "class A:\n    from opintercept import hooks", ["hooks/__init__.py"]),
         ("_call.py", "if TYPE_CHECKING:\n    from opintercept._pipeline import Pipeline", []),
-        ("_call.py", "def f():\n    from opintercept import hooks", []),
+        ("_call.py", "def f():\n    from opintercept import hooks", ["hooks/__init__.py"]),
+        ("_call.py", "from opintercept import __version__", []),
         ("_call.py", "from opintercept._errors import HookError\nimport json", []),
     ],
-    ids=["from", "package", "import", "sibling", "public name", "try", "class", "typing", "function", "allowed"],
+    ids=[
+        "from",
+        "package",
+        "import",
+        "sibling",
+        "public name",
+        "try",
+        "class",
+        "typing",
+        "function",
+        "version",
+        "allowed",
+    ],
 )
 def test_the_layer_check_finds_what_it_should(name: str, source: str, found: list[str]) -> None:
     assert upward(name, source) == found
 
 
 @pytest.mark.parametrize(
-    "name", ["_errors.py", "_call.py", "_pipeline.py", "_snapshot.py", "cli/__init__.py", "pytest_plugin.py"]
+    "name", ["_errors.py", "_call.py", "_pipeline.py", "testing/snapshot.py", "cli/__init__.py", "testing/plugin.py"]
 )
 def test_files_that_do_without_torch_do_not_import_it(name: str) -> None:
     assert "torch" not in imported(SOURCES[name])
@@ -188,7 +212,7 @@ def test_files_that_do_without_torch_do_not_import_it(name: str) -> None:
 
 def test_private_torch_api_stays_in_the_engines_and_origin() -> None:
     users = {name for name, source in SOURCES.items() if PRIVATE.search(source)}
-    assert {name for name in users if not name.startswith("_engines/")} == {"_origin.py"}
+    assert {name.partition("/")[0] for name in users} == {"_engines", "_origin"}
 
 
 @pytest.mark.parametrize(

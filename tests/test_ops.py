@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from opintercept import OpCall, _ops, intercept
-from opintercept._ops import broadcast
+from opintercept import OpCall, intercept
+from opintercept._ops import table
+from opintercept._ops.rules import broadcast
 
 TABLED_VERSION = torch.__version__.startswith("2.13.")
 NOT_IN_IT = {  # but in 2.11 or in 2.15
@@ -66,7 +67,7 @@ def unlisted(overload_names: Iterable[str]) -> set[str]:
     """The packets that look like a matmul's and are in neither list."""
     packets = {name.partition(".")[0] for name in overload_names}
     found = {packet for packet in packets if LOOKS_LIKE_A_MATMUL.search(packet.partition("::")[2])}
-    return found - _ops.MATMUL.keys() - _ops.NOT_MATMUL.keys()
+    return found - table.MATMUL.keys() - table.NOT_MATMUL.keys()
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:
@@ -115,13 +116,13 @@ def test_the_registry_walk_passes_by_what_only_sounds_like_a_matmul() -> None:
 
 
 def test_the_lists_are_disjoint() -> None:
-    assert _ops.MATMUL.keys() & _ops.NOT_MATMUL.keys() == set()
+    assert table.MATMUL.keys() & table.NOT_MATMUL.keys() == set()
 
 
 @pytest.mark.skipif(not TABLED_VERSION, reason="the lists are those of torch 2.13")
 def test_everything_listed_exists(registry: list[str]) -> None:
     packets = {name.partition(".")[0] for name in registry}
-    missing = {*_ops.MATMUL, *_ops.NOT_MATMUL} - packets
+    missing = {*table.MATMUL, *table.NOT_MATMUL} - packets
     # Torch registers these from Python, when their modules are imported.
     registered_later = ("symm_mem::fused_", "onnx::", "higher_order::")
     assert {name for name in missing if not name.startswith(registered_later)} == NOT_IN_IT
@@ -129,8 +130,8 @@ def test_everything_listed_exists(registry: list[str]) -> None:
 
 def test_a_row_is_composite_where_its_default_overload_is() -> None:
     wrong = []
-    for name, row in _ops.MATMUL.items():
-        for overload in _ops.overloads(name):
+    for name, row in table.MATMUL.items():
+        for overload in table.overloads(name):
             expected = row.kind == "composite" or name in WORKS_IN_A_SIBLING
             if overload._overloadname == "default" and is_composite(overload) is not expected:
                 wrong.append(name)
@@ -139,8 +140,8 @@ def test_a_row_is_composite_where_its_default_overload_is() -> None:
 
 @pytest.mark.parametrize(("name", "sibling"), WORKS_IN_A_SIBLING.items(), ids=WORKS_IN_A_SIBLING)
 def test_a_row_that_is_not_composite_has_an_overload_to_watch(name: str, sibling: str) -> None:
-    assert _ops.MATMUL[name].kind != "composite"
-    by_name = {overload._overloadname: overload for overload in _ops.overloads(name)}
+    assert table.MATMUL[name].kind != "composite"
+    by_name = {overload._overloadname: overload for overload in table.overloads(name)}
     assert is_composite(by_name["default"])
     assert not is_composite(by_name[sibling])
 
@@ -148,8 +149,8 @@ def test_a_row_that_is_not_composite_has_an_overload_to_watch(name: str, sibling
 @pytest.mark.skipif(not TABLED_VERSION, reason="argument names are those of torch 2.13")
 def test_roles_name_the_arguments_of_the_schema() -> None:
     wrong = []
-    for name, row in _ops.MATMUL.items():
-        for overload in _ops.overloads(name):
+    for name, row in table.MATMUL.items():
+        for overload in table.overloads(name):
             names = [argument.name for argument in overload._schema.arguments]
             for role, (position, keyword) in row.roles.items():
                 if overload._overloadname != "default" or (name, role) in SPELLED_DIFFERENTLY:
@@ -298,15 +299,15 @@ def test_no_gemm_where_there_is_no_single_one(function: Callable[[], Any], name:
     ids=["nothing", "one", "number", "no dimensions", "batches apart"],
 )
 def test_no_gemm_for_operands_that_the_operator_will_refuse(args: tuple[Any, ...]) -> None:
-    assert _ops.row_of("aten::mm").gemm(args, {}) is None
-    assert _ops.row_of("aten::mm").flops(args, {}) is None
+    assert table.row_of("aten::mm").gemm(args, {}) is None
+    assert table.row_of("aten::mm").flops(args, {}) is None
 
 
 def test_flops_of_scaled_mm_are_those_of_torchs_counter() -> None:
     args = (meta(16, 32), meta(32, 48))
     packet = torch.ops.aten._scaled_mm
     flops = flop_registry[packet](*args, meta(1), meta(1))
-    assert _ops.row_of("aten::_scaled_mm").flops(args, {}) == flops == 2 * 16 * 32 * 48
+    assert table.row_of("aten::_scaled_mm").flops(args, {}) == flops == 2 * 16 * 32 * 48
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,7 @@ def test_flops_of_scaled_mm_are_those_of_torchs_counter() -> None:
     ids=["ragged rows", "ragged columns", "batch", "ragged inner"],
 )
 def test_flops_of_grouped_mm(lhs: tuple[int, ...], rhs: tuple[int, ...], flops: int) -> None:
-    assert _ops.row_of("aten::_grouped_mm").flops((meta(*lhs), meta(*rhs)), {}) == flops
+    assert table.row_of("aten::_grouped_mm").flops((meta(*lhs), meta(*rhs)), {}) == flops
 
 
 def test_grouped_mm_that_runs_is_one_call() -> None:
@@ -331,7 +332,7 @@ def test_grouped_mm_that_runs_is_one_call() -> None:
 
 def test_flops_of_foreach_mm_are_those_of_all_pairs() -> None:
     args = ([meta(2, 3), meta(5, 6)], [meta(3, 4), meta(6, 7)])
-    assert _ops.row_of("aten::_foreach_mm").flops(args, {}) == 2 * 2 * 3 * 4 + 2 * 5 * 6 * 7
+    assert table.row_of("aten::_foreach_mm").flops(args, {}) == 2 * 2 * 3 * 4 + 2 * 5 * 6 * 7
 
 
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
@@ -341,8 +342,8 @@ def test_flops_of_attention_are_those_of_torchs_counter(backend: str) -> None:
     gradient = meta(2, 3, 5, 4)
     forward = flop_registry[getattr(torch.ops.aten, name)](query, key, value)
     backward = flop_registry[getattr(torch.ops.aten, f"{name}_backward")](gradient, query, key, value)
-    assert _ops.row_of(f"aten::{name}").flops((query, key, value), {}) == forward == 2 * 6 * 5 * 7 * (8 + 4)
-    assert _ops.row_of(f"aten::{name}_backward").flops((gradient, query, key, value), {}) == backward
+    assert table.row_of(f"aten::{name}").flops((query, key, value), {}) == forward == 2 * 6 * 5 * 7 * (8 + 4)
+    assert table.row_of(f"aten::{name}_backward").flops((gradient, query, key, value), {}) == backward
 
 
 def test_flops_of_attention_on_the_cpu() -> None:
@@ -373,7 +374,7 @@ def test_flops_of_attention_of_any_rank(shape: tuple[int, ...]) -> None:
 
 def test_flops_of_grouped_query_attention_count_the_heads_of_the_query() -> None:
     args = (meta(2, 6, 5, 8), meta(2, 3, 7, 8), meta(2, 3, 7, 8))
-    flops = _ops.row_of("aten::scaled_dot_product_attention").flops(args, {"enable_gqa": True})
+    flops = table.row_of("aten::scaled_dot_product_attention").flops(args, {"enable_gqa": True})
     assert flops == 2 * 2 * 6 * 5 * 7 * (8 + 8)
 
 
@@ -398,7 +399,7 @@ def test_flops_of_a_fused_lstms_backward_are_twice_the_forward() -> None:
 
 def test_a_nested_operand_has_no_gemm_and_no_flops() -> None:
     nested = torch.nested.nested_tensor([r(2, 3), r(4, 3)])
-    row = _ops.row_of(torch.nn.functional.linear)
+    row = table.row_of(torch.nn.functional.linear)
     assert row.gemm((nested, r(4, 3)), {}) is None
     assert row.flops((nested, r(4, 3)), {}) is None
 
@@ -466,7 +467,7 @@ def test_bias_and_keywords_at_function_level(function: Callable[..., Any], roles
 
 def test_bilinears_roles_are_its_first_input_its_weight_and_its_bias() -> None:
     first, second, weight, bias = meta(2, 3), meta(2, 4), meta(5, 3, 4), meta(5)
-    row = _ops.row_of(F.bilinear)
+    row = table.row_of(F.bilinear)
     found = [row.operand(role, (first, second, weight, bias), {}) for role in ("lhs", "rhs", "bias")]
     assert [id(tensor) for tensor in found] == [id(first), id(weight), id(bias)]
 
@@ -484,7 +485,7 @@ def test_bilinears_roles_are_its_first_input_its_weight_and_its_bias() -> None:
     ids=["plain", "lhs", "rhs", "both", "strided", "sparse"],
 )
 def test_transposes_of_a_product(lhs: torch.Tensor, rhs: torch.Tensor, expected: tuple[bool, bool]) -> None:
-    gemm = _ops.row_of("aten::mm").gemm((lhs, rhs), {})
+    gemm = table.row_of("aten::mm").gemm((lhs, rhs), {})
     assert gemm is not None
     assert gemm.transposes == expected
     assert gemm.dtypes == ("float32", "float32")
@@ -496,8 +497,8 @@ def test_transposes_of_a_product(lhs: torch.Tensor, rhs: torch.Tensor, expected:
     ids=["plain", "transposed", "strided"],
 )
 def test_transposes_of_a_linear_are_those_of_the_product_inside(weight: torch.Tensor, expected: bool) -> None:
-    gemm = _ops.row_of(F.linear).gemm((meta(2, 3), weight), {})
-    inner = _ops.row_of("aten::mm").gemm((meta(2, 3), weight.t()), {})
+    gemm = table.row_of(F.linear).gemm((meta(2, 3), weight), {})
+    inner = table.row_of("aten::mm").gemm((meta(2, 3), weight.t()), {})
     assert gemm is not None
     assert inner is not None
     assert gemm.transposes == inner.transposes == (False, expected)
@@ -506,16 +507,16 @@ def test_transposes_of_a_linear_are_those_of_the_product_inside(weight: torch.Te
 def test_written_tensors_by_schema_and_by_keyword() -> None:
     a, b, out = r(2, 2), r(2, 2), r(2, 2)
     mm, addmm_ = torch.ops.aten.mm, torch.ops.aten.addmm_
-    assert _ops.row_of("aten::mm").written(mm.default, (a, b), {}) == []
-    [written] = _ops.row_of("aten::mm.out").written(mm.out, (a, b), {"out": out})
+    assert table.row_of("aten::mm").written(mm.default, (a, b), {}) == []
+    [written] = table.row_of("aten::mm.out").written(mm.out, (a, b), {"out": out})
     assert written is out
-    [written] = _ops.row_of("aten::addmm_").written(addmm_.default, (out, a, b), {})
+    [written] = table.row_of("aten::addmm_").written(addmm_.default, (out, a, b), {})
     assert written is out
-    [written] = _ops.row_of(torch.mm).written(torch.mm, (a, b), {"out": out})
+    [written] = table.row_of(torch.mm).written(torch.mm, (a, b), {"out": out})
     assert written is out
-    [written] = _ops.row_of(torch.Tensor.addmm_).written(torch.Tensor.addmm_, (out, a, b), {})
+    [written] = table.row_of(torch.Tensor.addmm_).written(torch.Tensor.addmm_, (out, a, b), {})
     assert written is out
-    assert _ops.row_of(torch.Tensor.__rmatmul__).written(torch.Tensor.__rmatmul__, (a, b), {}) == []
+    assert table.row_of(torch.Tensor.__rmatmul__).written(torch.Tensor.__rmatmul__, (a, b), {}) == []
 
 
 @pytest.mark.parametrize(
@@ -531,7 +532,7 @@ def test_written_tensors_by_schema_and_by_keyword() -> None:
     ids=["overload name", "default", "overload", "packet", "mixed", "iterator"],
 )
 def test_select_at_dispatch_level(ops: Any, names: set[str]) -> None:
-    selection = _ops.select(ops, "dispatch")
+    selection = table.select(ops, "dispatch")
     assert selection is not None
     assert {overload.name() for overload in selection} == names
 
@@ -550,13 +551,13 @@ def test_select_at_dispatch_level(ops: Any, names: set[str]) -> None:
     ids=["public name", "module path", "short name", "operator name", "no matmul", "function", "mixed"],
 )
 def test_select_at_function_level(ops: Any, functions: set[Any]) -> None:
-    assert _ops.select(ops, "function") == functions
+    assert table.select(ops, "function") == functions
 
 
 @pytest.mark.parametrize("level", ["dispatch", "function"])
 def test_select_everything_and_the_whole_family(level: Any) -> None:
-    assert _ops.select("all", level) is None
-    family = _ops.select("matmul", level)
+    assert table.select("all", level) is None
+    family = table.select("matmul", level)
     assert family is not None
     assert {torch.ops.aten.mm.default, torch.ops.aten.bmm.out, torch.ops.aten.addmm_.default} <= family
     functions = {torch.matmul, F.linear, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum}
@@ -597,12 +598,12 @@ def test_select_everything_and_the_whole_family(level: Any) -> None:
 )
 def test_select_refuses(ops: Any, level: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        _ops.select(ops, level)
+        table.select(ops, level)
 
 
 def test_a_row_for_what_is_no_matmul_has_its_name_and_nothing_else() -> None:
     for key, name in ((torch.ops.aten.relu.default, "aten::relu"), (torch.relu, "torch.relu")):
-        row = _ops.row_of(key)
+        row = table.row_of(key)
         assert (row.name, row.family, row.opaque, row.roles) == (name, "other", False, {})
         assert row.gemm((r(2, 2),), {}) is None
         assert row.operand("lhs", (r(2, 2),), {}) is None
@@ -629,7 +630,7 @@ def test_gemm_of_an_einsum_is_what_enumerating_its_products_gives(
 ) -> None:
     equation, terms, output, sizes = drawn
     lhs, rhs = (torch.ones([sizes[label] for label in term]) for term in terms)
-    gemm = _ops.row_of(torch.einsum).gemm((equation, lhs, rhs), {})
+    gemm = table.row_of(torch.einsum).gemm((equation, lhs, rhs), {})
     assert gemm is not None
     # What one operand alone sums over can be summed before the product, so it is no part of it.
     alone = (set(terms[0]) ^ set(terms[1])) - set(output)
@@ -664,7 +665,7 @@ def matmul_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @given(matmul_shapes())
 def test_gemm_of_a_matmul_is_what_its_output_says(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     lhs, rhs = (torch.ones(shape) for shape in shapes)
-    gemm = _ops.row_of(torch.matmul).gemm((lhs, rhs), {})
+    gemm = table.row_of(torch.matmul).gemm((lhs, rhs), {})
     assert gemm is not None
     product = torch.matmul(lhs, rhs)
     assert gemm.batch * gemm.m * gemm.n == product.numel()
@@ -672,7 +673,7 @@ def test_gemm_of_a_matmul_is_what_its_output_says(shapes: tuple[tuple[int, ...],
     if product.numel():
         assert product.flatten()[0] == gemm.k  # all ones: each entry adds up its products
     assert gemm.m == (lhs.shape[-2] if lhs.dim() > 1 else 1)
-    assert _ops.row_of(torch.matmul).flops((lhs, rhs), {}) == 2 * product.numel() * lhs.shape[-1]
+    assert table.row_of(torch.matmul).flops((lhs, rhs), {}) == 2 * product.numel() * lhs.shape[-1]
 
 
 @given(

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import CallRecord, OpCall, OpInterceptError, hooks, intercept, runs
-from opintercept.pytest_plugin import OpCalls
+from opintercept.testing.plugin import OpCalls
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 
@@ -267,7 +267,7 @@ def test_a_module_of_ones_own_named_module_keeps_its_name() -> None:
 
 
 def _pairs(root: nn.Module) -> list[tuple[int, str]]:
-    from opintercept._origin import _collect
+    from opintercept._origin.names import _collect
 
     return [(key, name) for key, entry in _collect(root).items() for name in entry.names]
 
@@ -578,7 +578,7 @@ def test_runs_of_two_models_are_paired_by_name(
 ) -> None:
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)  # so that all values differ, and none tells which calls belong together
-        with intercept(hooks.RunRecorder(tmp_path / name)):
+        with intercept(runs.RunRecorder(tmp_path / name)):
             train()
     found = runs.diff(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
     assert found.calls[0] == found.calls[1] == found.pairs > 0

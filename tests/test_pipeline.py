@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from opintercept import HookError, OpCall, OpInterceptWarning
-from opintercept._pipeline import Handle, Pipeline, _pipelines, check_hook, run
+from opintercept._hook import Handle, check_hook
+from opintercept._pipeline import Pipeline, _pipelines, run
 
 
 class Spec:

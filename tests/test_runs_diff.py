@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch._inductor import config as inductor
 
-from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept, runs
+from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 
 SHAPE = [4, 4]
 
@@ -833,7 +833,7 @@ def test_a_warning_says_what_was_skipped(tmp_path: Path) -> None:
 
 
 def record(path: Path, program: Callable[[], Any], tensors: Any = "stats") -> runs.Run:
-    with intercept(hooks.RunRecorder(path, tensors)):
+    with intercept(runs.RunRecorder(path, tensors)):
         program()
     return runs.open_run(path)
 
@@ -1046,7 +1046,7 @@ def test_a_changed_argument_of_a_program_is_named(
 
 def test_a_changed_dropout_of_a_program_is_named(tmp_path: Path) -> None:
     def recorded(name: str, dropout: float) -> runs.Run:
-        with intercept(hooks.RunRecorder(tmp_path / name), level="function"):
+        with intercept(runs.RunRecorder(tmp_path / name), level="function"):
             torch.manual_seed(0)
             torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, dropout_p=dropout)
         return runs.open_run(tmp_path / name)

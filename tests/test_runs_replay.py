@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from opintercept import OpInterceptError, hooks, intercept, runs
+from opintercept import OpInterceptError, intercept, runs
 from opintercept.cli import main
 from opintercept.runs.replay import FLAGS, replay, write_script
 
 
 def record(folder: Path, program: Callable[[], Any], level: Any = "dispatch", tensors: Any = "full") -> runs.Run:
-    with intercept(hooks.RunRecorder(folder / "run", tensors), level=level):
+    with intercept(runs.RunRecorder(folder / "run", tensors), level=level):
         program()
     return runs.open_run(folder / "run")
 

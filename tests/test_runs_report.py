@@ -18,8 +18,9 @@ from browser import Browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opintercept import OpInterceptError, hooks, intercept
-from opintercept._call import CallRecord, Gemm, TensorMeta
+from opintercept import OpInterceptError, intercept, runs
+from opintercept._record import CallRecord, Gemm
+from opintercept._tensors import TensorMeta
 from opintercept.runs import open_run, report
 
 LHS, RHS, OUT = (TensorMeta(shape, "float32", "cpu", None, False) for shape in ((2, 3), (3, 4), (2, 4)))
@@ -279,7 +280,7 @@ def recorded(tmp_path: Path) -> Iterator[Callable[..., Path]]:
             for weights in model.parameters():
                 weights.normal_(generator=generator)
             model[1].weight[0, 0] += change
-        with intercept(hooks.RunRecorder(tmp_path / name, tensors=tensors)) as interceptor:
+        with intercept(runs.RunRecorder(tmp_path / name, tensors=tensors)) as interceptor:
             for _ in range(steps):
                 model(torch.randn(64, 32, generator=generator)).sum().backward()
                 interceptor.step()

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept
+from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 from opintercept.runs import Run, StoredCall, open_run, store
 
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -413,7 +413,7 @@ def named(name: str) -> StoredCall:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """One with a tensor in it."""
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.eye(3) @ torch.arange(9.0).reshape(3, 3)
     return open_run(tmp_path / "run")
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from opintercept import CallRecord, OpInterceptError, runs
-from opintercept._call import NOWHERE, Note, Summary, TensorMeta
 from opintercept._engines import kernels
+from opintercept._origin.place import NOWHERE
+from opintercept._record import Note, Summary
+from opintercept._tensors import TensorMeta
 from opintercept.runs import Values, writer
 from opintercept.runs.store import RunInfo
 from opintercept.runs.writer import Entry, Kept, Writer, leftovers, remove_leftovers, remove_run

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import BackwardHook
 
-from opintercept._call import OpCall, tensors_of
+from opintercept._call import OpCall
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, take
-from opintercept._pipeline import Handle, Pipeline, check_gradients
+from opintercept._hook import Handle
+from opintercept._pipeline import Pipeline
+from opintercept._replace import check_gradients
+from opintercept._tensors import tensors_of
 
 # Whether a tensor is one of torch.func's; private, and where it is missing the nodes are tried.
 _wrapped: Callable[[torch.Tensor], bool] | None = getattr(

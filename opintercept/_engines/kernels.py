@@ -23,14 +23,15 @@ from typing import Any, Protocol
 
 import torch
 
-from opintercept import _origin
-from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, native_threads, require, require_scope, state, take
 from opintercept._errors import OpInterceptError
-from opintercept._ops import MATMUL
+from opintercept._ops.table import MATMUL
+from opintercept._origin.links import graph_task
+from opintercept._origin.stack import backward_phase
 from opintercept._pipeline import run
+from opintercept._record import Phase
 
 _INSTEAD = 'use engine="mode"'
 
@@ -352,7 +353,6 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
     global _kernel_code
     redispatch = redispatcher(name, overload)
     below_of = _below.get
-    graph_task, backward_phase = _origin.graph_task, _origin.backward_phase
     has_scope, get_scope, stash = _has_scope, _get_scope, _stash
     carried, current = _scope.carried, _scope.current
 

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from opintercept import _origin
-from opintercept._call import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.scope import KEY, Block, Engine, Scope, Watch, take
 from opintercept._errors import OpInterceptError
+from opintercept._origin.links import graph_task
+from opintercept._origin.stack import backward_phase
 from opintercept._pipeline import run
+from opintercept._record import Phase
 
 
 class Everything:
@@ -27,7 +28,7 @@ class Everything:
 
 def run_hooked(scope: Scope, watch: Watch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a watched call of a mode: hidden while hooks run, and in the inner scope while `func` does."""
-    phase: Phase = "forward" if _origin.graph_task() == -1 else _origin.backward_phase()
+    phase: Phase = "forward" if graph_task() == -1 else backward_phase()
     if take is not None:
         take(watch.hidden)
         take(scope)

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 import torch
 
-from opintercept import _origin
 from opintercept._entry import Entry
 from opintercept._errors import OpInterceptError
-from opintercept._ops import Op, row_of
+from opintercept._ops.op import Op
+from opintercept._ops.table import row_of
+from opintercept._origin.links import graph_task
 from opintercept._pipeline import Pipeline
 
 Engine = Literal["function", "mode", "kernel"]
@@ -109,7 +110,7 @@ class Block:
         self.entry = entry
         self.pauses = pauses
         self.mode: Any = None
-        self.graph_task: int = _origin.graph_task()
+        self.graph_task: int = graph_task()
         self.pid = state.everywhere.pid
         self.in_task = _in_task()
         self.left = False

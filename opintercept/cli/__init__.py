@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from opintercept._errors import OpInterceptError
-from opintercept._table import printable
+from opintercept._text import printable
 
 # Each is a file with `configure(parser)`, which adds the options, and `command(arguments)`, which runs and returns the
 # exit status, or returns what runs: that is somebody's program, whose errors are its own.

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from opintercept._call import CallRecord
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._table import aligned, printable
+from opintercept._record import CallRecord
+from opintercept._text import aligned, printable
 from opintercept.runs.store import Values
 
 _NAMES = 2000  # that are kept to be suggested

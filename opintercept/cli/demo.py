@@ -13,7 +13,7 @@ from opintercept.cli import count
 if TYPE_CHECKING:
     import torch
 
-    from opintercept._call import CallRecord
+    from opintercept._record import CallRecord
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

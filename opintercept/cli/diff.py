@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Any, get_args
 
-from opintercept._call import CallRecord, Phase, TensorMeta
 from opintercept._errors import OpInterceptError
-from opintercept._table import printable
+from opintercept._record import CallRecord, Phase
+from opintercept._tensors import TensorMeta
+from opintercept._text import printable
 from opintercept.cli import count
 from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings, width
 from opintercept.runs._align import module_name, operator_name

@@ -18,16 +18,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
-from opintercept._call import Phase
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._table import amount, duration, printable
+from opintercept._record import Phase
+from opintercept._text import amount, duration, printable
 from opintercept.cli import UNUSABLE, count, size, steps
 from opintercept.cli._program import after_import, prepare
 from opintercept.runs.store import INFO, Kept
 
 if TYPE_CHECKING:
     from opintercept._call import OpCall
-    from opintercept.hooks import NonFinite, RunRecorder
+    from opintercept.hooks import NonFinite
+    from opintercept.runs import RunRecorder
 
 _HOOKS = ("profile", "nonfinite", "stats", "reference", "print")
 _PROGRESS_SECONDS = 0.25
@@ -156,8 +157,8 @@ class _Watch:
         _count_steps(self._interceptor)
 
     def _make(self) -> Any:
-        from opintercept import hooks, intercept
-        from opintercept.hooks._ranks import rank_and_world_size
+        from opintercept import hooks, intercept, runs
+        from opintercept.runs._ranks import rank_and_world_size
 
         chosen = self._arguments
         names = chosen.hooks or ([] if chosen.quiet else ["profile", "nonfinite"])
@@ -174,7 +175,7 @@ class _Watch:
         self._tally = _Tally(self._shown.get("nonfinite"), self._stderr, visible and self._stderr.isatty())
         watching: list[Any] = [*self._shown.values(), self._tally]
         if chosen.out is not None:
-            recorder = hooks.RunRecorder(
+            recorder = runs.RunRecorder(
                 chosen.out,
                 tensors=chosen.tensors or "stats",
                 overwrite=chosen.overwrite,

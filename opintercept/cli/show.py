@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, get_args
 
-from opintercept._call import CallRecord, Phase
 from opintercept._errors import OpInterceptError
-from opintercept._table import amount, csv_cell, duration, printable
+from opintercept._record import CallRecord, Phase
+from opintercept._text import amount, csv_cell, duration, printable
 from opintercept.cli import count, steps
 from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings
 from opintercept.runs.store import Run, RunInfo, StoredCall, is_output, open_run

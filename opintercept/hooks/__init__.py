@@ -12,7 +12,6 @@ from opintercept.hooks.edits import Flip as Flip
 from opintercept.hooks.edits import Noise as Noise
 from opintercept.hooks.gradients import Gradient as Gradient
 from opintercept.hooks.gradients import Gradients as Gradients
-from opintercept.hooks.graft import Graft as Graft
 from opintercept.hooks.log import Log as Log
 from opintercept.hooks.nonfinite import Finding as Finding
 from opintercept.hooks.nonfinite import NonFinite as NonFinite
@@ -22,7 +21,6 @@ from opintercept.hooks.profile import ProfileRow as ProfileRow
 from opintercept.hooks.recorder import Recorder as Recorder
 from opintercept.hooks.reference import Reference as Reference
 from opintercept.hooks.reference import ReferenceRow as ReferenceRow
-from opintercept.hooks.run_recorder import RunRecorder as RunRecorder
 from opintercept.hooks.scalars import Scalars as Scalars
 from opintercept.hooks.stats import Stats as Stats
 from opintercept.hooks.stats import StatsRow as StatsRow
@@ -39,7 +37,6 @@ __all__ = [
     "Flip",
     "Gradient",
     "Gradients",
-    "Graft",
     "Log",
     "Noise",
     "NonFinite",
@@ -49,7 +46,6 @@ __all__ = [
     "Recorder",
     "Reference",
     "ReferenceRow",
-    "RunRecorder",
     "Scalars",
     "Stats",
     "StatsRow",

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opintercept._call import OpCall, is_strided
-from opintercept._ops import broadcast
+from opintercept._call import OpCall
+from opintercept._ops.rules import broadcast
+from opintercept._tensors import is_strided
 
 # Scores in one piece: 32 MiB of float32.
 _PIECE = 1 << 23

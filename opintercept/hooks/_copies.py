@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opintercept._call import is_strided
+from opintercept._tensors import is_strided
 
 
 def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from opintercept._call import is_strided
 from opintercept._errors import OpInterceptWarning
+from opintercept._tensors import is_strided
 
 _Result = TypeVar("_Result")
 

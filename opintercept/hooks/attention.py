@@ -15,9 +15,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from opintercept._call import OpCall, Phase
+from opintercept._call import OpCall
 from opintercept._errors import OpInterceptWarning
-from opintercept._table import printable
+from opintercept._record import Phase
+from opintercept._text import printable
 from opintercept.hooks._attention import Attention, attention_of, product_of, take, without_autocast
 from opintercept.hooks._values import captured, is_freed, stored_values
 from opintercept.hooks.when import caller_level

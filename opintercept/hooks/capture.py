@@ -18,9 +18,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from opintercept._call import OpCall, Phase, describe, is_strided
+from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._pipeline import Level
+from opintercept._hook import Level
+from opintercept._record import Phase
+from opintercept._tensors import describe, is_strided
 from opintercept.hooks._copies import Copyable, can_store, copied, safetensors_for
 from opintercept.hooks._roles import Generators, checked_count, checked_roles
 from opintercept.hooks._values import captured, first_output, in_memory, parts_of

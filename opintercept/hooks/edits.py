@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from opintercept._call import OpCall, Phase, describe, dtype_name, is_strided
+from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError
+from opintercept._record import Phase
+from opintercept._tensors import describe, dtype_name, is_strided
 from opintercept.hooks._copies import Copyable
 from opintercept.hooks._roles import Generators, checked_count, checked_roles, checked_seed
 from opintercept.hooks._values import first_output, in_memory, without_graph

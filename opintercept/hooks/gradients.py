@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from opintercept._call import OpCall, tensors_of
+from opintercept._call import OpCall
 from opintercept._errors import HookError
+from opintercept._tensors import tensors_of
 from opintercept.hooks.when import name_test
 
 Function = Callable[[OpCall, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]

@@ -14,10 +14,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from opintercept._call import CallRecord, OpCall, is_strided
+from opintercept._call import OpCall
 from opintercept._errors import NonFiniteError, OpInterceptWarning
-from opintercept._ops import row_of
-from opintercept._pipeline import share_memory
+from opintercept._ops.table import row_of
+from opintercept._record import CallRecord
+from opintercept._tensors import is_strided, share_memory
 from opintercept.hooks._copies import Copyable, safetensors_for
 from opintercept.hooks._notes import Notes
 from opintercept.hooks._repro import save_repro

@@ -6,7 +6,7 @@ import sys
 from typing import TextIO
 
 from opintercept._call import OpCall
-from opintercept._table import printable
+from opintercept._text import printable
 from opintercept.hooks._values import first_output, summarize
 
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opintercept._call import OpCall, dtype_name
-from opintercept._table import aligned, write_csv
+from opintercept._call import OpCall
+from opintercept._tensors import dtype_name
+from opintercept._text import aligned, write_csv
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from opintercept._call import CallRecord, Note, OpCall
+from opintercept._call import OpCall
+from opintercept._record import CallRecord, Note
 
 
 class Recorder:

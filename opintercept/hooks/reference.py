@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from opintercept._call import OpCall, Phase, dtype_name, shape_of
+from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._ops import row_of
-from opintercept._pipeline import share_memory
-from opintercept._table import aligned
+from opintercept._ops.table import row_of
+from opintercept._record import Phase
+from opintercept._tensors import dtype_name, shape_of, share_memory
+from opintercept._text import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept.hooks._copies import Copyable
 from opintercept.hooks._notes import Notes

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opintercept._call import OpCall, describe, dtype_name
+from opintercept._call import OpCall
 from opintercept._errors import HookError, OpInterceptError
-from opintercept._table import aligned, write_csv
+from opintercept._tensors import describe, dtype_name
+from opintercept._text import aligned, write_csv
 from opintercept.hooks._values import captured, first_output, moments, stored_values
 
 OPERANDS = ("lhs", "rhs", "bias", "output")

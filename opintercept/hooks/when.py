@@ -16,9 +16,11 @@ from typing import Any, TypeGuard, get_args
 
 import torch
 
-from opintercept._call import CallRecord, OpCall, Phase, TensorMeta, dtype_name, dtype_of
+from opintercept._call import OpCall
 from opintercept._errors import OpInterceptWarning
-from opintercept._pipeline import Hook, asks_origin, is_hook
+from opintercept._hook import Hook, asks_origin, is_hook
+from opintercept._record import CallRecord, Phase
+from opintercept._tensors import TensorMeta, dtype_name, dtype_of
 
 _MOST_NAMES = 1024  # of modules, to find those that a pattern may have meant
 _MOST_GLANCES = 10_000  # at modules of calls that other filters leave out

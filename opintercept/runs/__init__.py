@@ -1,6 +1,11 @@
-"""Runs on disk: written by `hooks.RunRecorder`, read here."""
+"""Runs on disk: recorded, opened, compared, and fed into another program.
+
+Importing this does not import torch, which the two hooks need: each of them is loaded when it is first used.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from opintercept.runs.diff import Absent as Absent
 from opintercept.runs.diff import CallDifference as CallDifference
@@ -15,17 +20,38 @@ from opintercept.runs.store import StoredCall as StoredCall
 from opintercept.runs.store import Values as Values
 from opintercept.runs.store import open_run as open_run
 
+if TYPE_CHECKING:
+    from opintercept.runs.graft import Graft as Graft
+    from opintercept.runs.recorder import RunRecorder as RunRecorder
+
 __all__ = [
     "Absent",
     "CallDifference",
     "Difference",
+    "Graft",
     "ModuleDifference",
     "RoleDifference",
     "Run",
     "RunInfo",
+    "RunRecorder",
     "StoredCall",
     "Unmatched",
     "Values",
     "diff",
     "open_run",
 ]
+
+_HOOKS = {"Graft": "graft", "RunRecorder": "recorder"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOOKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = vars(import_module(f"{__name__}.{_HOOKS[name]}"))[name]
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

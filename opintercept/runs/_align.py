@@ -16,7 +16,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
-from opintercept._call import CallRecord, TensorMeta
+from opintercept._record import CallRecord
+from opintercept._tensors import TensorMeta
 from opintercept.runs.store import Run, StoredCall, Values, is_output
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from opintercept._call import CallRecord, TensorMeta
 from opintercept._errors import OpInterceptError
+from opintercept._record import CallRecord
+from opintercept._tensors import TensorMeta
 from opintercept.runs._align import (
     PAIRINGS,
     Ids,
@@ -340,13 +341,13 @@ def diff(
 
     Example:
         >>> import tempfile, torch
-        >>> from opintercept import hooks, intercept, runs
+        >>> from opintercept import intercept, runs
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with intercept(hooks.RunRecorder(f"{folder}/a")):
+        ...     with intercept(runs.RunRecorder(f"{folder}/a")):
         ...         _ = model(torch.ones(3, 4))
         ...     model[1].weight.data += 1
-        ...     with intercept(hooks.RunRecorder(f"{folder}/b")):
+        ...     with intercept(runs.RunRecorder(f"{folder}/b")):
         ...         _ = model(torch.ones(3, 4))
         ...     found = runs.diff(runs.open_run(f"{folder}/a"), runs.open_run(f"{folder}/b"))
         >>> found.first.a.record.module, found.first.kind, found.first.changed

@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import torch
 
-from opintercept._call import TensorMeta, describe, tensors_of
 from opintercept._errors import OpInterceptError
-from opintercept._ops import functions, overloads, row_of
-from opintercept._table import printable
-from opintercept.hooks import run_recorder
+from opintercept._ops.table import functions, overloads, row_of
+from opintercept._tensors import TensorMeta, describe, tensors_of
+from opintercept._text import printable
 from opintercept.hooks._repro import write_repro
 from opintercept.hooks.reference import Errors
+from opintercept.runs import recorder as run_recorder
 from opintercept.runs.store import MAX_TENSOR, Run, StoredCall
 
 
@@ -184,10 +184,10 @@ def replay(
 
     Example:
         >>> import tempfile, torch
-        >>> from opintercept import hooks, intercept, runs
+        >>> from opintercept import intercept, runs
         >>> from opintercept.runs.replay import replay
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with intercept(hooks.RunRecorder(f"{folder}/run", tensors="full")):
+        ...     with intercept(runs.RunRecorder(f"{folder}/run", tensors="full")):
         ...         _ = torch.ones(2, 3) @ torch.full((3, 4), 0.1)
         ...     found = replay(runs.open_run(f"{folder}/run"), 0, dtype=torch.bfloat16)
         >>> found.equal, found.outputs[0].max_absolute

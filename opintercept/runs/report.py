@@ -20,7 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from opintercept._errors import OpInterceptError
-from opintercept._table import printable
+from opintercept._text import printable
 from opintercept.runs.diff import UNTOLD, CallDifference, Kind, Measure, compared
 from opintercept.runs.store import Run, StoredCall, Values, is_output
 
@@ -61,10 +61,10 @@ def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> N
 
     Example:
         >>> import os, tempfile, torch
-        >>> from opintercept import hooks, intercept, runs
+        >>> from opintercept import intercept, runs
         >>> from opintercept.runs import report
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with intercept(hooks.RunRecorder(f"{folder}/run")):
+        ...     with intercept(runs.RunRecorder(f"{folder}/run")):
         ...         _ = torch.nn.Linear(3, 2)(torch.zeros(4, 3))
         ...     report.write(f"{folder}/page.html", runs.open_run(f"{folder}/run"))
         ...     sorted(os.listdir(folder))

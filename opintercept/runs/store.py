@@ -21,8 +21,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from opintercept._call import CallRecord, Gemm, Phase, TensorMeta
 from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept._record import CallRecord, Gemm, Phase
+from opintercept._tensors import TensorMeta
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +168,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         if not parts:
             raise OpInterceptError(
                 f"a run must be a folder with {INFO}, or with rank0/{INFO} and so on, got {str(folder)!r}; "
-                "record one with `opintercept run` or hooks.RunRecorder"
+                "record one with `opintercept run` or runs.RunRecorder"
             )
     infos = {rank: read_info(part) for rank, part in parts.items()}
     if len(parts) == 1 and 0 in parts:
@@ -219,9 +220,9 @@ class Run:
 
     Example:
         >>> import tempfile, torch
-        >>> from opintercept import hooks, intercept, runs
+        >>> from opintercept import intercept, runs
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with intercept(hooks.RunRecorder(f"{folder}/run")):
+        ...     with intercept(runs.RunRecorder(f"{folder}/run")):
         ...         _ = torch.ones(2, 3) @ torch.ones(3, 4)
         ...     run = runs.open_run(f"{folder}/run")
         ...     [(str(call.record), call.values["output"].max) for call in run.calls()]

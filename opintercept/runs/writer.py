@@ -18,8 +18,9 @@ from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Protocol
 
-from opintercept._call import Note, TensorMeta, dtype_name
 from opintercept._errors import OpInterceptError
+from opintercept._record import Note
+from opintercept._tensors import TensorMeta, dtype_name
 from opintercept.runs._claim import Claim, end_others
 from opintercept.runs.store import CALLS, INFO, MAX_LINE, TENSORS, RunInfo, Values, rank_folders, read_info
 

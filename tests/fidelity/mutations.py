@@ -78,7 +78,7 @@ MUTATIONS = (
     ),
     Mutation(
         "shows hooks operands with their conjugate bit, on which arithmetic is wrong in a dispatch mode",
-        "_call.py",
+        "_tensors.py",
         "return tensor.resolve_conj().resolve_neg()",
         "return tensor",
         ("tests/test_call.py::test_conjugate_operands_are_resolved",),
@@ -156,7 +156,7 @@ MUTATIONS = (
     ),
     Mutation(
         "links a gradient to the call before its own",
-        "_origin.py",
+        "_origin/links.py",
         "        number = node._sequence_nr()\n",
         "        number = node._sequence_nr() - 1\n",
         ("tests/test_origin.py::test_a_shared_weight_links_each_gradient_to_its_own_call",),

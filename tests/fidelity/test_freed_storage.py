@@ -27,16 +27,16 @@ logging.getLogger("quiet").setLevel(logging.INFO)
 every = ("lhs", "rhs", "bias", "output")
 x = torch.randn(64, 64)
 phased = torch.ones(8, 8, dtype=torch.complex64)
-with intercept(hooks.RunRecorder(f"{folder}/other", tensors="full")):
+with intercept(runs.RunRecorder(f"{folder}/other", tensors="full")):
     torch.addmm(x, x, x)
 hook = {
     "Stats": lambda: hooks.Stats(every, histogram=True),
     "Capture": lambda: hooks.Capture(("lhs", "rhs", "bias", "output")),
     "Capture sample": lambda: hooks.Capture(("lhs", "rhs", "bias"), sample=3),
     "Capture disk": lambda: hooks.Capture(("lhs", "rhs", "bias"), to="disk", folder=f"{folder}/kept"),
-    "RunRecorder": lambda: hooks.RunRecorder(f"{folder}/run"),
-    "RunRecorder sample": lambda: hooks.RunRecorder(f"{folder}/run", tensors="sample"),
-    "RunRecorder full": lambda: hooks.RunRecorder(f"{folder}/run", tensors="full"),
+    "RunRecorder": lambda: runs.RunRecorder(f"{folder}/run"),
+    "RunRecorder sample": lambda: runs.RunRecorder(f"{folder}/run", tensors="sample"),
+    "RunRecorder full": lambda: runs.RunRecorder(f"{folder}/run", tensors="full"),
     "Reference": hooks.Reference,
     "FakeQuantize": lambda: hooks.FakeQuantize(of=every),
     "FakeQuantize channel": lambda: hooks.FakeQuantize(per="channel"),
@@ -49,7 +49,7 @@ hook = {
     "Scalars": lambda: hooks.Scalars(Writer(), every),
     "AttentionWeights": hooks.AttentionWeights,
     "Gradients": hooks.Gradients,
-    "Graft": lambda: hooks.Graft(f"{folder}/other", op="addmm"),
+    "Graft": lambda: runs.Graft(f"{folder}/other", op="addmm"),
     "Profile": hooks.Profile,
     "Recorder": hooks.Recorder,
     "none": lambda: lambda call: None,

@@ -1,7 +1,7 @@
 """What `engine="compiled"` has in C++, built with the machine's compiler when a process first asks for it.
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
-`kernels._make_kernel`, `origin.cpp` has `_origin.walk`, `call.cpp` has `_call.look`.
+`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_record.look`.
 Invariant: nothing is built before a block asks. `torch.utils.cpp_extension` is not used: its import takes a second,
 and a build of it that is killed leaves a lock that it waits for without end.
 """
@@ -30,10 +30,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from opintercept import _call, _origin, _pipeline
+from opintercept import _pipeline, _record
 from opintercept._engines import kernels, scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._errors import OpInterceptError
+from opintercept._origin import stack
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _MODULE = "opintercept_compiled"
@@ -53,25 +54,25 @@ class Extension:
 
     Attributes:
         running: See `kernels.Compiled`.
-        walk: As `_origin.walk`.
-        look: As `_call.look`.
+        walk: As `stack.walk`.
+        look: As `_record.look`.
     """
 
     def __init__(self, extension: Any) -> None:
         self._extension = extension
         self._prepared: dict[str, Any] = {}  # by overload, made once; None for those that are left to Python
         # What C++ calls has no frame of ours above it that keeps Dynamo out.
-        called = (scope.Scope.watch, _pipeline.run, scope.current, _origin.backward_phase)
+        called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase)
         functions = [keep_out(function) for function in called]
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, *functions)
         scope.state.told = extension.watch_all_threads
         scope.state.tell()
         scope.state.unseen_by_compiled = extension.unseen
         self.running: Callable[[], int] = extension.running
-        extension.set_up_look(_call.look, torch.Tensor, torch.nn.Parameter)
+        extension.set_up_look(_record.look, torch.Tensor, torch.nn.Parameter)
         self.look: Callable[..., Any] = extension.look
-        has_walk = extension.set_up_walk(*_origin.WALKED_CODE, torch.nn.Module, _origin.NOT_SOURCE)
-        self.walk: Callable[[], _origin.Walked] = extension.walk if has_walk else _origin.walk
+        has_walk = extension.set_up_walk(*stack.WALKED_CODE, torch.nn.Module, stack.NOT_SOURCE)
+        self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk
 
     def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any] | None:
         """See `kernels.Compiled`."""
@@ -143,7 +144,7 @@ def _cache() -> Path:
 def _name() -> str:
     """Says all that the library depends on, so that one with this name serves whoever finds it.
 
-    `origin.cpp` reads what Python may change in any version.
+    `stack.cpp` reads what Python may change in any version.
     """
     known = hashlib.sha256()
     for source in _SOURCES:

@@ -14,7 +14,12 @@ import re
 import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from opintercept._origin.place import Place
+
+if TYPE_CHECKING:
+    import torch
 
 _EVAL = "<eval_with_key>"  # the file of a GraphModule's forward, of backends "eager" and "aot_eager"
 _INDUCTOR = re.compile(r"[/\\]c[a-z2-7]{40,}\.py$")  # that of Inductor's wrapper, named by its hash
@@ -336,3 +341,47 @@ def _products(
     for place, name in enumerate(returned):
         if _root(name, calls) == own and graph.inputs[place]:
             yield graph.inputs[place]
+
+
+class Around(NamedTuple):
+    """What the forward call of a compiled graph leaves behind for its backward calls; keeps no module alive.
+
+    Attributes:
+        graph: The graph.
+        modules: The innermost and the outermost module around the compiled function; None outside of all.
+        bases: The modules that the function uses, by how it calls them.
+        caller: The user's code that has called one of torch's own modules, all of which was compiled; else None.
+    """
+
+    graph: Graph | None
+    modules: tuple[weakref.ref[torch.nn.Module], weakref.ref[torch.nn.Module]] | None
+    bases: dict[str, weakref.ref[torch.nn.Module]]
+    caller: tuple[CodeType | None, int]
+
+    def place(self, aliases: tuple[str, ...], trace: Trace) -> GraphPlace:
+        """The place of one call; a graph keeps no line of a call that is in torch's modules alone."""
+        code, instruction = self.caller if trace.line is None and trace.base is not None else (None, -1)
+        return GraphPlace(aliases, code, instruction, trace.line, self)
+
+
+class GraphPlace(Place):
+    """The place of a call in a compiled graph. All calls of the graph share a node, which runs the backward graph."""
+
+    __slots__ = ("around",)
+
+    def __init__(
+        self,
+        aliases: tuple[str, ...],
+        code: CodeType | None,
+        instruction: int,
+        line: tuple[str, int, str] | None,
+        around: Around,
+    ) -> None:
+        super().__init__(aliases, code, instruction, line)
+        self.around = around
+
+    def common(self, other: Place) -> Place:
+        if isinstance(other, GraphPlace):
+            self.around.bases.update(other.around.bases)
+        common = super().common(other)
+        return GraphPlace(common.aliases, common._code, common._instruction, common._line, self.around)

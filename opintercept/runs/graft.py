@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from opintercept._call import OpCall, describe
+from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept._tensors import describe
 from opintercept.hooks._copies import Copyable
-from opintercept.hooks._ranks import rank_and_world_size
 from opintercept.hooks.when import CallFilter
+from opintercept.runs._ranks import rank_and_world_size
 from opintercept.runs.store import Run, StoredCall, open_run
 
 _Key = tuple[str | None, str, str, str | None]
@@ -54,13 +55,13 @@ class Graft(Copyable):
 
     Example:
         >>> import tempfile, torch
-        >>> from opintercept import hooks, intercept
+        >>> from opintercept import hooks, intercept, runs
         >>> layer = torch.nn.Linear(2, 2)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with intercept(hooks.RunRecorder(f"{folder}/run", tensors="full")):
+        ...     with intercept(runs.RunRecorder(f"{folder}/run", tensors="full")):
         ...         before = layer(torch.ones(1, 2))
         ...     _ = torch.nn.init.zeros_(layer.weight)
-        ...     with intercept(hooks.Graft(f"{folder}/run")):
+        ...     with intercept(runs.Graft(f"{folder}/run")):
         ...         after = layer(torch.ones(1, 2))
         >>> torch.equal(before, after)
         True

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from programs import PROGRAMS, Program
 from torch import Tensor, nn
 
-from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept
-from opintercept.hooks import run_recorder
+from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept, runs
 from opintercept.runs import StoredCall, open_run, writer
+from opintercept.runs import recorder as run_recorder
 
 ALL = ("none", "stats", "sample", "full")
 
@@ -105,7 +105,7 @@ def test_records_are_those_of_recorder(program: Program, tensors: Any, tmp_path:
         expected = function(*[t.clone() for t in inputs])
         recorder = hooks.Recorder()
         torch.manual_seed(3)
-        with intercept([recorder, hooks.RunRecorder(tmp_path / "run", tensors)]):
+        with intercept([recorder, runs.RunRecorder(tmp_path / "run", tensors)]):
             output = function(*inputs)
     stored = calls_of(tmp_path / "run")
     assert [call.record for call in stored] == recorder.records
@@ -137,7 +137,7 @@ def test_full_brings_back_what_each_operand_was_before_the_call(program: Program
 
     copies = Copies()
     function, inputs = program.make(), program.inputs()
-    with program.context(), intercept([copies, hooks.RunRecorder(tmp_path / "run", "full")]):
+    with program.context(), intercept([copies, runs.RunRecorder(tmp_path / "run", "full")]):
         function(*inputs)
     run = open_run(tmp_path / "run")
     seen = {}
@@ -151,7 +151,7 @@ def test_full_brings_back_what_each_operand_was_before_the_call(program: Program
 
 def test_in_place_and_out_forms_have_the_values_before_the_operator(tmp_path: Path) -> None:
     lhs, rhs = torch.full((2, 2), 3.0), torch.eye(2)
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.ones(2, 2).addmm_(lhs, rhs)
         torch.ones(1, 2, 2).baddbmm_(lhs[None], rhs[None])
         out = torch.zeros(2, 2)
@@ -176,7 +176,7 @@ def test_in_place_and_out_forms_have_the_values_before_the_operator(tmp_path: Pa
 
 
 def test_calls_that_raise_are_there_with_their_operands(tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             torch.mm(torch.ones(2, 3), torch.ones(2, 3))
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -191,7 +191,7 @@ def test_calls_that_raise_are_there_with_their_operands(tmp_path: Path) -> None:
 
 def test_each_of_several_outputs_has_a_role(tmp_path: Path) -> None:
     q = torch.randn(1, 2, 4, 8)
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         F.scaled_dot_product_attention(q, q, q)
         if hasattr(torch, "_foreach_mm"):
             torch._foreach_mm([torch.eye(2)] * 150, [torch.eye(2)] * 150)
@@ -207,7 +207,7 @@ def test_each_of_several_outputs_has_a_role(tmp_path: Path) -> None:
 def test_steps_phases_and_links_are_kept(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     recorder = hooks.Recorder()
-    with intercept([recorder, hooks.RunRecorder(tmp_path / "run")]) as block:
+    with intercept([recorder, runs.RunRecorder(tmp_path / "run")]) as block:
         for _ in range(3):
             model(torch.randn(5, 4)).sum().backward()
             block.step()
@@ -220,7 +220,7 @@ def test_steps_phases_and_links_are_kept(tmp_path: Path) -> None:
 
 def test_function_level_is_recorded_with_no_graph_of_its_own(tmp_path: Path) -> None:
     weight = torch.randn(3, 4, requires_grad=True)
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full"), level="function"):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full"), level="function"):
         product = F.linear(torch.ones(2, 4), weight)
         product.sum().backward()
     run = open_run(tmp_path / "run")
@@ -236,7 +236,7 @@ def test_samples_are_at_the_same_places_in_every_run(tmp_path: Path) -> None:
     values = torch.arange(1000.0).reshape(10, 100)
     found = []
     for name in ("a", "b"):
-        with intercept(hooks.RunRecorder(tmp_path / name, "sample", sample=16)):
+        with intercept(runs.RunRecorder(tmp_path / name, "sample", sample=16)):
             torch.mm(values if name == "a" else values.T.contiguous().T, torch.ones(100, 2))
         run = open_run(tmp_path / name)
         (call,) = run.calls()
@@ -254,7 +254,7 @@ def test_samples_are_at_the_same_places_in_every_run(tmp_path: Path) -> None:
 
 def test_each_content_is_stored_once(tmp_path: Path) -> None:
     weight, inputs = torch.randn(32, 32), torch.randn(8, 32)
-    recorder = hooks.RunRecorder(tmp_path / "run", "full")
+    recorder = runs.RunRecorder(tmp_path / "run", "full")
     for _ in range(2):
         with intercept(recorder):
             for _ in range(20):
@@ -271,7 +271,7 @@ def test_each_content_is_stored_once(tmp_path: Path) -> None:
 
 def test_full_holds_all_that_the_call_was_given(tmp_path: Path) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         expected = torch.addmm(torch.ones(5), a, b, beta=0.5, alpha=2)
         q = torch.randn(1, 1, 4, 8)
         mask = torch.zeros(4, 4).tril()
@@ -294,7 +294,7 @@ def test_full_holds_all_that_the_call_was_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tensors", ALL)
 def test_every_argument_that_is_no_tensor_is_recorded_by_name(tensors: Any, tmp_path: Path) -> None:
     q = torch.randn(1, 2, 4, 8)
-    with intercept(hooks.RunRecorder(tmp_path / "run", tensors)):
+    with intercept(runs.RunRecorder(tmp_path / "run", tensors)):
         torch.mm(torch.eye(3), torch.eye(3))
         for _ in range(2):
             torch.addmm(torch.ones(5), torch.ones(3, 4), torch.ones(4, 5), beta=0.5)
@@ -315,7 +315,7 @@ def test_every_argument_that_is_no_tensor_is_recorded_by_name(tensors: Any, tmp_
 
 def test_arguments_of_a_function_are_recorded_with_those_that_have_no_tensor(tmp_path: Path) -> None:
     x = torch.ones(2, 3)
-    with intercept(hooks.RunRecorder(tmp_path / "run", "none"), level="function", ops="all"):
+    with intercept(runs.RunRecorder(tmp_path / "run", "none"), level="function", ops="all"):
         F.linear(x, torch.ones(4, 3))
         torch.full((2, 3), 1j, dtype=torch.complex64, device="cpu")
         F.layer_norm(x, [3])
@@ -356,7 +356,7 @@ def test_tensors_that_are_no_operands_are_recorded_by_name(tmp_path: Path) -> No
     mask = torch.full((4, 4), -math.inf).triu(1)
     lstm = nn.LSTM(3, 5)
     state = (torch.ones(1, 2, 5), torch.full((1, 2, 5), 2.0))
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         lstm(torch.randn(4, 2, 3), state)
     run = open_run(tmp_path / "run")
@@ -375,7 +375,7 @@ def test_tensors_that_are_no_operands_are_recorded_by_name(tmp_path: Path) -> No
 @pytest.mark.parametrize("tensors", ["stats", "sample"])
 def test_a_mask_is_recorded_as_operands_are(tensors: Any, tmp_path: Path) -> None:
     q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
-    with intercept(hooks.RunRecorder(tmp_path / "run", tensors)):
+    with intercept(runs.RunRecorder(tmp_path / "run", tensors)):
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask.logical_not())
     masked, unmasked = calls_of(tmp_path / "run")
@@ -411,7 +411,7 @@ def train(steps: int = 3) -> tuple[list[Tensor], Tensor, list[int]]:
 def test_training_is_the_same_to_the_bit(tensors: Any, tmp_path: Path) -> None:
     expected, state, versions = train()
     table = torch._C._dispatch_dump_table("aten::mm")
-    with intercept(hooks.RunRecorder(tmp_path / "run", tensors)):
+    with intercept(runs.RunRecorder(tmp_path / "run", tensors)):
         got, got_state, got_versions = train()
         assert torch._C._dispatch_dump_table("aten::mm") != table
         assert not no_writer()
@@ -425,7 +425,7 @@ def test_training_is_the_same_to_the_bit(tensors: Any, tmp_path: Path) -> None:
 def test_the_dispatch_table_is_clean_after_an_exit_beside_a_living_writer(tmp_path: Path) -> None:
     # The first block's exit hooks may run before or after its kernels go; this one's thread is alive for sure.
     table = torch._C._dispatch_dump_table("aten::mm")
-    recorder = hooks.RunRecorder(tmp_path / "run")
+    recorder = runs.RunRecorder(tmp_path / "run")
     recorder.enter()
     try:
         with intercept(hooks.Recorder()):
@@ -447,7 +447,7 @@ def test_gradients_are_stolen_not_copied(tensors: Any, tmp_path: Path) -> None:
 
     weight = torch.randn(64, 64, requires_grad=True)
     addresses = Addresses()
-    with intercept([addresses, hooks.RunRecorder(tmp_path / "run", tensors)]):
+    with intercept([addresses, runs.RunRecorder(tmp_path / "run", tensors)]):
         torch.mm(weight, torch.randn(64, 8)).sum().backward()
     assert weight.grad is not None
     assert weight.grad.data_ptr() in addresses.of
@@ -455,7 +455,7 @@ def test_gradients_are_stolen_not_copied(tensors: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensors", ALL)
 def test_no_tensor_is_kept_alive(tensors: Any, tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "run", tensors)):
+    with intercept(runs.RunRecorder(tmp_path / "run", tensors)):
         lhs, rhs = torch.randn(16, 16), torch.randn(16, 16)
         product = lhs @ rhs
         gone = [weakref.ref(tensor) for tensor in (lhs, rhs, product)]
@@ -549,13 +549,13 @@ def test_no_tensor_is_too_odd(odd: str, level: str, tensors: Any, tmp_path: Path
     expected = ODD[odd]()
     options: dict[str, Any] = {"engine": "mode"} if level == "mode" else {"level": level}
     recorder = hooks.Recorder()
-    with intercept([recorder, hooks.RunRecorder(tmp_path / "run", tensors)], **options):
+    with intercept([recorder, runs.RunRecorder(tmp_path / "run", tensors)], **options):
         torch.manual_seed(0)
         got = ODD[odd]()
     assert type(got) is type(expected)
     stored = calls_of(tmp_path / "run")
     assert [call.record for call in stored] == recorder.records
-    with intercept(hooks.RunRecorder(tmp_path / "after", "full")):  # nothing that an odd tensor left is used
+    with intercept(runs.RunRecorder(tmp_path / "after", "full")):  # nothing that an odd tensor left is used
         torch.ones(3, 4) @ torch.ones(4, 4)
     (after,) = calls_of(tmp_path / "after")
     assert after.values["lhs"].hash is not None
@@ -578,7 +578,7 @@ def test_distributed_tensors_are_no_obstacle(level: Any, tmp_path: Path) -> None
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         recorder = hooks.Recorder()
-        with intercept([recorder, hooks.RunRecorder(tmp_path / "run", "full")], level=level):
+        with intercept([recorder, runs.RunRecorder(tmp_path / "run", "full")], level=level):
             assert torch.equal(distributed(), torch.full((70, 70), 70.0))
     finally:
         torch.distributed.destroy_process_group()
@@ -603,14 +603,14 @@ class Broken(torch.Tensor):
 
 
 def test_a_subclass_that_refuses_is_recorded_without_values(tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full"), level="function"):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full"), level="function"):
         torch.ones(70, 70).as_subclass(Broken) @ torch.ones(70, 70)
     (call,) = calls_of(tmp_path / "run")
     assert "rhs" in call.values
 
 
 def test_a_filter_chooses_what_is_recorded(tmp_path: Path) -> None:
-    with intercept(hooks.when(hooks.RunRecorder(tmp_path / "run", "full"), op="bmm")):
+    with intercept(hooks.when(runs.RunRecorder(tmp_path / "run", "full"), op="bmm")):
         torch.eye(2) @ torch.eye(2)
         out = torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
         out.baddbmm_(out, out)
@@ -628,7 +628,7 @@ def test_compiled_graphs_are_recorded(tmp_path: Path) -> None:
         compiled = torch.compile(lambda x, y: torch.relu(x @ y) @ y)
         x, y = torch.randn(8, 8), torch.randn(8, 8)
         expected = compiled(x, y)
-        with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+        with intercept(runs.RunRecorder(tmp_path / "run", "full")):
             got = compiled(x, y)
     assert torch.equal(expected, got)
     assert len(calls_of(tmp_path / "run")) == 2
@@ -639,7 +639,7 @@ def test_default_device_and_dtype_change_nothing(tmp_path: Path) -> None:
     try:
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
-        with intercept(hooks.RunRecorder(tmp_path / "run", "sample")):
+        with intercept(runs.RunRecorder(tmp_path / "run", "sample")):
             x @ y
     finally:
         torch.set_default_device(None)
@@ -652,7 +652,7 @@ def test_default_device_and_dtype_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_recorder_goes_on_in_its_run(tmp_path: Path) -> None:
-    recorder = hooks.RunRecorder(tmp_path / "run", "full")
+    recorder = runs.RunRecorder(tmp_path / "run", "full")
     block = intercept(recorder)
     for number in range(3):
         with block:
@@ -668,7 +668,7 @@ def test_a_recorder_goes_on_in_its_run(tmp_path: Path) -> None:
 
 
 def test_one_recorder_in_two_interceptors_at_once(tmp_path: Path) -> None:
-    recorder = hooks.RunRecorder(tmp_path / "run")
+    recorder = runs.RunRecorder(tmp_path / "run")
     with intercept(recorder, ops="mm"):
         with intercept(recorder, ops="bmm"):
             torch.eye(2) @ torch.eye(2)
@@ -678,14 +678,14 @@ def test_one_recorder_in_two_interceptors_at_once(tmp_path: Path) -> None:
 
 
 def test_nested_interceptors_each_write_their_run(tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "a", "full")):
-        with intercept(hooks.RunRecorder(tmp_path / "b", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "a", "full")):
+        with intercept(runs.RunRecorder(tmp_path / "b", "full")):
             torch.eye(2) @ torch.eye(2)
     assert len(calls_of(tmp_path / "a")) == len(calls_of(tmp_path / "b")) == 1
 
 
 def test_threads_of_one_block_lose_no_call(tmp_path: Path) -> None:
-    block = intercept(hooks.RunRecorder(tmp_path / "run", "full"), threads="all")
+    block = intercept(runs.RunRecorder(tmp_path / "run", "full"), threads="all")
 
     def work(number: int) -> None:
         for i in range(200):
@@ -709,7 +709,7 @@ def test_threads_of_one_block_lose_no_call(tmp_path: Path) -> None:
 
 
 def test_threads_with_blocks_of_their_own(tmp_path: Path) -> None:
-    block = intercept(hooks.RunRecorder(tmp_path / "run"))
+    block = intercept(runs.RunRecorder(tmp_path / "run"))
     barrier = threading.Barrier(3)
 
     def work() -> None:
@@ -729,7 +729,7 @@ def test_threads_with_blocks_of_their_own(tmp_path: Path) -> None:
 
 
 def test_decorated_generators_and_coroutines(tmp_path: Path) -> None:
-    @intercept(hooks.RunRecorder(tmp_path / "generator"))
+    @intercept(runs.RunRecorder(tmp_path / "generator"))
     def generate() -> Iterator[Tensor]:
         for _ in range(3):
             yield torch.eye(2) @ torch.eye(2)
@@ -737,7 +737,7 @@ def test_decorated_generators_and_coroutines(tmp_path: Path) -> None:
     for _ in generate():
         torch.eye(3) @ torch.eye(3)  # not in its body
 
-    @intercept(hooks.RunRecorder(tmp_path / "async"))
+    @intercept(runs.RunRecorder(tmp_path / "async"))
     async def work() -> None:
         torch.eye(2) @ torch.eye(2)
         await asyncio.sleep(0)
@@ -761,7 +761,7 @@ def test_a_signals_handler_may_run_operators(tmp_path: Path, monkeypatch: pytest
 
     old = signal.signal(signal.SIGALRM, handler)
     try:
-        with intercept(hooks.RunRecorder(tmp_path / "run", "none")):
+        with intercept(runs.RunRecorder(tmp_path / "run", "none")):
             signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
             end, made = time.monotonic() + 1.0, 0
             while time.monotonic() < end:
@@ -779,7 +779,7 @@ def test_a_signals_handler_may_run_operators(tmp_path: Path, monkeypatch: pytest
 def test_a_forked_childs_calls_are_not_written(end: str, tmp_path: Path) -> None:
     if end == "sys.exit(0)":  # with exit handlers, which the child has from its parent
         program = f"""
-recorder = hooks.RunRecorder({str(tmp_path / "run")!r}, "full")
+recorder = runs.RunRecorder({str(tmp_path / "run")!r}, "full")
 with intercept(recorder):
     torch.full((2, 2), 1.0) @ torch.eye(2)
     pid = os.fork()
@@ -793,7 +793,7 @@ with intercept(recorder):
 """
         run_script(program)
     else:
-        recorder = hooks.RunRecorder(tmp_path / "run", "full")
+        recorder = runs.RunRecorder(tmp_path / "run", "full")
 
         def child() -> None:
             assert recorder._writer is not None
@@ -814,7 +814,7 @@ with intercept(recorder):
 
 @forks
 def test_a_child_may_have_a_recorder_of_its_own(tmp_path: Path) -> None:
-    recorder = hooks.RunRecorder(tmp_path / "run")
+    recorder = runs.RunRecorder(tmp_path / "run")
 
     def child() -> None:
         with intercept(recorder):
@@ -828,7 +828,7 @@ def test_ranks_write_beside_each_other(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))
-        with intercept(hooks.RunRecorder(tmp_path / "run")):
+        with intercept(runs.RunRecorder(tmp_path / "run")):
             torch.full((2, 2), float(rank)) @ torch.eye(2)
     run = open_run(tmp_path / "run")
     assert run.ranks == (0, 1)
@@ -844,7 +844,7 @@ def record(
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     for rank in ranks:
         monkeypatch.setenv("RANK", str(rank))
-        with intercept(hooks.RunRecorder(path, "full", **options)):
+        with intercept(runs.RunRecorder(path, "full", **options)):
             torch.full((2, 2), value) @ torch.eye(2)
 
 
@@ -922,7 +922,7 @@ def test_no_rank_deletes_through_a_link(tmp_path: Path, monkeypatch: pytest.Monk
 def test_odd_ranks_in_the_environment_are_none(rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with intercept(hooks.RunRecorder(tmp_path / "run")):
+    with intercept(runs.RunRecorder(tmp_path / "run")):
         torch.eye(2) @ torch.eye(2)
     assert open_run(tmp_path / "run").ranks == (0,)
 
@@ -992,18 +992,18 @@ def test_of_simultaneous_starts_one_runs_and_the_others_are_refused(threads: boo
         path = tmp_path / str(turn)
 
         def is_killed(path: Path = path) -> None:
-            hooks.RunRecorder(path).enter()
+            runs.RunRecorder(path).enter()
             os.kill(os.getpid(), signal.SIGKILL)
 
         if before == "a run":
-            with intercept(hooks.RunRecorder(path)):
+            with intercept(runs.RunRecorder(path)):
                 pass
         elif before != "nothing":
             assert run_forked(is_killed) == -signal.SIGKILL
             assert (path / "recording.lock").exists()
 
-        def make(path: Path = path) -> hooks.RunRecorder:
-            return hooks.RunRecorder(path, overwrite=before != "nothing")
+        def make(path: Path = path) -> runs.RunRecorder:
+            return runs.RunRecorder(path, overwrite=before != "nothing")
 
         told = starts_at_once(make, 3, tmp_path / f"answers{turn}", threads=threads)
         assert sorted(text == "ran" for text in told) == [False, False, True]
@@ -1014,18 +1014,18 @@ def test_of_simultaneous_starts_one_runs_and_the_others_are_refused(threads: boo
 
 
 def test_a_folder_that_is_written_to_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.eye(2) @ torch.eye(2)
         with pytest.raises(OpInterceptError, match=REFUSED):
-            hooks.RunRecorder(tmp_path / "run", overwrite=True).enter()
+            runs.RunRecorder(tmp_path / "run", overwrite=True).enter()
         with monkeypatch.context() as ranks:  # one of several processes would take it for an older run
             ranks.setenv("RANK", "1")
             ranks.setenv("WORLD_SIZE", "2")
             with pytest.raises(OpInterceptError, match=REFUSED):
-                hooks.RunRecorder(tmp_path / "run", overwrite=True).enter()
+                runs.RunRecorder(tmp_path / "run", overwrite=True).enter()
         torch.eye(2) @ torch.eye(2)
     assert len(calls_of(tmp_path / "run")) == 2
-    with intercept(hooks.RunRecorder(tmp_path / "run", overwrite=True)):
+    with intercept(runs.RunRecorder(tmp_path / "run", overwrite=True)):
         pass
     assert calls_of(tmp_path / "run") == []
 
@@ -1039,14 +1039,14 @@ def claim_elsewhere(folder: Path) -> None:
 def test_a_recorder_on_another_machine_is_ended_only_if_asked(tmp_path: Path) -> None:
     claim_elsewhere(tmp_path)
     with pytest.raises(OpInterceptError, match=r"to which process 1 on 'elsewhere' writes; .* if that has ended"):
-        hooks.RunRecorder(tmp_path).enter()
-    with intercept(hooks.RunRecorder(tmp_path, overwrite=True)):
+        runs.RunRecorder(tmp_path).enter()
+    with intercept(runs.RunRecorder(tmp_path, overwrite=True)):
         torch.eye(2) @ torch.eye(2)
     assert len(calls_of(tmp_path)) == 1
 
 
 def test_a_recorder_that_is_ended_from_elsewhere_says_so_and_leaves_the_folder_alone(tmp_path: Path) -> None:
-    recorder = hooks.RunRecorder(tmp_path / "run", "full")
+    recorder = runs.RunRecorder(tmp_path / "run", "full")
     with pytest.warns(OpInterceptWarning, match=r"has stopped after 0 calls: the folder was deleted or taken over by"):
         with intercept(recorder):
             writer.remove_run(tmp_path / "run", claimed=True)
@@ -1063,7 +1063,7 @@ def test_a_recorder_that_is_ended_from_elsewhere_says_so_and_leaves_the_folder_a
 def test_files_that_are_deleted_during_the_run_are_told(what: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.warns(OpInterceptWarning, match=r"has stopped after 1 calls: .* (was|were) deleted"):
-        with intercept(hooks.RunRecorder(path, "full")):
+        with intercept(runs.RunRecorder(path, "full")):
             torch.eye(2) @ torch.eye(2)
             while not (path / "calls.jsonl").stat().st_size:
                 time.sleep(0.05)
@@ -1075,10 +1075,10 @@ def test_files_that_are_deleted_during_the_run_are_told(what: str, tmp_path: Pat
 
 
 def test_a_recorder_does_not_go_on_in_the_run_of_another(tmp_path: Path) -> None:
-    recorder = hooks.RunRecorder(tmp_path / "run")
+    recorder = runs.RunRecorder(tmp_path / "run")
     with intercept(recorder):
         torch.eye(2) @ torch.eye(2)
-    with intercept(hooks.RunRecorder(tmp_path / "run", overwrite=True)):
+    with intercept(runs.RunRecorder(tmp_path / "run", overwrite=True)):
         pass
     with pytest.raises(OpInterceptError, match="path must hold the run that this recorder has begun, got another or"):
         with intercept(recorder):
@@ -1093,8 +1093,8 @@ def test_tensors_are_not_kept_without_what_stores_them(
     monkeypatch.setitem(sys.modules, missing, None)
     needs = f"keeping tensors needs {missing.partition('.')[0]}, got none; "
     with pytest.raises(ImportError, match=rf"{needs}pip install 'opintercept\[cli\]'"):
-        hooks.RunRecorder(tmp_path / "run", **options)
-    with intercept(hooks.RunRecorder(tmp_path / "run")):
+        runs.RunRecorder(tmp_path / "run", **options)
+    with intercept(runs.RunRecorder(tmp_path / "run")):
         torch.eye(2) @ torch.eye(2)
     assert len(calls_of(tmp_path / "run")) == 1
 
@@ -1104,25 +1104,25 @@ def test_tensors_are_not_kept_without_what_stores_them(
 
 @pytest.mark.parametrize("name", ["run", "a b", "ü\n%s{}", "deep/er/run", "-rf", "rank0"])
 def test_any_name_will_do(name: str, tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / name)):
+    with intercept(runs.RunRecorder(tmp_path / name)):
         torch.eye(2) @ torch.eye(2)
     assert len(calls_of(tmp_path / name)) == 1
 
 
 def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.eye(2) @ torch.eye(2)
     with pytest.raises(ValueError, match=r"path must not have a run in it, got .*run'; name another folder, or pass"):
-        hooks.RunRecorder(tmp_path / "run")
-    later = hooks.RunRecorder(tmp_path / "other")
-    with intercept(hooks.RunRecorder(tmp_path / "other")):
+        runs.RunRecorder(tmp_path / "run")
+    later = runs.RunRecorder(tmp_path / "other")
+    with intercept(runs.RunRecorder(tmp_path / "other")):
         pass
     with pytest.raises(ValueError, match="path must not have a run in it"):
         with intercept(later):
             pytest.fail("entered")
     (tmp_path / "run/notes.txt").write_text("mine")
     (tmp_path / "run/tensors/mine.safetensors").write_text("mine")
-    again = hooks.RunRecorder(tmp_path / "run", "none", overwrite=True)
+    again = runs.RunRecorder(tmp_path / "run", "none", overwrite=True)
     assert len(calls_of(tmp_path / "run")) == 1  # until it is entered
     for _ in range(2):
         with intercept(again):
@@ -1141,7 +1141,7 @@ def test_what_is_no_run_is_left_alone(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/calls.csv").write_text("mine")
     with pytest.raises(ValueError, match="path must be a new or an empty folder, or a run, got"):
-        hooks.RunRecorder(tmp_path / "run", overwrite=overwrite)
+        runs.RunRecorder(tmp_path / "run", overwrite=overwrite)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["calls.csv"]
 
 
@@ -1150,17 +1150,17 @@ def test_the_run_json_of_another_program_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"schema": 1}')
     with pytest.raises(OpInterceptError, match="what is overwritten must be a run, got other files in"):
-        with intercept(hooks.RunRecorder(tmp_path, overwrite=True)):
+        with intercept(runs.RunRecorder(tmp_path, overwrite=True)):
             pytest.fail("entered")
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
 
 
 def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.eye(2) @ torch.eye(2)
     (tmp_path / "run/tensors").rename(tmp_path / "elsewhere")
     (tmp_path / "run/tensors").symlink_to(tmp_path / "elsewhere")
-    with intercept(hooks.RunRecorder(tmp_path / "run", overwrite=True)):
+    with intercept(runs.RunRecorder(tmp_path / "run", overwrite=True)):
         pass
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["00000000.safetensors"]
 
@@ -1179,20 +1179,20 @@ def test_wrong_options_are_refused_before_anything_is_made(
     options: dict[str, Any], kind: type[Exception], match: str, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=match):
-        hooks.RunRecorder(tmp_path / "run", **options)
+        runs.RunRecorder(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_entry(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    recorder = hooks.RunRecorder(tmp_path / "file/run")
+    recorder = runs.RunRecorder(tmp_path / "file/run")
     with pytest.raises(OSError, match=r"Not a directory|exists"):
         with intercept(recorder):
             pytest.fail("entered")
 
 
 def test_run_json_says_how_it_was_made(tmp_path: Path) -> None:
-    with intercept(hooks.RunRecorder(tmp_path / "run", "sample")):
+    with intercept(runs.RunRecorder(tmp_path / "run", "sample")):
         during = open_run(tmp_path / "run").info
     after = open_run(tmp_path / "run").info
     assert (during.finished, after.finished) == (False, True)
@@ -1208,7 +1208,7 @@ def test_run_json_says_how_it_was_made(tmp_path: Path) -> None:
 def test_max_bytes_is_kept_with_one_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with intercept(hooks.RunRecorder(tmp_path / "run", "full", max_bytes=100_000)):
+        with intercept(runs.RunRecorder(tmp_path / "run", "full", max_bytes=100_000)):
             for _ in range(100):
                 torch.randn(32, 32) @ torch.randn(32, 32)
     messages = [str(w.message) for w in caught if w.category is OpInterceptWarning]
@@ -1230,7 +1230,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_program(tmp_path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with intercept(hooks.RunRecorder(tmp_path / "run", "none")):
+            with intercept(runs.RunRecorder(tmp_path / "run", "none")):
                 for i in range(3000):
                     torch.eye(2) @ torch.eye(2)
                     if i % 512 == 511:
@@ -1247,7 +1247,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_program(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("fails", ["_save", "_append"])
 def test_a_disk_that_fails_is_told_once(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = hooks.RunRecorder(tmp_path / "run", "full")
+    recorder = runs.RunRecorder(tmp_path / "run", "full")
     with intercept(recorder):
         torch.eye(2) @ torch.eye(2)
 
@@ -1268,7 +1268,7 @@ def test_a_disk_that_fails_is_told_once(fails: str, tmp_path: Path, monkeypatch:
 @forks
 def test_a_killed_program_leaves_all_but_the_last_interval(tmp_path: Path) -> None:
     def child() -> None:
-        with intercept(hooks.RunRecorder(tmp_path / "run", "full")):
+        with intercept(runs.RunRecorder(tmp_path / "run", "full")):
             for wait in (1.7, 0.0):
                 for i in range(100):
                     torch.full((2, 2), float(i)) @ torch.eye(2)
@@ -1292,7 +1292,7 @@ def test_a_program_killed_at_any_time_can_be_read(tmp_path: Path) -> None:
 
         def child(path: Path = tmp_path / str(name)) -> None:
             writer._INTERVAL = 0.001
-            with intercept(hooks.RunRecorder(path, "full")):
+            with intercept(runs.RunRecorder(path, "full")):
                 while True:
                     torch.randn(8, 8) @ torch.eye(8)
 
@@ -1325,7 +1325,7 @@ def test_a_program_that_ends_inside_the_block(end: str, tmp_path: Path) -> None:
     program, status = ENDS[end]
 
     def child() -> None:
-        with intercept(hooks.RunRecorder(tmp_path / "run")):
+        with intercept(runs.RunRecorder(tmp_path / "run")):
             torch.eye(2) @ torch.eye(2)
             program()
 
@@ -1337,7 +1337,7 @@ def test_a_program_that_ends_inside_the_block(end: str, tmp_path: Path) -> None:
 def test_a_block_that_is_never_left_is_written_at_the_end(tmp_path: Path) -> None:
     code = f"""
 import atexit
-block = intercept(hooks.RunRecorder({str(tmp_path / "run")!r}))
+block = intercept(runs.RunRecorder({str(tmp_path / "run")!r}))
 def last():
     torch.eye(3) @ torch.eye(3)
 atexit.register(last)  # runs after the recorder's own
@@ -1360,7 +1360,7 @@ def test_an_interrupt_while_the_rest_is_written_loses_nothing(tmp_path: Path, mo
 
     monkeypatch.setattr(writer.Writer, "_write", slow)
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    recorder = hooks.RunRecorder(tmp_path / "run")
+    recorder = runs.RunRecorder(tmp_path / "run")
     try:
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             with intercept(recorder):
@@ -1385,7 +1385,7 @@ def test_a_slow_disk_makes_the_program_wait(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(writer.Writer, "_write", slow)
     started = time.monotonic()
-    with intercept(hooks.RunRecorder(tmp_path / "run"), threads="all"):
+    with intercept(runs.RunRecorder(tmp_path / "run"), threads="all"):
         threads = [threading.Thread(target=lambda: [torch.eye(2) @ torch.eye(2) for _ in range(150)]) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -1409,7 +1409,7 @@ def test_an_interrupt_inside_the_recorder_mixes_no_calls(tensors: Any, tmp_path:
             torch.addmm(torch.full((size,), 100.0 * size), lhs, torch.eye(size), alpha=size)
             lhs.addmm_(torch.eye(size), torch.eye(size), beta=size)
 
-    recorder = hooks.RunRecorder(tmp_path / "run", tensors)
+    recorder = runs.RunRecorder(tmp_path / "run", tensors)
     assert interrupts.interrupt(recorder, program, lambda: None) > 0
     assert not len(recorder._before)
     run = open_run(tmp_path / "run")
@@ -1434,7 +1434,7 @@ def test_an_interrupt_inside_the_recorder_mixes_no_calls(tensors: Any, tmp_path:
 
 
 def test_flight_writes_nothing_where_all_goes_well(tmp_path: Path) -> None:
-    recorder = hooks.RunRecorder(tmp_path / "run", flight=3)
+    recorder = runs.RunRecorder(tmp_path / "run", flight=3)
     with intercept(recorder):
         torch.eye(2) @ torch.eye(2)
         with contextlib.suppress(RuntimeError):
@@ -1450,7 +1450,7 @@ def test_flight_writes_nothing_where_all_goes_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tensors", ALL)
 def test_flight_writes_the_last_calls_and_the_operands_of_the_one_that_raised(tensors: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        with intercept(hooks.RunRecorder(tmp_path / "run", tensors, flight=3)):
+        with intercept(runs.RunRecorder(tmp_path / "run", tensors, flight=3)):
             for _ in range(10):
                 torch.eye(2) @ torch.eye(2)
             torch.full((200, 3), 7.0) @ torch.full((2, 3), 5.0)
@@ -1469,7 +1469,7 @@ def test_flight_writes_the_last_calls_and_the_operands_of_the_one_that_raised(te
 
 @pytest.mark.parametrize("kind", ["block", "decorator", "generator", "coroutine"])
 def test_flight_is_written_however_the_block_is_left(kind: str, tmp_path: Path) -> None:
-    block = intercept(hooks.RunRecorder(tmp_path / "run", flight=2))
+    block = intercept(runs.RunRecorder(tmp_path / "run", flight=2))
 
     def fail() -> None:
         torch.eye(2) @ torch.eye(2)

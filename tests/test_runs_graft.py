@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from opintercept import HookError, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
+from opintercept import HookError, OpInterceptError, OpInterceptWarning, intercept, runs
 
 
 class Net(torch.nn.Module):
@@ -27,7 +27,7 @@ X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
 def record(folder: Path, program: Any, tensors: Any = "full") -> Path:
-    with intercept(hooks.RunRecorder(folder / "run", tensors)):
+    with intercept(runs.RunRecorder(folder / "run", tensors)):
         program()
     return folder / "run"
 
@@ -48,7 +48,7 @@ def test_a_graft_tells_where_an_error_is_added(tmp_path: Path) -> None:
     wrong = net(X)
     assert not torch.equal(wrong, right)
     for layer, gone in [(0, False), (1, False), (2, True), (3, True)]:
-        graft = hooks.Graft(run, module=f"layers.{layer}")
+        graft = runs.Graft(run, module=f"layers.{layer}")
         with intercept(graft):
             out = net(X)
         assert torch.equal(out, right) is gone, layer
@@ -62,7 +62,7 @@ def test_calls_are_told_apart_by_their_number_in_the_module(tmp_path: Path) -> N
     with torch.no_grad():
         expected = [layer(X * i) for i in range(4)]
         layer.weight.zero_()
-        with intercept(hooks.Graft(run, predicate=lambda call: call.index != 1)):
+        with intercept(runs.Graft(run, predicate=lambda call: call.index != 1)):
             found = [layer(X * i) for i in range(4)]
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True, False, True, True]
 
@@ -80,10 +80,10 @@ def test_steps_and_phases_choose(tmp_path: Path) -> None:
                 interceptor.step()
         return gradients
 
-    with intercept(hooks.RunRecorder(tmp_path / "run", "full")) as interceptor:
+    with intercept(runs.RunRecorder(tmp_path / "run", "full")) as interceptor:
         right = train(interceptor)
     broken(net, 3)
-    graft = hooks.Graft(tmp_path / "run", phase="backward", steps=1)
+    graft = runs.Graft(tmp_path / "run", phase="backward", steps=1)
     with intercept(graft) as interceptor:
         found = train(interceptor)
     assert torch.equal(found[1], right[1])
@@ -98,7 +98,7 @@ def test_several_outputs_are_all_put_back(tmp_path: Path) -> None:
         return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
     run = record(tmp_path, lambda: attend(1.0))
-    with intercept(hooks.Graft(run)):
+    with intercept(runs.Graft(run)):
         found = attend(3.0)
     assert torch.equal(found, attend(1.0))
     assert not torch.equal(found, attend(3.0))
@@ -106,14 +106,14 @@ def test_several_outputs_are_all_put_back(tmp_path: Path) -> None:
 
 def test_another_dtype_is_converted(tmp_path: Path) -> None:
     run = record(tmp_path, lambda: torch.full((2, 2), 1 / 3) @ torch.eye(2))
-    with intercept(hooks.Graft(run)):
+    with intercept(runs.Graft(run)):
         found = torch.zeros(2, 2, dtype=torch.bfloat16) @ torch.zeros(2, 2, dtype=torch.bfloat16)
     assert torch.equal(found, torch.full((2, 2), 1 / 3).bfloat16())
 
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:
     run = record(tmp_path, lambda: torch.ones(2, 3) @ torch.ones(3, 4))
-    with intercept(hooks.Graft(run)):
+    with intercept(runs.Graft(run)):
         with pytest.raises(
             OpInterceptError, match=r"must have the shape of the call's, got float32\[2, 4\] of call 0 for"
         ):
@@ -122,7 +122,7 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
 
 def test_calls_without_a_counterpart_keep_their_output_and_warn_once(tmp_path: Path) -> None:
     run = record(tmp_path, lambda: torch.ones(2, 2) @ torch.ones(2, 2))
-    graft = hooks.Graft(run)
+    graft = runs.Graft(run)
     with (
         intercept(graft),
         pytest.warns(OpInterceptWarning, match=r"aten::mm in '' \(forward\) has no output in ") as got,
@@ -138,17 +138,17 @@ def test_a_run_without_outputs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         OpInterceptError, match=r"must have all outputs to be grafted, got one with tensors='stats' at "
     ):
-        hooks.Graft(runs.open_run(run))
+        runs.Graft(runs.open_run(run))
     with pytest.raises(OpInterceptError, match=r"a run must be a folder with run.json"):
-        hooks.Graft(tmp_path)
+        runs.Graft(tmp_path)
     with pytest.raises(ValueError, match=r"phase must be one of .*, got 'sideways'"):
-        hooks.Graft(record(tmp_path / "b", Net().double), phase="sideways")
+        runs.Graft(record(tmp_path / "b", Net().double), phase="sideways")
 
 
 def test_lost_tensors_are_a_hook_error_that_names_the_file(tmp_path: Path) -> None:
     run = record(tmp_path, lambda: torch.ones(2, 2) @ torch.ones(2, 2))
     for file in (run / "tensors").iterdir():
         file.unlink()
-    with intercept(hooks.Graft(run)):
+    with intercept(runs.Graft(run)):
         with pytest.raises((OpInterceptError, HookError), match=r"a run's file must be there, got none at "):
             torch.ones(2, 2) @ torch.ones(2, 2)

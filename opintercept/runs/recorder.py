@@ -21,17 +21,18 @@ from typing import Any, get_args
 
 import torch
 
-from opintercept._call import OpCall, Summary, is_strided
+from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._pipeline import share_memory
-from opintercept.hooks._content import Content, content_of
+from opintercept._record import Summary
+from opintercept._tensors import is_strided, share_memory
 from opintercept.hooks._copies import can_store, copied, safetensors_for
 from opintercept.hooks._notes import Notes
-from opintercept.hooks._ranks import rank_and_world_size
 from opintercept.hooks._repro import plain_arguments
 from opintercept.hooks._roles import checked_count
 from opintercept.hooks._values import captured
 from opintercept.runs._claim import LOCK, Claim
+from opintercept.runs._content import Content, content_of
+from opintercept.runs._ranks import rank_and_world_size
 from opintercept.runs.store import CALLS, INFO, MAX_TEXT, STARTED, RunInfo
 from opintercept.runs.store import Kept as Keep
 from opintercept.runs.writer import Entry, Kept, Writer, key_of, leftovers, remove_leftovers, remove_run
@@ -78,9 +79,9 @@ class RunRecorder:
 
     Example:
         >>> import tempfile, torch
-        >>> from opintercept import hooks, intercept, runs
+        >>> from opintercept import intercept, runs
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with intercept(hooks.RunRecorder(f"{folder}/run")):
+        ...     with intercept(runs.RunRecorder(f"{folder}/run")):
         ...         _ = torch.nn.Linear(3, 2)(torch.zeros(4, 3))
         ...     call, = runs.open_run(f"{folder}/run").calls()
         >>> call.record.op, call.values["rhs"].count, call.values["lhs"].rms

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opintercept._table import aligned, csv_cell, write_csv
+from opintercept._text import aligned, csv_cell, write_csv
 
 
 def test_a_table_cuts_long_cells_and_shows_control_characters_as_escapes() -> None:

@@ -1,7 +1,7 @@
 """What the pytest plugin needs once a test uses it: the calls of a test, and what may be expected of them.
 
 Invariant: looking at calls changes nothing of the program and waits for no device until a test asks for values.
-Imported only by `pytest_plugin`, when a test is to be watched, since this imports torch.
+Imported only by `testing.plugin`, when a test is to be watched, since this imports torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any, TypedDict, Unpack, overload
 import pytest
 
 from opintercept import hooks
-from opintercept._call import CallRecord, OpCall, TensorMeta
+from opintercept._call import OpCall
+from opintercept._hook import Hook, Level
 from opintercept._intercept import EngineChoice, Interceptor, intercept
-from opintercept._ops import why_never
-from opintercept._pipeline import Hook, Level
-from opintercept._snapshot import Snapshots
-from opintercept._table import aligned
+from opintercept._ops.select import why_never
+from opintercept._record import CallRecord
+from opintercept._tensors import TensorMeta
+from opintercept._text import aligned
 from opintercept.hooks._values import all_finite, first_output
 from opintercept.hooks.when import CallFilter, checked_dtype
+from opintercept.testing.snapshot import Snapshots
 
 _MOST_CALLS = 10  # that a failure lists one by one
 _MOST_ROWS = 40  # of the table in a failure
@@ -57,7 +59,7 @@ class OpCalls:
 
     Example:
         >>> import torch
-        >>> from opintercept.pytest_plugin import OpCalls
+        >>> from opintercept.testing.plugin import OpCalls
         >>> def test_a_product_and_its_gradient(op_calls):
         ...     x = torch.ones(2, 3, requires_grad=True)
         ...     (x @ torch.ones(3, 4)).sum().backward()

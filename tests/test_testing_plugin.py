@@ -20,10 +20,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opintercept import CallRecord, TensorMeta, hooks, intercept
-from opintercept._expect import OpCalls as EagerOpCalls
-from opintercept._snapshot import FOLDER, Snapshots, _file_name, _read, _write
 from opintercept.hooks._values import all_finite
-from opintercept.pytest_plugin import OpCalls
+from opintercept.testing.calls import OpCalls as EagerOpCalls
+from opintercept.testing.plugin import OpCalls
+from opintercept.testing.snapshot import FOLDER, Snapshots, _file_name, _read, _write
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,9 +103,9 @@ def test_clear_forgets_and_goes_on(op_calls: OpCalls) -> None:
 
 def test_the_class_is_loaded_when_it_is_asked_for() -> None:
     assert OpCalls is EagerOpCalls
-    import opintercept.pytest_plugin as plugin
+    import opintercept.testing.plugin as plugin
 
-    with pytest.raises(AttributeError, match=r"^module 'opintercept\.pytest_plugin' has no attribute 'OpCallz'$"):
+    with pytest.raises(AttributeError, match=r"^module 'opintercept\.testing\.plugin' has no attribute 'OpCallz'$"):
         _ = plugin.OpCallz
 
 
@@ -804,7 +804,7 @@ def test_the_body_and_only_the_body_is_seen(run: Run) -> None:
     sections = [line for line in result.outlines if line.strip("-") == " matmuls "]
     assert len(sections) == 1
     result.stdout.fnmatch_lines(["*- matmuls -*", "what ran: 1 call, 48 FLOP", "phase *", "forward * mm *"])
-    for file in ("_expect", "_pipeline", "kernels"):  # the traceback ends in the test
+    for file in ("testing/calls", "_pipeline", "kernels"):  # the traceback ends in the test
         result.stdout.no_fnmatch_line(f"*{file}.py:*")
 
 
@@ -1331,7 +1331,7 @@ def test_a_run_that_uses_nothing_of_it_loads_nothing_but_the_plugin(pytester: py
 
         def test_what_is_loaded(fixture):
             loaded = {name for name in sys.modules if name.partition(".")[0] in ("opintercept", "torch", "numpy")}
-            assert loaded == {"opintercept", "opintercept.pytest_plugin"}
+            assert loaded == {"opintercept", "opintercept.testing.plugin"}
         """
     )
     pytester.runpytest_subprocess("-p", "no:anyio").assert_outcomes(passed=1)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from opintercept._expect import OpCalls as OpCalls
-    from opintercept._expect import Options
     from opintercept._intercept import Interceptor
-    from opintercept._snapshot import Snapshots
+    from opintercept.testing.calls import OpCalls as OpCalls
+    from opintercept.testing.calls import Options
+    from opintercept.testing.snapshot import Snapshots
 
 _LIBRARY = "opintercept."
 _MOST_TESTS = 20  # that the summary lists without -v
@@ -26,7 +26,7 @@ _MOST_TESTS = 20  # that the summary lists without -v
 
 def __getattr__(name: str) -> Any:
     if name == "OpCalls":  # for annotations
-        from opintercept._expect import OpCalls
+        from opintercept.testing.calls import OpCalls
 
         return OpCalls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -58,7 +58,7 @@ def op_calls(request: pytest.FixtureRequest) -> OpCalls:
 @pytest.fixture(scope="session")
 def op_calls_factory(pytestconfig: pytest.Config) -> Callable[..., AbstractContextManager[OpCalls]]:
     """As `op_calls.block`, for fixtures of a wider scope: `with op_calls_factory(...) as calls:`."""
-    from opintercept._expect import OpCalls
+    from opintercept.testing.calls import OpCalls
 
     return OpCalls([], snapshots=lambda: pytestconfig.stash[_RUNNING].snapshots()).block
 
@@ -82,7 +82,7 @@ class _Watch:
     def record(self) -> OpCalls:
         """The calls of the body, from its beginning on, or from now on if it runs already."""
         if self._calls is None:
-            from opintercept._expect import recording
+            from opintercept.testing.calls import recording
 
             try:
                 interceptor, self._calls = recording(self._options(), self.snapshots)
@@ -97,8 +97,8 @@ class _Watch:
         check = option.opintercept_finite and self._options().get("finite", True)
         if not (option.opintercept or check):
             return
-        from opintercept._expect import Totals, finite_hook
         from opintercept._intercept import intercept
+        from opintercept.testing.calls import Totals, finite_hook
 
         if option.opintercept:
             totals = Totals(self._item.user_properties)
@@ -119,7 +119,7 @@ class _Watch:
     def snapshots(self) -> Snapshots:
         """The snapshots of the test."""
         if self._snapshots is None:
-            from opintercept._snapshot import Snapshots
+            from opintercept.testing.snapshot import Snapshots
 
             item = self._item
             name = item.nodeid.partition("::")[2] or item.name

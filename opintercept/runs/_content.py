@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opintercept._call import is_strided
+from opintercept._tensors import is_strided
 from opintercept.hooks._values import moments, stored_values
 from opintercept.runs.store import Values
 

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opintercept.hooks import _content
-from opintercept.hooks._content import content_of
-from opintercept.runs import Values
+from opintercept.runs import Values, _content
+from opintercept.runs._content import content_of
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

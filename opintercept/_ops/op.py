@@ -1,0 +1,200 @@
+"""`Op`, one row of the operator table: an operator's operands, its GEMM shape and its FLOPs.
+
+Imports only `_tensors`, `_record` and torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from opintercept._record import Gemm
+from opintercept._tensors import describe, is_tensor
+
+Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "other"]
+# How an operator reaches the kernels:
+#   leaf       as itself, so both dispatch engines watch it
+#   composite  taken apart above autograd; whole only at function level, or below inference_mode
+#   seen       as itself, but its inner matmuls pass the dispatcher too: the kernel engine watches
+#              those, a dispatch mode cannot and gets one opaque call
+Kind = Literal["leaf", "composite", "seen"]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+FlopsRule = Callable[["Op", Args, Kwargs], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class GemmRule:
+    """How operators of one kind multiply.
+
+    Attributes:
+        shape: Computes the product's shape from the arguments of a call; None where there is no single product.
+        summed: The dimensions of a matrix in lhs and in rhs over which the product sums; None where they vary.
+        in_list: Whether the operands may come in one list instead of one by one.
+    """
+
+    shape: Callable[[Op, Args, Kwargs], Gemm | None]
+    summed: tuple[int, int] | None = None
+    in_list: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One row of the table.
+
+    Attributes:
+        name: The packet, `"aten::addmm"`, or a function's public name.
+        family: The family it belongs to.
+        kind: How it reaches the kernels, see `Kind`.
+        opaque: Whether it hides matmuls that cannot be seen one by one.
+        roles: Role and keyword of each positional argument, `{"lhs": (1, "mat1")}`.
+    """
+
+    name: str
+    family: Family = "other"
+    kind: Kind = "leaf"
+    opaque: bool = False
+    roles: dict[str, tuple[int, str]] = field(default_factory=dict)
+    gemm_rule: GemmRule | None = None
+    flops_rule: FlopsRule | None = None
+
+    def operand(self, role: str, args: Args, kwargs: Kwargs) -> Any:
+        """The tensor in `role` ("lhs", "rhs", "bias"), or None."""
+        value = self.argument(role, args, kwargs)
+        if isinstance(value, (list, tuple)) and value:  # einsum's operands, a foreach list
+            value = value[0]
+        return value if is_tensor(value) else None
+
+    def argument(self, role: str, args: Args, kwargs: Kwargs) -> Any:
+        """What was passed in `role`, by position or by keyword; None for nothing."""
+        where = self.roles.get(role)
+        if where is None:
+            return None
+        position, keyword = where
+        if self._takes_a_list(args):
+            args = (args[0], *args[1])
+        if position < len(args):
+            return args[position]
+        if keyword == "input":  # torch's C functions take either spelling
+            return kwargs.get("input", kwargs.get("self"))
+        return kwargs.get(keyword)
+
+    def replaced(self, role: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """The inputs with `value` in `role`, passed the way the tensor there was.
+
+        Raises:
+            ValueError: There is no tensor in that role, or a list of them.
+        """
+        old = self.argument(role, args, kwargs)
+        if not is_tensor(old):
+            raise ValueError(
+                f"an operand that is replaced must be one tensor, got {describe(old)} as the {role} of {self.name}; "
+                "return call.args, call.kwargs with the change made"
+            )
+        position, keyword = self.roles[role]
+        if self._takes_a_list(args):
+            equation, operands = args
+            inner = [*operands[: position - 1], value, *operands[position:]]
+            return (equation, type(operands)(inner)), kwargs
+        if position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, keyword if keyword in kwargs else "self": value}
+
+    def _takes_a_list(self, args: Args) -> bool:
+        """Whether the operands come in a list instead of one by one."""
+        in_list = self.gemm_rule is not None and self.gemm_rule.in_list
+        return in_list and len(args) == 2 and isinstance(args[1], (list, tuple))
+
+    def summed(self, role: str) -> int | None:
+        """The dimension of a matrix in `role`, lhs or rhs, that the product sums over; None where it is not fixed."""
+        if self.gemm_rule is None or self.gemm_rule.summed is None:
+            return None
+        return self.gemm_rule.summed[0 if role == "lhs" else 1]
+
+    def gemm(self, args: Args, kwargs: Kwargs) -> Gemm | None:
+        """The matrix product's shape, or None where there is no single one."""
+        rule = self.gemm_rule
+        if rule is None:
+            return None
+        lhs, rhs = self.operand("lhs", args, kwargs), self.operand("rhs", args, kwargs)
+        if lhs is None or rhs is None or lhs.is_nested or rhs.is_nested:
+            return None
+        try:
+            return rule.shape(self, args, kwargs)
+        except Exception:  # operands that do not go together: a pre hook may ask before the operator refuses them
+            return None
+
+    def flops(self, args: Args, kwargs: Kwargs) -> int | None:
+        """Floating-point operations, 2 a multiply-add, or None where no formula is known."""
+        if self.flops_rule is not None:
+            lhs = self.operand("lhs", args, kwargs)
+            if lhs is not None and lhs.is_nested:
+                return None
+            try:
+                return self.flops_rule(self, args, kwargs)
+            except Exception:  # likewise
+                return None
+        shape = self.gemm(args, kwargs)
+        return None if shape is None else 2 * shape.batch * shape.m * shape.n * shape.k
+
+    def arguments(self, func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+        """Every argument by the name of its parameter, defaults included; of `out=` forms without the outputs.
+
+        A parameter whose name torch does not tell, of some functions, is called by its position, `"args[2]"`.
+        """
+        parameters = _parameters(func, self.name.rpartition(".")[2])
+        found: dict[str, Any] = {}
+        for position, parameter in enumerate(parameters):
+            if position < len(args):
+                found[parameter.name] = args[position]
+            elif parameter.name in kwargs:
+                found[parameter.name] = kwargs[parameter.name]
+            elif parameter.default is not inspect.Parameter.empty:
+                found[parameter.name] = parameter.default
+        found |= {f"args[{i}]": args[i] for i in range(len(parameters), len(args))}
+        return found | {name: value for name, value in kwargs.items() if name not in found and name != "out"}
+
+    def written(self, func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+        """The caller's tensors that this call writes its result to: `out=` and in-place forms."""
+        schema = getattr(func, "_schema", None)
+        if schema is None:
+            short = self.name.rpartition(".")[2]
+            out = kwargs.get("out")
+            if out is None and short.endswith("_") and not short.endswith("__"):
+                out = args[0] if args else kwargs.get("input", kwargs.get("self"))
+            return list(out) if isinstance(out, (list, tuple)) else [] if out is None else [out]
+        return [
+            args[position] if position < len(args) else kwargs[argument.name]
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and (position < len(args) or argument.name in kwargs)
+        ]
+
+
+class _Parameter(NamedTuple):
+    name: str
+    default: Any = inspect.Parameter.empty
+
+
+@lru_cache(maxsize=4096)
+def _parameters(func: Any, short: str) -> tuple[_Parameter, ...]:
+    """The parameters of an overload or a function but for what it only writes to; none where torch does not tell."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        try:
+            parameters = inspect.signature(func).parameters.values()
+            several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            return tuple(_Parameter(p.name, p.default) for p in parameters if p.kind not in several)
+        except (TypeError, ValueError):  # a function in C, which mostly has the parameters of the operator of its name
+            schema = getattr(getattr(getattr(torch.ops.aten, short, None), "default", None), "_schema", None)
+    return tuple(
+        _Parameter(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty)
+        for a in (() if schema is None else schema.arguments)
+        if not a.is_out
+    )

@@ -1,0 +1,163 @@
+"""What `ops=` stands for, and what to say of a name that stands for nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from opintercept._ops.op import Op
+from opintercept._ops.table import HIGHER_ORDER, MATMUL, PLACES, functions, overloads, row_of
+
+Selection = frozenset[Any] | None
+"""What to watch: overloads at dispatch level, functions at function level; None for everything."""
+
+
+def select(ops: Any, level: Literal["function", "dispatch"]) -> Selection:
+    """Work out what `ops=` stands for.
+
+    Raises:
+        TypeError: An entry of another type than the level takes.
+        ValueError: An unknown name, or nothing at all.
+    """
+    if isinstance(ops, str) and ops == "all":
+        return None
+    one = _overloads_of if level == "dispatch" else _functions_of
+    if isinstance(ops, str) and ops == "matmul":
+        family = frozenset(overload for name in MATMUL for overload in overloads(name))
+        return family if level == "dispatch" else family | frozenset(functions())
+    entries = ops if isinstance(ops, Iterable) and not isinstance(ops, (str, torch._ops.OpOverloadPacket)) else [ops]
+    found = frozenset(key for entry in entries for key in one(entry))
+    if not found:
+        raise ValueError(f"ops must name at least one operator, got {ops!r}; leave it out for the whole family")
+    return found
+
+
+def _overloads_of(entry: Any) -> list[Any]:
+    if isinstance(entry, torch._ops.OpOverload):
+        return [entry]
+    if isinstance(entry, torch._ops.OpOverloadPacket):
+        return [getattr(entry, name) for name in entry.overloads()]
+    if not isinstance(entry, str):
+        raise TypeError(
+            f"ops at dispatch level must be names, OpOverloadPackets or OpOverloads, got {entry!r}; "
+            "pass torch.ops.aten.mm or 'mm', or use level='function'"
+        )
+    packet, _, overload = (entry if "::" in entry else f"aten::{entry}").partition(".")
+    found = [o for o in overloads(packet) if not overload or o._overloadname == overload]
+    if not found:
+        raise _unknown(entry, [name.removeprefix("aten::") for name in MATMUL])
+    return found
+
+
+def _functions_of(entry: Any) -> list[Any]:
+    if isinstance(entry, str):
+        short = entry.removeprefix("aten::")
+        found = [
+            function
+            for function, row in functions().items()
+            if row.name == entry or row.name.rpartition(".")[2].strip("_") == short.strip("_")
+        ]
+        if not found:
+            places = [getattr(owner, short, None) for _, owner, _ in PLACES]
+            found = [place for place in places if callable(place) and torch.overrides.resolve_name(place)]
+        if not found:
+            raise _unknown(entry, [row.name.rpartition(".")[2] for row in functions().values()])
+        return found
+    if entry in functions() or (callable(entry) and torch.overrides.resolve_name(entry)):
+        return [entry]
+    raise TypeError(f"ops at function level must be names or functions of torch, got {entry!r}")
+
+
+def _unknown(name: str, known: Iterable[str]) -> ValueError:
+    return ValueError(f"ops must be names of operators, got unknown op {name!r}; {_hint(name, known)}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.removeprefix("aten::"), sorted(set(known)), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, close))}" if close else "see torch.ops for the names there are"
+
+
+_PARTS = {
+    "attention": "'_scaled_dot_product_flash_attention' and its like, or 'bmm' for the math path",
+    "fused": "'mm' and 'addmm', or 'mkldnn_rnn_layer' and '_cudnn_rnn' for a fused LSTM",
+    "sparse": "'_sparse_addmm' and 'addmm'",
+    "low precision": "its namespace's operators",
+    "other": "what ops='all' shows of it",
+}
+
+
+def parts(row: Op) -> str:
+    """What to watch at dispatch level instead of a composite."""
+    return _PARTS.get(row.family, "'mm', 'addmm', 'bmm', 'mv' and 'dot'")
+
+
+def why_never(name: str, level: Literal["function", "dispatch"], keys: Selection, family: bool) -> str | None:
+    """Say why no watched call has this name, and what to write instead; None if one may.
+
+    Args:
+        name: In full or without its namespace, as in `hooks.when`.
+        level: That of the calls.
+        keys: What the engine watches: overloads by name, or functions; None for everything.
+        family: Whether that is the whole family. Then the operators that only other builds of torch run count too,
+            so that one test serves all devices.
+    """
+    names = None if keys is None else {row_of(key).name for key in keys}
+    known = {_short(full) for full in (MATMUL if names is None else names)}
+    if names is not None:
+        if family and level == "dispatch":
+            names.update(row.name for row in MATMUL.values() if row.kind == "leaf")
+            # Without "linear", which would be torch's, and not `quantized::linear`.
+            apart = {_short(row.name) for row in MATMUL.values() if row.kind == "composite"}
+            known = {_short(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}
+        if name in names or name in known:
+            return None
+    packet, not_watched = _packet(name), None if names is None else "which is not watched; name it in ops="
+    if level == "function":
+        if _is_function(name) or _exists(name):
+            return not_watched
+        return f"an unknown name; {_hint(name, (_short(row.name) for row in functions().values()))}"
+    if any(name == row.name for row in functions().values()):
+        return "which is a function; use level='function'"
+    if overloads(packet.partition(".")[0]) and "." in packet:
+        return f"but calls are named without the overload, {name.partition('.')[0]!r}"
+    row = row_of(name if name in HIGHER_ORDER else packet)
+    if names is not None and row.kind == "composite":
+        all_of_them = ", leave op out for the whole family" if packet == "aten::matmul" else ""
+        return (
+            f"which is taken apart before dispatch level can see it; name {parts(row)} instead{all_of_them}, or use "
+            "level='function'"
+        )
+    if names is not None and row.kind == "seen":
+        return "of which the kernel engine sees the products that it runs, one by one; use engine='mode' for the whole"
+    if not _exists(name):
+        return f"an unknown name; {_hint(name, known)}"
+    return not_watched
+
+
+def _is_function(name: str) -> bool:
+    place: Any = torch
+    for part in name.split(".")[1:] if name.startswith("torch.") else ():
+        place = getattr(place, part, None)
+    try:
+        return bool(_functions_of(name if place is torch else place))
+    except (TypeError, ValueError):
+        return False
+
+
+def _short(name: str) -> str:
+    return name.rpartition("::")[2].rpartition(".")[2]
+
+
+def _packet(name: str) -> str:
+    return name if "::" in name else f"aten::{name}"
+
+
+def _exists(name: str) -> bool:
+    if name in HIGHER_ORDER or overloads(_packet(name)):
+        return True
+    # Without its namespace the name may be that of an operator of the program's own.
+    spaces = [space for space, value in vars(torch.ops).items() if isinstance(value, torch._ops._OpNamespace)]
+    return "::" not in name and any(overloads(f"{space}::{name}") for space in spaces)

@@ -1,0 +1,348 @@
+"""The op table: the only place that knows operators, their operands, GEMM shapes and FLOPs.
+
+Invariant: one row an operator packet, so that `.out`, `.dtype` and in-place forms cannot slip by.
+Imports only `_call` and torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from opintercept._ops import rules
+from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op
+
+MATMUL: dict[str, Op] = {}
+"""Packet name to row, the whole family."""
+
+
+def _add(
+    names: str,
+    arguments: str = "",
+    *,
+    family: Family = "gemm",
+    kind: Kind = "leaf",
+    opaque: bool = False,
+    gemm: GemmRule | None = None,
+    flops: FlopsRule | None = None,
+) -> None:
+    # `arguments` is the head of the signature: "bias:input lhs:mat1 rhs:mat2", `_` for no role.
+    roles = {}
+    for position, word in enumerate(arguments.split()):
+        role, _, keyword = word.partition(":")
+        if role != "_":
+            roles[role] = (position, keyword)
+    for name in names.split():
+        name = name if "::" in name else f"aten::{name}"
+        MATMUL[name] = Op(name, family, kind, opaque, roles, gemm, flops)
+
+
+_add("mm", "lhs:input rhs:mat2", gemm=rules.matmul)
+_add("bmm", "lhs:input rhs:mat2", gemm=rules.matmul)
+_add("addmm addmm_ _addmm_activation", "bias:input lhs:mat1 rhs:mat2", gemm=rules.matmul)
+_add("baddbmm baddbmm_ addbmm addbmm_", "bias:input lhs:batch1 rhs:batch2", gemm=rules.matmul)
+_add("mv", "lhs:input rhs:vec", gemm=rules.matmul)
+_add("addmv addmv_", "bias:input lhs:mat rhs:vec", gemm=rules.matmul)
+_add("dot", "lhs:input rhs:tensor", gemm=rules.matmul)
+_add("vdot", "lhs:input rhs:other", gemm=rules.matmul)
+_add(
+    "_foreach_mm _native::_foreach_mm_native_0 _native::_foreach_mm_native_1", "lhs:self rhs:mat2", flops=rules.foreach
+)
+_add("_native::bmm_triton_0", "lhs:self rhs:mat2", gemm=rules.matmul)
+_add("inductor::_mm_plus_mm", "lhs:a rhs:b", kind="seen", opaque=True)
+_add("symm_mem::_async_input_mm", "lhs:a rhs:b", gemm=rules.matmul)
+# Registered from Python once torch.distributed._symmetric_memory or torch.onnx are imported.
+_add(
+    "symm_mem::fused_all_gather_matmul symm_mem::fused_all_gather_scaled_matmul"
+    " symm_mem::fused_matmul_reduce_scatter symm_mem::fused_scaled_matmul_reduce_scatter onnx::Attention",
+    kind="seen",
+    opaque=True,
+)
+_add("matmul linalg_matmul", "lhs:input rhs:other", kind="composite", gemm=rules.matmul)
+_add("linear", "lhs:input rhs:weight bias:bias", kind="composite", gemm=rules.linear)
+_add("einsum", "_ lhs:operands rhs:operands", kind="composite", gemm=rules.einsum)
+_add("tensordot", "lhs:a rhs:b", kind="composite", gemm=rules.tensordot)
+_add("inner", "lhs:input rhs:other", kind="composite", gemm=rules.inner)
+_add("linalg_vecdot", "lhs:x rhs:y", kind="composite", gemm=rules.vecdot)
+_add("chain_matmul linalg_multi_dot", "lhs:tensors", kind="composite")
+_add("matrix_power linalg_matrix_power", "lhs:input", kind="composite")
+_add("bilinear", "lhs:input1 _ rhs:weight bias:bias", kind="composite", opaque=True)
+_add("_trilinear", "lhs:i1 rhs:i2", kind="seen", opaque=True)
+_add("cdist", "lhs:x1 rhs:x2", kind="composite", opaque=True)
+_add("_euclidean_dist", "lhs:x1 rhs:x2", kind="seen", opaque=True)
+_add("matrix_exp", "lhs:input", kind="composite", opaque=True)
+_add("linalg_matrix_exp", "lhs:input", kind="seen", opaque=True)
+_add("pinverse", "lhs:input", kind="composite", opaque=True)
+_add("linalg_pinv", "lhs:input", kind="seen", opaque=True)
+_add("cov corrcoef", "lhs:input", kind="composite", opaque=True)
+_add("linear_backward", "lhs:self _ rhs:weight", kind="seen", opaque=True)
+_add("matmul_backward", "_ lhs:self rhs:other", kind="seen", opaque=True)
+_add("_int_mm", "lhs:input rhs:mat2", family="low precision", gemm=rules.matmul)
+_add("_scaled_mm", "lhs:input rhs:mat2 _ _ bias:bias", family="low precision", gemm=rules.matmul)
+_add("_scaled_mm_v2", "lhs:input rhs:mat2", family="low precision", gemm=rules.matmul)
+_add("_scaled_addmm _scaled_addmm_", "bias:input lhs:mat1 rhs:mat2", family="low precision", gemm=rules.matmul)
+_add(
+    "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2",
+    "lhs:input rhs:mat2",
+    family="low precision",
+    flops=rules.grouped,
+)
+_add("_weight_int8pack_mm", "lhs:input rhs:mat2", family="low precision", gemm=rules.linear)
+_add(
+    "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros",
+    "lhs:input rhs:mat2",
+    family="low precision",
+)
+_add("_mixed_dtypes_linear", "lhs:input rhs:weight", family="low precision")
+_add("_dyn_quant_matmul_4bit", "lhs:inp rhs:packed_weights", family="low precision")
+_add(
+    "fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_fp16_weight"
+    " fbgemm_linear_fp16_weight_fp32_activation _wrapped_quantized_linear_prepacked",
+    "lhs:input",
+    family="low precision",
+    kind="composite",
+)
+_add(
+    "quantized::linear quantized::linear_dynamic quantized::linear_dynamic_fp16"
+    " quantized::linear_dynamic_fp16_unpacked_weight quantized::linear_leaky_relu quantized::linear_relu"
+    " quantized::linear_relu_dynamic quantized::linear_relu_dynamic_fp16 quantized::linear_tanh"
+    " quantized::linear_with_input_q_dq_qweight_dq_output_fp32"
+    " quantized::linear_with_input_q_dq_qweight_dq_relu_output_fp32 _quantized::linear"
+    " _quantized::linear_dynamic _quantized::wrapped_fbgemm_linear_fp16_weight"
+    " _quantized::wrapped_quantized_linear _quantized::_wrapped_quantized_linear_prepacked",
+    "lhs:X",
+    family="low precision",
+)
+_add("quantized::matmul", "lhs:qa rhs:qb", family="low precision", gemm=rules.matmul)
+_add(
+    "sparse::qlinear sparse::qlinear_dynamic sparse::qlinear_relu sparse::qlinear_relu_dynamic",
+    "lhs:X",
+    family="low precision",
+)
+_add(
+    "quantized::quantized_gru_cell_dynamic quantized::quantized_lstm_cell_dynamic"
+    " quantized::quantized_rnn_relu_cell_dynamic quantized::quantized_rnn_tanh_cell_dynamic",
+    "lhs:input",
+    family="low precision",
+    opaque=True,
+)
+_add("onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16", "lhs:x", family="low precision")
+_add("onednn::qlinear_pointwise", "lhs:qx", family="low precision")
+_add("hspmm", "lhs:mat1 rhs:mat2", family="sparse", gemm=rules.matmul)
+_add("_sparse_mm", "lhs:sparse rhs:dense", family="sparse", kind="composite", gemm=rules.matmul)
+_add("smm", "lhs:input rhs:mat2", family="sparse", kind="composite", gemm=rules.matmul)
+_add("_sparse_addmm sspaddmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=rules.matmul)
+_add("sparse_sampled_addmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=rules.matmul)
+_add("_sparse_sparse_matmul _sparse_mm_reduce_impl", "lhs:input rhs:other", family="sparse", gemm=rules.matmul)
+_add("_sparse_mm_reduce_impl_backward", "lhs:self rhs:grad_out", family="sparse", opaque=True)
+_add("_cslt_sparse_mm", "lhs:compressed_A rhs:dense_B bias:bias", family="sparse")
+_add("_sparse_semi_structured_linear", "lhs:input rhs:weight", family="sparse")
+_add("_sparse_semi_structured_mm", "lhs:mat1 _ rhs:mat2", family="sparse")
+_add("_sparse_semi_structured_addmm", "bias:input lhs:mat1 _ rhs:mat2", family="sparse")
+_add(
+    "scaled_dot_product_attention _scaled_dot_product_attention_math",
+    "lhs:query rhs:key value:value",
+    family="attention",
+    kind="composite",
+    opaque=True,
+    flops=rules.attention(2),
+)
+_add(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
+    " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+    " _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps",
+    "lhs:query rhs:key value:value",
+    family="attention",
+    opaque=True,
+    flops=rules.attention(2),
+)
+_add(
+    "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward",
+    "lhs:query rhs:key value:value",
+    family="attention",
+    opaque=True,
+)
+_add(
+    "_flash_attention_forward_no_dropout_inplace _cudnn_attention_forward_no_dropout_inplace",
+    "_ lhs:query rhs:key value:value",
+    family="attention",
+    opaque=True,
+)
+_add("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", family="attention", opaque=True, flops=rules.attention(2))
+_add(
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"
+    " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
+    " _scaled_dot_product_fused_attention_overrideable_backward",
+    "_ lhs:query rhs:key value:value",
+    family="attention",
+    opaque=True,
+    flops=rules.attention(5),
+)
+_add(
+    "_flash_attention_backward _efficient_attention_backward _cudnn_attention_backward",
+    "_ lhs:query rhs:key value:value",
+    family="attention",
+    opaque=True,
+)
+_add(
+    "_native_multi_head_attention _triton_multi_head_attention",
+    "lhs:query rhs:key",
+    family="fused",
+    kind="seen",
+    opaque=True,
+)
+_add("_transformer_encoder_layer_fwd", "lhs:src", family="fused", kind="seen", opaque=True)
+_add("mkldnn_rnn_layer", "lhs:input rhs:weight0", family="fused", opaque=True, flops=rules.lstm_layer)
+_add("mkldnn_rnn_layer_backward", "lhs:input rhs:weight1", family="fused", opaque=True, flops=rules.lstm_layer_backward)
+_add("_cudnn_rnn miopen_rnn _lstm_mps", "lhs:input", family="fused", opaque=True)
+_add("_cudnn_rnn_backward miopen_rnn_backward", "lhs:input", family="fused", opaque=True)
+_add("lstm_mps_backward", "_ _ _ _ _ lhs:input", family="fused", opaque=True)
+_add("quantized_lstm quantized_gru", "lhs:input", family="fused", opaque=True)
+_add(
+    "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell quantized_lstm_cell"
+    " quantized_gru_cell quantized_rnn_relu_cell quantized_rnn_tanh_cell",
+    "lhs:input",
+    family="fused",
+    kind="composite",
+    opaque=True,
+)
+_add("prepacked::linear_clamp_run", "lhs:X", family="fused")
+_add("mkldnn_linear", "lhs:self rhs:weight bias:bias", family="fused", gemm=rules.linear)
+_add("mkldnn_linear_backward", "lhs:self _ rhs:weight", family="fused", opaque=True)
+_add("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight", family="fused")
+_add("mkldnn_linear_backward_weights", "lhs:grad_output rhs:input", family="fused")
+# The packed weight of these has no shape of its own.
+_add("mkl::_mkl_linear", "lhs:X _ rhs:ORI_W bias:B", family="fused", gemm=rules.linear)
+_add("mkldnn::_linear_pointwise", "lhs:X rhs:W bias:B", family="fused", gemm=rules.linear)
+# Operators that take Python functions: a dispatch mode gets them whole, the kernel engine what they run.
+HIGHER_ORDER = frozenset(
+    name
+    for names in (
+        "associative_scan cond flex_attention flex_attention_backward hints_wrapper",
+        "invoke_subgraph map_impl scan while_loop wrap",
+    )
+    for name in names.split()
+)
+for _name in HIGHER_ORDER:
+    MATMUL[f"higher_order::{_name}"] = Op(f"higher_order::{_name}", "fused", "seen", opaque=True)
+NOT_MATMUL: dict[str, str] = {
+    name if "::" in name else f"aten::{name}": reason
+    for reason, names in {
+        "an outer product: nothing is summed": "addr addr_ outer ger kron",
+        "pointwise half of a cell, its matmuls run before it": (
+            "_thnn_fused_gru_cell _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell"
+            " _thnn_fused_lstm_cell_backward _thnn_fused_lstm_cell_backward_impl"
+            " _thnn_differentiable_gru_cell_backward _thnn_differentiable_lstm_cell_backward"
+        ),
+        "pairwise differences, no product": "_cdist_forward _cdist_backward",
+        "interpolation": (
+            "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward upsample_bilinear2d"
+            " upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward upsample_trilinear3d"
+            " upsample_trilinear3d_backward"
+        ),
+        "packs or unpacks a weight": (
+            "_quantized::_wrapped_linear_prepack _quantized::linear_prepack _quantized::linear_prepack_fp16"
+            " _quantized::linear_prepack_fp16_legacy _quantized::linear_prepack_legacy"
+            " _quantized::wrapped_fbgemm_pack_gemm_matrix_fp16 _wrapped_linear_prepack"
+            " fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 mkl::_mkl_reorder_linear_weight"
+            " mkldnn::_reorder_linear_weight mkldnn::_reorder_mkldnn_rnn_layer_weight"
+            " onednn::linear_prepack_fp16 onednn::qlinear_prepack prepacked::linear_clamp_prepack"
+            " prepacked::unpack_prepacked_sizes_linear quantized::int4mm_packed_weight_cpu"
+            " quantized::linear_prepack quantized::linear_prepack_fp16 quantized::linear_prepack_fp16_legacy"
+            " quantized::linear_prepack_legacy quantized::linear_unpack quantized::linear_unpack_fp16"
+            " sparse::qlinear_prepack sparse::qlinear_unpack _cudnn_rnn_flatten_weight"
+            " _use_cudnn_rnn_flatten_weight fbgemm_pack_quantized_matrix _convert_weight_to_int4pack"
+            " _convert_weight_to_int4pack_for_cpu _dyn_quant_pack_4bit_weight"
+        ),
+        "chooses an algorithm, the caller keeps no product": "_cslt_sparse_mm_search _fused_sdp_choice",
+        "a backward formula built of other operators": "matrix_exp_backward",
+        "a weighted sum inside matrix_exp, elementwise": "_compute_linear_combination",
+        "a function of one argument, unrelated": "mvlgamma mvlgamma_",
+    }.items()
+    for name in names.split()
+}
+"""Operators whose names look like a matmul's and that are none, with the reason."""
+
+
+def overloads(packet_name: str) -> list[torch._ops.OpOverload]:
+    """Every overload of a packet; none where this torch build lacks the operator."""
+    namespace, _, name = packet_name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+# Where the function level finds the functions of a row, and what it calls them in public.
+PLACES: tuple[tuple[str, Any, str], ...] = (
+    ("torch.nn.functional", torch.nn.functional, ""),
+    ("torch", torch, ""),
+    ("torch.Tensor", torch.Tensor, ""),
+    ("torch.linalg", torch.linalg, "linalg_"),
+    ("torch.sparse", torch.sparse, "_sparse_"),
+    ("torch.sparse", torch.sparse, "sparse_"),
+)
+# lhs and rhs the other way round than the method's arguments.
+_REFLECTED = {"__rmatmul__": "matmul"}
+_SPELLINGS = {"__matmul__": "matmul"}
+
+
+@cache
+def functions() -> dict[Callable[..., Any], Op]:
+    """The functions that Python calls for each row, with a row that carries the public name."""
+    found: dict[Callable[..., Any], Op] = {}
+
+    def put(function: Any, name: str, row: Op, roles: dict[str, tuple[int, str]] | None = None) -> None:
+        if callable(function) and not isinstance(function, (type, ModuleType)):
+            found.setdefault(
+                function,
+                Op(
+                    name,
+                    row.family,
+                    row.kind,
+                    row.opaque,
+                    row.roles if roles is None else roles,
+                    row.gemm_rule,
+                    row.flops_rule,
+                ),
+            )
+
+    for row in MATMUL.values():
+        namespace, _, short = row.name.partition("::")
+        if namespace != "aten":
+            continue
+        for place, owner, prefix in PLACES:
+            if short.startswith(prefix):
+                public = short.removeprefix(prefix)
+                put(getattr(owner, public, None), f"{place}.{public}", row)
+    matmul = MATMUL["aten::matmul"]
+    for method in _SPELLINGS:
+        put(getattr(torch.Tensor, method), f"torch.Tensor.{method}", matmul)
+    for method in _REFLECTED:
+        put(
+            getattr(torch.Tensor, method),
+            f"torch.Tensor.{method}",
+            matmul,
+            {"lhs": (1, "other"), "rhs": (0, "self")},
+        )
+    attention = Op("", "attention", "composite", True, {"lhs": (0, "query"), "rhs": (1, "key")})
+    put(
+        torch.nn.functional.multi_head_attention_forward,
+        "torch.nn.functional.multi_head_attention_forward",
+        attention,
+    )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def row_of(key: Any) -> Op:
+    """The row of an overload, its name, or a function; one without operands for what is no matmul."""
+    name = key if isinstance(key, str) else getattr(key, "_name", None)
+    if name is not None:
+        packet = f"higher_order::{name}" if name in HIGHER_ORDER else name.partition(".")[0]
+        return MATMUL.get(packet) or Op(packet)
+    return functions().get(key) or Op(torch.overrides.resolve_name(key) or getattr(key, "__qualname__", repr(key)))

@@ -1,0 +1,1 @@
+"""Where calls come from: module, source line, forward call and autocast."""

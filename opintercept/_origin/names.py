@@ -1,0 +1,237 @@
+"""What an interceptor calls the modules of a program.
+
+Invariant: nothing here keeps a module alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
+
+import torch
+
+from opintercept._origin.stack import OUTER_CALL, module_of, pipeline_frame
+
+# What torch puts between a module and its parent without the user having written it.
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_PARALLEL = {"DataParallel", "DistributedDataParallel"}  # these call what they wrap `module`
+_PUTS_CLASSES_BELOW = ("torch.distributed.", "torch.nn.utils.parametrize")
+
+
+class _Names(NamedTuple):
+    """The names that a module has under one root, the first one first."""
+
+    module: weakref.ref[torch.nn.Module]
+    names: tuple[str, ...]
+
+
+# The qualified names under each root, without its label; shared by all interceptors, since collecting them takes time.
+_by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
+
+
+def names_under(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
+    """The qualified names of `module` under `root`, `""` for the root itself; None if it is not registered there."""
+    known = _table(root)
+    entry = known.get(id(module))
+    if entry is None or entry.module() is not module:
+        known.update(_collect(root))  # registered since, perhaps
+        entry = known.get(id(module))
+    return entry.names if entry is not None and entry.module() is module else None
+
+
+def _table(root: torch.nn.Module) -> dict[int, _Names]:
+    known = _by_root.get(root)
+    if known is None:
+        known = _by_root[root] = _collect(root)
+    return known
+
+
+def _has(root: torch.nn.Module, module: torch.nn.Module) -> bool:
+    entry = _table(root).get(id(module))
+    return entry is not None and entry.module() is module
+
+
+def _collect(root: torch.nn.Module) -> dict[int, _Names]:
+    names: dict[int, list[str]] = {}
+    modules: dict[int, torch.nn.Module] = {}
+    shown: dict[str, str] = {}  # by qualified name, that without the wrappers' parts; a parent comes before its parts
+    wrapped: set[str] = set()
+    for name, module in root.named_modules(remove_duplicate=False):
+        parent, _, part = name.rpartition(".")
+        above = shown.get(parent, "")
+        hidden = part in _WRAPPERS or name in wrapped
+        shown[name] = above if hidden else f"{above}.{part}".lstrip(".")
+        if any(kind.__name__ in _PARALLEL for kind in type(module).__mro__):
+            wrapped.add(f"{name}.module".lstrip("."))
+        names.setdefault(id(module), []).append(shown[name])
+        modules[id(module)] = module
+    return {key: _Names(weakref.ref(module), tuple(names[key])) for key, module in modules.items()}
+
+
+def _unwrapped(root: torch.nn.Module) -> torch.nn.Module:
+    """The module that the user wrote, inside of what torch puts around it."""
+    while True:
+        parallel = any(kind.__name__ in _PARALLEL for kind in type(root).__mro__)
+        names = _WRAPPERS | {"module"} if parallel else _WRAPPERS
+        inner = next((part for name, part in root.named_children() if name in names), None)
+        if inner is None:
+            return root
+        root = inner
+
+
+def _class_name(root: torch.nn.Module) -> str:
+    if isinstance(root, torch.jit.ScriptModule):
+        return str(getattr(root, "original_name", type(root).__name__))
+    # `fully_shard` and `parametrize` put a class of their own, FSDPNet, below the user's.
+    kinds = (kind for kind in type(root).__mro__ if not kind.__module__.startswith(_PUTS_CLASSES_BELOW))
+    return next(kinds).__name__
+
+
+class _Home:
+    """A root with a label, after which the modules in it are named.
+
+    Attributes:
+        root: The root, as long as it lives and has the label.
+        label: What the root itself is called.
+        prefix: What the names of its modules begin with.
+        names: The names so far by the module's identity.
+    """
+
+    __slots__ = ("label", "names", "prefix", "root")
+
+    def __init__(self, label: str, prefix: str) -> None:
+        self.root: Callable[[], torch.nn.Module | None] = _no_root
+        self.label = label
+        self.prefix = prefix
+        self.names: dict[int, _Names] = {}
+
+    def find(self, module: torch.nn.Module) -> tuple[str, ...] | None:
+        """The names of a module in here, or None; remembered."""
+        root = self.root()
+        found = None if root is None else names_under(root, module)
+        if found is None:
+            return None
+        names = tuple(f"{self.prefix}{name}" if name else self.label for name in found)
+        self.names[id(module)] = _Names(weakref.ref(module), names)
+        return names
+
+
+class _Seen(NamedTuple):
+    """The outermost module of a stack, and the home that it is part of, mostly its own."""
+
+    root: Callable[[], torch.nn.Module | None]
+    home: _Home
+
+
+def _no_root() -> None:
+    return None
+
+
+class Labels:
+    """What one interceptor calls the modules of the program.
+
+    The first root with modules in it gives them their plain names, `fc1`. A name under any other root begins with
+    the root's class, `Critic.fc1`, and with a number where several of the class live, `Critic#2.fc1`. A label is free
+    again when its root has died. No lock: a signal handler may name modules, too.
+    """
+
+    def __init__(self) -> None:
+        self._homes: dict[str, _Home] = {}  # by label
+        self._seen: dict[int, _Seen] = {}  # by the identity of the root; those that are gone leave when there are many
+        self._look_through_at = 64
+        self._last = _Seen(_no_root, _Home("", ""))  # nearly always the next one, too
+        self._plain: str | None = None  # the class whose first root has plain names
+
+    def names(self, root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...]:
+        """The names of `module` in a call whose outermost module is `root`."""
+        seen = self._last
+        if seen.root() is not root:
+            seen = self._turn_to(root)
+        entry = seen.home.names.get(id(module))
+        if entry is not None and entry.module() is module:
+            return entry.names
+        if seen.home.root() is None:
+            seen = self._turn_to(root)
+        return seen.home.find(module) or self._unregistered(seen.home, module)
+
+    def registered(self, root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
+        """The names of `module`, wherever the stack is, or None if it is not registered under `root`."""
+        return self._turn_to(root).home.find(module)
+
+    def recomputed(self, module: torch.nn.Module) -> tuple[str, ...] | None:
+        """The names of `module` where the stack begins at a checkpoint and not at the root; None if no root has it."""
+        found = [names for home in list(self._homes.values()) if (names := home.find(module)) is not None]
+        return max(found, key=lambda names: len(names[0]), default=None)
+
+    def _turn_to(self, root: torch.nn.Module) -> _Seen:
+        key = id(root)
+        seen = self._seen.get(key)
+        if seen is None or seen.root() is not root or seen.home.root() is None:
+            if len(self._seen) >= self._look_through_at:
+                self._seen = {key: seen for key, seen in self._seen.items() if seen.root() is not None}
+                self._look_through_at = 2 * len(self._seen) + 64
+            seen = self._seen[key] = _Seen(weakref.ref(root), self._home(root))
+        self._last = seen
+        return seen
+
+    def _home(self, root: torch.nn.Module) -> _Home:
+        homes = list(self._homes.values())
+        for home in homes:
+            other = home.root()
+            if other is not None and _has(other, root):
+                return home  # a part of a model, called directly
+        kind = _class_name(_unwrapped(root))
+        inside = [home for home in homes if (part := home.root()) is not None and _has(root, part)]
+        if any(not home.prefix for home in inside) or (self._plain is None and _unwrapped(root)._modules):
+            self._plain = kind
+        for home in inside:  # parts of this model that were called before it
+            del self._homes[home.label]
+            home.root = _no_root
+            home.names.clear()
+        return self._take_label(root, kind)
+
+    def _take_label(self, root: torch.nn.Module, kind: str) -> _Home:
+        first = self._homes.get(self._plain or "")
+        plain = None if first is None else first.root()
+        reserved = () if plain is None or plain is root else _unwrapped(plain)._modules
+        for number in count(1):
+            label = kind if number == 1 else f"{kind}#{number}"
+            home = _Home(label, "" if label == self._plain else f"{label}.")
+            if getattr(root, "_is_replica", False):  # DataParallel makes them anew in each forward
+                home.root = weakref.ref(root)
+                return home
+            if label not in reserved and self._homes.setdefault(label, home) is home:
+                break
+        homes = self._homes
+
+        def free(_: object) -> None:
+            home.names.clear()
+            if homes.get(home.label) is home:
+                del homes[home.label]
+
+        home.root = weakref.ref(root, free)
+        return home
+
+    def _unregistered(self, home: _Home, module: torch.nn.Module) -> tuple[str, ...]:
+        """Name a module that is registered nowhere by its class, after the innermost one around it that is."""
+        root, outermost = home.root(), module
+        frame = pipeline_frame()
+        try:
+            around = None
+            while frame is not None:
+                if frame.f_code is OUTER_CALL and (around := module_of(frame)) is not None and root is not None:
+                    found = names_under(root, around)
+                    if found is not None:
+                        break
+                    outermost = around
+                frame = frame.f_back
+            else:
+                found = ("",)
+        finally:
+            del frame
+        inside = None if outermost is module else names_under(outermost, module)
+        parts = (found[0], f"<{type(outermost).__name__}>", *(inside or ()))
+        name = ".".join(part for part in parts if part)
+        return (f"{home.prefix}{name}",)

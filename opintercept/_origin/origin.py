@@ -1,0 +1,158 @@
+"""`Origin`, which answers where a call comes from: module, source line, forward call and autocast.
+
+Invariant: what cannot be told is None; nothing here keeps a tensor, a frame, a module or a graph alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
+
+import torch
+
+from opintercept._call import OpCall
+from opintercept._origin import graphs
+from opintercept._origin.autocast import autocast_above, autocast_below
+from opintercept._origin.links import Link, Links, _grad_of
+from opintercept._origin.names import Labels
+from opintercept._origin.place import NOWHERE, Place
+from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
+from opintercept._record import Phase
+
+
+def _is_graph(module: torch.nn.Module) -> bool:
+    return any(kind.__name__ == "GraphModule" for kind in type(module).__mro__)
+
+
+def _is_dynamos(module: torch.nn.Module) -> bool:
+    return hasattr(module, "compile_subgraph_reason")  # what Dynamo calls, which is not in the program
+
+
+def _called(frame: FrameType, base: str) -> torch.nn.Module | None:
+    """The module that a frame calls by a local or a global name, as a graph writes them: L['self'], G['model']."""
+    module = (frame.f_locals if base[0] == "L" else frame.f_globals).get(base[3:-2])
+    return module if isinstance(module, torch.nn.Module) and not _is_graph(module) else None
+
+
+class _Stack:
+    """Reads the Python stack of a running call, and names the modules on it for one interceptor.
+
+    Args:
+        walk: `walk`, or what does the same.
+    """
+
+    def __init__(self, walk: Callable[[], Walked]) -> None:
+        self._labels = Labels()
+        self._walk = walk
+
+    def here(self, phase: Phase) -> Place:
+        """The place on the stack, above the hook that asks."""
+        module, root, code, instruction = self._walk()
+        if code is not None and graphs.is_generated(code):
+            return self._in_graph(phase, module, root, code)
+        if module is None or root is None:
+            return Place(("",), code, instruction)
+        again = self._labels.recomputed(module) if phase == "recompute" else None
+        return Place(again or self._labels.names(root, module), code, instruction)
+
+    def _in_graph(
+        self, phase: Phase, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType
+    ) -> Place:
+        """The place of a call in code that torch.compile has made, as its graph tells it."""
+        made = frame_of(code)
+        if made is None:
+            return NOWHERE
+        own = outermost = base = None  # modules of the program around the compiled function
+        caller: tuple[CodeType | None, int] | None = None
+        frame = made.f_back
+        try:
+            trace, graph = graphs.forward(made)
+            while frame is not None:
+                if base is None and trace.base:
+                    base = _called(frame, trace.base)
+                if frame.f_code is OUTER_CALL and (outer := module_of(frame)) is not None and not _is_graph(outer):
+                    own, outermost = outer if own is None else own, outer
+                if caller is None and is_users(frame.f_code):
+                    caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
+                frame = frame.f_back
+        finally:
+            del frame, made
+        if graph is None and own is None and module is not None and root is not None and not _is_dynamos(root):
+            return Place(self._labels.names(root, module), None, -1, trace.line)  # a GraphModule of the program's
+        bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
+        around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
+        there = graphs.Around(graph, around, bases, caller or (None, -1))
+        return there.place(self._names_of(trace, there, phase == "recompute"), trace)
+
+    def _names_of(self, trace: graphs.Trace, there: graphs.Around, again: bool = False) -> tuple[str, ...]:
+        own, root = (None, None) if there.modules is None else (ref() for ref in there.modules)
+        if trace.base == "":
+            if there.modules is None:
+                return ("",)
+            module = own
+        else:
+            base = module = there.bases[trace.base]() if trace.base in there.bases else None
+            root = base if root is None else root
+            for part in trace.path:
+                module = None if module is None else module._modules.get(part)
+            if type(module).__name__ != trace.kind:
+                return ()
+        if module is None or root is None:
+            return ()
+        return (self._labels.recomputed(module) if again else None) or self._labels.registered(root, module) or ()
+
+    def in_backward_graph(self, place: graphs.GraphPlace) -> Place:
+        """The place of a backward call whose forward call ran in compiled code."""
+        code = self._walk()[2]
+        frame = None if code is None or not graphs.is_generated(code) else frame_of(code)
+        if frame is None:
+            return place
+        try:
+            trace = graphs.backward(frame, place.around.graph)
+        finally:
+            del frame
+        return place.around.place(self._names_of(trace, place.around), trace)
+
+
+class Origin:
+    """What an interceptor's calls ask where they come from; injected into its pipeline.
+
+    Args:
+        below: Whether the calls run below autograd and autocast.
+        owner: The thread on whose behalf this one runs, for autograd's device threads.
+        walk: `walk`, or what does the same.
+    """
+
+    def __init__(self, below: bool, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
+        self._stack = _Stack(walk)
+        self.links = Links(owner, self._stack.here) if below else None
+        self._below = below
+
+    def autocast(self, call: OpCall) -> torch.dtype | None:
+        """The dtype that autocast runs the call in, or None."""
+        return autocast_below(call) if self._below else autocast_above(call._passed("lhs"))
+
+    def place(self, call: OpCall) -> Place:
+        """The module and the line of the call, in backward those of the forward call behind it."""
+        if call.phase != "backward":
+            if self.links is not None:
+                self.links.wanted = True
+            return self._stack.here(call.phase)
+        behind = self._behind(call)
+        if behind is None:
+            return NOWHERE
+        return self._stack.in_backward_graph(behind[1]) if isinstance(behind[1], graphs.GraphPlace) else behind[1]
+
+    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]:
+        """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""
+        behind = self._behind(call)
+        if behind is None or behind[2]:
+            return None, None, False
+        return behind[0].index, *_grad_of(call, behind[0])
+
+    def _behind(self, call: OpCall) -> tuple[Link, Place, bool] | None:
+        if self.links is None:
+            return None
+        self.links.wanted = True
+        return self.links.find() if call.phase == "backward" else None

@@ -1,0 +1,94 @@
+"""Where in the program a call comes from: the names of its module, and its source line.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import CodeType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+class Place:
+    """Where in the program a call comes from.
+
+    Attributes:
+        aliases: The names of the innermost `nn.Module`, `("",)` outside of all modules, `()` where it cannot be told.
+            Several for a module that is registered in several places.
+    """
+
+    __slots__ = ("_code", "_instruction", "_line", "aliases")
+
+    def __init__(
+        self,
+        aliases: tuple[str, ...],
+        code: CodeType | None,
+        instruction: int,
+        line: tuple[str, int, str] | None = None,
+    ) -> None:
+        self.aliases = aliases
+        self._code = code
+        self._instruction = instruction
+        self._line = line  # file, number and function, in place of the code
+
+    @property
+    def module(self) -> str | None:
+        """The first of the names."""
+        return self.aliases[0] if self.aliases else None
+
+    @property
+    def source(self) -> str | None:
+        """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
+        if self._code is None:
+            return None if self._line is None else "{}:{} in {}".format(_file(self._line[0]), *self._line[1:])
+        key = (id(self._code), self._instruction)
+        known = _sources.get(key)
+        if known is None:
+            if len(_sources) >= 4096:  # a program that makes code without end, a notebook say
+                _sources.clear()
+            known = _sources[key] = (self._code, _source(self._code, self._instruction))
+        return known[1]
+
+    def common(self, other: Place) -> Place:
+        """What two places have in common; the rest cannot be told."""
+        aliases = self.aliases if self.aliases == other.aliases else ()
+        mine, its = ((place._code, place._instruction, place._line) for place in (self, other))
+        return Place(aliases, *(mine if mine == its else (None, -1, None)))
+
+
+_sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
+
+
+def _source(code: CodeType, instruction: int) -> str | None:
+    shown = _file(code.co_filename)
+    for start, end, line in code.co_lines():
+        if start <= instruction < end:
+            return f"{shown}:{line} in {code.co_name}"
+    return None
+
+
+def _file(name: str) -> str:
+    """What a file is called in a source line: a notebook's cell has none, and maybe a number."""
+    number: object = None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None:
+        # IPython names a cell after a hash of its text, and keeps the number here. The attribute is private to it.
+        number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
+    if number is None and (found := _NUMBERED_CELL.search(name)):
+        number = found[1]
+    if number is not None:
+        return f"<cell {number}>"
+    if (name.startswith("<") and name.endswith(">")) or _CELL.search(name):
+        return "<cell>"
+    return os.path.basename(name).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
+
+
+_CELL = re.compile(r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$")
+_NUMBERED_CELL = re.compile(r"(?:^<|[/\\])ipython-input-(\d+)-[^/\\]*$")
+NOWHERE = Place((), None, -1)

@@ -1,0 +1,153 @@
+"""The Python stack of a running call: its modules, the user's line, and whether a checkpoint recomputes it.
+
+Invariant: no frame is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils.checkpoint
+
+from opintercept import _pipeline
+from opintercept._record import Phase
+
+_Context: type[Any] = torch._C._FunctionBase
+OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
+_INNER_CALL = torch.nn.Module._call_impl.__code__
+# What calls a custom Function's forward; None where that is C, as it is in torch 2.15.
+_APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+_RUN = _pipeline.run.__code__
+WALKED_CODE = (OUTER_CALL, _INNER_CALL, _RUN)
+_CHECKPOINT = torch.utils.checkpoint.__file__
+_HERE = os.path.dirname(os.path.dirname(__file__))
+NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, _HERE + os.sep)
+
+
+def backward_phase() -> Phase:
+    """The pass of a call inside of a graph task: backward, or a checkpoint's recomputation of the forward."""
+    # Both a recomputation and `create_graph=True` turn gradients on; only the one has checkpoint's frames.
+    if torch.is_grad_enabled():
+        frame: FrameType | None = sys._getframe()  # may be the only one: a compiled kernel has none
+        while frame is not None:
+            if frame.f_code.co_filename == _CHECKPOINT:
+                return "recompute"
+            frame = frame.f_back
+    return "backward"
+
+
+# Whether a code object is the user's, for the source line. By identity: hashing a code object reads all of it.
+_users: dict[int, tuple[CodeType, bool]] = {}
+Walked: TypeAlias = tuple[torch.nn.Module | None, torch.nn.Module | None, CodeType | None, int]
+"""The innermost and the outermost module, and the user's code with its instruction; None and -1 outside of them."""
+
+
+def walk() -> Walked:
+    """Walk the Python stack once, from the operator outwards."""
+    top = pipeline_frame()
+    # Three stretches of the stack, since each look at a frame costs: up to the innermost module; up to the
+    # outermost; and beyond, where somebody may have called `model.forward` directly. The source line is sought in
+    # the first one and, since most modules inside of models are torch's own, in a part of the second.
+    inner: FrameType | None = None
+    frame = top
+    while frame is not None:
+        code = frame.f_code
+        if code is OUTER_CALL or (code.co_name == "forward" and _called_directly(frame)):
+            inner = frame
+            break
+        frame = frame.f_back
+    frame = outer = inner
+    while frame is not None:
+        if frame.f_code is OUTER_CALL:
+            outer = frame
+        frame = frame.f_back
+    frame = None if outer is None else outer.f_back
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and _called_directly(frame):
+            outer = frame
+        frame = frame.f_back
+    try:
+        module = None if inner is None else module_of(inner)
+        root = None if outer is None else module_of(outer)
+        frame = top
+        while frame is not None:
+            code = frame.f_code
+            known_user = _users.get(id(code))
+            if known_user[1] if known_user is not None else is_users(code):
+                return module, root, code, frame.f_lasti
+            frame = frame.f_back
+        return module, root, None, -1
+    finally:
+        del top, inner, outer, frame  # a frame that reaches itself is garbage
+
+
+def pipeline_frame() -> FrameType | None:
+    """The frame of the pipeline: above it are the hook that asks, maybe a module's method, and who has asked for it."""
+    top: FrameType | None = sys._getframe(1)
+    try:
+        while top is not None and top.f_code is not _RUN:
+            top = top.f_back
+        return top
+    finally:
+        del top
+
+
+def _called_directly(frame: FrameType) -> bool:
+    """Whether a function named forward is a module's, called without the module's own `__call__`."""
+    caller = frame.f_back
+    if caller is not None and caller.f_code is _INNER_CALL:
+        return False
+    while caller is not None and caller.f_code is not _INNER_CALL and caller.f_code.co_name in ("wrapper", "inner"):
+        caller = caller.f_back  # a decorator's, or torch's own around its hooks
+    return (caller is None or caller.f_code is not _INNER_CALL) and module_of(frame) is not None
+
+
+def module_of(frame: FrameType) -> torch.nn.Module | None:
+    code = frame.f_code
+    module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def is_users(code: CodeType) -> bool:
+    if len(_users) > 10_000:  # a program that makes code without end, a notebook say
+        _users.clear()
+    users = not code.co_filename.startswith(NOT_SOURCE)
+    _users[id(code)] = (code, users)
+    return users
+
+
+def custom_function() -> Any:
+    """The node of the custom Function whose forward is running, if autograd records one.
+
+    Its context is the node. The nodes of Functions inside of its forward are newer and go nowhere. A Function with
+    `setup_context` has no context on the stack: None.
+    """
+    frame = pipeline_frame()
+    try:
+        while frame is not None and (caller := frame.f_back) is not None:
+            code = frame.f_code
+            # Without a frame to go by, by its name, or by that of the decorator `torch.amp.custom_fwd`.
+            if caller.f_code is _APPLY if _APPLY is not None else code.co_name in ("forward", "decorate_fwd"):
+                first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+                if not code.co_argcount and isinstance(first, tuple) and first:
+                    first = first[0]  # a decorator's `*args`, that of `torch.amp.custom_fwd`, say
+                if isinstance(first, _Context) and first.next_functions:
+                    return first
+            frame = caller
+        return None
+    finally:
+        del frame
+
+
+def frame_of(code: CodeType) -> FrameType | None:
+    frame = pipeline_frame()
+    try:
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        return frame
+    finally:
+        del frame

@@ -1,0 +1,114 @@
+"""What hooks may return in place of inputs, outputs and gradients, and how it reaches the program.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from opintercept._call import OpCall
+from opintercept._errors import HookError
+from opintercept._tensors import copy_into, describe, is_tensor, shape_of
+
+
+def checked_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if (
+        not isinstance(inputs, tuple)
+        or len(inputs) != 2
+        or not isinstance(inputs[0], (tuple, list))
+        or not isinstance(inputs[1], Mapping)
+    ):
+        raise HookError(
+            f"a pre hook must return None or (args, kwargs), got {describe(inputs)}; "
+            "return call.args, call.kwargs with the change made"
+        )
+    return tuple(inputs[0]), dict(inputs[1])
+
+
+def check_alike(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Below autograd the program goes on with the shapes and dtypes that it knows."""
+    pairs = [*zip(call.args, args, strict=False), *((call.kwargs[k], kwargs[k]) for k in call.kwargs if k in kwargs)]
+    for old, new in pairs:
+        if new is not old and is_tensor(old) and is_tensor(new):
+            _check_like("a replaced input at dispatch level", old, new)
+
+
+def written_back(targets: list[Any], output: Any) -> Any:
+    """Bring the result to the tensors that the caller will read, after a hook put others in their place."""
+    if not targets:
+        return output
+    results = output if isinstance(output, (tuple, list)) else (output,)
+    for target, result in zip(targets, results, strict=False):
+        if is_tensor(result):
+            if tuple(target.shape) != tuple(result.shape):
+                target.resize_(result.shape)
+            copy_into(target, result)
+    return targets[0] if not isinstance(output, (tuple, list)) else type(output)(targets)
+
+
+def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
+    """Refuse what cannot take the place of a call's gradients; where there was none, none may come.
+
+    Raises:
+        HookError: Another number of them, or another shape, dtype, device or layout.
+    """
+    if not isinstance(replacement, (tuple, list)) or len(replacement) != len(gradients):
+        raise HookError(
+            f"a backward hook must return None or a tuple of {len(gradients)} gradients, one for each input tensor, "
+            f"got {describe(replacement)}"
+        )
+    for old, new in zip(gradients, replacement, strict=True):
+        if is_tensor(old) and is_tensor(new):
+            _check_like("a replaced gradient", old, new)
+        elif (old is None) is not (new is None) or new is not old:
+            raise HookError(
+                f"a backward hook must return a gradient where there was one and None elsewhere, "
+                f"got {describe(new)} for {describe(old)}"
+            )
+
+
+def check_replacement(output: Any, replacement: Any) -> None:
+    """Refuse what cannot take the place of `output`.
+
+    Raises:
+        HookError: Another structure, shape, dtype, device or layout.
+    """
+    if isinstance(output, (tuple, list)):
+        if type(replacement) is not type(output) or len(replacement) != len(output):
+            raise HookError(
+                f"a replaced output must be a {type(output).__name__} of {len(output)} parts like the operator's, "
+                f"got {describe(replacement)}"
+            )
+        for part, new in zip(output, replacement, strict=True):
+            check_replacement(part, new)
+        return
+    if not is_tensor(output):
+        if replacement is not output and replacement != output:
+            raise HookError(
+                f"a replaced output must keep what is no tensor, {describe(output)}, got {describe(replacement)}"
+            )
+        return
+    if not is_tensor(replacement):
+        raise HookError(
+            f"a post hook must return None or an output like {describe(output)}, got {describe(replacement)}; "
+            "end it with return None if it only looks"
+        )
+    _check_like("a replaced output", output, replacement)
+
+
+def _check_like(what: str, old: Any, new: Any) -> None:
+    for name, read in _LIKE.items():
+        if read(old) != read(new):
+            raise HookError(f"{what} must have the {name} of the operator's, {describe(old)}, got {describe(new)}")
+
+
+# In a dispatch mode, a nested tensor has no `shape`.
+_LIKE: dict[str, Callable[[Any], Any]] = {
+    "shape": shape_of,
+    "dtype": attrgetter("dtype"),
+    "device": attrgetter("device"),
+    "layout": attrgetter("layout"),
+}
