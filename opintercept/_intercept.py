@@ -17,6 +17,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 import torch
 
 from opintercept import _entry, _record
+from opintercept._checks import check_choice
 from opintercept._engines import compiled, dispatch_mode, function_mode, greenlets, kernels, unseen
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
@@ -94,10 +95,10 @@ class Interceptor:
         threads: Threads,
         on_error: OnError,
     ) -> None:
-        _one_of("level", level, Level)
-        _one_of("engine", engine, EngineChoice)
-        _one_of("threads", threads, Threads)
-        _one_of("on_error", on_error, OnError)
+        check_choice("level", level, get_args(Level))
+        check_choice("engine", engine, get_args(EngineChoice))
+        check_choice("threads", threads, get_args(Threads))
+        check_choice("on_error", on_error, get_args(OnError))
         if isinstance(ops, Iterable) and not isinstance(ops, (str, torch._ops.OpOverloadPacket)):
             ops = list(ops)
         self._options = (ops, level, engine, threads, on_error)
@@ -479,11 +480,6 @@ def force_out(blocks: Iterable[Block]) -> list[str]:
         with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out
             _entry.finish(block.entry, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
     return named
-
-
-def _one_of(name: str, value: object, allowed: Any) -> None:
-    if value not in get_args(allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(allowed)))}, got {value!r}")
 
 
 def _engine(ops: Any, level: Level, engine: EngineChoice, threads: Threads) -> _scope.Engine:

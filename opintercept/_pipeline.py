@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import opcode
 import operator
-import os
 import threading
 import warnings
 import weakref
@@ -22,6 +21,7 @@ from typing import Any
 
 from opintercept._call import OpCall, OpSpec, Origin
 from opintercept._errors import HookError, OpInterceptWarning
+from opintercept._fork import in_child
 from opintercept._hook import Handle, Hook, Level, OnError
 from opintercept._origin.place import NOWHERE, Place
 from opintercept._record import Phase, look
@@ -472,6 +472,7 @@ def _remember(pipeline: Pipeline) -> None:
     _pipelines.append(weakref.ref(pipeline))
 
 
+@in_child
 def _forget_parent() -> None:
     # In a forked child no block of the parent is active, and its threads' locks are nobody's.
     for reference in _pipelines:
@@ -480,7 +481,3 @@ def _forget_parent() -> None:
             pipeline._lock = threading.RLock()
             pipeline._entered_by.clear()
             pipeline._inside.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_forget_parent)

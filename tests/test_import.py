@@ -26,7 +26,7 @@ def below(folder: str, pattern: str = r"\w+") -> set[str]:
 # A file imports only from lower layers, in functions too; the files of one layer know nothing of each other.
 LAYERS = (
     {"__init__.py"},  # the version, and where the public names live
-    {"_errors.py", "_text.py", "_tensors.py", "_origin/place.py"},
+    {"_checks.py", "_errors.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
     {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py"},
     {"_record.py", "_entry.py", "cli/__init__.py"},
     {"_call.py", "_ops/op.py"},

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from opintercept import OpCall, intercept
 from opintercept._ops import table
 from opintercept._ops.rules import broadcast
+from opintercept._ops.select import select
 
 TABLED_VERSION = torch.__version__.startswith("2.13.")
 NOT_IN_IT = {  # but in 2.11 or in 2.15
@@ -532,7 +533,7 @@ def test_written_tensors_by_schema_and_by_keyword() -> None:
     ids=["overload name", "default", "overload", "packet", "mixed", "iterator"],
 )
 def test_select_at_dispatch_level(ops: Any, names: set[str]) -> None:
-    selection = table.select(ops, "dispatch")
+    selection = select(ops, "dispatch")
     assert selection is not None
     assert {overload.name() for overload in selection} == names
 
@@ -551,13 +552,13 @@ def test_select_at_dispatch_level(ops: Any, names: set[str]) -> None:
     ids=["public name", "module path", "short name", "operator name", "no matmul", "function", "mixed"],
 )
 def test_select_at_function_level(ops: Any, functions: set[Any]) -> None:
-    assert table.select(ops, "function") == functions
+    assert select(ops, "function") == functions
 
 
 @pytest.mark.parametrize("level", ["dispatch", "function"])
 def test_select_everything_and_the_whole_family(level: Any) -> None:
-    assert table.select("all", level) is None
-    family = table.select("matmul", level)
+    assert select("all", level) is None
+    family = select("matmul", level)
     assert family is not None
     assert {torch.ops.aten.mm.default, torch.ops.aten.bmm.out, torch.ops.aten.addmm_.default} <= family
     functions = {torch.matmul, F.linear, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum}
@@ -598,7 +599,7 @@ def test_select_everything_and_the_whole_family(level: Any) -> None:
 )
 def test_select_refuses(ops: Any, level: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        table.select(ops, level)
+        select(ops, level)
 
 
 def test_a_row_for_what_is_no_matmul_has_its_name_and_nothing_else() -> None:

@@ -6,7 +6,6 @@ ATen takes other branches while any dispatch mode is on (`isTensorSubclassLike`)
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from typing import Any
@@ -19,6 +18,7 @@ from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN, Block, require, require_scope
+from opintercept._fork import in_child
 
 _INSTEAD = 'use engine="kernel" or level="function"'
 
@@ -156,15 +156,12 @@ def _unreal(args: tuple[Any, ...]) -> bool:
     return False
 
 
+@in_child
 def _forget_parent() -> None:
     # Only the forking thread lives on in the child, with the modes on its own stack.
     global _active, _flags_lock
     _flags_lock = threading.RLock()
     _active = {mode for i in range(_depth()) if type(mode := _at(i)) is DispatchMode}
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_forget_parent)
 
 
 # The argument is a mode key, which only torch's own infra modes have.

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import itertools
 import operator
-import os
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, native_threads, require, require_scope, state, take
 from opintercept._errors import OpInterceptError
+from opintercept._fork import in_child
 from opintercept._ops.table import MATMUL
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
@@ -404,12 +404,9 @@ def _step_inside(head: tuple[Watch, Callable[..., Any], Any], /, *args: Any, **k
         del args, kwargs  # as in `run`
 
 
+@in_child
 def _forget_parent() -> None:
     # The parent's blocks do not count in a forked child; its kernels stay, idle, until an exit here.
     global _lock
     _lock = threading.RLock()
     _users.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_forget_parent)

@@ -22,6 +22,7 @@ import torch
 
 from opintercept._entry import Entry
 from opintercept._errors import OpInterceptError
+from opintercept._fork import in_child
 from opintercept._ops.op import Op
 from opintercept._ops.table import row_of
 from opintercept._origin.links import graph_task
@@ -437,11 +438,8 @@ def owner() -> int | None:
     return _get(KEY).owner if _has(KEY) else None  # type: ignore[misc]
 
 
+@in_child
 def _forget_parent() -> None:
     state.in_tasks = set()
     state.watch_everywhere(())
     _holders.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_forget_parent)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 import threading
 import warnings
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._errors import OpInterceptWarning
+from opintercept._fork import in_child
 
 _MESSAGES = {
     "inductor::aoti_package": "an AOTInductor package ran in a block, and calls kernels without the dispatcher: none "
@@ -111,13 +111,10 @@ def _tell(name: str) -> None:
         warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=3)
 
 
+@in_child
 def _forget_parent() -> None:
     # The parent's blocks do not count in a forked child.
     global _lock
     _lock = threading.RLock()
     for user in tuple(_users):
         leave(user)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_forget_parent)

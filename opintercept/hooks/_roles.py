@@ -27,17 +27,6 @@ def checked_roles(of: str | Iterable[str], allowed: tuple[str, ...]) -> tuple[st
     return tuple(role for role in allowed if role in roles)
 
 
-def checked_count(name: str, value: Any) -> int:
-    """`value`, a whole number of at least 1.
-
-    Raises:
-        ValueError: Anything else.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return value
-
-
 def checked_seed(seed: Any) -> int:
     """`seed`, a whole number that a generator takes.
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice
 from opintercept._errors import OpInterceptWarning
 from opintercept._record import Phase
 from opintercept._text import printable
@@ -120,8 +121,7 @@ class AttentionWeights:
         heads: int | Iterable[int] | slice | None = None,
         rows: int | Iterable[int] | slice | None = None,
     ) -> None:
-        if of not in get_args(Of):
-            raise ValueError(f"of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
+        check_choice("of", of, get_args(Of))
         self.of = of
         self.calls: list[AttentionCall] = []
         self._heads = _chosen("heads", heads)

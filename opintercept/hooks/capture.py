@@ -19,12 +19,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._hook import Level
 from opintercept._record import Phase
 from opintercept._tensors import describe, is_strided
 from opintercept.hooks._copies import Copyable, can_store, copied, safetensors_for
-from opintercept.hooks._roles import Generators, checked_count, checked_roles
+from opintercept.hooks._roles import Generators, checked_roles
 from opintercept.hooks._values import captured, first_output, in_memory, parts_of
 
 Role = Literal["lhs", "rhs", "bias", "output", "grad_lhs", "grad_rhs"]
@@ -161,13 +162,12 @@ class Capture(Copyable):
     ) -> None:
         self.of = checked_roles(of, get_args(Role))
         for name, value, allowed in (("to", to, Keep), ("when_full", when_full, WhenFull)):
-            if value not in get_args(allowed):
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(allowed)))}, got {value!r}")
+            check_choice(name, value, get_args(allowed))
         if not all(isinstance(i, Place) for i in (index if isinstance(index, tuple) else (index,))):
             raise TypeError(f"index must be a number, a slice, ..., None or a tuple of them, got {index!r}")
         self.index = index
-        self.sample = None if sample is None else checked_count("sample", sample)
-        self.max_bytes = None if max_bytes is None else checked_count("max_bytes", max_bytes)
+        self.sample = None if sample is None else check_count("sample", sample)
+        self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         self.to = to
         self.when_full = when_full
         self._generators = Generators(seed)

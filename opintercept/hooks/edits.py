@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError
 from opintercept._record import Phase
 from opintercept._tensors import describe, dtype_name, is_strided
 from opintercept.hooks._copies import Copyable
-from opintercept.hooks._roles import Generators, checked_count, checked_roles, checked_seed
+from opintercept.hooks._roles import Generators, checked_roles, checked_seed
 from opintercept.hooks._values import first_output, in_memory, without_graph
 
 _ROLES = ("lhs", "rhs", "bias", "output")
@@ -132,8 +133,7 @@ class FakeQuantize(_Edit):
         targets = {dtype_name(known): known for known in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)}
         if dtype_name(dtype) not in targets:
             raise ValueError(f"dtype must be one of {', '.join(map(repr, targets))}, got {dtype!r}")
-        if per not in ("tensor", "channel"):
-            raise ValueError(f"per must be one of 'tensor', 'channel', got {per!r}")
+        check_choice("per", per, ("tensor", "channel"))
         if not isinstance(symmetric, bool):
             raise TypeError(f"symmetric must be True or False, got {symmetric!r}")
         if per == "channel" and not {"lhs", "rhs"}.issuperset(self.of):
@@ -324,7 +324,7 @@ class BitFlip(_Edit):
         seed: int = 0,
     ) -> None:
         super().__init__(of)
-        self.flips = checked_count("flips", flips)
+        self.flips = check_count("flips", flips)
         self.bits = None if bits is None else _bits(bits)
         self._random = random.Random(checked_seed(seed))
         self.log: list[Flip] = []

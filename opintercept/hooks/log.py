@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
 from opintercept.hooks._values import first_output, sample, summarize
 
 Values = Literal["none", "stats", "sample"]
@@ -41,10 +42,8 @@ class Log:
         size: int = 8,
         seed: int = 0,
     ) -> None:
-        if values not in get_args(Values):
-            raise ValueError(f"values must be one of {', '.join(map(repr, get_args(Values)))}, got {values!r}")
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"size must be a whole number of at least 1, got {size!r}")
+        check_choice("values", values, get_args(Values))
+        check_count("size", size)
         if not isinstance(level, int):
             raise TypeError(f"level must be a number, logging.INFO say, got {level!r}")
         if not isinstance(logger, (logging.Logger, str)):

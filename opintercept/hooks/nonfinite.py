@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
 from opintercept._errors import NonFiniteError, OpInterceptWarning
 from opintercept._ops.table import row_of
 from opintercept._record import CallRecord
@@ -251,10 +252,8 @@ class NonFinite(Copyable):
         every: int = 1,
         save: str | PathLike[str] | None = None,
     ) -> None:
-        if action not in get_args(Action):
-            raise ValueError(f"action must be one of {', '.join(map(repr, get_args(Action)))}, got {action!r}")
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of at least 1, got {every!r}")
+        check_choice("action", action, get_args(Action))
+        check_count("every", every)
         if save is not None:
             if every > 1:
                 raise ValueError(f"save needs every=1, got every={every}: later the operands are gone")

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops.table import row_of
 from opintercept._record import Phase
@@ -140,8 +141,7 @@ class Reference(Copyable):
             lowest = -math.inf if name == "min_snr" else 0
             if value is not None and not value >= lowest:
                 raise ValueError(f"{name} must be at least {lowest}, got {value!r}")
-        if action not in ("raise", "warn"):
-            raise ValueError(f"action must be one of 'raise', 'warn', got {action!r}")
+        check_choice("action", action, ("raise", "warn"))
         self.dtype = dtype
         self.device = None if device is None else torch.device(device)
         if self.device is not None and self.device.type == "meta":
@@ -324,10 +324,8 @@ class Reference(Copyable):
         Raises:
             ValueError: An unknown measure, or `n` below 1.
         """
-        if by not in get_args(Measure):
-            raise ValueError(f"by must be one of {', '.join(map(repr, get_args(Measure)))}, got {by!r}")
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"n must be a whole number of at least 1, got {n!r}")
+        check_choice("by", by, get_args(Measure))
+        check_count("n", n)
         return sorted(self._rows, key=lambda row: getattr(row, by), reverse=by.startswith("max"))[:n]
 
     @property

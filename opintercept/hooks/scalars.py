@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_count
 from opintercept._errors import OpInterceptError
 from opintercept.hooks.stats import Stats, StatsRow
 
@@ -60,8 +61,7 @@ class Scalars:
         for_dtype: torch.dtype | None = None,
         every: int = 1,
     ) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of at least 1, got {every!r}")
+        check_count("every", every)
         self._values = tuple(values)
         if isinstance(values, str) or not self._values or any(value not in _VALUES for value in self._values):
             raise ValueError(f"values must be some of {', '.join(_VALUES)}, got {values!r}")

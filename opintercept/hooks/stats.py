@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice
 from opintercept._errors import HookError, OpInterceptError
 from opintercept._tensors import describe, dtype_name
 from opintercept._text import aligned, write_csv
@@ -257,8 +258,7 @@ class Stats:
     ) -> None:
         self._of = operands(of)
         if channels is not None:
-            if channels not in OPERANDS:
-                raise ValueError(f"channels must be one of {', '.join(OPERANDS)}, got {channels!r}")
+            check_choice("channels", channels, OPERANDS)
             self._of = tuple(dict.fromkeys((*self._of, channels)))
         if for_dtype is not None and not _is_signed_float(for_dtype):
             raise TypeError(f"for_dtype must be a floating-point torch.dtype with a sign, got {for_dtype!r}")

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard, get_args
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptWarning
 from opintercept._hook import Hook, asks_origin, is_hook
 from opintercept._record import CallRecord, Phase
@@ -92,11 +93,11 @@ class CallFilter:
     ) -> None:
         if predicate is not None and not callable(predicate):
             raise TypeError(f"predicate must be callable, got {predicate!r}")
-        if phase is not None and phase not in get_args(Phase):
-            raise ValueError(f"phase must be one of {', '.join(map(repr, get_args(Phase)))}, got {phase!r}")
+        if phase is not None:
+            check_choice("phase", phase, get_args(Phase))
         for name, value in (("every", every), ("first", first), ("min_numel", min_numel)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if value is not None:
+                check_count(name, value)
         if not (steps is None or isinstance(steps, int) or _is_container(steps)):
             raise TypeError(f"steps must be a number or a container of numbers, range(100, 200) say, got {steps!r}")
         self.asks_origin = module is not None

@@ -22,13 +22,13 @@ from typing import Any, get_args
 import torch
 
 from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._record import Summary
 from opintercept._tensors import is_strided, share_memory
 from opintercept.hooks._copies import can_store, copied, safetensors_for
 from opintercept.hooks._notes import Notes
 from opintercept.hooks._repro import plain_arguments
-from opintercept.hooks._roles import checked_count
 from opintercept.hooks._values import captured
 from opintercept.runs._claim import LOCK, Claim
 from opintercept.runs._content import Content, content_of
@@ -100,13 +100,12 @@ class RunRecorder:
         flight: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        if tensors not in get_args(Keep):
-            raise ValueError(f"tensors must be one of {', '.join(map(repr, get_args(Keep)))}, got {tensors!r}")
+        check_choice("tensors", tensors, get_args(Keep))
         self.path = Path(path)
         self.tensors: Keep = tensors
-        self.sample = checked_count("sample", sample)
-        self.flight = None if flight is None else checked_count("flight", flight)
-        self.max_bytes = None if max_bytes is None else checked_count("max_bytes", max_bytes)
+        self.sample = check_count("sample", sample)
+        self.flight = None if flight is None else check_count("flight", flight)
+        self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         if tensors in ("sample", "full") or flight is not None:
             safetensors_for("keeping tensors")
         self._overwrite = overwrite

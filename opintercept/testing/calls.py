@@ -16,6 +16,7 @@ import pytest
 
 from opintercept import hooks
 from opintercept._call import OpCall
+from opintercept._checks import check_count
 from opintercept._hook import Hook, Level
 from opintercept._intercept import EngineChoice, Interceptor, intercept
 from opintercept._ops.select import why_never
@@ -207,8 +208,8 @@ class OpCalls:
         """
         __tracebackhide__ = True
         for name, value in (("count", count), ("max_count", max_count), ("max_flops", max_flops)):
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+            if value is not None:
+                check_count(name, value, least=0)
         if predicate is not None and not callable(predicate):
             raise TypeError(f"predicate must be callable, got {predicate!r}")
         wanted_dtype = None if dtype is None else checked_dtype(dtype)
