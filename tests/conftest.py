@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from recorded import no_writer
 
 from opintercept import _record
 from opintercept._engines import compiled, kernels
 from opintercept._origin import stack
+
+pytest.register_assert_rewrite("interrupts", "numpy_stats")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,3 +58,10 @@ def clean_torch() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert dispatcher_state() == before
+
+
+@pytest.fixture
+def no_writer_left() -> Iterator[None]:
+    """Fail the test that leaves a thread of `RunRecorder`."""
+    yield
+    assert no_writer()

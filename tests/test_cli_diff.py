@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runs_diff import ATTENTION, attention, call, chain, ranked, values, write
+from made_runs import ATTENTION, attention, call, chain, ranked, values, write
 
 from opintercept.cli import main
 

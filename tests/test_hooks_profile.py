@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models import MODELS, _inputs
+from models import MODELS, inputs_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -101,7 +101,7 @@ def test_opaque_operators_count_their_own_work() -> None:
 def test_work_equals_what_the_flop_counter_counts(name: str) -> None:
     torch.manual_seed(3)
     model = MODELS[name]().train()
-    inputs = _inputs(model)
+    inputs = inputs_of(model)
 
     def step() -> None:
         with sdpa_kernel(SDPBackend.MATH):

@@ -159,7 +159,7 @@ MUTATIONS = (
         "_origin/links.py",
         "        number = node._sequence_nr()\n",
         "        number = node._sequence_nr() - 1\n",
-        ("tests/test_origin.py::test_a_shared_weight_links_each_gradient_to_its_own_call",),
+        ("tests/test_origin_links.py::test_a_shared_weight_links_each_gradient_to_its_own_call",),
     ),
     Mutation(
         "loses the threads that were there before the block",

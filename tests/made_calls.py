@@ -1,0 +1,36 @@
+"""Records of calls that no operator made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opintercept import CallRecord, TensorMeta
+from opintercept.testing.plugin import OpCalls
+
+
+def meta(*shape: int, dtype: str = "float32", device: str = "cpu") -> TensorMeta:
+    return TensorMeta(shape, dtype, device, None, False)
+
+
+def record(op: str = "mm", phase: Any = "forward", dtype: str = "float32", index: int = 0, **fields: Any) -> CallRecord:
+    square = meta(2, 2, dtype=dtype)
+    fields = {"lhs": square, "rhs": square, "output": square, "module": "", "flops": 16, **fields}
+    for name in ("source", "forward", "grad_of", "bias", "gemm", "bytes", "autocast", "elapsed"):
+        fields.setdefault(name, None)
+    return CallRecord(index, 0, f"aten::{op}", op, phase, opaque=False, **fields)
+
+
+def three_calls() -> OpCalls:
+    return OpCalls([record(), record("bmm", index=1), record(phase="backward", dtype="bfloat16", index=2)])
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        self.head = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).bfloat16())

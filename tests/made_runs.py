@@ -1,0 +1,115 @@
+"""Runs that no program has recorded, with the calls that a test gives them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from opintercept import runs
+
+SHAPE = [4, 4]
+
+
+def values(name: Any, *, hashed: bool = True) -> dict[str, Any]:
+    """Statistics and hash of a tensor that is called so."""
+    digest = hashlib.blake2b(str(name).encode(), digest_size=8).hexdigest()
+    size = 1 + int(digest[:4], 16) / 2**17
+    plain = {"hash": digest if hashed else None, "count": 16, "nan": 0, "inf": 0}
+    return plain | {"min": -size, "max": size, "mean": 0.0, "rms": size / 2}
+
+
+def call(
+    module: str | None,
+    lhs: Any,
+    rhs: Any,
+    output: Any,
+    *,
+    bias: Any = None,
+    op: str = "aten::mm",
+    grad: tuple[bool, bool] = (False, False),
+    shape: list[int] = SHAPE,
+    dtype: str = "float32",
+    kept: bool = True,
+    **fields: Any,
+) -> dict[str, Any]:
+    """A line; tensors are given by name, an output of None is that of a call that raised."""
+
+    def meta(name: Any, requires_grad: bool = False) -> Any:
+        plain = {"shape": shape, "dtype": dtype, "device": "cpu", "stride": None, "requires_grad": requires_grad}
+        return None if name is None else plain
+
+    tensors = {"lhs": lhs, "rhs": rhs, "bias": bias, "output": output} | fields.pop("more", {})
+    gemm = {"batch": 1, "m": shape[0], "n": 4, "k": 4, "dtypes": [dtype, dtype], "transposes": [False, False]}
+    plain = {
+        "index": 0,
+        "step": 0,
+        "op": op,
+        "func": f"{op}.default",
+        "phase": "forward",
+        "module": module,
+        "source": "train.py:7 in forward",
+        "forward": None,
+        "grad_of": None,
+        "lhs": meta(lhs, grad[0]),
+        "rhs": meta(rhs, grad[1]),
+        "bias": meta(bias),
+        "output": meta(output),
+        "gemm": None if "attention" in op else gemm,
+        "flops": 128,
+        "bytes": 192,
+        "autocast": None,
+        "opaque": False,
+        "elapsed": 0.001,
+    }
+    if kept:
+        plain["values"] = {
+            role: name if isinstance(name, dict) else values(name) for role, name in tensors.items() if name is not None
+        }
+    return plain | fields
+
+
+def write(folder: Path, calls: list[dict[str, Any]], **info: Any) -> runs.Run:
+    folder.mkdir(parents=True)
+    plain = {"schema": 1, "argv": ["train.py"], "started": "", "finished": True, "tensors": "stats", "rank": 0}
+    plain |= {"world_size": 1, "versions": {"torch": "2.13.0"}, "devices": [], "flags": {"threads": "1"}}
+    (folder / "run.json").write_text(json.dumps(plain | info))
+    lines = [
+        json.dumps({"index": number} | {k: v for k, v in c.items() if k != "index"}) for number, c in enumerate(calls)
+    ]
+    (folder / "calls.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return runs.open_run(folder)
+
+
+def kinds(found: runs.Difference) -> dict[str, dict[str, int]]:
+    return {str(row.module): dict(row.kinds) for row in found.modules}
+
+
+def chain(*modules: str, of: str = "") -> list[dict[str, Any]]:
+    """Modules one after another, each with a weight of its own; what is named in `of` has other values from there."""
+    calls, suffix = [], ""
+    for number, module in enumerate(modules):
+        weight, x = f"w{module}", f"x{number}{suffix}"
+        if module == of:
+            suffix, weight = "'", f"w{module}'"
+        calls.append(call(module, x, weight, f"y{number}{suffix}"))
+    return calls
+
+
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def attention(arguments: dict[str, Any] | None = None, output: str = "y", **more: Any) -> list[dict[str, Any]]:
+    """One call of an attention whose arguments were recorded."""
+    given = {"dropout_p": 0.0, "is_causal": True, "attn_mask": None, "scale": None} | (arguments or {})
+    given = {name: value for name, value in given.items() if name not in more}
+    return [call("attn", "q", "k", output, op=ATTENTION, more={"value": "v"} | more, arguments=given)]
+
+
+def ranked(folder: Path, *ranks: list[dict[str, Any]] | None, world_size: int | None = None) -> runs.Run:
+    """A run of several processes; None is one whose folder is missing."""
+    for rank, calls in enumerate(ranks):
+        if calls is not None:
+            write(folder / f"rank{rank}", calls, rank=rank, world_size=world_size or len(ranks))
+    return runs.open_run(folder)

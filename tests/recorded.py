@@ -1,0 +1,78 @@
+"""What the tests of `RunRecorder` share: reading back what it wrote, and programs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opintercept.runs import StoredCall, open_run, writer
+
+ALL = ("none", "stats", "sample", "full")
+
+
+def calls_of(path: Path) -> list[StoredCall]:
+    return list(open_run(path).calls())
+
+
+def no_writer() -> bool:
+    return not any(isinstance(thread, writer.Writer) for thread in threading.enumerate())
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """To the bit, whatever the strides."""
+    return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
+
+
+def raw(tensor: Tensor) -> bytes:
+    tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def run_script(code: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """In a Python of its own, whose start takes seconds."""
+    head = "import os, sys, time, torch\nfrom opintercept import hooks, intercept, runs\n"
+    command = [sys.executable, "-c", head + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+def run_forked(program: Callable[[], Any]) -> int:
+    """In a child; the exit status as a shell has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+        child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            program()
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+        except KeyboardInterrupt:
+            status = 130
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+FILES = ["calls.jsonl", "run.json", "tensors/00000000.safetensors"]

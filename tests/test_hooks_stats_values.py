@@ -1,0 +1,462 @@
+"""How `Stats` reads values: every number against NumPy in float64, in every way, and within bounded memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy_stats import (
+    FLOATS,
+    TARGETS,
+    TINY_FLOATS,
+    WAYS,
+    assert_row_is,
+    call,
+    every_value,
+    float64,
+    one_row,
+    powers_by_numpy,
+    read,
+    seen,
+    tensors,
+    ways,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opintercept import HookError, hooks, intercept
+from opintercept.hooks import stats
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support is experimental:UserWarning",
+    "ignore:torch.quantize_per_tensor, torch.quantize_per_channel:UserWarning",
+)
+
+
+@ways
+@settings(deadline=None)
+@given(tensor=tensors())
+def test_every_number_is_numpys(way: str, tensor: Tensor) -> None:
+    with read(way):
+        row = one_row(tensor)
+    assert_row_is(row, float64(tensor), narrow=tensor.element_size() <= 2)
+    assert row.calls == 1
+
+
+@ways
+@settings(deadline=None)
+@given(several=st.lists(tensors(), min_size=2, max_size=5))
+def test_calls_add_up_to_what_all_their_values_together_are(way: str, several: list[Tensor]) -> None:
+    with read(way):
+        row = one_row(*several)
+    assert_row_is(row, np.concatenate([float64(tensor) for tensor in several]), narrow=True)
+    assert row.calls == len(several)
+
+
+@pytest.mark.parametrize("count", [1, 8191, 8192, 8193, 9 * 1024, 2**19, 2**19 + 3, 2**20 + 1024])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("broken", [False, True])
+def test_every_size_is_read_whole(count: int, dtype: torch.dtype, broken: bool) -> None:
+    tensor = torch.randn(count).to(dtype)
+    tensor[tensor.abs() < 0.1] = 0.0
+    if broken:
+        tensor[::5], tensor[::7], tensor[::11] = math.nan, math.inf, -math.inf
+    row = one_row(tensor, for_dtype=torch.float8_e4m3fn)
+    values = float64(tensor)
+    assert_row_is(row, values)
+    assert row.underflow == 0.0
+    assert row.overflow == np.isinf(values).sum() / count
+
+
+@ways
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("mean", [1e2, -1e4, 3e4])
+def test_a_large_mean_costs_no_digits(way: str, dtype: torch.dtype, mean: float) -> None:
+    tensor = (torch.randn(40_000, dtype=torch.float64) + mean).to(dtype)
+    with read(way, _CHUNK=1 << 13, _ROW=1 << 10, _PIECE=1 << 12):
+        row = one_row(*tensor.split(4000), tensor)
+    values = float64(tensor)
+    assert row.mean == pytest.approx(values.mean(), rel=1e-7)
+    assert row.std == pytest.approx(values.std(), rel=1e-5)
+
+
+@ways
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_a_default_device_is_not_where_values_are_read(way: str, mean: float) -> None:
+    tensor = torch.randn(40) + mean
+    expected = one_row(tensor)
+    with read(way), torch.device("meta"):
+        row = one_row(tensor, for_dtype=torch.float16, histogram=True)
+    assert (row.count, row.min, row.max) == (40, expected.min, expected.max)
+    assert row.std == pytest.approx(expected.std, rel=1e-5)
+
+
+@ways
+def test_float64_keeps_the_spread_of_values_that_differ_in_their_last_digits_only(way: str) -> None:
+    with read(way):
+        row = one_row(torch.randn(300, dtype=torch.float64) + 1e9)
+        constant = one_row(torch.full((300,), 0.1), torch.full((2, 7), 0.1))
+    assert row.std == pytest.approx(1.0, rel=0.2)
+    assert constant.std < 1e-16
+    assert constant.mean == pytest.approx(np.float32(0.1), rel=1e-15)
+
+
+@ways
+@pytest.mark.parametrize("means", [(0, 1e4, -3e4, 0.1), range(-1000, 2000, 7)], ids=["a few", "many"])
+def test_calls_of_other_means_are_spread_around_the_common_one(way: str, means: Iterable[float]) -> None:
+    lots = [torch.randn(50) + mean for mean in means]
+    lots[1:1] = [torch.empty(0), torch.full((3,), math.nan)]
+    with read(way):
+        assert_row_is(one_row(*lots), np.concatenate([float64(lot) for lot in lots]))
+
+
+@ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-13, 1e14, 1e19, 3e37])
+def test_tiny_and_huge_values_keep_their_digits(way: str, dtype: torch.dtype, scale: float) -> None:
+    tensor = (torch.randn(64, dtype=torch.float64) * scale).to(dtype)
+    with read(way):
+        assert_row_is(one_row(tensor), float64(tensor), narrow=True)
+
+
+def test_a_spread_that_float64_cannot_hold_is_infinite_and_not_zero() -> None:
+    huge = torch.tensor([1e200, -1e200, 1e199] * 4, dtype=torch.float64)
+    for way in WAYS:
+        with read(way):
+            row = one_row(huge)
+        assert (row.std, row.rms, row.max) == (math.inf, math.inf, 1e200)
+        assert row.mean == pytest.approx(huge.mean().item())
+
+
+@pytest.mark.parametrize("scale", [1.1, 0.37, 1.9921875])
+def test_bfloat16_signs_add_up_without_a_drift(scale: float) -> None:
+    # Equal squares, the worst for a sum in float32: each addition rounds the same way.
+    signs = torch.randn(2**20).sign().bfloat16() * scale
+    assert_row_is(one_row(signs), float64(signs), narrow=True)
+
+
+OTHER_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.25, 3, torch.qint8),
+    "nested": lambda t: torch.nested.nested_tensor([t, t[:1]]),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t[:1]], layout=torch.jagged),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "negated": lambda t: torch.complex(t, t).conj().imag,
+    "zero": lambda t: torch._efficientzerotensor(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_values_of_every_layout_are_read(layout: str) -> None:
+    if layout == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN here")
+    plain = torch.randn(4, 6) * (torch.rand(4, 6) > 0.5)
+    tensor = OTHER_LAYOUTS[layout](plain)
+    values = {
+        "quantized": lambda: float64(tensor.dequantize()),
+        "nested": lambda: np.concatenate([float64(plain), float64(plain[:1])]),
+        "jagged": lambda: np.concatenate([float64(plain), float64(plain[:1])]),
+        "negated": lambda: float64(-plain),
+        "zero": lambda: np.zeros(24),
+    }.get(layout, lambda: float64(plain))()
+    for way in WAYS:
+        with read(way):
+            assert_row_is(one_row(tensor), values)
+
+
+def test_a_tensor_in_another_order_is_read_without_a_copy() -> None:
+    dense = torch.randn(3, 4, 5)
+    for view in (dense, dense.permute(2, 0, 1), dense.transpose(0, 2), dense[1:]):
+        assert stats._flat(view).untyped_storage().data_ptr() == dense.untyped_storage().data_ptr()
+    assert torch.equal(stats._flat(dense[..., 0]).sort().values, dense[..., 0].flatten().sort().values)
+
+
+@ways
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *TINY_FLOATS], ids=str)
+def test_what_a_target_cannot_hold_is_what_a_cast_loses(way: str, target: torch.dtype, dtype: torch.dtype) -> None:
+    values = every_value(dtype)
+    lost = (values.to(torch.float32) != 0) & (values.to(torch.float32).to(target).to(torch.float32) == 0)
+    beyond = values.to(torch.float64).abs() > torch.finfo(target).max
+    with read(way, _CHUNK=1 << 14, _ROW=1 << 7, _PIECE=1 << 13):
+        row = one_row(values, for_dtype=target)
+        below_limits = one_row(values[values.to(torch.float32).abs() < 1e14], for_dtype=target)
+    assert row.underflow == int(lost.sum()) / values.numel()
+    assert row.overflow == int(beyond.sum()) / values.numel()
+    # Without NaN and huge values the narrow way of 16 bits is taken.
+    few = values.to(torch.float32).abs() < 1e14
+    assert below_limits.underflow == int(lost[few].sum()) / int(few.sum())
+    assert below_limits.overflow == int(beyond[few].sum()) / int(few.sum())
+
+
+def test_there_is_no_underflow_without_a_target() -> None:
+    row = one_row(torch.ones(2))
+    assert (row.underflow, row.overflow) == (None, None)
+    empty = one_row(torch.ones(0), for_dtype=torch.float16)
+    assert (empty.underflow, empty.overflow) == (None, None)
+
+
+@ways
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
+def test_the_histogram_is_that_of_the_floor_of_the_logarithm(way: str, dtype: torch.dtype) -> None:
+    values = every_value(dtype)
+    with read(way, _CHUNK=1 << 14, _PIECE=1 << 13):
+        found = seen(values, values[:300], histogram=True)
+    expected = powers_by_numpy(np.concatenate([float64(values), float64(values[:300])]))
+    assert found.histogram("m") == expected
+
+
+def test_the_ends_of_the_histogram_stand_for_all_beyond() -> None:
+    found = seen(
+        torch.tensor([1e-300, 5e-324, 2.0**-149, 2.0**127, 1e300, 0.0, math.inf], dtype=torch.float64), histogram=True
+    )
+    assert found.histogram("m") == {-149: 3, 127: 2}
+    assert seen(torch.zeros(3), histogram=True).histogram("m") == {}
+
+
+def test_a_histogram_adds_up_the_operators_of_a_module_and_keeps_passes_apart() -> None:
+    found = hooks.Stats(histogram=True)
+    found.post(call(torch.tensor([1.0])))
+    found.post(call(torch.tensor([4.0]), op="aten::bmm"))
+    found.post(call(torch.tensor([8.0]), phase="backward"))
+    found.post(call(torch.tensor([16.0]), module=None, phase="backward"))
+    assert found.histogram("m") == {0: 1, 2: 1}
+    assert found.histogram("m", phase="backward") == {3: 1}
+    assert found.histogram(None, phase="backward") == {4: 1}
+
+
+@ways
+@settings(deadline=None)
+@given(tensor=tensors())
+def test_channels_are_the_largest_magnitudes_along_the_last_dimension(way: str, tensor: Tensor) -> None:
+    assume(tensor.dim() and tensor.numel())
+    with read(way):
+        found = hooks.Stats(channels="lhs")
+        found.pre(call(lhs=tensor))
+    # NaN stays NaN, in torch as in NumPy.
+    expected = np.abs(float64(tensor)).reshape(-1, tensor.shape[-1]).max(0)
+    assert np.array_equal(found.channels("m").numpy(), expected, equal_nan=True)
+    assert found.channels("m").dtype is torch.float64
+
+
+def test_channels_of_the_rhs_are_those_of_the_output_and_of_a_whole_linear_those_of_the_input() -> None:
+    layer = nn.Linear(3, 2)
+    below, above = hooks.Stats(channels="rhs"), hooks.Stats(channels="rhs")
+    with intercept(below), intercept(above, level="function"):
+        layer(torch.ones(4, 3))
+    assert torch.equal(below.channels("Linear"), layer.weight.detach().abs().amax(1).double())
+    assert torch.equal(above.channels("Linear"), layer.weight.detach().abs().amax(0).double())
+    assert {row.operand for row in below.rows()} == {"rhs", "output"}
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_channels_of_nested_tensors_are_those_of_their_parts(layout: torch.layout) -> None:
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    found = hooks.Stats(channels="lhs")
+    for _ in range(2):
+        found.pre(call(lhs=torch.nested.nested_tensor(parts, layout=layout)))
+        parts.append(torch.randn(1, 3))
+    assert torch.equal(found.channels("m"), torch.cat(parts[:3]).abs().amax(0).double())
+    assert found.skipped == 0
+
+
+def test_channels_that_change_their_number_are_an_error_that_keeps_what_was_seen() -> None:
+    found = hooks.Stats(channels="output")
+    found.post(call(torch.ones(2, 3)))
+    with pytest.raises(HookError, match=r"last dimension stays the same .* got 4 channels after 3; choose calls with"):
+        found.post(call(torch.ones(2, 4)))
+    assert found.channels("m").tolist() == [1.0] * 3
+    assert [(row.calls, row.count) for row in found.rows()] == [(1, 6)]
+    found.post(call(torch.ones(2, 4), op="aten::bmm"))
+    with pytest.raises(ValueError, match=r"must have the same number of channels, got \['float64\[3\]'"):
+        found.channels("m")
+
+
+class Waits(TorchDispatchMode):
+    """Keeps the operators that make the host wait for a device."""
+
+    WAITING = frozenset(
+        [
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "index",
+            "item",
+            "is_nonzero",
+            "equal",
+            "unique",
+            "bincount",
+        ]
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = 0
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran += 1
+        if func.overloadpacket.__name__ in self.WAITING:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_a_device_until_somebody_looks() -> None:
+    found = hooks.Stats(("lhs", "output"), histogram=True, channels="lhs", for_dtype=torch.float16)
+    broken = torch.tensor([[1.0, math.nan], [math.inf, 0.0]])
+    with read("on a device"):
+        with Waits() as waits:
+            for _ in range(3):
+                found.pre(call(lhs=broken))
+                found.post(call(torch.randn(5, 5)))
+                found.post(call(torch.randn(4).half()))
+        assert waits.found == []
+        assert waits.ran > 100
+    with read("in pieces"), Waits() as waits:
+        hooks.Stats().post(call(torch.randn(5, 5)))
+    assert "aten._local_scalar_dense.default" in waits.found  # as it is for a host's tensors
+    assert {row.operand: row.calls for row in found.rows()} == {"lhs": 3, "output": 6}
+
+
+@ways
+def test_sums_begun_in_inference_mode_go_on_outside_of_it(way: str) -> None:
+    found = hooks.Stats(histogram=True, channels="output", for_dtype=torch.float16)
+    tensor = torch.randn(30, 10)
+    with read(way):
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                found.post(call(tensor.clone()))
+        found.merge(copy.deepcopy(found))
+        (row,) = found.rows()
+    assert (row.calls, found.skipped) == (6, 0)
+    assert_row_is(row, float64(torch.cat([tensor] * 6)))
+    assert sum(found.histogram("m").values()) == 1800
+
+
+def resident() -> int:
+    """Bytes of memory that the process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("way", ["together", "on a device"])
+def test_memory_is_flat_over_many_calls_of_any_size(way: str) -> None:
+    found = hooks.Stats(for_dtype=torch.float16)
+    calls = 100_000 if way == "together" else 5_000
+    with read(way, _PIECE=1 << 23):
+        counts = torch.randint(1, 40, (calls,)).tolist()
+        source = torch.randn(40)
+        for number, size in enumerate(counts):
+            found.post(call(source[:size], module=f"m{number % 7}"))
+            if number == calls // 10:
+                before = resident()
+            if number % 1000 == 0:
+                found.step()
+        grown = resident() - before
+        rows = found.rows()
+    # What waits is at most a million values of 8 bytes, and is let go once a thousand calls.
+    assert grown < 24 << 20
+    assert sum(row.count for row in rows) == sum(counts)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_what_waits_to_be_read_together_is_bounded() -> None:
+    found = hooks.Stats()
+    source = torch.randn(8192)
+    before = resident()
+    for size in range(8192, 4096, -1):  # all different: none ever has company
+        for _ in range(3):
+            found.post(call(source[:size]))
+        assert found._state.held <= stats._WAITING
+    assert resident() - before < 64 << 20
+    assert found.rows()[0].calls == 3 * 4096
+
+
+def test_a_real_block_takes_no_memory_either() -> None:
+    found = hooks.Stats(("lhs", "output"))
+    a = torch.randn(4, 4)
+    with intercept(found) as interceptor:
+        for _ in range(3000):
+            a @ a
+            interceptor.step()
+    assert [(row.operand, row.calls) for row in found.rows()] == [("lhs", 3000), ("output", 3000)]
+    assert len(found._state.window) == 2
+    assert found._state.waiting == {}
+
+
+class Unstacked(Tensor):
+    """A wrapper whose values can be read one by one, and which has no `stack` and little else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.stack, torch.cat):
+            raise NotImplementedError(f"{func} of {cls}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("histogram", [False, True])
+def test_values_that_cannot_be_stacked_are_read_one_by_one(histogram: bool) -> None:
+    found = hooks.Stats(histogram=histogram)
+    for number in range(100):
+        plain = torch.full((3, 3), float(number))
+        found.post(call(plain.as_subclass(Unstacked) if number % 2 else plain, module=f"m{number}"))
+    rows = found.rows()
+    assert [(row.module, row.calls, row.count, row.min, row.max) for row in rows] == [
+        (f"m{number}", 1, 9, float(number), float(number)) for number in range(100)
+    ]
+    assert found.skipped == 0
+
+
+def test_a_failed_allocation_skips_one_tensor_and_moves_no_value_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_read, real_stack, reads = hooks.Stats._read, torch.stack, iter(range(1000))
+
+    def stack(tensors: Any, *more: Any) -> Tensor:
+        if len(tensors) == stats._BATCH:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real_stack(tensors, *more)
+
+    def read_one(self: hooks.Stats, values: Tensor) -> Any:
+        if next(reads) % 3 == 0:
+            raise MemoryError
+        return real_read(self, values)
+
+    monkeypatch.setattr(torch, "stack", stack)
+    monkeypatch.setattr(hooks.Stats, "_read", read_one)
+    found = hooks.Stats()
+    for number in range(stats._BATCH):
+        found.post(call(torch.full((2, 2), float(number)), module=f"m{number}"))
+    rows = found.rows()
+    assert (len(rows), found.skipped) == (42, 22)
+    for row in rows:
+        assert row.module == f"m{row.min:.0f}"
+        assert (row.calls, row.count, row.min, row.max) == (1, 4, row.mean, row.mean)
+
+
+def test_a_batch_of_one_size_and_tensors_of_others_come_in_the_order_of_the_calls() -> None:
+    found = hooks.Stats()
+    for number in range(200):
+        size = 10_000 if number % 7 == 0 else number % 5 + 1
+        found.post(call(torch.full((size,), float(number)), module=f"m{number}"))
+    assert [row.module for row in found.rows()] == [f"m{number}" for number in range(200)]
+    assert [row.mean for row in found.rows()] == [float(number) for number in range(200)]
+
+
+def test_an_empty_nested_operand_leaves_torch_its_own_error() -> None:
+    empty = torch.nested.nested_tensor([])
+    with pytest.raises(RuntimeError, match=r"\w") as bare:
+        nn.functional.linear(empty, torch.ones(2, 3))
+    found = hooks.Stats("lhs", channels="lhs")
+    for level in ("function", "dispatch"):
+        with pytest.raises(RuntimeError, match=re.escape(str(bare.value)[:80])), intercept(found, level=level):
+            nn.functional.linear(empty, torch.ones(2, 3))

@@ -1,0 +1,159 @@
+"""Modules, lines and links of calls in code that torch.compile made."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from compiler import needs_compiler
+from nets import IN_PAIR, Discriminator, Generator, record
+from torch import Tensor, nn
+
+
+def helper(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y.mT
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for layer in self.layers:
+            y = layer(y)
+        return helper(y, x)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Without threads, which outlive the test, without optimisation, and without what another run has left on disk."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch._inductor.config.patch({"compile_threads": 1, "aot_inductor.compile_wrapper_opt_level": "O0"}):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)]
+
+
+def places(program: Callable[[], Any], **options: Any) -> Counter[tuple[str, str | None, str | None]]:
+    return Counter((r.phase, r.module, r.source) for r in record(program, **options))
+
+
+# Other versions note other things in the code that they make: torch 2.15 tells fewer modules, 2.11 the outermost one.
+as_in_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="says what torch 2.13 tells")
+
+
+@as_in_2_13
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_in_compiled_code_have_the_modules_and_lines_of_eager_code(backend: str) -> None:
+    model, x = Encoder(), torch.randn(2, 4, 16)
+
+    def train(model: Any) -> None:
+        model(x).sum().backward()
+
+    eager = places(lambda: train(model))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    assert [places(lambda: train(compiled)) for _ in range(2)] == [eager] * 2
+    model.eval()  # where one operator runs a whole layer
+    with torch.no_grad():
+        inference = places(lambda: model(x))
+        assert places(lambda: compiled(x)) == inference
+    assert inference.total() > 10
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_calls_of_another_model_begin_with_its_class(backend: str) -> None:
+    torch._dynamo.reset()
+    one, two = Generator(), Discriminator()
+    eager = places(lambda: (one(torch.ones(2, 4)) + two(torch.ones(2, 4))).sum().backward())
+    first, second = torch.compile(one, backend=backend), torch.compile(two, backend=backend)
+    assert places(lambda: (first(torch.ones(2, 4)) + second(torch.ones(2, 4))).sum().backward()) == eager
+
+
+@as_in_2_13
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_that_share_compiled_code_keep_their_own_names(backend: str) -> None:
+    # Dynamo compiles one graph for all of them.
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(3)))
+    x = torch.randn(2, 4, 16, requires_grad=True)
+
+    def train() -> None:
+        model(x).sum().backward()
+
+    eager = places(train)
+    torch._dynamo.reset()
+    for layer in model:
+        layer.compile(backend=backend)
+    assert places(train) == eager
+
+
+@as_in_2_13
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_function_names_the_modules_that_it_calls(backend: str) -> None:
+    torch._dynamo.reset()
+    one, two = Generator(), Discriminator()
+
+    def step(one: nn.Module, two: nn.Module, x: Tensor) -> Tensor:
+        return helper(two(one(x)), x)
+
+    compiled = torch.compile(step, backend=backend)
+    first, second = torch.ones(2, 4), torch.ones(2, 4)
+    eager = places(lambda: step(one, two, first).sum().backward())
+    assert places(lambda: compiled(one, two, second).sum().backward()) == eager
+
+
+@needs_compiler
+@pytest.mark.usefixtures("quick_compiler")
+def test_products_that_a_compiled_graph_does_not_keep_apart_are_not_guessed() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).tanh())  # type: ignore[no-any-return]
+
+    model, x = Tied(), torch.randn(2, 4)
+    eager = places(lambda: model(x).sum().backward())
+    torch._dynamo.reset()
+    compiled = places(lambda: torch.compile(model)(x).sum().backward())
+    assert {place for place in compiled if place[0] == "forward"} == {p for p in eager if p[0] == "forward"}
+    assert {place[1] for place in compiled - eager} <= {None}
+
+
+def test_graph_modules_of_the_program_keep_the_names_of_their_modules() -> None:
+    traced = torch.fx.symbolic_trace(Generator())
+    records = record(lambda: traced(torch.ones(2, 4)).sum().backward())
+    assert [r.module for r in records if r.phase == "forward"] == [*IN_PAIR, "Generator"]
+    assert not any("eval_with_key" in str(r.source) or str(r.source).startswith("1:") for r in records)
+
+
+def test_watching_compiled_code_keeps_no_graph_and_no_module_alive() -> None:
+    def train() -> list[weakref.ref[Any]]:
+        model = Encoder()
+        compiled = torch.compile(model, backend="aot_eager")
+        places(lambda: compiled(torch.randn(2, 4, 16)).sum().backward())
+        return [weakref.ref(module) for module in model.modules()]
+
+    torch._dynamo.reset()
+    modules = train()
+    torch._dynamo.reset()
+    gc.collect()
+    assert [module() for module in modules] == [None] * len(modules)

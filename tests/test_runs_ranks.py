@@ -1,0 +1,111 @@
+"""Several processes record one run, each in a folder of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded import FILES, calls_of, files_in
+
+from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
+from opintercept.runs import open_run
+
+pytestmark = pytest.mark.usefixtures("no_writer_left")
+
+
+def test_ranks_write_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        with intercept(runs.RunRecorder(tmp_path / "run")):
+            torch.full((2, 2), float(rank)) @ torch.eye(2)
+    run = open_run(tmp_path / "run")
+    assert run.ranks == (0, 1)
+    assert [run.infos[rank].world_size for rank in run.ranks] == [2, 2]
+    assert [call.values["lhs"].max for call in run.calls()] == [0.0, 1.0]
+    assert [call.rank for call in run.calls(1)] == [1]
+
+
+def record(
+    monkeypatch: pytest.MonkeyPatch, path: Path, value: float, ranks: Any, world_size: int, **options: Any
+) -> None:
+    """Record a product of this value by these ranks of so many, one after the other."""
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    for rank in ranks:
+        monkeypatch.setenv("RANK", str(rank))
+        with intercept(runs.RunRecorder(path, "full", **options)):
+            torch.full((2, 2), value) @ torch.eye(2)
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (4, 2), (2, 4)], ids=str)
+def test_a_run_of_other_ranks_is_replaced_whole(
+    old: int, new: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(monkeypatch, tmp_path, 1.0, range(old), old)
+    record(monkeypatch, tmp_path, 2.0, reversed(range(new)), new, overwrite=True)
+    run = open_run(tmp_path)
+    assert run.ranks == tuple(range(new))
+    assert [call.values["lhs"].max for call in run.calls()] == [2.0] * new
+    parts = [f"rank{rank}/" for rank in range(new)] if new > 1 else [""]
+    assert files_in(tmp_path) == [f"{part}{name}" for part in parts for name in FILES]
+
+
+@pytest.mark.parametrize(("old", "rank"), [(1, 0), (1, 1), (4, 0), (4, 1)], ids=str)
+def test_no_rank_adds_to_a_run_that_is_there(
+    old: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(monkeypatch, tmp_path, 1.0, range(old)[-1:], old)
+    later = files_in(tmp_path)
+    with pytest.raises(ValueError, match=r"path must not have a run in it, got .*; name another folder, or pass"):
+        record(monkeypatch, tmp_path, 2.0, [rank], 2)
+    assert files_in(tmp_path) == later
+
+
+def test_a_rank_that_comes_first_has_replaced_a_run_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(monkeypatch, tmp_path, 1.0, [0], 1)
+    (tmp_path / "notes.txt").write_text("mine")
+    record(monkeypatch, tmp_path, 2.0, [1], 2, overwrite=True)
+    assert [call.values["lhs"].max for call in calls_of(tmp_path)] == [2.0]
+    assert files_in(tmp_path) == ["notes.txt", *(f"rank1/{name}" for name in FILES)]
+
+
+def test_ranks_of_a_run_before_are_left_out_where_no_new_one_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(monkeypatch, tmp_path, 1.0, range(4), 4)
+    with monkeypatch.context() as later:
+        later.setattr("time.strftime", lambda form: "2126-01-01T00:00:00+0000")
+        record(monkeypatch, tmp_path, 2.0, [1], 2, overwrite=True)
+    with pytest.warns(OpInterceptWarning, match=r"ranks 0 in .* are of an older run, of 4 processes instead of 2"):
+        run = open_run(tmp_path)
+    assert [call.values["lhs"].max for call in run.calls()] == [2.0]
+    assert run.ranks == (1,)
+
+
+def test_no_rank_replaces_what_another_program_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.json").write_text('{"schema": 1}')
+    with pytest.raises(OpInterceptError, match="what is overwritten must be a run, got other files in"):
+        record(monkeypatch, tmp_path, 2.0, [0], 2, overwrite=True)
+    assert files_in(tmp_path) == ["run.json"]
+
+
+def test_no_rank_deletes_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch, tmp_path / "elsewhere", 1.0, [0], 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/rank7").symlink_to(tmp_path / "elsewhere")
+    record(monkeypatch, tmp_path / "run", 2.0, [0, 1], 2, overwrite=True)
+    assert open_run(tmp_path / "run").ranks == (0, 1)
+    assert files_in(tmp_path / "elsewhere") == FILES
+
+
+@pytest.mark.parametrize("rank", ["", "-1", "x", "²"])
+def test_odd_ranks_in_the_environment_are_none(rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with intercept(runs.RunRecorder(tmp_path / "run")):
+        torch.eye(2) @ torch.eye(2)
+    assert open_run(tmp_path / "run").ranks == (0,)
