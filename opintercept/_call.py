@@ -6,16 +6,18 @@ Invariant: building an OpCall computes nothing. Must not import torch: the pipel
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from opintercept._errors import OpInterceptError
 
 if TYPE_CHECKING:
     import torch
 from opintercept._origin.place import Place
-from opintercept._record import NO_KIN, CallRecord, Gemm, Note, Phase, Summary, _summaries
+from opintercept._record import NO_KIN, CallRecord, Gemm, Note, Phase, Summary, summaries
 from opintercept._tensors import TensorMeta, describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
+
+T = TypeVar("T")
 
 
 class OpSpec(Protocol):
@@ -45,8 +47,8 @@ class Origin(Protocol):
     @property
     def links(self) -> Any: ...
     def autocast(self, call: OpCall) -> Any: ...
-    def place(self, call: OpCall) -> Place: ...
-    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]: ...
+    def place(self, call: OpCall, read: str) -> Place: ...
+    def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]: ...
 
 
 class Owner(Protocol):
@@ -75,39 +77,41 @@ class OpCall:
         step: The interceptor's step when the call started.
         elapsed: Host time of the operator in seconds; None before it has returned. Says nothing about
             work that is queued on a device.
+        place: Where the call comes from, once that is known; hooks read `module` and `source`.
+        owner: The pipeline that runs the hooks; None when the call is over.
     """
 
     __slots__ = (
         "__weakref__",
+        "_kept",
         "_kin",
-        "_pipeline",
-        "_place",
         "_spec",
-        "_verdicts",
         "args",
         "elapsed",
         "func",
         "index",
         "kwargs",
         "output",
+        "owner",
         "phase",
+        "place",
         "step",
     )
 
-    _verdicts: dict[Any, bool]
+    _kept: dict[Any, Any]
 
     def __init__(
         self,
-        pipeline: Owner,
+        owner: Owner,
         spec: OpSpec,
         func: Any,
         phase: Phase,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self._pipeline: Owner | None = pipeline  # None when the call is over
+        self.owner: Owner | None = owner
         self._spec = spec
-        self._place: Place | None = None
+        self.place: Place | None = None
         self._kin: tuple[int | None, str | None, bool] | None = None
         self.func = func
         self.phase = phase
@@ -115,8 +119,8 @@ class OpCall:
         self.kwargs = kwargs
         self.output: Any = None
         self.elapsed: float | None = None
-        self.index: int = pipeline.next_index()
-        self.step: int = pipeline.steps
+        self.index: int = owner.next_index()
+        self.step: int = owner.steps
 
     @property
     def op(self) -> str:
@@ -131,26 +135,42 @@ class OpCall:
     @property
     def lhs(self) -> torch.Tensor | None:
         """The left operand, `[*b, m, k]`; the query of an attention; None where the table names none."""
-        return self._operand("lhs")
+        return self._resolved("lhs")
 
     @property
     def rhs(self) -> torch.Tensor | None:
         """The right operand, `[*b, k, n]`; a linear's weight is `[n, k]`; the key of an attention."""
-        return self._operand("rhs")
+        return self._resolved("rhs")
 
     @property
     def bias(self) -> torch.Tensor | None:
         """What is added to the product, or None."""
-        return self._operand("bias")
+        return self._resolved("bias")
 
-    def _passed(self, role: str) -> torch.Tensor | None:
-        """The operand as it is, for what reads no values: resolving a lazily flipped view is a copy."""
+    def operand(self, role: str) -> torch.Tensor | None:
+        """The operand as the operator gets it, for a hook that reads no values.
+
+        `lhs`, `rhs` and `bias` resolve views with a lazy conjugation or negation, and that is a copy. This does not.
+
+        Args:
+            role: `"lhs"`, `"rhs"`, `"bias"`, or another role of the operator: `"value"` of an attention.
+
+        Returns:
+            The tensor, or None where the operator has no such role or the caller passed no tensor.
+        """
         tensor: torch.Tensor | None = self._spec.operand(role, self.args, self.kwargs)
         return tensor
 
-    def _operand(self, role: str) -> torch.Tensor | None:
-        tensor = self._passed(role)
+    def _resolved(self, role: str) -> torch.Tensor | None:
+        tensor = self.operand(role)
         return None if tensor is None else unflipped(tensor)
+
+    def summed(self, role: str) -> int | None:
+        """The dimension of each matrix in `role` that the product sums over: -1 of the lhs and -2 of the rhs of a `mm`.
+
+        None where the operator does not fix it.
+        """
+        return self._spec.summed(role)
 
     def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with other operands, for a `pre` to return; the call stays as it is.
@@ -202,7 +222,7 @@ class OpCall:
     def _inputs(self) -> list[Any]:
         spec, args, kwargs = self._spec, self.args, self.kwargs
         lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
-        found = [*tensors_in(lhs), *([] if rhs is lhs else tensors_in(rhs)), self._passed("bias")]
+        found = [*tensors_in(lhs), *([] if rhs is lhs else tensors_in(rhs)), self.operand("bias")]
         return found
 
     @property
@@ -222,7 +242,7 @@ class OpCall:
         arguments = self._spec.arguments(self.func, self.args, self.kwargs)
         roles: dict[int, list[str]] = {}  # of each tensor by identity: one may be both operands
         for role in self._spec.roles:
-            roles.setdefault(id(self._passed(role)), []).append(role)
+            roles.setdefault(id(self.operand(role)), []).append(role)
         found: dict[str, torch.Tensor] = {}
         for name, value in arguments.items():
             for part, tensor in named_tensors(name, value):
@@ -266,17 +286,17 @@ class OpCall:
         Raises:
             OpInterceptError: The call is over, and with it the stack that this reads.
         """
-        return self._where().module
+        return self._where("module").module
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """Every name of the module, `module` first; raises as `module` does."""
-        return self._where().aliases
+        return self._where("module").aliases
 
     @property
     def source(self) -> str | None:
         """The line that made the call, `"model.py:42 in forward"`, outside of torch; else as `module`."""
-        return self._where().source
+        return self._where("source").source
 
     @property
     def forward(self) -> int | None:
@@ -285,12 +305,12 @@ class OpCall:
         Raises:
             OpInterceptError: The call is over.
         """
-        return self._relation()[0]
+        return self._relation("forward")[0]
 
     @property
     def grad_of(self) -> Literal["lhs", "rhs"] | None:
         """In backward, the operand of `forward` whose gradient this is; None if that cannot be told."""
-        return self._relation()[1]  # type: ignore[return-value]
+        return self._relation("forward")[1]  # type: ignore[return-value]
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -300,7 +320,7 @@ class OpCall:
         got that operand: before autograd multiplies it by `alpha` or sums over what was broadcast. Raises as
         `forward` does.
         """
-        _, operand, transposed = self._relation()
+        _, operand, transposed = self._relation("gradients")
         if operand is None or not is_tensor(self.output):
             return None
         return self.output.mT if transposed else self.output  # type: ignore[no-any-return]
@@ -308,29 +328,42 @@ class OpCall:
     @property
     def grad_output(self) -> torch.Tensor | None:
         """In backward, the gradient with respect to the output of `forward`, likewise; None if that cannot be told."""
-        _, operand, transposed = self._relation()
+        _, operand, transposed = self._relation("gradients")
         if operand is None:
             return None
         of = self.lhs if (operand == "lhs") is not transposed else self.rhs
         return of.mT if transposed and of is not None else of
 
-    def _where(self) -> Place:
-        if self._place is None:
-            self._place = self._live("module").origin.place(self)
-        return self._place
+    def _where(self, read: str) -> Place:
+        if self.place is None:
+            self.place = self._live(read).origin.place(self, read)
+        return self.place
 
-    def _relation(self) -> tuple[int | None, str | None, bool]:
+    def _relation(self, read: str) -> tuple[int | None, str | None, bool]:
         if self._kin is None:
-            self._kin = self._live("forward").origin.forward(self)
+            self._kin = self._live(read).origin.forward(self, read)
         return self._kin
 
-    def _live(self, what: str) -> Owner:
-        if self._pipeline is None:
+    def _live(self, read: str) -> Owner:
+        if self.owner is None:
             raise OpInterceptError(
-                f"{what} can only be read while the operator runs, got a call that is over; "
+                f"{read} can only be read while the operator runs, got a call that is over; "
                 "keep call.record() instead of the call"
             )
-        return self._pipeline
+        return self.owner
+
+    def once(self, key: Hashable, compute: Callable[[OpCall], T]) -> T:
+        """Return `compute(call)`, computed the first time that the call is asked with this key.
+
+        For a hook that decides something in `pre` and needs the answer again in `post`.
+        """
+        try:
+            kept = self._kept
+        except AttributeError:  # most calls are never asked
+            kept = self._kept = {}
+        if key not in kept:
+            kept[key] = compute(self)
+        return kept[key]  # type: ignore[no-any-return]
 
     def without_values(self, shape_only: Callable[[Any], Any]) -> OpCall:
         """The call for a later time: where it came from, and tensors with a shape and no values.
@@ -345,8 +378,8 @@ class OpCall:
             return shape_only(value) if is_tensor(value) else value
 
         later = copy.copy(self)
-        later._place, later._kin = self._where(), self._relation()
-        later._pipeline = None
+        later.place, later._kin = self._where("module"), self._relation("forward")
+        later.owner = None
         later.args = tuple(strip(value) for value in self.args)
         later.kwargs = {name: strip(value) for name, value in self.kwargs.items()}
         return later
@@ -357,30 +390,34 @@ class OpCall:
 
     def note(self) -> Note:
         """What `record` needs, taken now and put together later, for those who keep many."""
-        origin = self._live("a record").origin
+        origin = self._live("record").origin
         return Note(
-            self._summary(),
+            self.summary,
             self.index,
             self.step,
             self.phase,
-            origin.place(self) if self._place is None else self._place,
-            self._relation() if self.phase == "backward" else NO_KIN,
+            origin.place(self, "record") if self.place is None else self.place,
+            self._relation("record") if self.phase == "backward" else NO_KIN,
             origin.autocast(self),
             self.elapsed,
         )
 
-    def _summary(self) -> Summary:
-        """Worked out once for all calls whose arguments look alike: a model has many calls and few shapes."""
-        look = self._live("a record").look
+    @property
+    def summary(self) -> Summary:
+        """The fields of a record that all calls with arguments of the same look share.
+
+        They are computed once for all these calls: a model has many calls and few shapes.
+        """
+        look = self._live("summary").look
         try:
             key = look(self.func, self.args, self.kwargs, self.output)
-            known = _summaries.get(key)
+            known = summaries.get(key)
         except Exception:  # an exotic tensor, a symbolic size, a subclass whose attributes raise
             return self._summarise()
         if known is None:
-            if len(_summaries) >= 4096:  # a program whose shapes never come again
-                _summaries.clear()
-            known = _summaries[key] = (self._summarise(), self.func)
+            if len(summaries) >= 4096:  # a program whose shapes never come again
+                summaries.clear()
+            known = summaries[key] = (self._summarise(), self.func)
         return known[0]
 
     def _summarise(self) -> Summary:
@@ -388,9 +425,9 @@ class OpCall:
         return Summary(
             op=self.op,
             func=str(self.func) if hasattr(self.func, "_schema") else self.op,
-            lhs=TensorMeta.of(self._passed("lhs")),
-            rhs=TensorMeta.of(self._passed("rhs")),
-            bias=TensorMeta.of(self._passed("bias")),
+            lhs=TensorMeta.of(self.operand("lhs")),
+            rhs=TensorMeta.of(self.operand("rhs")),
+            bias=TensorMeta.of(self.operand("bias")),
             output=outputs[0] if len(outputs) == 1 else tuple(outputs) or None,
             gemm=self.gemm,
             flops=self.flops,

@@ -1,10 +1,13 @@
 """The exceptions and warnings that opintercept raises on its own account.
 
 Invariant: misuse is a TypeError or ValueError; these are for what only shows at run time.
-Imports nothing.
+Must not import torch.
 """
 
 from __future__ import annotations
+
+import sys
+from types import FrameType
 
 
 class OpInterceptError(RuntimeError):
@@ -21,6 +24,15 @@ class NonFiniteError(OpInterceptError, ArithmeticError):
 
 class OpInterceptWarning(UserWarning):
     """Something that the reader should know and the program survives: a hook was switched off, for one."""
+
+
+def caller_level() -> int:
+    """The `stacklevel` with which a warning of the function that calls this points out of the package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "opintercept":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 for _public in (OpInterceptError, HookError, NonFiniteError, OpInterceptWarning):

@@ -6,14 +6,15 @@ Must not import torch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, TracebackType
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from opintercept._call import OpCall
 
 OnError = Literal["raise", "warn"]
 Level = Literal["function", "dispatch"]
+Read = Literal["module", "source", "forward", "gradients", "autocast", "record"]
 
 
 class PreHook(Protocol):
@@ -47,10 +48,62 @@ class BackwardHook(Protocol):
     ) -> tuple[Any, ...] | None: ...
 
 
+class HookDeclaration(Protocol):
+    """What a hook may say of itself. Each of these may be left out; a function can have the first two as attributes.
+
+    Attributes:
+        reads: What the hook reads of its calls; if left out, it may read everything. `"module"` stands for
+            `call.module` and `call.aliases`, `"source"` for `call.source`, `"forward"` for `call.forward` and
+            `call.grad_of`, `"gradients"` for `call.gradient` and `call.grad_output`, `"autocast"` for
+            `call.autocast`, and `"record"` for all that `call.record()` and `call.note()` hold. What is not in this
+            list, such as shapes and values, is free to read.
+
+            In a forward call all of it can be read at any time. A backward call finds the rest, all but autocast,
+            in what its forward call has noted, so at dispatch level each forward call that autograd records notes it
+            if one hook of the interceptor reads any: 25 us with kernels in Python, 4 us with compiled ones.
+            `reads = ()` saves that. If no hook declares what a hook then reads in a backward call, it gets None, and
+            one `OpInterceptWarning` says what to declare.
+
+            A hook that declares `"module"`, `"source"` or `"record"` has calls under `no_grad` named as they come,
+            too, so that several models get their names in the order in which they run. Others pay nothing there.
+        levels: The levels at which the hook works; if left out, both, with a `backward` method only `"function"`.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import intercept
+        >>> class LargestByModule:
+        ...     reads = ("module",)
+        ...     levels = ("dispatch",)
+        ...     def __init__(self):
+        ...         self.largest = {}
+        ...     def post(self, call):
+        ...         value = call.output.abs().max().item()
+        ...         self.largest[call.module] = max(value, self.largest.get(call.module, 0.0))
+        >>> hook = LargestByModule()
+        >>> with intercept(hook):
+        ...     _ = torch.eye(2) @ torch.full((2, 2), 3.0)
+        >>> hook.largest
+        {'': 3.0}
+    """
+
+    reads: Collection[Read]
+    levels: Collection[Level]
+
+    def wants_gradients(self, call: OpCall, /) -> bool:
+        """Whether a hook with `backward` wants the gradients of a call; if left out, it wants those of every call.
+
+        Asked at function level before the operator runs. Each call whose gradients are wanted gets two nodes in
+        autograd's graph.
+        """
+        ...
+
+
 Hook: TypeAlias = PreHook | PostHook | ErrorHook | BackwardHook | Callable[[OpCall], Any]
 """An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable, which is a `post`."""
 _RUNS = ("pre", "post", "error", "backward")
 _PHASES = (*_RUNS, "enter", "exit")
+_NAMED: frozenset[Read] = frozenset(("module", "source", "record"))
+_TRACKED: frozenset[Read] = _NAMED | {"forward", "gradients"}
 
 
 class Registry(Protocol):
@@ -67,7 +120,18 @@ class Handle:
     """
 
     __slots__ = (
-        *("_pipeline", "asks_origin", "backward", "enter", "error", "exit", "hook", "post", "pre", "removed", "wants"),
+        "_pipeline",
+        "backward",
+        "enter",
+        "error",
+        "exit",
+        "hook",
+        "names_all",
+        "post",
+        "pre",
+        "removed",
+        "tracks",
+        "wants",
     )
 
     def __init__(self, pipeline: Registry, hook: Hook) -> None:
@@ -81,7 +145,9 @@ class Handle:
         self.enter, self.exit = self.enter or bool, self.exit or bool  # which does nothing, and is no Python
         # Whether a call is to have gradients, which takes two nodes in its graph: a filter knows.
         self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
-        self.asks_origin = asks_origin(hook)
+        reads = reads_of((hook,))
+        self.tracks = reads is None or not _TRACKED.isdisjoint(reads)  # forward calls note where they come from
+        self.names_all = reads is not None and not _NAMED.isdisjoint(reads)  # calls without gradients, too
 
     def remove(self) -> None:
         """Take the hook out; it is not called again, not even later in the call that is running."""
@@ -103,28 +169,21 @@ def _method(hook: Hook, name: str) -> Any:
     return method if callable(method) else None
 
 
-def asks_origin(hook: Any) -> bool:
-    """Whether a hook's code mentions what comes from the Python stack, or its `asks_origin` says so.
+def reads_of(hooks: Iterable[Any], also: Iterable[Read] = ()) -> frozenset[Read] | None:
+    """What a hook reads that is made of others.
 
-    The backward pass has no such stack, so the forward calls must note it in advance, which costs, and is done
-    only if somebody asks. A hook that asks in ways that its code does not show is heard from its first question on.
+    Args:
+        hooks: The others, declared or not.
+        also: What the hook reads beside them.
+
+    Returns:
+        What to declare; None to declare nothing, since one of `hooks` may read anything.
     """
-    if getattr(hook, "asks_origin", False):
-        return True
-    methods = [hook, *(_method(hook, name) for name in _RUNS)]
-    codes = [getattr(getattr(method, "__func__", method), "__code__", None) for method in methods]
-    while codes:
-        code = codes.pop()
-        if code is not None:
-            if _FROM_THE_STACK.intersection(code.co_names):
-                return True
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return False
-
-
-_FROM_THE_STACK = frozenset(
-    ("aliases", "forward", "grad_of", "grad_output", "gradient", "module", "note", "record", "source")
-)
+    declared = [getattr(hook, "reads", None) for hook in hooks]
+    together: frozenset[Read] = frozenset(also).union(*(reads for reads in declared if reads is not None))
+    if None not in declared:
+        return together
+    return None if _NAMED.isdisjoint(together) else frozenset(get_args(Read))
 
 
 def is_hook(value: Any) -> bool:
@@ -133,23 +192,39 @@ def is_hook(value: Any) -> bool:
 
 
 def check_hook(hook: Any, level: Level) -> None:
-    """Refuse what is no hook, or none at this level.
+    """Refuse what is not a hook, or not one for this level.
 
     Raises:
-        TypeError: It has nothing to call, or is a class instead of an instance.
-        ValueError: It wants what this level does not have: gradients, or another `only_level` than this.
+        TypeError: It has nothing to call, is a class instead of an instance, or declares a single word.
+        ValueError: It does not work at this level, or declares an unknown word.
     """
     if isinstance(hook, type):
         raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
-    if level == "dispatch" and _method(hook, "backward") and not getattr(hook, "reads_backward_calls", False):
-        raise ValueError(
-            f"a hook with a backward method cannot run at {level} level, got {hook!r}; autograd's own calls "
-            "are seen at dispatch level by pre and post, with call.phase == 'backward'; or use level='function'"
-        )
-    only = getattr(hook, "only_level", None)
-    if only is not None and only != level:
-        raise ValueError(f'the hook can work at level="{only}" only, got {hook!r} for level="{level}"')
     if not is_hook(hook):
         raise TypeError(
             f"a hook must be callable or have one of {', '.join(_PHASES)}, got {hook!r}; write def hook(call): ..."
         )
+    _check_words(hook, "reads", get_args(Read))
+    levels = _check_words(hook, "levels", get_args(Level))
+    if levels is None and level == "dispatch" and _method(hook, "backward"):
+        raise ValueError(
+            f"a hook with a backward method works at function level, got {hook!r} for level='dispatch'; use "
+            "level='function'. At dispatch level pre and post see the calls of autograd, with call.phase 'backward'; "
+            "a hook for both levels declares levels = ('function', 'dispatch')"
+        )
+    if levels is not None and level not in levels:
+        raise ValueError(f"{hook!r} works at level={' or '.join(map(repr, levels))} only, got level={level!r}")
+
+
+def _check_words(hook: Any, name: str, known: tuple[str, ...]) -> Collection[str] | None:
+    words = getattr(hook, name, None)
+    if words is None:
+        return None
+    if isinstance(words, str) or not isinstance(words, Collection):
+        word = words if words in known else known[0]
+        raise TypeError(f"{name} of a hook must be a collection, got {words!r} on {hook!r}; write {name} = ({word!r},)")
+    for word in words:
+        if word not in known:
+            choices = ", ".join(map(repr, known))
+            raise ValueError(f"{name} of a hook must be some of {choices}, got {word!r} on {hook!r}; correct the word")
+    return words

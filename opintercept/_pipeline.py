@@ -56,10 +56,10 @@ class NoOrigin:
     def autocast(self, lhs: Any) -> None:
         return None
 
-    def place(self, call: OpCall) -> Place:
+    def place(self, call: OpCall, read: str) -> Place:
         return NOWHERE
 
-    def forward(self, call: OpCall) -> tuple[None, None, bool]:
+    def forward(self, call: OpCall, read: str) -> tuple[None, None, bool]:
         return None, None, False
 
 
@@ -176,8 +176,9 @@ class Pipeline:
         self.post = tuple(h for h in handles if h.post)
         self.error = tuple(h for h in handles if h.error)
         self.backward = () if self._tap is None else tuple(h for h in handles if h.backward)
-        if self.links is not None and any(h.asks_origin for h in handles):
-            self.links.wanted = True
+        if self.links is not None:
+            self.links.wanted |= any(h.tracks for h in handles)
+            self.links.names_all |= any(h.names_all for h in handles)
 
     def enter(self, user: object) -> None:
         """Run the hooks' `enter` if this is the first block in; `exit` undoes it, also if one of them fails."""
@@ -327,10 +328,10 @@ def run(
             output = written_back(spec.written(func, given_args, given_kwargs), output)
         call.output = output
         if pipeline.post:
-            output = _after(pipeline, call, given_args, given_kwargs)
+            output = _after(pipeline, call, spec, given_args, given_kwargs)
         return output if tap is None else tap.output(output)
     finally:
-        call._pipeline = None
+        call.owner = None
         # The frame lives on in the traceback of an exception, which the program may keep.
         del call, args, kwargs, given_args, given_kwargs
 
@@ -374,13 +375,13 @@ def _run_several(
         for pipeline, call in zip(pipelines, calls, strict=True):
             call.output = output
             call.elapsed = elapsed
-            output = _after(pipeline, call, given_args, given_kwargs)
+            output = _after(pipeline, call, spec, given_args, given_kwargs)
         for tap in filter(None, reversed(taps)):
             output = tap.output(output)
         return output
     finally:
         for call in calls:
-            call._pipeline = None
+            call.owner = None
         calls.clear()
         call = None  # type: ignore[assignment]
         del args, kwargs, given_args, given_kwargs  # as in `run`
@@ -409,11 +410,13 @@ def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: 
     if args is call.args and kwargs is call.kwargs:
         return
     if call.phase == "backward" and pipeline.links is not None and pipeline.links.wanted:
-        call._relation()  # found by where the operands that autograd has saved lie in memory
+        _ = call.forward  # found by where the operands that autograd has saved lie in memory
     call.args, call.kwargs = args, kwargs
 
 
-def _after(pipeline: Pipeline, call: OpCall, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]) -> Any:
+def _after(
+    pipeline: Pipeline, call: OpCall, spec: OpSpec, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]
+) -> Any:
     """Run the post hooks and return the output to go on with."""
     for handle in pipeline.post:
         if handle.removed:
@@ -424,7 +427,7 @@ def _after(pipeline: Pipeline, call: OpCall, given_args: tuple[Any, ...], given_
                 check_replacement(call.output, replacement)
                 if getattr(call.func, "is_view", False):
                     raise HookError(f"the output of {call.op} cannot be replaced, it is a view of an input")
-                if pipeline.level == "dispatch" or call._spec.written(call.func, given_args, given_kwargs):
+                if pipeline.level == "dispatch" or spec.written(call.func, given_args, given_kwargs):
                     # Below autograd, and for out= and in-place forms, the caller keeps the tensor that it
                     # has; the new values go into it, and its strides and aliases stay.
                     copy_into(call.output, replacement)

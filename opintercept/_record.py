@@ -90,7 +90,7 @@ class Summary(NamedTuple):
     opaque: bool
 
 
-_summaries: dict[Any, tuple[Summary, Any]] = {}  # with the operator, whose identity is in the key
+summaries: dict[Any, tuple[Summary, Any]] = {}  # with the operator, whose identity is in the key
 NO_KIN = (None, None, False)
 _PLAIN = frozenset((NoneType, bool, int, float, complex, str))
 

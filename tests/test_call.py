@@ -484,7 +484,7 @@ def test_autocast_is_none_for_an_operator_that_it_leaves_alone(engine: str) -> N
 
 
 def refuse_live_state(call: OpCall) -> None:
-    for what, read in {"autocast": lambda: call.autocast, "a record": call.record}.items():
+    for what, read in {"autocast": lambda: call.autocast, "record": call.record}.items():
         with pytest.raises(
             OpInterceptError, match=rf"{what} can only be read while the operator runs, .* call\.record"
         ):

@@ -500,14 +500,51 @@ def test_opaque_operators_are_counted() -> None:
         (5, TypeError, r"a hook must be callable or have one of pre, post, error, backward, enter, exit, got 5"),
         ("print", TypeError, "a hook must be callable or have one of"),
         (SimpleNamespace(post=3), TypeError, "a hook must be callable or have one of"),
-        (SimpleNamespace(backward=print), ValueError, "a hook with a backward method cannot run at dispatch level"),
         (
-            SimpleNamespace(post=print, only_level="function"),
+            SimpleNamespace(backward=print),
             ValueError,
-            'level="function" only, got .* for level="dispatch"',
+            "a hook with a backward method works at function level, got .* for",
         ),
+        (
+            SimpleNamespace(post=print, levels=("function",)),
+            ValueError,
+            r"namespace\(.*\) works at level='function' only, got level='dispatch'",
+        ),
+        (
+            SimpleNamespace(post=print, reads=("module", "src")),
+            ValueError,
+            "reads of a hook must be some of 'module', 'source', .*, got 'src' on namespace.*; correct the word",
+        ),
+        (
+            SimpleNamespace(post=print, levels=["kernel"]),
+            ValueError,
+            "levels of a hook must be some of 'function', 'dispatch', got 'kernel' on",
+        ),
+        (
+            SimpleNamespace(post=print, reads="module"),
+            TypeError,
+            r"reads of a hook must be a collection, got 'module' on .*; write reads = \('module',\)",
+        ),
+        (
+            SimpleNamespace(post=print, levels="dispatch"),
+            TypeError,
+            r"levels of a hook must be a collection, got 'dispatch' on .*; write levels = \('dispatch',\)",
+        ),
+        (SimpleNamespace(post=print, reads=5), TypeError, r"reads of a hook must be a collection, got 5 on"),
     ],
-    ids=["class", "number", "string", "attribute", "backward", "other level"],
+    ids=[
+        "class",
+        "number",
+        "string",
+        "attribute",
+        "backward",
+        "other level",
+        "reads",
+        "levels",
+        "one read",
+        "one level",
+        "no words",
+    ],
 )
 def test_what_is_no_hook_is_refused(hook: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -19,7 +19,7 @@ def autocast_below(call: OpCall) -> torch.dtype | None:
     # The nesting depth has no getter; raising and lowering it has no other effect.
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    if depth == 0 or (lhs := call._passed("lhs")) is None:
+    if depth == 0 or (lhs := call.operand("lhs")) is None:
         return None
     try:
         dtype = torch.get_autocast_dtype(lhs.device.type)

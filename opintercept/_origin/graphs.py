@@ -384,4 +384,4 @@ class GraphPlace(Place):
         if isinstance(other, GraphPlace):
             self.around.bases.update(other.around.bases)
         common = super().common(other)
-        return GraphPlace(common.aliases, common._code, common._instruction, common._line, self.around)
+        return GraphPlace(common.aliases, common.code, common.instruction, common.line, self.around)

@@ -88,7 +88,10 @@ class Links:
     """The forward calls of one interceptor, for its backward calls to find.
 
     Attributes:
-        wanted: Whether somebody asks; nothing is noted until then.
+        wanted: Whether a hook reads where calls come from; nothing is noted without one.
+        names_all: Whether calls that autograd does not record are named as well. A root that is not named in such
+            a call would get its label when a hook reads it, and another label than an interceptor gives it whose
+            hooks declare that they read names.
     """
 
     # Old links go when there are more than so many, those of the last two backward passes excepted, and
@@ -105,6 +108,7 @@ class Links:
         self._round = 0
         self._in_backward = False
         self.wanted = False
+        self.names_all = False
 
     def begin(self) -> None:
         """Note that this thread begins to look: what autograd has recorded so far is of calls that were not seen."""
@@ -116,16 +120,17 @@ class Links:
         backward = call.phase == "backward"
         if backward:
             self._in_backward = True
-        else:
-            # Also where no gradient is wanted: a root that is not seen now would get its label when a hook asks, and
-            # another one than an interceptor gives it whose hooks ask in each call.
-            call._place = self._place(call.phase)
         recording = torch.is_grad_enabled()
         function = None
         if not recording:
             if backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
-                return  # `no_grad` leaves forward-mode gradients on; a custom Function's forward has both off
+                # `no_grad` leaves forward-mode gradients on; a custom Function's forward has both off
+                if self.names_all and not backward:
+                    call.place = self._place(call.phase)
+                return
             function = custom_function()
+        if not backward:
+            call.place = self._place(call.phase)
         operands = []
         needed = False
         for value in call.args:
@@ -136,7 +141,7 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        if isinstance(call._place, GraphPlace):
+        if isinstance(call.place, GraphPlace):
             needed = needed and function is None  # in a compiled graph one operand tells no more than another
         mine = self._of_this_thread()
         links = mine.links
@@ -150,7 +155,7 @@ class Links:
             if not needed or other.needed or not other.sure:
                 if needed or (function is not None and not other.needed) or (inside and not other.sure):
                     # Inside of a wrapper the first product is that of the node; another one may have none.
-                    mine.share(number, None if inside else call._place)
+                    mine.share(number, None if inside else call.place)
                 return
             mine.forget([number])  # of a custom Function's products, the one whose operands autograd knows
         elif not needed and function is None and not (inside and fresh):
@@ -164,8 +169,8 @@ class Links:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, which the garbage collector does not have to visit.
         links[number] = Link(call.index, call.op, self._round, tuple(operands), needed or function is not None, needed)
-        if call._place is not None:
-            mine.places[number] = call._place
+        if call.place is not None:
+            mine.places[number] = call.place
         elif (behind := self.find()) is not None:
             mine.places[number] = behind[1]
 
@@ -212,7 +217,7 @@ def _computes(node: Any, link: Link) -> bool:
     return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 
 
-def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
+def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     """The gradient of one operand is a product with the other one, which autograd has saved.
 
     With G the gradient of the output, that of lhs is `G @ rhs.T` and that of rhs `lhs.T @ G`; for an operand that
@@ -228,6 +233,6 @@ def _grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     used = {address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
     if (lhs in used) == (rhs in used):
         return None, False
-    left = call._spec.operand("lhs", call.args, call.kwargs)
+    left = call.operand("lhs")
     on_the_left = left is not None and address(left) in (lhs, rhs)
     return ("rhs", not on_the_left) if lhs in used else ("lhs", on_the_left)

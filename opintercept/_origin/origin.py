@@ -5,6 +5,7 @@ Invariant: what cannot be told is None; nothing here keeps a tensor, a frame, a 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -12,9 +13,10 @@ from types import CodeType, FrameType
 import torch
 
 from opintercept._call import OpCall
+from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._origin import graphs
 from opintercept._origin.autocast import autocast_above, autocast_below
-from opintercept._origin.links import Link, Links, _grad_of
+from opintercept._origin.links import Link, Links, grad_of
 from opintercept._origin.names import Labels
 from opintercept._origin.place import NOWHERE, Place
 from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
@@ -131,28 +133,33 @@ class Origin:
 
     def autocast(self, call: OpCall) -> torch.dtype | None:
         """The dtype that autocast runs the call in, or None."""
-        return autocast_below(call) if self._below else autocast_above(call._passed("lhs"))
+        return autocast_below(call) if self._below else autocast_above(call.operand("lhs"))
 
-    def place(self, call: OpCall) -> Place:
+    def place(self, call: OpCall, read: str) -> Place:
         """The module and the line of the call, in backward those of the forward call behind it."""
         if call.phase != "backward":
-            if self.links is not None:
-                self.links.wanted = True
             return self._stack.here(call.phase)
-        behind = self._behind(call)
+        behind = self._behind(call, read)
         if behind is None:
             return NOWHERE
         return self._stack.in_backward_graph(behind[1]) if isinstance(behind[1], graphs.GraphPlace) else behind[1]
 
-    def forward(self, call: OpCall) -> tuple[int | None, str | None, bool]:
+    def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]:
         """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""
-        behind = self._behind(call)
+        behind = self._behind(call, read)
         if behind is None or behind[2]:
             return None, None, False
-        return behind[0].index, *_grad_of(call, behind[0])
+        return behind[0].index, *grad_of(call, behind[0])
 
-    def _behind(self, call: OpCall) -> tuple[Link, Place, bool] | None:
-        if self.links is None:
+    def _behind(self, call: OpCall, read: str) -> tuple[Link, Place, bool] | None:
+        if self.links is None or call.phase != "backward":
             return None
-        self.links.wanted = True
-        return self.links.find() if call.phase == "backward" else None
+        if not self.links.wanted:
+            self.links.wanted = True
+            warnings.warn(
+                f'a hook read "{read}" of a backward call, which no hook of its interceptor declares, and got None; '
+                f'add "{read}" to the hook\'s `reads`. Forward calls are tracked from now on',
+                OpInterceptWarning,
+                stacklevel=caller_level(),
+            )
+        return self.links.find()

@@ -21,9 +21,12 @@ class Place:
     Attributes:
         aliases: The names of the innermost `nn.Module`, `("",)` outside of all modules, `()` where it cannot be told.
             Several for a module that is registered in several places.
+        code: The code object of the program that made the call; None where it is not known.
+        instruction: The offset in bytes of the instruction in `code`; -1 without it.
+        line: File, number and function, where they are known and `code` is not.
     """
 
-    __slots__ = ("_code", "_instruction", "_line", "aliases")
+    __slots__ = ("aliases", "code", "instruction", "line")
 
     def __init__(
         self,
@@ -33,9 +36,9 @@ class Place:
         line: tuple[str, int, str] | None = None,
     ) -> None:
         self.aliases = aliases
-        self._code = code
-        self._instruction = instruction
-        self._line = line  # file, number and function, in place of the code
+        self.code = code
+        self.instruction = instruction
+        self.line = line
 
     @property
     def module(self) -> str | None:
@@ -45,20 +48,20 @@ class Place:
     @property
     def source(self) -> str | None:
         """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
-        if self._code is None:
-            return None if self._line is None else "{}:{} in {}".format(_file(self._line[0]), *self._line[1:])
-        key = (id(self._code), self._instruction)
+        if self.code is None:
+            return None if self.line is None else "{}:{} in {}".format(_file(self.line[0]), *self.line[1:])
+        key = (id(self.code), self.instruction)
         known = _sources.get(key)
         if known is None:
             if len(_sources) >= 4096:  # a program that makes code without end, a notebook say
                 _sources.clear()
-            known = _sources[key] = (self._code, _source(self._code, self._instruction))
+            known = _sources[key] = (self.code, _source(self.code, self.instruction))
         return known[1]
 
     def common(self, other: Place) -> Place:
         """What two places have in common; the rest cannot be told."""
         aliases = self.aliases if self.aliases == other.aliases else ()
-        mine, its = ((place._code, place._instruction, place._line) for place in (self, other))
+        mine, its = ((place.code, place.instruction, place.line) for place in (self, other))
         return Place(aliases, *(mine if mine == its else (None, -1, None)))
 
 

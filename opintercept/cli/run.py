@@ -279,7 +279,7 @@ class _Watch:
 class _Recording:
     """A recorder, and the time for which the program waited for it."""
 
-    asks_origin = True
+    reads = RunRecorder.reads
 
     def __init__(self, hook: RunRecorder) -> None:
         self.hook = hook
@@ -327,7 +327,7 @@ Stopped.__module__ = "opintercept"
 class _Stop:
     """Raises in each thread that makes a call from the first finding on."""
 
-    asks_origin = True
+    reads = NonFinite.reads
 
     def __init__(self, shown: NonFinite | None, own: NonFinite) -> None:
         self._nonfinite = shown or own
@@ -357,6 +357,8 @@ class _Stop:
 class _Tally:
     """Counts calls, and shows the count on a terminal while the program runs."""
 
+    reads = ()
+
     def __init__(self, nonfinite: Any, stderr: TextIO, visible: bool) -> None:
         self.calls = 0
         self.failed = 0
@@ -370,7 +372,7 @@ class _Tally:
 
     def post(self, call: OpCall) -> None:
         """Count the call."""
-        flops = call._summary().flops or 0  # worked out once for calls that look alike
+        flops = call.summary.flops or 0  # worked out once for calls that look alike
         with self._lock:
             self.calls += 1
             self.flops += flops

@@ -146,7 +146,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def product_of(call: OpCall) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The left operand and the output of a batched product `[*b, m, k] @ [*b, k, n]`; None for other calls."""
-    lhs, rhs, output = call._passed("lhs"), call._passed("rhs"), call.output
+    lhs, rhs, output = call.operand("lhs"), call.operand("rhs"), call.output
     if lhs is None or rhs is None or not isinstance(output, torch.Tensor):
         return None
     try:

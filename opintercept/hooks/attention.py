@@ -17,12 +17,11 @@ import torch
 
 from opintercept._call import OpCall
 from opintercept._checks import check_choice
-from opintercept._errors import OpInterceptWarning
+from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._record import Phase
 from opintercept._text import printable
 from opintercept.hooks._attention import Attention, attention_of, product_of, take, without_autocast
 from opintercept.hooks._values import captured, is_freed, stored_values
-from opintercept.hooks.when import caller_level
 
 Of = Literal["probabilities", "scores", "entropy"]
 
@@ -112,7 +111,7 @@ class AttentionWeights:
         (torch.Size([1, 2, 1, 5]), True)
     """
 
-    asks_origin = True
+    reads = ("module",)
 
     def __init__(
         self,

@@ -146,7 +146,7 @@ class Capture(Copyable):
         [<output of call 0, aten::addmm in 0: float32[5, 4]>, <output of call 1, aten::addmm in 2: float32[5, 2]>]
     """
 
-    asks_origin = True
+    reads = ("module", "forward", "gradients")
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Capture(Copyable):
         self.folder = _folder(to, folder)
         self._operands = [role for role in self.of if role in ("lhs", "rhs", "bias")]
         self._gradients = [role for role in self.of if role.startswith("grad_")]
-        self.only_level: Level | None = "dispatch" if self._gradients else None
+        self.levels: tuple[Level, ...] = ("dispatch",) if self._gradients else get_args(Level)
         self._lock = threading.RLock()
         self._entries: deque[Captured] = deque()
         self._files = 0

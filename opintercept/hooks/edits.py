@@ -16,6 +16,7 @@ import torch
 from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError
+from opintercept._hook import Read
 from opintercept._record import Phase
 from opintercept._tensors import describe, dtype_name, is_strided
 from opintercept.hooks._copies import Copyable
@@ -35,6 +36,8 @@ class _Edit(Copyable):
     Tensors without values pass as they are: meta and fake ones, those that a transform of torch.func has wrapped, and
     those whose memory the program has freed.
     """
+
+    reads: tuple[Read, ...] = ()
 
     def __init__(self, of: str | Iterable[str]) -> None:
         self.of = checked_roles(of, _ROLES)
@@ -157,7 +160,7 @@ class FakeQuantize(_Edit):
         """The dimensions that share a scale."""
         if self.per == "tensor":
             return tuple(range(tensor.dim()))
-        dim = call._spec.summed(role)
+        dim = call.summed(role)
         if dim is None:
             raise OpInterceptError(
                 f"per='channel' needs an operator that sums over one dimension of each operand, got {call.op}; leave "
@@ -313,7 +316,7 @@ class BitFlip(_Edit):
         [((0, 1), 31, 1.0, -1.0)]
     """
 
-    asks_origin = True
+    reads: tuple[Read, ...] = ("module",)
 
     def __init__(
         self,

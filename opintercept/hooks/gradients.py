@@ -69,8 +69,8 @@ class Gradients:
         [('rhs', [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]), ('output', [[1.0, 1.0, 1.0]])]
     """
 
-    asks_origin = True
-    reads_backward_calls = True
+    reads = ("module", "forward", "gradients")
+    levels = ("function", "dispatch")
 
     def __init__(self, function: Function | None = None) -> None:
         if function is not None and not callable(function):

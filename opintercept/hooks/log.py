@@ -33,6 +33,8 @@ class Log:
         ValueError: An unknown `values`, or a size below 1.
     """
 
+    reads = ("record",)
+
     def __init__(
         self,
         logger: logging.Logger | str = "opintercept",

@@ -241,7 +241,7 @@ class NonFinite(Copyable):
         skipped: How many calls a CUDA graph captured.
     """
 
-    asks_origin = True
+    reads = ("module", "record")
 
     def __init__(
         self,

@@ -26,6 +26,8 @@ class Print:
         0 forward aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4] | min 3 max 3 mean 3 std 0
     """
 
+    reads = ("module", "record")
+
     def __init__(self, file: TextIO | None = None) -> None:
         self.file = file
 

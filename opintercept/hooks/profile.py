@@ -94,7 +94,7 @@ class Profile:
         1024
     """
 
-    asks_origin = True
+    reads = ("module", "autocast")
 
     def __init__(self) -> None:
         self._sums: dict[_Key, _Sum] = {}
@@ -106,7 +106,7 @@ class Profile:
 
     def pre(self, call: OpCall) -> None:
         """Start the clock of a device that has its own."""
-        lhs = call._passed("lhs")
+        lhs = call.operand("lhs")
         if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._started[id(call)] = self._event()
         elif self._started:
@@ -114,7 +114,7 @@ class Profile:
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
-        summary, autocast = call._summary(), call.autocast  # worked out once for calls that look alike
+        summary, autocast = call.summary, call.autocast  # worked out once for calls that look alike
         gemm, flops, size = summary.gemm, summary.flops, summary.bytes
         key = (
             call.module,
@@ -123,7 +123,7 @@ class Profile:
             ", ".join(dict.fromkeys(meta.dtype for meta in (summary.lhs, summary.rhs) if meta is not None)),
             call.phase,
             None if autocast is None else dtype_name(autocast),
-            _precision(call._passed("lhs")),
+            _precision(call.operand("lhs")),
         )
         started = self._started.pop(id(call), None)
         if started is None:

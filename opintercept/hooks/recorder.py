@@ -21,7 +21,7 @@ class Recorder:
         [('aten::mm', 48)]
     """
 
-    asks_origin = True
+    reads = ("record",)
 
     def __init__(self) -> None:
         self._records: list[CallRecord] = []

@@ -119,7 +119,7 @@ class Reference(Copyable):
         [(1, 'bfloat16', 50.0)]
     """
 
-    asks_origin = True
+    reads = ("module", "source")
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Reference(Copyable):
 
     def pre(self, call: OpCall) -> None:
         """Copy the operands that the call is going to overwrite."""
-        written = call._spec.written(call.func, call.args, call.kwargs)
+        written = call.written
         if written and _is_generic(call):
             _, args, kwargs = _functional(call)
             copies = {
@@ -269,7 +269,7 @@ class Reference(Copyable):
         if not _is_generic(call):
             raise _NoReference("it has no reference")
         copies: dict[int, torch.Tensor] = {}
-        if call._spec.written(call.func, call.args, call.kwargs):
+        if call.written:
             if saved is None or saved.args is not call.args:  # a later hook has put others in their place
                 raise _NoReference("its operands were overwritten before they could be copied")
             copies = saved.copies
@@ -283,7 +283,7 @@ class Reference(Copyable):
             raise _NoReference(attention or "it has no reference")
         if attention.dropout:
             raise _NoReference("dropout draws at random")
-        if call._spec.written(call.func, call.args, call.kwargs):
+        if call.written:
             raise _NoReference("it has no reference")
         raised = Attention(*(self._raised(value) for value in attention))
         outputs = call.output if isinstance(call.output, tuple) else (call.output,)

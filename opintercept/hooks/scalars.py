@@ -50,7 +50,7 @@ class Scalars:
         1 {'-/mm/output/forward/mean': 2.0}
     """
 
-    asks_origin = True
+    reads = ("module",)
 
     def __init__(
         self,

@@ -246,7 +246,7 @@ class Stats:
         [('lhs', 3.5, 0.5, 0.0), ('output', 3.5, 0.5, 0.0)]
     """
 
-    asks_origin = True
+    reads = ("module",)
 
     def __init__(
         self,

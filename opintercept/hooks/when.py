@@ -6,20 +6,18 @@ import difflib
 import fnmatch
 import math
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from types import FrameType
 from typing import Any, TypeGuard, get_args
 
 import torch
 
 from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
-from opintercept._errors import OpInterceptWarning
-from opintercept._hook import Hook, asks_origin, is_hook
+from opintercept._errors import OpInterceptWarning, caller_level
+from opintercept._hook import Hook, Read, is_hook, reads_of
 from opintercept._record import CallRecord, Phase
 from opintercept._tensors import TensorMeta, dtype_name, dtype_of
 
@@ -100,7 +98,9 @@ class CallFilter:
                 check_count(name, value)
         if not (steps is None or isinstance(steps, int) or _is_container(steps)):
             raise TypeError(f"steps must be a number or a container of numbers, range(100, 200) say, got {steps!r}")
-        self.asks_origin = module is not None
+        names: tuple[Read, ...] = () if module is None else ("module",)
+        if (reads := reads_of(() if predicate is None else (predicate,), names)) is not None:
+            self.reads = reads
         self._ops = None if op is None else _op_names(op)
         self._module = None if module is None else name_test(module)
         self._pattern = module if _says_what_is_there(module) else None
@@ -194,16 +194,17 @@ class _When:
     def __init__(self, hook: Hook, filters: CallFilter) -> None:
         self.hook = hook
         self._filters = filters
-        self.asks_origin = filters.asks_origin or asks_origin(hook)
-        self.only_level = getattr(hook, "only_level", None)
+        if (reads := reads_of((hook, filters))) is not None:
+            self.reads = reads
+        if (levels := getattr(hook, "levels", None)) is not None:
+            self.levels = levels
         methods = [name for name in ("pre", "post", "error", "backward") if callable(getattr(hook, name, None))]
         if not methods and callable(hook):
             self.post = _filtered(hook, filters)
         for name in methods:
             setattr(self, name, _filtered(getattr(hook, name), filters))
-        self.reads_backward_calls = getattr(hook, "reads_backward_calls", False)
         if "backward" in methods:
-            self.wants_gradients = partial(_verdict, filters)
+            self.wants_gradients = partial(_wants, filters, getattr(hook, "wants_gradients", None))
         if callable(enter := getattr(hook, "enter", None)):
             self.enter = enter
         # A filter behind another sees only what that lets through, and says nothing.
@@ -228,15 +229,6 @@ def _exit(filters: CallFilter, leave: Callable[[], Any] | None) -> None:
         warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
 
 
-def caller_level() -> int:
-    """The `stacklevel`, for the caller, of the code that uses this package."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "opintercept":
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 def _filtered(method: Callable[..., Any], filters: CallFilter) -> Callable[..., Any]:
     def filtered(call: OpCall, *more: Any) -> Any:
         return method(call, *more) if _verdict(filters, call) else None
@@ -245,14 +237,11 @@ def _filtered(method: Callable[..., Any], filters: CallFilter) -> Callable[..., 
 
 
 def _verdict(filters: CallFilter, call: OpCall) -> bool:
-    try:
-        verdicts = call._verdicts
-    except AttributeError:  # not made with the call: most calls meet no filter
-        verdicts = call._verdicts = {}
-    verdict = verdicts.get(filters)
-    if verdict is None:
-        verdict = verdicts[filters] = filters.admits(call)
-    return verdict
+    return call.once(filters, filters.admits)
+
+
+def _wants(filters: CallFilter, wants: Callable[[OpCall], bool] | None, call: OpCall) -> bool:
+    return _verdict(filters, call) and (wants is None or wants(call))
 
 
 def checked_dtype(dtype: Any) -> str:
@@ -318,7 +307,7 @@ def _names(op: str) -> tuple[str, str]:
 
 
 def _operands(call: OpCall | CallRecord) -> list[Any]:
-    both = (call.lhs, call.rhs) if isinstance(call, CallRecord) else (call._passed("lhs"), call._passed("rhs"))
+    both = (call.lhs, call.rhs) if isinstance(call, CallRecord) else (call.operand("lhs"), call.operand("rhs"))
     return [t for t in both if t is not None]
 
 

@@ -67,7 +67,7 @@ class Graft(Copyable):
         True
     """
 
-    asks_origin = True
+    reads = ("module", "forward")
 
     def __init__(
         self,

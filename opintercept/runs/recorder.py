@@ -88,7 +88,7 @@ class RunRecorder:
         ('aten::addmm', 6, 0.0)
     """
 
-    asks_origin = True
+    reads = ("record",)
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ class RunRecorder:
 def _tensors(call: OpCall, has_more: bool) -> list[tuple[str, torch.Tensor]]:
     """Arguments and outputs by role, else by the name of the parameter."""
     found = [(role, tensor) for role in _OPERANDS[:3] if (tensor := getattr(call, role)) is not None]
-    if (value := call._spec.operand("value", call.args, call.kwargs)) is not None:  # of an attention
+    if (value := call.operand("value")) is not None:  # of an attention
         found.append(("value", value))
     if has_more:
         found += _more(call)

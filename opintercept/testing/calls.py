@@ -319,6 +319,8 @@ class _Recorder(hooks.Recorder):
 class Totals:
     """Adds up what all calls of a test cost, and adds it to the test's properties, which reports carry."""
 
+    reads = ()
+
     def __init__(self, properties: list[tuple[str, object]]) -> None:
         self.calls, self.flops, self.seconds = 0, 0, 0.0
         self._properties = properties

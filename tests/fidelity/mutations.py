@@ -253,7 +253,7 @@ MUTATIONS = (
     Mutation(
         "leaves garbage that only the collector finds",
         "_pipeline.py",
-        "    finally:\n        call._pipeline = None\n        # The frame",
+        "    finally:\n        call.owner = None\n        # The frame",
         "    finally:\n        call.args = (call,)\n        # The frame",
         ("tests/test_intercept.py::test_a_block_leaves_no_garbage",),
     ),
