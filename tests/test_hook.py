@@ -104,7 +104,8 @@ def test_a_backward_read_that_no_hook_declares_warns_once_and_is_answered_from_t
     with intercept(declared(read, ()), **engine):
         with pytest.warns(OpInterceptWarning, match=f'a hook read "{word}" of a backward call.*add "{word}" to') as log:
             train(model)
-        assert [warning.filename for warning in log] == [__file__]
+        where = (__file__, READ[word].__code__.co_firstlineno)
+        assert [(warning.filename, warning.lineno) for warning in log] == [where]
         assert not any(found)
         found.clear()
         train(model)

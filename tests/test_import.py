@@ -113,6 +113,68 @@ def upward(name: str, source: str) -> list[str]:
     return sorted(other for other in imported(source, functions=True) if other in RANKS and RANKS[other] >= RANKS[name])
 
 
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_names_of_classes(source: str) -> set[str]:
+    """The private methods and attributes that a file's classes define."""
+    found: set[str] = set()
+    for kind in ast.walk(ast.parse(source)):
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        for statement in kind.body:
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.add(statement.name)
+            elif isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__slots__":
+                found.update(node.value for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
+        for node in ast.walk(kind):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                found.add(node.attr)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node in kind.body:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return {name for name in found if private(name)}
+
+
+OF_CLASSES = {name: private_names_of_classes(source) for name, source in SOURCES.items()}
+# Names that torch's objects and named tuples have and that some class of the package has too.
+OF_OTHERS = {"_make", "_modules", "_name", "_values"}
+
+
+def reads_private(name: str, source: str) -> list[str]:
+    """The private names of other files that a file imports or reads."""
+    own = private_names_of_classes(source)
+    others = set().union(*(names for other, names in OF_CLASSES.items() if other != name)) - own - OF_OTHERS
+    found, modules = [], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "opintercept":
+            for alias in node.names:
+                if file_of(f"{node.module}.{alias.name}") in SOURCES:
+                    modules.add(alias.asname or alias.name)
+                elif private(alias.name):
+                    found.append(alias.name)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and private(node.attr) and not is_self(node.value):
+            holder = ast.unparse(node.value)
+            if holder in modules or (node.attr in others and holder.partition(".")[0] != "torch"):
+                found.append(ast.unparse(node))
+    return sorted(set(found))
+
+
+# To be emptied by what replaces the engines' names: `Interceptor._watcher` and what `kernels` takes from `scope`.
+STILL_PRIVATE = {
+    "_engines/kernels.py": ["_scope._get", "_scope._has"],
+    "cli/run.py": ["self._interceptor._watcher"],
+    "testing/calls.py": ["interceptor._watcher"],
+    "testing/plugin.py": ["interceptor._watcher"],
+}
+
+
 def test_importing_the_package_leaves_torch_out() -> None:
     assert not imports_torch("import opintercept")
 
@@ -200,6 +262,48 @@ def test_a_file_imports_only_from_lower_layers(name: str) -> None:
 )
 def test_the_layer_check_finds_what_it_should(name: str, source: str, found: list[str]) -> None:
     assert upward(name, source) == found
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_file_reads_no_private_name_of_another(name: str) -> None:
+    assert reads_private(name, SOURCES[name]) == STILL_PRIVATE.get(name, [])
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("call._spec.written", ["call._spec"]),
+        ("def hook(call):\n    return call.module or call._resolved('lhs')", ["call._resolved"]),
+        ("interceptor._pipeline._lock", ["interceptor._pipeline", "interceptor._pipeline._lock"]),
+        ("call._kept = {}", ["call._kept"]),
+        ("from opintercept._call import _Secret", ["_Secret"]),
+        ("def f():\n    from opintercept._origin.names import _collect", ["_collect"]),
+        ("from opintercept import _entry\n_entry._room(1)", ["_entry._room"]),
+        ("from opintercept import _entry as blocks\nblocks._room(1)", ["blocks._room"]),
+        ("from opintercept import _entry\n_entry.finish(entry, None)", []),
+        ("class A:\n    __slots__ = ('_spec',)\n    def same(self, other):\n        return other._spec", []),
+        ("class A:\n    def __init__(self):\n        self._spec = 1\n        super()._spec", []),
+        ("torch._C._get_sequence_nr()\noverload._schema.name\nrow._replace(a=1)", []),
+        ("call.__class__", []),
+    ],
+    ids=[
+        "attribute",
+        "method",
+        "chain",
+        "assignment",
+        "import",
+        "import in a function",
+        "of a module",
+        "of a module by another name",
+        "public name of a private module",
+        "slot of an own class",
+        "attribute of an own class",
+        "of torch and named tuples",
+        "dunder",
+    ],
+)
+def test_the_check_of_private_names_finds_what_it_should(source: str, found: list[str]) -> None:
+    assert reads_private("hooks/log.py", source) == found
 
 
 @pytest.mark.parametrize(
