@@ -6,36 +6,31 @@ block restores what its way in changed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import types
 import warnings
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
 
-from opintercept import _entry, _record
+from opintercept import _entry
+from opintercept._blocks import Part, check_leaving, enter_block, innermost, leave_block
 from opintercept._checks import check_choice
-from opintercept._engines import compiled, dispatch_mode, function_mode, greenlets, kernels, unseen
+from opintercept._coroutines import suspending
 from opintercept._engines import scope as _scope
+from opintercept._engines import unseen
+from opintercept._engines.choose import EngineChoice, choose
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
 from opintercept._engines.scope import Block, Watcher
-from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept._errors import OpInterceptWarning
 from opintercept._hook import Handle, Hook, Level, OnError, check_hook, is_hook
-from opintercept._ops.select import Selection, parts, select
-from opintercept._ops.table import HIGHER_ORDER, row_of
-from opintercept._origin import stack
-from opintercept._origin.links import graph_task
 from opintercept._origin.origin import Origin
 from opintercept._pipeline import Pipeline
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-EngineChoice = Literal["auto", "kernel", "mode", "compiled"]
 Threads = Literal["current", "all"]
 
 
@@ -83,7 +78,11 @@ def intercept(
 
 
 class Interceptor:
-    """What `intercept` returns. Reusable, nests, and may be entered in several threads at once."""
+    """What `intercept` returns. Reusable, nests, and may be entered in several threads at once.
+
+    Attributes:
+        watcher: What the engines know of it, for those who look for its blocks among others.
+    """
 
     def __init__(
         self,
@@ -96,30 +95,24 @@ class Interceptor:
         on_error: OnError,
     ) -> None:
         check_choice("level", level, get_args(Level))
-        check_choice("engine", engine, get_args(EngineChoice))
         check_choice("threads", threads, get_args(Threads))
         check_choice("on_error", on_error, get_args(OnError))
-        if isinstance(ops, Iterable) and not isinstance(ops, (str, torch._ops.OpOverloadPacket)):
+        if not isinstance(ops, (str, torch._ops.OpOverloadPacket)) and isinstance(ops, Iterable):
             ops = list(ops)
         self._options = (ops, level, engine, threads, on_error)
-        chosen = _engine(ops, level, engine, threads)
+        chosen = choose(ops, level, engine, threads)
         hooks = _hooks(hooks, level)
-        {"kernel": kernels, "mode": dispatch_mode, "function": function_mode}[chosen].available()
-        self._compiled = made = compiled.load() if engine == "compiled" else None
-        if isinstance(ops, str) and ops == "matmul":
-            self._overloads, keys = _family(chosen)
-        else:
-            self._overloads, keys = _chosen(select(ops, level), chosen)
+        chosen.require()
+        keys = chosen.keys(ops)
         below = level == "dispatch"
-        walk, look = (stack.walk, _record.look) if made is None else (made.walk, made.look)
-        origin = Origin(below, _scope.owner, walk)
-        self._pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, look)
-        self._watcher = Watcher(self._pipeline, chosen, keys, threads == "all")
+        origin = Origin(below, _scope.owner, chosen.walk)
+        pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, chosen.look)
+        self.watcher = Watcher(pipeline, chosen, keys, threads == "all")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, also one in another process, is a new interceptor that has not been entered, with copies of the hooks.
         ops, *options = self._options
-        return _rebuilt, (list(self._pipeline.hooks), _by_name(ops), *options)
+        return _rebuilt, (list(self.watcher.pipeline.hooks), _by_name(ops), *options)
 
     def register(self, hook: Hook) -> Handle:
         """Append a hook; it takes part from the next call on.
@@ -127,28 +120,28 @@ class Interceptor:
         Raises:
             TypeError, ValueError: As `intercept` does for its hooks.
         """
-        check_hook(hook, self._pipeline.level)
-        return self._pipeline.register(hook)
+        check_hook(hook, self.watcher.pipeline.level)
+        return self.watcher.pipeline.register(hook)
 
     def step(self) -> None:
         """Count a step of the program, a batch say; `call.step` has the number, from 0."""
-        self._pipeline.steps += 1
+        self.watcher.pipeline.steps += 1
 
     def paused(self) -> Pause:
         """A context manager in which this interceptor sees nothing of the thread that enters it."""
-        return Pause(self._watcher)
+        return Pause(self.watcher)
 
     @property
     def opaque(self) -> dict[str, int]:
         """What was seen but not into: operators that hide matmuls, by name, and how often they ran."""
-        return dict(self._pipeline.opaque)
+        return dict(self.watcher.pipeline.opaque)
 
     @keep_out
     def __enter__(self) -> Interceptor:
-        _entry.enter(self, _Stay(self))
+        _entry.enter(self, _Stay(self.watcher))
         return self
 
-    __exit__ = _entry.Exit(lambda self: _innermost(self._watcher, pauses=False).entry)
+    __exit__ = _entry.Exit(lambda self: innermost(self.watcher, pauses=False).entry)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Intercept a function, method, generator, async function or async generator while its body runs.
@@ -161,79 +154,14 @@ class Interceptor:
                 f"an interceptor decorates functions, got {function!r}; write @intercept(...) with brackets over a "
                 "function, or use it in a with block"
             )
-        wrapper: Any
-        if inspect.isasyncgenfunction(function):
-            wrapper = self._wrap_async_generator(function)
-        elif inspect.iscoroutinefunction(function):
-            wrapper = self._wrap_coroutine(function)
-        elif inspect.isgeneratorfunction(function):
-            wrapper = self._wrap_generator(function)
-        else:
+        wrapper: Any = suspending(self.watcher, function)
+        if wrapper is None:
 
             def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
                 with self:
                     return function(*args, **kwargs)
 
         return cast(Callable[P, R], functools.wraps(function)(wrapper))
-
-    def _wrap_generator(self, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            with _Life(self):
-                return (yield from self._drive(function(*args, **kwargs)))
-
-        return wrapper
-
-    def _wrap_coroutine(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _Life(self):
-                return await self._awaited(function(*args, **kwargs))
-
-        return wrapper
-
-    def _wrap_async_generator(self, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
-        async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            with _Life(self):
-                inner = function(*args, **kwargs)
-                step = inner.asend(None)
-                while True:
-                    try:
-                        item = await self._awaited(step)
-                    except StopAsyncIteration:
-                        return
-                    try:
-                        step = inner.asend((yield item))
-                    except GeneratorExit:
-                        await self._awaited(inner.aclose())
-                        raise
-                    except BaseException as exception:
-                        step = inner.athrow(exception)
-
-        return wrapper
-
-    @types.coroutine
-    def _awaited(self, awaitable: Any) -> Generator[Any, Any, Any]:
-        return (yield from self._drive(awaitable))
-
-    def _drive(self, body: Any) -> Generator[Any, Any, Any]:
-        """Run a generator-like body, active only between its suspensions."""
-        active = _Active(self)
-        resume: Callable[..., Any] = body.send
-        value: Any = None
-        while True:
-            with active:
-                try:
-                    yielded = resume(value)
-                except StopIteration as stop:
-                    return stop.value
-            try:
-                value = yield yielded
-                resume = body.send
-            except GeneratorExit:
-                with active:
-                    body.close()
-                raise
-            except BaseException as exception:
-                resume, value = body.throw, exception
 
 
 def _rebuilt(hooks: Any, ops: Any, level: Any, engine: Any, threads: Any, on_error: Any) -> Interceptor:
@@ -259,41 +187,40 @@ _entry.Leaver.dropped = keep_out(_entry.Leaver.dropped)  # type: ignore[method-a
 class _Stay:
     """One block of an interceptor, from its enter to its exit."""
 
-    __slots__ = ("_block", "_interceptor", "_unseen")
+    __slots__ = ("_block", "_unseen", "_watcher")
 
-    def __init__(self, interceptor: Interceptor) -> None:
-        self._interceptor = interceptor
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
         self._block: Block | None = None
         self._unseen = _scope.unseen_calls()
 
     def begin(self) -> None:
-        interceptor = self._interceptor
-        self._block = block = Block(interceptor._watcher, self)
-        interceptor._pipeline.enter(block)
+        self._block = block = Block(self._watcher, self)
+        self._watcher.pipeline.enter(block)
         unseen.enter(block)
-        _enter_block(interceptor, block)
+        enter_block(block)
 
     def check(self) -> None:
-        _check_leaving(self._block)
+        check_leaving(self._block)
 
     def end(self, failed: BaseException | None) -> None:
         block = self._block
         if block is None:
             return
         try:
-            _leave_block(block)
+            leave_block(block)
         finally:
             try:
                 unseen.leave(block)
             finally:
-                self._interceptor._pipeline.exit(block, failed)
+                self._watcher.pipeline.exit(block, failed)
         self._block = None  # also a cycle that would be garbage
         elsewhere = _scope.unseen_calls() - self._unseen
         if elsewhere and failed is None and not block.watcher.everywhere:
             self._tell_of_other_threads(elsewhere)
 
     def _tell_of_other_threads(self, calls: int) -> None:
-        pipeline = self._interceptor._pipeline
+        pipeline = self._watcher.pipeline
         if pipeline.hooks and not pipeline.calls:
             warnings.warn(
                 f"a block saw no call, and other threads ran watched operators {calls} times meanwhile; "
@@ -301,72 +228,6 @@ class _Stay:
                 OpInterceptWarning,
                 stacklevel=4,
             )
-
-
-class _Active:
-    """Makes an interceptor active between two suspensions of a body, whose hooks have entered before."""
-
-    def __init__(self, interceptor: Interceptor) -> None:
-        self._interceptor = interceptor
-
-    @keep_out
-    def __enter__(self) -> None:
-        _entry.enter(self, _Resumed(self._interceptor))
-
-    __exit__ = _entry.Exit(lambda self: _innermost(self._interceptor._watcher, pauses=False).entry)
-
-
-class _Resumed:
-    """The time between two suspensions."""
-
-    __slots__ = ("_block", "_interceptor")
-
-    def __init__(self, interceptor: Interceptor) -> None:
-        self._interceptor = interceptor
-        self._block: Block | None = None
-
-    def begin(self) -> None:
-        self._block = block = Block(self._interceptor._watcher, self)
-        _enter_block(self._interceptor, block)
-
-    def check(self) -> None:
-        pass  # the body is suspended, wherever that is
-
-    def end(self, failed: BaseException | None) -> None:
-        if self._block is not None:
-            _leave_block(self._block)
-            self._block = None
-
-
-class _Life:
-    """Keeps hooks entered and kernels installed while a generator or coroutine is suspended."""
-
-    def __init__(self, interceptor: Interceptor) -> None:
-        self._interceptor = interceptor
-
-    def __enter__(self) -> None:
-        _entry.enter(self, self)
-
-    __exit__ = _entry.Exit(lambda self: self)
-
-    def begin(self) -> None:
-        interceptor = self._interceptor
-        if interceptor._watcher.engine == "kernel":
-            kernels.hold(self, interceptor._overloads, interceptor._compiled)
-        interceptor._pipeline.enter(self)
-        unseen.enter(self)
-
-    def check(self) -> None:
-        pass  # a body may end anywhere
-
-    def end(self, failed: BaseException | None) -> None:
-        try:
-            kernels.release(self)
-        finally:
-            try:
-                unseen.leave(self)
-            finally:
-                self._interceptor._pipeline.exit(self, None if isinstance(failed, GeneratorExit) else failed)
 
 
 class Pause:
@@ -377,131 +238,9 @@ class Pause:
 
     @keep_out
     def __enter__(self) -> None:
-        _entry.enter(self, _Paused(self._watcher))
+        _entry.enter(self, Part(self._watcher, pauses=True))
 
-    __exit__ = _entry.Exit(lambda self: _innermost(self._watcher, pauses=True).entry)
-
-
-class _Paused:
-    """One pause of an interceptor."""
-
-    __slots__ = ("_block", "_watcher")
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-        self._block: Block | None = None
-
-    def begin(self) -> None:
-        self._block = Block(self._watcher, self, pauses=True)
-        _scope.enter(self._block)
-
-    def check(self) -> None:
-        _check_leaving(self._block)
-
-    def end(self, failed: BaseException | None) -> None:
-        if self._block is not None:
-            _leave_block(self._block)
-            if self._watcher.pipeline.links is not None:
-                self._watcher.pipeline.links.begin()
-            self._block = None
-
-
-def _innermost(watcher: Watcher, *, pauses: bool) -> Block:
-    block = _scope.current().innermost(watcher, pauses)
-    if block is None:
-        raise OpInterceptError(
-            "a block must be left in the thread that entered it, and not from inside a hook, got a block that this "
-            "thread has not entered or has left; use one with statement for both"
-        )
-    return block
-
-
-def _check_leaving(block: Block | None) -> None:
-    if block is not None and not block.left and block.graph_task != graph_task():
-        raise OpInterceptError(
-            "a block must be left in the backward pass that it was entered in, or outside of all if it was entered "
-            "outside, got another one; autograd would bring the block back after this node"
-        )
-
-
-def _enter_block(interceptor: Interceptor, block: Block) -> None:
-    if interceptor._pipeline.links is not None:
-        interceptor._pipeline.links.begin()
-    greenlets.follow()
-    engine = block.watcher.engine
-    if engine == "kernel":
-        kernels.enter(block, interceptor._overloads, interceptor._compiled)
-    elif engine == "mode":
-        dispatch_mode.ENGINE.enter(block)
-    else:
-        function_mode.ENGINE.enter(block)
-
-
-def _leave_block(block: Block) -> None:
-    """Take a block out of the engine that feeds it. Can be repeated."""
-    first, later = not block.left, _later(block)
-    engine = block.watcher.engine
-    if block.pauses:
-        _scope.leave(block)
-    elif engine == "kernel":
-        kernels.leave(block)
-    elif engine == "mode":
-        dispatch_mode.ENGINE.leave(block)
-    else:
-        function_mode.ENGINE.leave(block)
-    if not _scope.current().blocks:
-        greenlets.unfollow()
-    if first and later:
-        raise OpInterceptError(
-            f"blocks must be left in the reverse of the order they were entered in, got one with {later} entered "
-            "later and still active; this block was left, they stay"
-        )
-
-
-def _later(block: Block) -> int:
-    """How many blocks the same thread, or task, has entered later and not left."""
-    blocks = _scope.current().blocks
-    if blocks and blocks[-1] is block:
-        return 0
-    return sum(b.order > block.order and b.in_task is block.in_task for b in blocks) if block in blocks else 0
-
-
-def open_blocks() -> tuple[Block, ...]:
-    """The blocks that see what this thread runs, its own and those of other threads for all."""
-    return tuple(dict.fromkeys((*_scope.current().blocks, *_scope.state.everywhere.blocks)))
-
-
-def force_out(blocks: Iterable[Block]) -> list[str]:
-    """Leave blocks that were entered and never left, and name them by their hooks; the last one comes first."""
-    named = []
-    for block in sorted(blocks, key=lambda block: block.order, reverse=True):
-        hooks = [getattr(hook, "__name__", type(hook).__name__) for hook in block.watcher.pipeline.hooks]
-        named.append(f"intercept({', '.join(hooks)}){'.paused()' if block.pauses else ''}")
-        with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out
-            _entry.finish(block.entry, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
-    return named
-
-
-def _engine(ops: Any, level: Level, engine: EngineChoice, threads: Threads) -> _scope.Engine:
-    everything = isinstance(ops, str) and ops == "all"
-    if level == "function":
-        if engine != "auto":
-            raise ValueError(f'engine must be left at "auto" at function level, which has one engine, got {engine!r}')
-        chosen: _scope.Engine = "function"
-    elif everything:
-        if engine in ("kernel", "compiled"):
-            raise ValueError(
-                f'the {engine} engine needs a finite set of ops, got ops="all"; name the ops, or use engine="mode"'
-            )
-        chosen = "mode"
-    else:
-        chosen = "mode" if engine == "mode" else "kernel"
-    if threads == "all" and chosen != "kernel":
-        raise ValueError(
-            f'threads="all" needs the kernel engine, torch\'s modes are bound to a thread, got {level} level with the '
-            f'{chosen} engine; use level="dispatch" with a finite set of ops, or enter the interceptor in each thread'
-        )
-    return chosen
+    __exit__ = _entry.Exit(lambda self: innermost(self._watcher, pauses=True).entry)
 
 
 def _hooks(hooks: Any, level: Level) -> list[Hook]:
@@ -512,51 +251,3 @@ def _hooks(hooks: Any, level: Level) -> list[Hook]:
     for hook in found:
         check_hook(hook, level)
     return found
-
-
-@functools.cache
-def _family(engine: _scope.Engine) -> tuple[dict[str, Any], frozenset[Any] | None]:
-    """The overloads of the whole family that the engine watches, by name, and its keys."""
-    if engine == "function":
-        return {}, select("matmul", "function")
-    overloads = {o._name: o for o in select("matmul", "dispatch") or () if kernels.registered(o)}
-    if engine == "mode":
-        # A dispatch mode gets composites whole under inference_mode, and fused operators always.
-        return overloads, frozenset(overloads) | HIGHER_ORDER
-    leaves = {
-        name: overload
-        for name, overload in sorted(overloads.items())
-        if row_of(name).kind == "leaf" and not kernels.composite(overload) and kernels.runnable(overload)
-    }
-    return leaves, frozenset(leaves)
-
-
-def _chosen(selection: Selection, engine: _scope.Engine) -> tuple[dict[str, Any], frozenset[Any] | None]:
-    """The same for operators that were asked for by name.
-
-    Raises:
-        ValueError: One that cannot be watched.
-    """
-    if selection is None or engine == "function":
-        return {}, selection
-    chosen = {}
-    overloads = [overload for overload in selection if kernels.registered(overload)]
-    for overload in sorted(overloads, key=lambda overload: str(overload._name)):
-        name = overload._name
-        if kernels.composite(overload):
-            siblings = [other for other in overloads if other._schema.name == overload._schema.name]
-            if row_of(name).kind == "composite" or all(map(kernels.composite, siblings)):
-                raise ValueError(
-                    f"{name} is taken apart before dispatch level can see it; watch {parts(row_of(name))} instead, "
-                    "or use level='function'"
-                )
-        elif engine == "kernel" and kernels.selects_backend(overload):
-            raise ValueError(
-                f"{name} has a kernel already in the place where the kernel engine would see it, as operators that "
-                "choose a device do; use engine='mode'"
-            )
-        else:
-            chosen[name] = overload
-    if not chosen:
-        raise ValueError("ops must name operators of the dispatcher, got none that it has; see torch.ops")
-    return chosen, frozenset(chosen)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from recorded import no_writer
 
-from opintercept import _record
-from opintercept._engines import compiled, kernels
-from opintercept._origin import stack
+from opintercept._engines import choose, compiled
 
 pytest.register_assert_rewrite("interrupts", "numpy_stats")
 
@@ -33,10 +31,7 @@ def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Install compiled kernels wherever the kernel engine would install its own."""
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--compiled"):
-            hold, made = kernels.hold, compiled.load()
-            patch.setattr(kernels, "hold", lambda user, overloads, _=None: hold(user, overloads, made))
-            patch.setattr(stack, "walk", made.walk)
-            patch.setattr(_record, "look", made.look)
+            patch.setitem(choose.ENGINES, "kernel", compiled.ENGINE)
         yield
 
 

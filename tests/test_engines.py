@@ -42,7 +42,7 @@ def test_kernel_engine_touches_only_the_operators_it_watches() -> None:
 
 
 def test_kernel_engine_restores_every_operator_of_the_family() -> None:
-    names = list(intercept()._overloads)
+    names = list(intercept().watcher.keys or ())
     before = {name: torch._C._dispatch_dump_table(name) for name in names}
     with intercept():
         assert {name: torch._C._dispatch_dump_table(name) for name in names} != before
@@ -87,7 +87,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 def test_kernel_engine_sees_what_vmap_grad_and_jvp_run() -> None:
     recorder = hooks.Recorder()
     interceptor = intercept(recorder)
-    watched = {name.partition(".")[0] for name in interceptor._overloads}
+    watched = {name.partition(".")[0] for name in interceptor.watcher.keys or ()}
     batch = torch.randn(3, 4, 4)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -328,7 +328,7 @@ def test_function_level_warns_once_that_the_fused_path_is_off(monkeypatch: pytes
 
 def test_idle_kernels_pass_calls_on() -> None:
     with intercept(lambda call: None):
-        installed = set(kernels._installed)
+        installed = set(kernels.KERNELS.installed)
         recorder = hooks.Recorder()
         with intercept(recorder, ops="mm"):
             torch.bmm(A[None], A[None])

@@ -44,7 +44,7 @@ def watch(*hooks: Any, **options: Any) -> Interceptor:
 
 @needs_compiler
 def test_every_operator_of_the_family_is_restored() -> None:
-    names = list(watch()._overloads)
+    names = list(watch().watcher.keys or ())
     before = {name: torch._C._dispatch_dump(name) for name in names}
     for _ in range(2):
         with watch():
@@ -65,7 +65,7 @@ def test_kernels_of_either_kind_serve_blocks_of_both(first: str) -> None:
     with intercept(outer, engine=first), intercept(inner, engine=second):  # type: ignore[arg-type]
         torch.mm(A, B)
     assert [record.op for record in outer.records + inner.records] == ["aten::mm"] * 2
-    assert not kernels._installed
+    assert not kernels.KERNELS.installed
 
 
 @needs_compiler
@@ -84,7 +84,7 @@ def test_idle_kernels_in_python_make_way_for_compiled_ones(pytestconfig: pytest.
     thread.join()
     with watch():
         found.append(torch._C._dispatch_dump("aten::mm"))
-    assert not kernels._installed
+    assert not kernels.KERNELS.installed
     assert ["BackendSelect: opintercept" in table for table in found] == [False, False, True]
 
 
@@ -101,10 +101,10 @@ def test_a_block_that_is_left_under_a_kernel_leaves_the_kernels_in_place() -> No
     pause = block.paused()
     pause.__enter__()
     torch.ops.opintercept_tests.leaves(A)
-    assert "aten::mm" in kernels._installed
+    assert "aten::mm" in kernels.KERNELS.installed
     with watch(ops="mm"):
         pass
-    assert not kernels._installed
+    assert not kernels.KERNELS.installed
 
 
 # Calls whose arguments and outputs are of every kind that the dispatcher has.
@@ -304,7 +304,7 @@ def test_a_child_process_has_blocks_of_its_own() -> None:
             torch.mm(A, B)
             with watch(seen):
                 torch.mm(A, B)
-            os._exit(0 if len(seen.records) == 1 and not kernels._installed else 1)
+            os._exit(0 if len(seen.records) == 1 and not kernels.KERNELS.installed else 1)
         assert os.waitpid(child, 0)[1] == 0
 
 

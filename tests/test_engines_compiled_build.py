@@ -19,6 +19,7 @@ from compiler import needs_compiler
 
 from opintercept import OpInterceptError, intercept
 from opintercept._engines import compiled, kernels
+from opintercept._engines.compiled import build
 from opintercept._intercept import Interceptor
 
 
@@ -29,8 +30,8 @@ def watch() -> Interceptor:
 def test_the_sources_are_shipped_beside_the_module() -> None:
     folder = importlib.resources.files("opintercept").joinpath("_engines/compiled")
     sources = [file.name for file in folder.iterdir() if file.name.endswith(".cpp")]
-    assert sorted(sources) == ["call.cpp", "kernels.cpp", "origin.cpp"]
-    assert [path.name for path in compiled._SOURCES] == sorted(sources)
+    assert sorted(sources) == ["kernels.cpp", "record.cpp", "stack.cpp"]
+    assert [path.name for path in build.SOURCES] == sorted(sources)
 
 
 @pytest.fixture
@@ -50,14 +51,14 @@ def test_without_a_compiler_the_error_names_the_engine_in_python(no_cache: pytes
     no_cache.setenv("CXX", "no-such-compiler")
     with pytest.raises(OpInterceptError, match=refused("No such file or directory: 'no-such-compiler'")):
         watch()
-    assert not kernels._installed
+    assert not kernels.KERNELS.installed
 
 
 @needs_compiler
 def test_a_source_that_does_not_compile_is_one_error(no_cache: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text('#error "these are not the headers"\n')
-    no_cache.setattr(compiled, "_SOURCES", [source])
+    no_cache.setattr(build, "SOURCES", [source])
     with pytest.raises(OpInterceptError, match=refused("these are not the headers")):
         watch()
 
@@ -79,10 +80,9 @@ echo end >> "$here/log"
 BUILD = """
 import sys
 from pathlib import Path
-from opintercept._engines import compiled
-from opintercept._intercept import Interceptor
-compiled._SOURCES = [Path(name) for name in sys.argv[1:]]
-print(compiled._library().read_text(), end="", flush=True)
+from opintercept._engines.compiled import build
+build.SOURCES = [Path(name) for name in sys.argv[1:]]
+print(build.built_library().read_text(), end="", flush=True)
 """
 
 
@@ -100,7 +100,7 @@ class Builds:
         self.compiler.write_text(FAKE_COMPILER)
         self.compiler.chmod(0o755)
         self.held = folder / "held"
-        patch.setattr(compiled, "_SOURCES", self.sources)
+        patch.setattr(build, "SOURCES", self.sources)
         patch.setattr(compiled, "load", compiled.load.__wrapped__)
         patch.setenv("TORCH_EXTENSIONS_DIR", str(self.cache.parent))
         patch.setenv("CXX", str(self.compiler))
@@ -148,23 +148,23 @@ def test_a_build_that_was_killed_is_repeated(builds: Builds) -> None:
     assert "building" in builds.left()
     builds.held.unlink()
     started = time.monotonic()
-    assert compiled._library().read_text() == "made\n"
+    assert build.built_library().read_text() == "made\n"
     assert time.monotonic() - started < 20
     assert builds.left() == BUILT
 
 
 def test_builds_that_are_killed_at_random_moments_leave_no_part_of_a_library(builds: Builds) -> None:
-    library = builds.cache / f"{compiled._name()}.so"
+    library = builds.cache / f"{build.library_name()}.so"
     for _ in range(3):
         with builds.start() as killed:
             seen = len(builds.compilers()) if builds.log.exists() else 0
             builds.wait_for(seen + 1)
             time.sleep(random.uniform(0, 0.25))
             killed.kill()
-        if compiled._is_whole(library):
+        if build.is_whole(library):
             assert library.read_text() == "made\n"
             library.unlink()
-    assert compiled._library().read_text() == "made\n"
+    assert build.built_library().read_text() == "made\n"
     assert builds.left() == BUILT
 
 
@@ -207,23 +207,23 @@ def test_where_files_have_no_locks_builds_do_without(builds: Builds, monkeypatch
         raise OSError("no locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    other = builds.cache / f"{compiled._name()}.so.other{compiled._UNFINISHED}"
+    other = builds.cache / f"{build.library_name()}.so.other{build.UNFINISHED}"
     other.mkdir(parents=True)
-    assert compiled._library().read_text() == "made\n"
+    assert build.built_library().read_text() == "made\n"
     assert other.exists()  # it may be that of a process that builds right now
 
 
 def test_a_truncated_library_is_built_again(builds: Builds) -> None:
-    library = compiled._library()
+    library = build.built_library()
     whole = library.read_bytes()
     for damaged in (b"", whole[:-1], b"x" * len(whole)):
         library.write_bytes(damaged)
-        assert compiled._library().read_bytes() == whole
+        assert build.built_library().read_bytes() == whole
     for damaged in (b"", b"\xff"):
-        compiled._sum(library).write_bytes(damaged)
-        assert compiled._library().read_bytes() == whole
+        build.checksum_file(library).write_bytes(damaged)
+        assert build.built_library().read_bytes() == whole
     assert len(builds.compilers()) == 6 * 3
-    compiled._library()
+    build.built_library()
     assert len(builds.compilers()) == 6 * 3
 
 
@@ -236,7 +236,7 @@ def test_sources_that_change_meanwhile_do_not_get_the_name_of_others(builds: Bui
 
 def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)  # it warns of a device that is not there
-    assert compiled._library().read_text() == "made\n"
+    assert build.built_library().read_text() == "made\n"
 
 
 @pytest.mark.parametrize(
@@ -248,34 +248,34 @@ def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch
         ("torch.compiled_with_cxx11_abi", lambda: None),
         ("sys.version", "3.11.8 (main)"),
         ("sysconfig.get_config_var", lambda name: "cpython-311d"),
-        ("opintercept._engines.compiled._COMPILE", ["-O3"]),
-        ("opintercept._engines.compiled._LINK", ["-g"]),
+        ("opintercept._engines.build.COMPILE", ["-O3"]),
+        ("opintercept._engines.build.LINK", ["-g"]),
     ],
 )
 def test_each_environment_has_a_build_of_its_own(
     name: str, value: Any, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = compiled._name()
-    assert compiled._name() == before
+    before = build.library_name()
+    assert build.library_name() == before
     monkeypatch.setattr(name, value)
-    assert compiled._name() != before
+    assert build.library_name() != before
 
 
 def test_each_source_and_each_compiler_has_a_build_of_its_own(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [compiled._name()]
+    names = [build.library_name()]
     builds.sources[0].write_text("// changed\n")
-    names.append(compiled._name())
+    names.append(build.library_name())
     builds.compiler.write_text(f"{FAKE_COMPILER}# a newer version\n")
-    names.append(compiled._name())
+    names.append(build.library_name())
     for command in (f"env {builds.compiler}", "another-compiler"):
         monkeypatch.setenv("CXX", command)
-        names.append(compiled._name())
+        names.append(build.library_name())
     assert len(set(names)) == 5
 
 
 def test_a_compiler_with_arguments_is_run_with_them(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", f"env NAME=value '{builds.compiler}'")
-    assert compiled._library().read_text() == "made\n"
+    assert build.built_library().read_text() == "made\n"
 
 
 @pytest.mark.parametrize(("jobs", "together"), [("1", False), ("2", True), ("", True)])
@@ -330,7 +330,7 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(says: str, reason: str, bui
 def test_a_library_that_does_not_load_is_named(no_cache: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "empty.cpp"
     source.touch()
-    no_cache.setattr(compiled, "_SOURCES", [source])
+    no_cache.setattr(build, "SOURCES", [source])
     with pytest.raises(OpInterceptError, match=r"load into the process, got: .*PyInit_.*; remove '.*\.so' to build"):
         watch()
 
@@ -355,6 +355,6 @@ def test_paths_may_have_spaces(no_cache: pytest.MonkeyPatch, tmp_path: Path) -> 
     no_cache.setattr(torch, "__file__", str(folder / "torch" / "__init__.py"))
     source = folder / "a source.cpp"
     source.write_text(MODULE)
-    no_cache.setattr(compiled, "_SOURCES", [source])
+    no_cache.setattr(build, "SOURCES", [source])
     no_cache.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-    assert compiled._imported(compiled._library()).__name__ == "empty"
+    assert build.load_library(build.built_library()).__name__ == "empty"

@@ -20,7 +20,7 @@ import torch
 from compiler import COMPILED, needs_compiler
 
 from opintercept import OpCall, OpInterceptError, intercept
-from opintercept._engines import dispatch_mode, kernels, scope, unseen
+from opintercept._engines import dispatch_mode, kernels, quiet, scope, unseen
 
 # How many interrupts each test delivers. Set it to 10,000 for a thorough run, which takes some minutes.
 NUMBER = 150
@@ -95,7 +95,7 @@ class Program:
         A @ A
 
     def state(self) -> dict[str, Any]:
-        pipelines = [each._pipeline for each in (self.outer, self.inner, self.above)]
+        pipelines = [each.watcher.pipeline for each in (self.outer, self.inner, self.above)]
         flags = torch.utils._python_dispatch
         return {
             "hook": self.hook.depth,
@@ -103,7 +103,7 @@ class Program:
             "blocks": scope.current().blocks,
             "everywhere": scope.state.everywhere.blocks,
             "in tasks": len(scope.state.in_tasks),
-            "kernels": (len(kernels._users), len(kernels._installed)),
+            "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
             "unseen": (len(unseen._users), len(unseen._in_place)),
             "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
             "active": len(dispatch_mode._active),
@@ -154,9 +154,7 @@ class Elsewhere(Exception):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The thread that raises runs no operators, and so keeps no kernels in.
-    monkeypatch.setattr(kernels, "_HARMLESS", (*kernels._HARMLESS, "threading"))
+def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str) -> None:
     program, draw, delivered = Program(kind), random.Random(0), 0
     lasts = program.seconds()
     go, done = threading.Event(), threading.Event()
@@ -172,6 +170,7 @@ def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str, monke
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(Elsewhere))
 
     thread = threading.Thread(target=throw)
+    setattr(thread, quiet.RUNS_NO_OPERATOR, True)  # and so keeps no kernels in
     thread.start()
     end = time.monotonic() + 20 + NUMBER / 20
     try:
@@ -235,7 +234,7 @@ def test_an_exit_that_is_interrupted_at_its_first_instruction_leaves_the_block()
     assert struck == ["call"]
     assert hook.depth == 0
     assert scope.current().blocks == ()
-    assert not kernels._installed
+    assert not kernels.KERNELS.installed
 
 
 def test_an_exit_stack_leaves_what_it_has_entered() -> None:
@@ -285,7 +284,7 @@ def test_a_generator_that_ends_in_another_thread_leaves_its_block(options: dict[
     assert scope.current().blocks == ()
     with intercept():
         pass
-    assert not kernels._installed
+    assert not kernels.KERNELS.installed
 
 
 @pytest.mark.parametrize("options", [{"engine": "mode"}, {"level": "function"}], ids=["mode", "function"])
@@ -350,7 +349,7 @@ def test_a_signal_handler_may_enter_a_block_while_another_is_entered(options: st
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert handled > 100, handled
         from opintercept._engines import kernels, scope
-        assert not kernels._installed and not kernels._users and scope.current().blocks == ()
+        assert not kernels.KERNELS.installed and not kernels.KERNELS.users and scope.current().blocks == ()
         print("ended")
         """
     )

@@ -30,14 +30,14 @@ ENGINES: list[Any] = [
 def nothing_left() -> Iterator[None]:
     yield
     end = time.monotonic() + 10
-    while kernels._installed and time.monotonic() < end:  # a pool's threads are on their way out
+    while kernels.KERNELS.installed and time.monotonic() < end:  # a pool's threads are on their way out
         with intercept():
             pass
         time.sleep(0.01)
     assert scope.current().blocks == ()
     assert scope.state.in_tasks == set()
     assert scope.state.everywhere.blocks == ()
-    assert not kernels._users
+    assert not kernels.KERNELS.users
 
 
 def product(rows: int) -> None:

@@ -6,6 +6,7 @@ ATen takes other branches while any dispatch mode is on (`isTensorSubclassLike`)
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from typing import Any
@@ -14,38 +15,49 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opintercept._engines import overloads
 from opintercept._engines import scope as _scope
+from opintercept._engines.base import Keys
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
-from opintercept._engines.scope import UNKNOWN, Block, require, require_scope
+from opintercept._engines.scope import UNKNOWN, Block
 from opintercept._fork import in_child
+from opintercept._ops.table import HIGHER_ORDER
 
-_INSTEAD = 'use engine="kernel" or level="function"'
+FEED = "dispatch mode"
 
-# The thread's stack of dispatch modes; private, and `available` names what is missing.
+# The thread's stack of dispatch modes; private, and `DispatchModeEngine.needs` names what is missing.
 _depth: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _at: Any = getattr(torch._C, "_get_dispatch_stack_at", None)
 _pop: Any = getattr(torch._C, "_pop_torch_dispatch_stack", None)
 _push: Any = getattr(torch._C, "_push_on_torch_dispatch_stack", None)
 
 
-def available() -> None:
-    """Refuse a torch that the engine cannot run on.
+class DispatchModeEngine(ModeEngine):
+    """The mode engine."""
 
-    Raises:
-        OpInterceptError: See `scope.require`.
-    """
-    require_scope("mode", _INSTEAD)
-    require(
-        "mode",
-        _INSTEAD,
-        {
-            "torch._C._len_torch_dispatch_stack": _depth,
-            "torch._C._get_dispatch_stack_at": _at,
-            "torch._C._pop_torch_dispatch_stack": _pop,
-            "torch._C._push_on_torch_dispatch_stack": _push,
-        },
-    )
+    name = "mode"
+    feed = FEED
+    instead = 'use engine="kernel" or level="function"'
+    needs = _scope.NEEDS | {
+        "torch._C._len_torch_dispatch_stack": _depth,
+        "torch._C._get_dispatch_stack_at": _at,
+        "torch._C._pop_torch_dispatch_stack": _pop,
+        "torch._C._push_on_torch_dispatch_stack": _push,
+        "torch._C._dispatch_has_kernel_for_dispatch_key": overloads.has_kernel,
+        "torch._C._dispatch_find_schema_or_throw": overloads.find_schema,
+    }
+
+    def keys(self, ops: Any) -> Keys:
+        """Any overload. Of the family, composites too: under inference_mode a dispatch mode gets them whole."""
+        if isinstance(ops, str) and ops == "all":
+            return None
+        return _family() if isinstance(ops, str) and ops == "matmul" else overloads.named(ops)
+
+
+@functools.cache
+def _family() -> frozenset[str]:
+    return frozenset(overloads.family()) | HIGHER_ORDER
 
 
 _flags_lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
@@ -53,7 +65,7 @@ _active: set[DispatchMode] = set()  # in all threads
 
 
 class DispatchMode(TorchDispatchMode):
-    """Hands watched operators to the pipeline; entered and left by `ENGINE`."""
+    """Hands watched operators to the pipeline; entered and left by its engine."""
 
     # torch.cond, while_loop and flex_attention raise under a mode that does not say so (#158077).
     supports_higher_order_operators = True
@@ -88,9 +100,9 @@ class DispatchMode(TorchDispatchMode):
         if name not in self.keys:
             return func(*args, **kwargs) if kwargs else func(*args)
         scope = _scope.current()
-        watch = scope.overloads.get(name, UNKNOWN)
+        watch = scope.tables[FEED].get(name, UNKNOWN)
         if watch is UNKNOWN:
-            watch = scope.watch("mode", name)
+            watch = scope.watch(FEED, name)
         if watch is None or _unreal(args) or tracing():
             return func(*args, **(kwargs or {}))
         return run_hooked(scope, watch, func, args, kwargs or {})
@@ -165,4 +177,4 @@ def _forget_parent() -> None:
 
 
 # The argument is a mode key, which only torch's own infra modes have.
-ENGINE = ModeEngine("mode", DispatchMode, _depth, _at, lambda: _pop(None), _push)
+ENGINE = DispatchModeEngine(DispatchMode, _depth, _at, lambda: _pop(None), _push)

@@ -6,6 +6,7 @@ Torch takes the mode away inside the functions that it shows, so nothing is seen
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -14,41 +15,47 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from opintercept._engines import scope as _scope
+from opintercept._engines.base import Keys
 from opintercept._engines.dynamo import keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
-from opintercept._engines.scope import UNKNOWN, Block, require, require_scope
+from opintercept._engines.scope import UNKNOWN, Block
 from opintercept._errors import OpInterceptWarning
+from opintercept._ops.select import select
 
-_INSTEAD = 'use level="dispatch"'
+FEED = "function mode"
 
-# The thread's stack of function modes; private, and `available` names what is missing.
+# The thread's stack of function modes; private, and `FunctionModeEngine.needs` names what is missing.
 _depth: Any = getattr(torch._C, "_len_torch_function_stack", None)
 _at: Any = getattr(torch._C, "_get_function_stack_at", None)
 _pop: Any = getattr(torch._C, "_pop_torch_function_stack", None)
 _push: Any = getattr(torch._C, "_push_on_torch_function_stack", None)
 
 
-def available() -> None:
-    """Refuse a torch that the level cannot run on.
+class FunctionModeEngine(ModeEngine):
+    """The only engine at function level."""
 
-    Raises:
-        OpInterceptError: See `scope.require`.
-    """
-    require_scope("function", _INSTEAD)
-    require(
-        "function",
-        _INSTEAD,
-        {
-            "torch._C._len_torch_function_stack": _depth,
-            "torch._C._get_function_stack_at": _at,
-            "torch._C._pop_torch_function_stack": _pop,
-            "torch._C._push_on_torch_function_stack": _push,
-        },
-    )
+    name = "function"
+    feed = FEED
+    instead = 'use level="dispatch"'
+    needs = _scope.NEEDS | {
+        "torch._C._len_torch_function_stack": _depth,
+        "torch._C._get_function_stack_at": _at,
+        "torch._C._pop_torch_function_stack": _pop,
+        "torch._C._push_on_torch_function_stack": _push,
+    }
+
+    def keys(self, ops: Any) -> Keys:
+        """Functions of torch, and overloads that Python calls by themselves."""
+        return _family() if isinstance(ops, str) and ops == "matmul" else select(ops, "function")
+
+
+@functools.cache
+def _family() -> Keys:
+    return select("matmul", "function")
 
 
 class FunctionMode(TorchFunctionMode):
-    """Hands watched functions to the pipeline; entered and left by `ENGINE`."""
+    """Hands watched functions to the pipeline; entered and left by its engine."""
 
     keys: Any = frozenset()
     entered_by: int | None = None
@@ -69,9 +76,9 @@ class FunctionMode(TorchFunctionMode):
 
     def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
         scope = _scope.current()
-        watch = scope.functions.get(func, UNKNOWN)
+        watch = scope.tables[FEED].get(func, UNKNOWN)
         if watch is UNKNOWN:
-            watch = scope.watch("function", func)
+            watch = scope.watch(FEED, func)
         if watch is None or tracing():
             return func(*args, **kwargs)
         if func is torch.nn.functional.multi_head_attention_forward:
@@ -109,4 +116,4 @@ def _warn_of_fast_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     )
 
 
-ENGINE = ModeEngine("function", FunctionMode, _depth, _at, _pop, _push)
+ENGINE = FunctionModeEngine(FunctionMode, _depth, _at, _pop, _push)

@@ -1,47 +1,48 @@
 """The kernel engine: kernels at BackendSelect, below autograd and above every backend.
 
-Invariant: kernels are installed once, gated by the scope, and removed only when the process is quiet:
-torch calls a freed kernel if one goes while another thread runs operators (torch-facts 4.4).
-An operator that nobody watches has no kernel, and so costs nothing.
+Invariant: kernels are installed once, gated by the scope, and removed only when the process is quiet: torch calls
+a freed kernel if one goes while another thread runs operators. An operator that no block watches has no kernel, and
+so costs nothing.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import itertools
 import operator
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import CodeType, FrameType
-from typing import Any, Protocol
+from types import CodeType
+from typing import Any
 
 import torch
 
+from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
+from opintercept._engines.base import Engine, Keys
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, native_threads, require, require_scope, state, take
+from opintercept._engines.overloads import Overloads
+from opintercept._engines.quiet import has_forked_tasks, is_quiet, native_threads
+from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, Watcher, state, take
 from opintercept._errors import OpInterceptError
 from opintercept._fork import in_child
-from opintercept._ops.table import MATMUL
+from opintercept._ops.table import MATMUL, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
 from opintercept._pipeline import run
 from opintercept._record import Phase
 
-_INSTEAD = 'use engine="mode"'
+FEED = "kernels"
 
-# Each is private; `available` names what is missing.
+# Private; `KernelEngine.needs` names what is missing.
 _key: Any = getattr(torch._C, "DispatchKey", None)
 _full_after: Any = getattr(torch._C, "_dispatch_keyset_full_after", None)
-_has_kernel: Any = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
-_find_schema: Any = getattr(torch._C, "_dispatch_find_schema_or_throw", None)
-_has_scope: Any = _scope._has
-_get_scope: Any = _scope._get
+_has_kernel: Any = _overloads.has_kernel
+_has_scope: Any = _scope.has
+_get_scope: Any = _scope.get
 _stash: Any = _scope.stash
 
 _BELOW: Any = None if _key is None or _full_after is None else _full_after(_key.BackendSelect)
@@ -59,265 +60,199 @@ _UNREAL = (
     "PythonTLSSnapshot",
 )
 
-# Key set of a call, by its bits, to the part below ours. A `&` of key sets costs 350 ns, this 30.
+# The part of a call's key set below ours, by the bits of the key set. A `&` of key sets costs 350 ns, this 30.
 _below: dict[int, Any] = {}
 
 
-class Compiled(Protocol):
-    """Kernels in C++, see `compiled`."""
+class KernelEngine(Engine):
+    """Kernels in Python. A subclass may make some of them in another way.
 
-    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any] | None:
-        """What installs the kernel and returns a handle that takes it out when it goes; it runs no Python.
+    Args:
+        name: What `intercept` calls it.
+    """
 
-        None for an overload that needs the kernel in Python.
+    feed = FEED
+    instead = 'use engine="mode"'
+    needs = _scope.NEEDS | {
+        "torch._C.DispatchKey": _key,
+        "torch._C._dispatch_keyset_full_after": _full_after,
+        "torch._C._dispatch_has_kernel_for_dispatch_key": _has_kernel,
+        "torch._C._dispatch_find_schema_or_throw": _overloads.find_schema,
+    }
+    every_thread = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def keys(self, ops: Any) -> Keys:
+        """The overloads that kernels can watch: those that reach BackendSelect as themselves, and are free there."""
+        return _family() if isinstance(ops, str) and ops == "matmul" else _overloads.named(ops, _why_not)
+
+    def is_leaf(self, key: Any) -> bool:
+        """Those of torch are; an operator of another library may run Python."""
+        return str(key).startswith("aten::")
+
+    def enter(self, block: Block) -> None:
+        """Install what is missing for a block, and enter it in this thread."""
+        self.hold(block, block.watcher)
+        if block.watcher.everywhere:
+            with KERNELS.lock:
+                state.watch_everywhere((*state.everywhere.blocks, block))
+        _scope.enter(block)
+
+    def leave(self, block: Block) -> None:
+        """Leave a block, and remove the kernels if it was the last and the process is quiet. Can be repeated."""
+        _scope.leave(block)
+        if block.pid != state.everywhere.pid:
+            return  # entered by a parent process, which counts for itself
+        if block.watcher.everywhere:
+            with KERNELS.lock:
+                state.watch_everywhere(tuple(b for b in state.everywhere.blocks if b is not block))
+        self.release(block)
+
+    def hold(self, user: object, watcher: Watcher) -> None:
+        """Install the kernels that are missing, and keep them until `user` releases them.
+
+        Raises:
+            OpInterceptError: Other code has a kernel where ours would go, and it would not be called.
         """
+        KERNELS.hold(user, watcher.keys, self)  # type: ignore[arg-type]  # as `keys` gave them
+
+    def release(self, user: object) -> None:
+        """End a `hold`, and remove the kernels if it was the last and the process is quiet. Can be repeated."""
+        KERNELS.release(user)
+
+    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
+        """What installs a kernel, in one call of C, and returns what keeps it installed."""
+        return KERNELS.installation(name, overload)
 
     def running(self) -> int:
-        """How many of the kernels are on the stack of this thread."""
+        """How many of its kernels, other than those in Python, are on the stack of this thread."""
+        return 0
 
 
-_lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
-_kernels: dict[str, Callable[..., Any]] = {}  # by overload, made once
-_installed: dict[str, Any] = {}  # by overload; a compiled kernel's handle, which takes it out when it goes
-_libraries: dict[str, torch.library.Library] = {}  # by namespace, made once
-_whole: dict[int, dict[str, torch._ops.OpOverload]] = {}  # selections, by identity, that have all of their kernels
-_compiled: Compiled | None = None  # set for good by the first block that asks for it
-_users: set[object] = set()
-_threads_at_entry: frozenset[str] = frozenset()
+class Kernels:
+    """The kernels in the dispatcher of this process. Whichever engine made them, they serve the blocks of all.
+
+    Attributes:
+        installed: What keeps each kernel installed, by overload.
+        users: What holds them.
+        makers: The engines that have asked for any.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
+        self.installed: dict[str, Any] = {}
+        self.users: set[object] = set()
+        self.makers: set[KernelEngine] = set()
+        self._made: dict[str, Callable[..., Any]] = {}  # kernels in Python, by overload
+        self._libraries: dict[str, torch.library.Library] = {}  # by namespace
+        self._whole: dict[int, Overloads] = {}  # selections, by identity, that have all of their kernels
+        self._threads_before: frozenset[str] = frozenset()
+        self._last_maker: KernelEngine | None = None
+
+    def hold(self, user: object, overloads: Overloads, maker: KernelEngine) -> None:
+        """Install what is missing, and keep it until `user` releases it. Those that others use stay as they are."""
+        with self.lock:
+            self.makers.add(maker)
+            if self.installed and not self.users and self._last_maker is not maker and self._is_quiet():
+                self._remove()  # idle ones, left from a time that was not quiet
+            if not self.users:
+                self._threads_before = native_threads()
+            self.users.add(user)
+            if id(overloads) in self._whole:
+                return
+            missing = [name for name in overloads if name not in self.installed]
+            # In this order, since a signal's handler may install one meanwhile.
+            taken = [name for name in missing if _has_kernel(name, "BackendSelect") and name not in self.installed]
+            if taken:
+                raise OpInterceptError(
+                    f"the dispatch key BackendSelect must be free, got kernels of other code for {', '.join(taken)}; "
+                    f"{maker.instead}"
+                )
+            if missing:
+                self._install({name: overloads[name] for name in missing}, maker)
+            self._whole[id(overloads)] = overloads
+
+    def release(self, user: object) -> None:
+        """End a `hold`."""
+        with self.lock:
+            self.users.discard(user)
+            if not self.users and self.installed and self._is_quiet():
+                self._remove()
+
+    def _install(self, overloads: Overloads, maker: KernelEngine) -> None:
+        self._last_maker = maker
+        steps = {name: maker.installation(name, overload) for name, overload in overloads.items()}
+        # One call of C installs each kernel and puts it down, so that no interrupt comes in between; a name that a
+        # signal's handler has put down meanwhile is left out.
+        names, again = itertools.tee(itertools.filterfalse(self.installed.__contains__, steps))
+        self.installed.update(zip(names, map(operator.call, map(steps.__getitem__, again)), strict=False))
+
+    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
+        """What installs a kernel in Python, in one call of C."""
+        kernel = self._made.get(name)
+        if kernel is None:
+            kernel = self._made[name] = _make_kernel(name, overload)
+        library = self._libraries.get(overload.namespace)
+        if library is None:
+            library = self._libraries[overload.namespace] = torch.library.Library(overload.namespace, "IMPL")
+        # The call in C++ below `Library.impl`, which also keeps books in Python.
+        return functools.partial(library.m.impl, name, "BackendSelect", kernel, True)  # type: ignore[union-attr]
+
+    def _remove(self) -> None:
+        # `reset` empties a library, as the interpreter's end does, and leaves it fit for use. One call of C, as above.
+        resets = [library.m.reset for library in self._libraries.values() if library.m is not None]
+        deque(map(operator.call, (self._whole.clear, *resets, self.installed.clear)), maxlen=0)
+
+    def _is_quiet(self) -> bool:
+        """Whether no kernel of ours can be running, nor start before it is gone."""
+        return not any(maker.running() for maker in self.makers) and is_quiet(_kernel_code, self._threads_before)
+
+    def selects_backend(self, overload: torch._ops.OpOverload) -> bool:
+        """Whether other code has a kernel where ours would go: torch for factories, which choose a device there."""
+        name = overload.name()
+        with self.lock:  # another thread may be installing ours
+            return name not in self.installed and bool(_has_kernel(name, "BackendSelect"))
+
+    def let_forked_tasks_end(self) -> None:
+        """Wait, before the interpreter goes down, for tasks that may still have a scope.
+
+        A task of `torch.jit.fork` was lent its caller's scope, and gives it back, which takes the GIL, after its
+        future is done. A thread that asks for the GIL of an interpreter that is going down aborts the process.
+        """
+        if self.makers and has_forked_tasks(self._threads_before):
+            time.sleep(0.05)
+
+    def forget_parent(self) -> None:
+        """Begin anew in a forked child: the parent's blocks do not count; its kernels stay, idle, until an exit."""
+        self.lock = threading.RLock()
+        self.users.clear()
+
+
+KERNELS = Kernels()
+atexit.register(KERNELS.let_forked_tasks_end)
+in_child(KERNELS.forget_parent)
+
 _kernel_code: CodeType | None = None
 
 
-def available() -> None:
-    """Refuse a torch that the engine cannot run on.
+@functools.cache
+def _family() -> Overloads:
+    return {
+        name: overload
+        for name, overload in sorted(_overloads.family().items())
+        if row_of(name).kind == "leaf" and not _overloads.is_composite(overload) and _overloads.is_runnable(overload)
+    }
 
-    Raises:
-        OpInterceptError: See `scope.require`.
-    """
-    require_scope("kernel", _INSTEAD)
-    require(
-        "kernel",
-        _INSTEAD,
-        {
-            "torch._C.DispatchKey": _key,
-            "torch._C._dispatch_keyset_full_after": _full_after,
-            "torch._C._dispatch_has_kernel_for_dispatch_key": _has_kernel,
-            "torch._C._dispatch_find_schema_or_throw": _find_schema,
-        },
+
+def _why_not(overload: torch._ops.OpOverload) -> str | None:
+    if not KERNELS.selects_backend(overload):
+        return None
+    return (
+        "has a kernel already in the place where the kernel engine would see it, as operators that choose a device "
+        "do; use engine='mode'"
     )
-
-
-def registered(overload: torch._ops.OpOverload) -> bool:
-    """Whether the dispatcher knows the overload; TorchScript has some of its own."""
-    try:
-        _find_schema(overload._schema.name, overload._schema.overload_name)
-    except RuntimeError:
-        return False
-    return True
-
-
-def composite(overload: torch._ops.OpOverload) -> bool:
-    """Whether the overload is taken apart above autograd, before a kernel of ours could see it."""
-    return bool(_has_kernel(overload.name(), "CompositeImplicitAutograd"))
-
-
-def selects_backend(overload: torch._ops.OpOverload) -> bool:
-    """Whether somebody has a kernel where ours would go: torch for factories, which choose a device there."""
-    name = overload.name()
-    with _lock:  # another thread may be installing ours
-        return name not in _installed and bool(_has_kernel(name, "BackendSelect"))
-
-
-# Where an operator computes. One that this build of torch has for none of them cannot run.
-_BACKENDS = (
-    *("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU", "CUDA", "MPS", "XPU", "HPU", "XLA"),
-    *("MTIA", "PrivateUse1", "PrivateUse2", "PrivateUse3", "QuantizedCPU", "QuantizedCUDA", "QuantizedPrivateUse1"),
-    *("SparseCPU", "SparseCUDA", "SparsePrivateUse1", "SparseCsrCPU", "SparseCsrCUDA", "SparseCsrPrivateUse1"),
-    *("NestedTensorCPU", "NestedTensorCUDA", "MkldnnCPU", "Vulkan", "Metal", "IPU", "VE", "Lazy"),
-)
-
-
-def runnable(overload: torch._ops.OpOverload) -> bool:
-    """Whether this build of torch has a kernel for the overload; entering a block is the faster for the others."""
-    return any(_has_kernel(overload.name(), key) for key in _BACKENDS)
-
-
-def hold(user: object, overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
-    """Install what is missing, and keep it until `user` releases it.
-
-    Whoever made them, kernels serve all: those that others use stay when compiled ones are asked for.
-
-    Raises:
-        OpInterceptError: Other code has a kernel where ours would go, and it would not be called.
-    """
-    global _threads_at_entry, _compiled
-    with _lock:
-        if compiled is not None:
-            _compiled = compiled
-            if _installed and not _users and _quiet():
-                _remove()  # idle ones, left from a time that was not quiet
-        if not _users:
-            _threads_at_entry = native_threads()
-        _users.add(user)
-        if id(overloads) in _whole:
-            return
-        missing = [name for name in overloads if name not in _installed]
-        # In this order, since a signal's handler may install one meanwhile.
-        taken = [name for name in missing if _has_kernel(name, "BackendSelect") and name not in _installed]
-        if taken:
-            raise OpInterceptError(
-                f"the kernel engine needs the dispatch key BackendSelect to be free, got kernels of somebody else for "
-                f"{', '.join(taken)}; {_INSTEAD}"
-            )
-        if missing:
-            _install({name: overloads[name] for name in missing}, compiled)
-        _whole[id(overloads)] = overloads
-
-
-def release(user: object) -> None:
-    """End a `hold`, and take the kernels out if it was the last and all is quiet. Can be repeated."""
-    with _lock:
-        _users.discard(user)
-        if not _users and _installed and _quiet():
-            _remove()
-
-
-def enter(block: Block, overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None = None) -> None:
-    """Install what is missing for a block, and enter it in this thread."""
-    hold(block, overloads, compiled)
-    if block.watcher.everywhere:
-        with _lock:
-            state.watch_everywhere((*state.everywhere.blocks, block))
-    _scope.enter(block)
-
-
-def leave(block: Block) -> None:
-    """Leave a block, and take the kernels out if it was the last and all is quiet. Can be repeated."""
-    _scope.leave(block)
-    if block.pid != state.everywhere.pid:
-        return  # entered by a parent process, which counts for itself
-    if block.watcher.everywhere:
-        with _lock:
-            state.watch_everywhere(tuple(b for b in state.everywhere.blocks if b is not block))
-    release(block)
-
-
-def _install(overloads: dict[str, torch._ops.OpOverload], compiled: Compiled | None) -> None:
-    steps = {name: _installation(name, overload, compiled) for name, overload in overloads.items()}
-    # One call of C installs each kernel and puts it down, so that no interrupt comes in between; a name that a
-    # signal's handler has put down meanwhile is left out.
-    names, again = itertools.tee(itertools.filterfalse(_installed.__contains__, steps))
-    _installed.update(zip(names, map(operator.call, map(steps.__getitem__, again)), strict=False))
-
-
-def _installation(name: str, overload: torch._ops.OpOverload, compiled: Compiled | None) -> Callable[[], Any]:
-    """What installs a kernel and is no Python."""
-    install = None if compiled is None else compiled.installation(name, overload)
-    if install is not None:
-        return install
-    kernel = _kernels.get(name)
-    if kernel is None:
-        kernel = _kernels[name] = _make_kernel(name, overload)
-    library = _libraries.get(overload.namespace)
-    if library is None:
-        library = _libraries[overload.namespace] = torch.library.Library(overload.namespace, "IMPL")
-    # The call in C++ below `Library.impl`, which also keeps books in Python.
-    return functools.partial(library.m.impl, name, "BackendSelect", kernel, True)  # type: ignore[union-attr]
-
-
-def _remove() -> None:
-    # `reset` empties a library, as the interpreter's end does, and leaves it fit for use. One call of C, as above.
-    resets = [library.m.reset for library in _libraries.values() if library.m is not None]
-    deque(map(operator.call, (_whole.clear, *resets, _installed.clear)), maxlen=0)
-
-
-_HARMLESS = ("opintercept.runs.writer", "tqdm._monitor")  # modules of threads that run no operator
-
-
-def _quiet() -> bool:
-    """Whether no kernel of ours can be running, nor start before it is gone.
-
-    Any other Python thread might run an operator, and so might torch's pool for `torch.jit.fork`, which has no
-    Python frames. The thread that writes a run never does, nor tqdm's monitor, which outlives every progress bar,
-    nor execnet's reader of messages, which lives as long as a worker of pytest-xdist.
-    """
-    if _compiled is not None and _compiled.running():
-        return False
-    _let_threads_start()
-    names = {thread.ident: type(thread).__module__ for thread in threading.enumerate()}
-    here = threading.get_ident()
-    frame: FrameType | None = None
-    try:
-        for thread, frame in sys._current_frames().items():  # noqa: B007 - walked below
-            harmless = thread == here or names.get(thread) in _HARMLESS
-            while frame is not None:
-                if frame.f_code is _kernel_code:
-                    return False
-                if not harmless and frame.f_globals.get("__name__") != "execnet.gateway_base":
-                    return False
-                frame = frame.f_back
-    finally:
-        del frame  # our own is among them, and a frame that holds itself is garbage
-    return not _has_forked_tasks()
-
-
-def _thread_states() -> int:
-    """How many threads Python knows of, those included that have yet to run their first line."""
-    states, state = 0, _first_state(_interpreter())
-    while state:
-        states, state = states + 1, _next_state(state)
-    return states
-
-
-def _python_api(name: str, argument: Any) -> Any:
-    function = getattr(ctypes.pythonapi, name)
-    function.argtypes, function.restype = argument, ctypes.c_void_p
-    return function
-
-
-# Part of Python's stable interface for debuggers.
-_interpreter = _python_api("PyInterpreterState_Get", [])
-_first_state = _python_api("PyInterpreterState_ThreadHead", [ctypes.c_void_p])
-_next_state = _python_api("PyThreadState_Next", [ctypes.c_void_p])
-_without_frames = 0  # of threads that are no Python's, autograd's for a device
-
-
-def _let_threads_start() -> None:
-    """Give threads that have been started, and have no frame yet to be seen by, the time for their first line.
-
-    A thread of C++ that once was in Python has none either, and keeps none: it is waited for once.
-    """
-    global _without_frames
-    end = time.monotonic() + 0.25
-    while (missing := _thread_states() - len(sys._current_frames())) > _without_frames:
-        if time.monotonic() > end:
-            _without_frames = missing
-            return
-        time.sleep(0.001)
-
-
-def _has_forked_tasks() -> bool:
-    """Whether torch's pool for `torch.jit.fork` is there; where this cannot be told, that is the caller's risk."""
-    threads = native_threads()
-    if threads - _threads_at_entry:
-        time.sleep(0.005)  # a thread of the pool names itself, as its first act
-    for thread in threads:
-        try:
-            with open(f"/proc/self/task/{thread}/comm") as file:
-                if file.read().strip() == "PTThreadPool":
-                    return True
-        except OSError:  # that thread has just ended
-            continue
-    return False
-
-
-def _let_forked_tasks_end() -> None:
-    # A task of `torch.jit.fork` was lent its caller's scope, and gives it back, which takes the GIL, after its
-    # future is done. A thread that asks for the GIL of an interpreter that is going down aborts the process.
-    if (_kernels or _compiled is not None) and _has_forked_tasks():
-        time.sleep(0.05)
-
-
-atexit.register(_let_forked_tasks_end)
 
 
 def _descend(keyset: Any) -> tuple[Any, bool]:
@@ -365,9 +300,9 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         scope = get_scope(KEY) if has_scope(KEY) else state.idle
         if scope.everywhere is not state.everywhere or scope.carried is not carried():
             scope = current()
-        watch = scope.kernels.get(name, UNKNOWN)
+        watch = scope.tables[FEED].get(name, UNKNOWN)
         if watch is UNKNOWN:
-            watch = scope.watch("kernel", name)
+            watch = scope.watch(FEED, name)
         if watch is None:
             if scope.owner is None:
                 state.unseen += 1
@@ -402,11 +337,3 @@ def _step_inside(head: tuple[Watch, Callable[..., Any], Any], /, *args: Any, **k
     finally:
         _stash(KEY, watch.hidden)
         del args, kwargs  # as in `run`
-
-
-@in_child
-def _forget_parent() -> None:
-    # The parent's blocks do not count in a forked child; its kernels stay, idle, until an exit here.
-    global _lock
-    _lock = threading.RLock()
-    _users.clear()

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from opintercept._engines import scope as _scope
-from opintercept._engines.scope import KEY, Block, Engine, Scope, Watch, take
+from opintercept._engines.base import Engine
+from opintercept._engines.scope import KEY, Block, Scope, Watch, take
 from opintercept._errors import OpInterceptError
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
@@ -79,25 +80,24 @@ class Mode(Protocol):
         """Repair what torch keeps beside the stack, now that the mode is gone."""
 
 
-class ModeEngine:
-    """An engine whose blocks share one torch mode a thread.
+class ModeEngine(Engine):
+    """An engine whose blocks share one torch mode in each thread.
 
     Args:
-        engine: Its name.
         mode_type: Torch mode with the attributes of `Mode`.
         depth, at, pop, push: Torch's calls on the stack.
     """
 
+    every_operator = True
+
     def __init__(
         self,
-        engine: Engine,
         mode_type: Callable[[], Mode],
         depth: Callable[[], int],
         at: Callable[[int], Any],
         pop: Callable[[], Any],
         push: Callable[[Any], None],
     ) -> None:
-        self.engine = engine
         self.mode_type = mode_type
         self._depth, self._at, self._pop, self._push = depth, at, pop, push
 

@@ -14,53 +14,32 @@ import os
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from opintercept._engines.base import Engine, Keys
+from opintercept._engines.quiet import native_threads
 from opintercept._entry import Entry
-from opintercept._errors import OpInterceptError
 from opintercept._fork import in_child
 from opintercept._ops.op import Op
 from opintercept._ops.table import row_of
 from opintercept._origin.links import graph_task
 from opintercept._pipeline import Pipeline
 
-Engine = Literal["function", "mode", "kernel"]
-
-# Private; `require` turns a torch without them into one clear error before any state has changed.
-_has = getattr(torch._C, "_is_key_in_tls", None)
-_get: Callable[[str], Any] = getattr(torch._C, "_get_obj_in_tls", None)  # type: ignore[assignment]
+# Torch's own thread-local state, which autograd carries into its threads. Private; every engine needs it.
+has: Any = getattr(torch._C, "_is_key_in_tls", None)
+get: Callable[[str], Any] = getattr(torch._C, "_get_obj_in_tls", None)  # type: ignore[assignment]
 stash: Callable[[str, Any], None] = getattr(torch._C, "_stash_obj_in_tls", None)  # type: ignore[assignment]
 KEY = "opintercept"
-
-
-def require(engine: str, instead: str, needed: dict[str, Any]) -> None:
-    """Refuse to run on a torch that lacks the private API that an engine is built on.
-
-    Raises:
-        OpInterceptError: Naming what is missing, the torch version and the engine to use instead.
-    """
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        raise OpInterceptError(
-            f"the {engine} engine needs {', '.join(missing)}, which torch {torch.__version__} does not have; {instead}"
-        )
-
-
-def require_scope(engine: str, instead: str) -> None:
-    """Refuse a torch without the thread-local stash, which every engine needs."""
-    require(
-        engine,
-        instead,
-        {
-            "torch._C._is_key_in_tls": _has,
-            "torch._C._get_obj_in_tls": _get,
-            "torch._C._stash_obj_in_tls": stash,
-        },
-    )
+NEEDS: dict[str, Any] = {
+    "torch._C._is_key_in_tls": has,
+    "torch._C._get_obj_in_tls": get,
+    "torch._C._stash_obj_in_tls": stash,
+}
 
 
 class Watcher:
@@ -75,9 +54,7 @@ class Watcher:
 
     __slots__ = ("engine", "everywhere", "keys", "pipeline")
 
-    def __init__(
-        self, pipeline: Pipeline, engine: Engine, keys: frozenset[Any] | None, everywhere: bool = False
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, engine: Engine, keys: Keys, everywhere: bool = False) -> None:
         self.pipeline = pipeline
         self.engine = engine
         self.keys = keys
@@ -207,6 +184,7 @@ class Scope:
         inside: Watchers whose operator is running, and which do not see its inner steps.
         floor: Blocks whose order is below may not be left here: a hook runs inside of them.
         owner: The thread that entered the blocks; autograd's device threads have the scope of who called backward.
+        tables: Who sees each operator, by feed and by key, as far as that was worked out.
     """
 
     __slots__ = (
@@ -215,12 +193,10 @@ class Scope:
         "carried",
         "everywhere",
         "floor",
-        "functions",
         "hidden",
         "inside",
-        "kernels",
-        "overloads",
         "owner",
+        "tables",
     )
 
     def __init__(
@@ -239,9 +215,7 @@ class Scope:
         self.inside = inside
         self.floor = floor
         self.everywhere = state.everywhere
-        self.kernels: dict[Any, Watch | None] = {}
-        self.overloads: dict[Any, Watch | None] = {}
-        self.functions: dict[Any, Watch | None] = {}
+        self.tables: defaultdict[str, dict[Any, Watch | None]] = defaultdict(dict)
         self._hidden: Scope | None = None
         self.owner = owner
 
@@ -302,21 +276,21 @@ class Scope:
         paused = {block.watcher for block in blocks if block.pauses}
         return list(dict.fromkeys(b.watcher for b in blocks if b.watcher not in paused))
 
-    def watch(self, engine: Engine, key: Any) -> Watch | None:
-        """Who sees `key`, or None; remembered in the engine's table."""
-        table = {"kernel": self.kernels, "mode": self.overloads, "function": self.functions}[engine]
-        watch = table[key] = self._watch(engine, key)
+    def watch(self, feed: str, key: Any) -> Watch | None:
+        """Who sees `key` in the calls of a feed, or None; remembered in the feed's table."""
+        watch = self.tables[feed][key] = self._watch(feed, key)
         return watch
 
-    def _watch(self, engine: Engine, key: Any) -> Watch | None:
+    def _watch(self, feed: str, key: Any) -> Watch | None:
         if getattr(key, "__name__", "") in ("__get__", "__set__", "__delete__"):
             return None  # reading an attribute of a tensor, which function modes see too, is no operator
         active = self.active()
-        found = [w for w in active if w.engine == engine and w not in self.inside and w.watches(key)]
+        found = [w for w in active if w.engine.feed == feed and w not in self.inside and w.watches(key)]
         if not found:
             return None
         hidden = self.while_hooks_run()
-        if engine == "kernel" and len(active) == len(found) and key.startswith("aten::"):
+        alone = len(active) == len(found)
+        if alone and found[0].engine.is_leaf(key):
             inner = hidden  # saves two switches; no Python runs in there that could enter a block
         else:
             # Those who see this operator do not see its inner steps, the others do.
@@ -336,7 +310,7 @@ state.watch_everywhere(())
 
 
 def _what_takes() -> Callable[[Any], Any] | None:
-    if None in (_has, _get, stash):
+    if None in (has, get, stash):
         return None
     held = state.idle
     before = sys.getrefcount(held)
@@ -372,14 +346,6 @@ def unseen_calls() -> int:
     return state.unseen + state.unseen_by_compiled()
 
 
-def native_threads() -> frozenset[str]:
-    """The operating system's threads of the process; only Linux tells."""
-    try:
-        return frozenset(os.listdir("/proc/self/task"))
-    except OSError:
-        return frozenset()
-
-
 def _let_threads_end() -> None:
     # A thread gives its scope back, which takes the GIL, after Python has joined it. One that asks for the GIL of
     # an interpreter that is going down aborts the process.
@@ -394,7 +360,7 @@ atexit.register(_let_threads_end)
 
 def current() -> Scope:
     """The scope of the running thread, and of the task that it runs."""
-    scope: Scope = _get(KEY) if _has is not None and _has(KEY) else state.idle
+    scope: Scope = get(KEY) if has is not None and has(KEY) else state.idle
     if scope.everywhere is not state.everywhere or scope.carried is not carried():
         fresh = scope.refreshed()
         if fresh is not scope:
@@ -435,7 +401,7 @@ def leave(block: Block) -> None:
 
 def owner() -> int | None:
     """The thread on whose behalf this one runs; None if it has no scope."""
-    return _get(KEY).owner if _has(KEY) else None  # type: ignore[misc]
+    return get(KEY).owner if has(KEY) else None
 
 
 @in_child

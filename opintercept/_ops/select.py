@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -94,7 +94,9 @@ def parts(row: Op) -> str:
     return _PARTS.get(row.family, "'mm', 'addmm', 'bmm', 'mv' and 'dot'")
 
 
-def why_never(name: str, level: Literal["function", "dispatch"], keys: Selection, family: bool) -> str | None:
+def why_never(
+    name: str, level: Literal["function", "dispatch"], keys: Collection[Any] | None, family: bool
+) -> str | None:
     """Say why no watched call has this name, and what to write instead; None if one may.
 
     Args:

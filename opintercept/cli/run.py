@@ -246,9 +246,9 @@ class _Watch:
             except OpInterceptWarning as warning:  # for the program, warnings are errors
                 _write(self._stderr, f"opintercept run: {warning}\n")
         else:  # it has imported torch in another thread
-            from opintercept._intercept import force_out, open_blocks
+            from opintercept._blocks import force_out, open_blocks
 
-            force_out(block for block in open_blocks() if block.watcher is self._interceptor._watcher)
+            force_out(block for block in open_blocks() if block.watcher is self._interceptor.watcher)
 
     def _report(self) -> Iterator[str]:
         chosen, tally = self._arguments, self._tally

@@ -95,6 +95,8 @@ class Writer(threading.Thread):
         OSError: The folder cannot be made or written.
     """
 
+    runs_no_operator = True  # as `_engines/quiet.py` asks: kernels may be removed while it runs
+
     def __init__(
         self,
         folder: Path,

@@ -17,8 +17,9 @@ import pytest
 from opintercept import hooks
 from opintercept._call import OpCall
 from opintercept._checks import check_count
+from opintercept._engines.choose import EngineChoice
 from opintercept._hook import Hook, Level
-from opintercept._intercept import EngineChoice, Interceptor, intercept
+from opintercept._intercept import Interceptor, intercept
 from opintercept._ops.select import why_never
 from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
@@ -361,7 +362,7 @@ def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None
     refuse = partial(
         why_never,
         level=options.get("level", "dispatch"),
-        keys=interceptor._watcher.keys,
+        keys=interceptor.watcher.keys,
         family=isinstance(ops, str) and ops == "matmul",
     )
     return interceptor, OpCalls(recorder, recorder.finite, options, snapshots, refuse=refuse)

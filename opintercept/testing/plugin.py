@@ -145,7 +145,7 @@ class _Watch:
     def end(self, before: Container[Any]) -> str | None:
         """The body is over: leave what it has entered and not left, and say so."""
         self._body = None
-        ours = {interceptor._watcher for interceptor in self._interceptors}
+        ours = {interceptor.watcher for interceptor in self._interceptors}
         return _forced_out(b for b in _open_blocks() if b not in before and b.watcher not in ours)
 
     def add_to(self, report: pytest.TestReport, failure: BaseException | None) -> None:
@@ -181,7 +181,7 @@ _HELD = pytest.StashKey[dict[Any, list[Any]]]()  # blocks that fixtures have ent
 
 
 def _open_blocks() -> tuple[Any, ...]:
-    library = sys.modules.get("opintercept._intercept")
+    library = sys.modules.get("opintercept._blocks")
     return () if library is None else library.open_blocks()
 
 
@@ -189,7 +189,7 @@ def _forced_out(blocks: Iterable[Any]) -> str | None:
     forgotten = list(blocks)
     if not forgotten:
         return None
-    from opintercept._intercept import force_out
+    from opintercept._blocks import force_out
 
     return (
         f"every block must be left, got {', '.join(force_out(forgotten))} still active; use a with statement (the "

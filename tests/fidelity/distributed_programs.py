@@ -150,7 +150,7 @@ def compare(program: str, engine: str, mesh: DeviceMesh) -> dict[str, Any]:
     """Train without and with interception."""
     recorder = hooks.Recorder()
     interceptor = intercept(recorder, **ENGINES[engine])
-    watched = {name.partition(".")[0] for name in intercept()._overloads}
+    watched = {name.partition(".")[0] for name in intercept().watcher.keys or ()}
     profiler = profile(activities=[ProfilerActivity.CPU])
 
     def watch() -> AbstractContextManager[Any]:

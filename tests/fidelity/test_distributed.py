@@ -192,4 +192,4 @@ def _sweep() -> None:
             thread.join(10)
     with intercept(ops="mm"):
         pass
-    assert not kernels._installed
+    assert not kernels.KERNELS.installed

@@ -35,7 +35,7 @@ def _run(
 def test_a_model_is_seen_whole_and_not_changed(name: str, context: str) -> None:
     recorder = hooks.Recorder()
     interceptor = intercept(recorder)
-    watched = {overload.partition(".")[0] for overload in interceptor._overloads}
+    watched = {overload.partition(".")[0] for overload in interceptor.watcher.keys or ()}
     loss, gradients, state = _run(MODELS[name], context)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, interceptor:
         seen_loss, seen_gradients, seen_state = _run(MODELS[name], context)

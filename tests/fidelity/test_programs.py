@@ -57,7 +57,7 @@ def _compare(
     """Calls of the kernel engine against the profiler, and the outcome against a run without it."""
     seen: list[str] = []
     interceptor = intercept(lambda call: seen.append(call.op), **(engine or {}))
-    watched = {name.partition(".")[0] for name in interceptor._overloads}
+    watched = {name.partition(".")[0] for name in interceptor.watcher.keys or ()}
     events: list[Any] = []
 
     @contextmanager

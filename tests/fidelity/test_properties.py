@@ -77,7 +77,7 @@ def test_kernel_engine_changes_nothing_and_sees_what_the_profiler_sees(
 
     found = [Sees(), *LOOKING[looking]()]
     interceptors = [intercept(hook) for hook in found] if nested else [intercept(found)]
-    watched = {name.partition(".")[0] for name in interceptors[0]._overloads}
+    watched = {name.partition(".")[0] for name in interceptors[0].watcher.keys or ()}
     profiles: list[Any] = []
 
     @contextmanager

@@ -104,12 +104,12 @@ def switch_often() -> Iterator[None]:
     yield
     sys.setswitchinterval(before)
     assert scope.state.everywhere.blocks == ()
-    assert not kernels._users
+    assert not kernels.KERNELS.users
 
     def gone() -> bool:  # the last thread may still be on its way out
         with intercept(ops="mm"):
             pass
-        return not kernels._installed
+        return not kernels.KERNELS.installed
 
     wait_for(gone)
 

@@ -1,59 +1,31 @@
-"""What `engine="compiled"` has in C++, built with the machine's compiler when a process first asks for it.
+"""The compiled engine: the kernel engine with its kernels in C++, built when a process first asks for them.
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
 `kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_record.look`.
-Invariant: nothing is built before a block asks. `torch.utils.cpp_extension` is not used: its import takes a second,
-and a build of it that is killed leaves a lock that it waits for without end.
+Invariant: nothing is built before a block asks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
-import hashlib
-import importlib.util
-import logging
-import os
-import platform
-import re
-import shlex
-import shutil
-import signal
-import subprocess
-import sys
-import sysconfig
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from opintercept import _pipeline, _record
 from opintercept._engines import kernels, scope
+from opintercept._engines.compiled import build
 from opintercept._engines.dynamo import keep_out
 from opintercept._errors import OpInterceptError
 from opintercept._origin import stack
-
-_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-_MODULE = "opintercept_compiled"
-# torch's headers need C++20 since 2.12; those of 2.11 compile under it, too.
-_COMPILE = ["-O2", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
-_LINK = ["-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-if sys.platform == "darwin":
-    _LINK.append("-Wl,-undefined,dynamic_lookup")  # Python's own symbols
-_PYTHON = sysconfig.get_path("include", "posix_prefix")  # other schemes may name a folder without the headers
-_UNFINISHED = ".building"
-_INSTEAD = 'use engine="kernel", which does the same in Python'
-_NO_ROOM = ("No space left on device", "Disk quota exceeded")  # as compilers and linkers say it
 
 
 class Extension:
     """The extension of this process.
 
     Attributes:
-        running: See `kernels.Compiled`.
+        running: See `KernelEngine.running`.
         walk: As `stack.walk`.
         look: As `_record.look`.
     """
@@ -64,7 +36,7 @@ class Extension:
         # What C++ calls has no frame of ours above it that keeps Dynamo out.
         called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase)
         functions = [keep_out(function) for function in called]
-        extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, *functions)
+        extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
         scope.state.told = extension.watch_all_threads
         scope.state.tell()
         scope.state.unseen_by_compiled = extension.unseen
@@ -75,7 +47,7 @@ class Extension:
         self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk
 
     def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any] | None:
-        """See `kernels.Compiled`."""
+        """What installs a kernel in C++; None for an overload that needs the kernel in Python."""
         schema = overload._schema
         names = (schema.name, schema.overload_name)
         if name not in self._prepared:
@@ -97,6 +69,38 @@ def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
     return keep_out(from_raw)
 
 
+class CompiledEngine(kernels.KernelEngine):
+    """The kernel engine with its kernels, its walk of the stack and its look at arguments in C++."""
+
+    instead = build.INSTEAD
+
+    def require(self) -> None:
+        """Also build and load the extension if this process has not."""
+        super().require()
+        load()
+
+    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
+        """A kernel in C++, or one in Python for an overload that needs it."""
+        return load().installation(name, overload) or super().installation(name, overload)
+
+    def running(self) -> int:
+        """How many kernels in C++ are on the stack of this thread."""
+        return load().running()
+
+    @property
+    def walk(self) -> Callable[[], stack.Walked]:
+        """That in C++, where this Python's frames can be read there."""
+        return load().walk
+
+    @property
+    def look(self) -> Callable[..., Any]:
+        """That in C++."""
+        return load().look
+
+
+ENGINE = CompiledEngine("compiled")
+
+
 @functools.cache
 def load() -> Extension:
     """The compiled kernels of this process; the first process on a machine takes up to a minute to build them.
@@ -107,226 +111,17 @@ def load() -> Extension:
         OpInterceptError: They cannot be built or loaded here.
     """
     try:
-        return Extension(_imported(_library()))
+        return Extension(build.load_library(build.built_library()))
     except OpInterceptError:
         raise
     except OSError as exception:
         raise OpInterceptError(
             f"compiled kernels need a folder with free space that can be written to, got: {exception}; set "
-            f"TORCH_EXTENSIONS_DIR to one, or {_INSTEAD}"
+            f"TORCH_EXTENSIONS_DIR to one, or {ENGINE.instead}"
         ) from exception
     except Exception as exception:
         reason = str(exception).partition("\n")[0] or type(exception).__name__
         raise OpInterceptError(
-            f"compiled kernels need a C++ compiler and the headers of Python and of torch, got: {reason}; {_INSTEAD}"
+            f"compiled kernels need a C++ compiler and the headers of Python and of torch, got: {reason}; "
+            f"{ENGINE.instead}"
         ) from exception
-
-
-def _library() -> Path:
-    """The library of this environment, built if it is not there."""
-    library = _cache() / f"{_name()}.so"
-    if not _is_whole(library):
-        _build(library)
-    return library
-
-
-def _cache() -> Path:
-    """A folder of our own where torch keeps the extensions that it builds."""
-    if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(root).absolute() / "opintercept"
-    if sys.platform == "darwin":
-        root = "~/Library/Caches"
-    else:
-        root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "torch_extensions" / "opintercept"
-
-
-def _name() -> str:
-    """Says all that the library depends on, so that one with this name serves whoever finds it.
-
-    `stack.cpp` reads what Python may change in any version.
-    """
-    known = hashlib.sha256()
-    for source in _SOURCES:
-        known.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
-    for part in (
-        *_COMPILE,
-        *_LINK,
-        *_compiler(),
-        *_marks(_compiler()),
-        torch.__version__,
-        torch.version.git_version,
-        torch.compiled_with_cxx11_abi(),
-        torch.__file__,
-        sys.version,
-        sysconfig.get_config_var("SOABI"),
-        _PYTHON,
-        platform.machine(),
-    ):
-        known.update(f"{part}\0".encode(errors="surrogateescape"))
-    readable = re.sub(r"[^\w.+]", "_", f"torch{torch.__version__}-{sys.implementation.cache_tag}")
-    return f"{readable}-{known.hexdigest()[:16]}"
-
-
-def _compiler() -> list[str]:
-    """The command of the compiler, found as torch finds it."""
-    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
-
-
-def _marks(command: list[str]) -> Iterator[str]:
-    """What tells versions of a compiler apart without running it."""
-    for word in command:
-        path = shutil.which(word)
-        if path is not None:
-            status = os.stat(path)
-            yield f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
-
-
-def _sum(library: Path) -> Path:
-    return library.with_name(f"{library.name}.sha256")
-
-
-def _sum_of(library: Path) -> str:
-    return hashlib.sha256(library.read_bytes()).hexdigest()
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether the library is there, to its last byte: a part of one would end the process that loads it."""
-    try:
-        return _sum_of(library) == _sum(library).read_text()
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-        return False
-
-
-@contextlib.contextmanager
-def _only_builder(library: Path) -> Iterator[bool]:
-    """Let one process build at a time, with a lock that goes when its holder does, however that ends.
-
-    Yields:
-        Whether the lock is held. Some network file systems have none; then several may build at once, and the
-        library of the last one stays.
-    """
-    import fcntl  # not on Windows
-
-    with open(library.with_name(f"{library.name}.lock"), "a+") as lock:
-        held = True
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            logging.getLogger("opintercept").warning(
-                "opintercept: waiting for process %s, which builds the compiled kernels in %s",
-                lock.read().strip() or "?",
-                library.parent,
-            )
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            held = False
-        try:
-            if held:
-                lock.truncate(0)
-                lock.write(f"{os.getpid()}\n")
-                lock.flush()
-            yield held
-        finally:
-            if held:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
-
-
-def _build(library: Path) -> None:
-    """Build the library beside its place and move it there in one step, so that no process finds a part of it."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with _only_builder(library) as alone:
-        if _is_whole(library):  # by the process that was waited for
-            return
-        if alone:
-            for left in library.parent.glob(f"{library.name}.*{_UNFINISHED}"):  # by processes that were killed
-                shutil.rmtree(left, ignore_errors=True)
-        # Compilers that were stopped may write a little longer.
-        with tempfile.TemporaryDirectory(
-            _UNFINISHED, f"{library.name}.", library.parent, ignore_cleanup_errors=True
-        ) as folder:
-            built = Path(folder, library.name)
-            _compile(built)
-            if f"{_name()}.so" != library.name:
-                raise RuntimeError("the sources changed while they were compiled")
-            _sum(built).write_text(_sum_of(built))
-            os.replace(_sum(built), _sum(library))  # first: a library beside the sum of another is built again
-            os.replace(built, library)
-
-
-def _compile(library: Path) -> None:
-    compiler, folder = _compiler(), library.parent
-    torchs = Path(torch.__file__).parent
-    includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _PYTHON]
-    flags = [*_COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
-    objects = [f"{source.stem}.o" for source in _SOURCES]
-    _run([[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(_SOURCES, objects, strict=True)], folder)
-    _run([[*compiler, *objects, f"-L{torchs / 'lib'}", *_LINK, "-o", library.name]], folder)
-
-
-def _run(commands: list[list[str]], folder: Path) -> None:
-    """Run commands side by side, as many at once as `MAX_JOBS` allows, which torch's own builds follow."""
-    most = os.environ.get("MAX_JOBS", "")
-    jobs = max(1, int(most)) if most.isdigit() else len(commands)
-    # Compilers keep much in TMPDIR; in here it goes with the folder. The C locale is for `_fail`.
-    environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}
-    for first in range(0, len(commands), jobs):
-        with contextlib.ExitStack() as stack:
-            running = []
-            for command in commands[first : first + jobs]:
-                running.append(stack.enter_context(_start(command, folder, environment)))
-                stack.callback(_stop, running[-1])
-            for process in running:
-                output = process.communicate()[0].decode(errors="replace")
-                if process.returncode:
-                    _fail(output.strip() or f"{process.args!r} ended with {process.returncode}", folder)
-
-
-def _start(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that it can be stopped with the processes that it starts
-        )
-    except OSError as exception:  # no such compiler
-        raise RuntimeError(str(exception)) from exception
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _fail(output: str, folder: Path) -> NoReturn:
-    """Say in one line why a compiler or linker failed.
-
-    Raises:
-        OSError: There is no room in the folder.
-        RuntimeError: Anything else.
-    """
-    # A linker that runs out of room may end with a bus error in place of words.
-    if any(text in output for text in _NO_ROOM) or shutil.disk_usage(folder).free < 1 << 20:
-        raise OSError(errno.ENOSPC, _NO_ROOM[0], str(folder.parent))
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    raise RuntimeError(next((line for line in lines if "error:" in line), lines[-1]))
-
-
-def _imported(library: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(_MODULE, library)
-    assert spec is not None
-    assert spec.loader is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as exception:
-        raise OpInterceptError(
-            f"compiled kernels must load into the process, got: {exception}; remove {str(library)!r} to build them "
-            f"again, or {_INSTEAD}"
-        ) from exception
-    return module

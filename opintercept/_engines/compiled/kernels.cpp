@@ -56,7 +56,7 @@ const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one k
 });
 
 PyObject *state, *carried, *watch_of, *run, *current, *backward_phase; // of Python, see `setup`
-PyObject *kernel_engine, *forward_phase; // strings
+PyObject *feed, *forward_phase; // strings
 PyObject* invoke_function;
 
 std::atomic<bool> all_threads{false}; // whether threads that have entered nothing may see calls
@@ -86,7 +86,7 @@ struct Slot {
   }
 };
 
-Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_kernels, watch_hidden, watch_inner, watch_pipelines, watch_row;
+Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_tables, watch_hidden, watch_inner, watch_pipelines, watch_row;
 
 struct Overload {
   PyObject* name;
@@ -320,14 +320,15 @@ struct Kernel final : c10::OperatorKernel {
       saved = shared(fresh.p);
     }
     PyObject* scope = saved->ptr(getPyInterpreter());
-    PyObject* found = PyDict_GetItemWithError(scope_kernels.of(scope), overload.name);
+    PyObject* table = PyDict_GetItemWithError(scope_tables.of(scope), feed);
+    PyObject* found = table == nullptr ? nullptr : PyDict_GetItemWithError(table, overload.name);
     if (found == Py_None) {
       return false;
     }
     Owned watch(
         found != nullptr
             ? Py_NewRef(found)
-            : check(PyObject_CallFunctionObjArgs(watch_of, scope, kernel_engine, overload.name, nullptr)));
+            : check(PyObject_CallFunctionObjArgs(watch_of, scope, feed, overload.name, nullptr)));
     if (watch.p == Py_None) {
       return false;
     }
@@ -426,20 +427,20 @@ struct Kernel final : c10::OperatorKernel {
   }
 };
 
-// setup(state, carried, Scope, Watch, Scope.watch, run, current, backward_phase)
+// setup(state, carried, Scope, Watch, feed, Scope.watch, run, current, backward_phase)
 PyObject* setup(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
-  if (!PyArg_ParseTuple(args, "OOOOOOOO", &state, &carried, &scope, &watch, &watch_of, &run, &current, &backward_phase)) {
+  if (!PyArg_ParseTuple(args, "OOOOOOOOO", &state, &carried, &scope, &watch, &feed, &watch_of, &run, &current, &backward_phase)) {
     return nullptr;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
   if (!state_everywhere.find(type, "everywhere") || !state_idle.find(type, "idle") ||
-      !scope_everywhere.find(scope, "everywhere") || !scope_carried.find(scope, "carried") || !scope_kernels.find(scope, "kernels") ||
+      !scope_everywhere.find(scope, "everywhere") || !scope_carried.find(scope, "carried") || !scope_tables.find(scope, "tables") ||
       !watch_hidden.find(watch, "hidden") || !watch_inner.find(watch, "inner") ||
       !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row")) {
     return nullptr;
   }
-  for (PyObject* each : {state, carried, watch_of, run, current, backward_phase}) {
+  for (PyObject* each : {state, carried, feed, watch_of, run, current, backward_phase}) {
     Py_INCREF(each);
   }
   Py_RETURN_NONE;
@@ -552,7 +553,6 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   if (made == nullptr) {
     return nullptr;
   }
-  kernel_engine = PyUnicode_InternFromString("kernel");
   forward_phase = PyUnicode_InternFromString("forward");
   invoke_function = PyObject_GetAttrString(made, "invoke");
   return made;

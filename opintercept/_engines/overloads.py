@@ -1,0 +1,89 @@
+"""Which overloads an engine at dispatch level can watch.
+
+Invariant: an overload that no call could reach is left out of the family, and refused if it was named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from opintercept._ops.select import parts, select
+from opintercept._ops.table import row_of
+
+# Private; engines that need them name them in `needs`.
+find_schema = getattr(torch._C, "_dispatch_find_schema_or_throw", None)
+has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+
+Overloads = dict[str, torch._ops.OpOverload]
+
+
+def is_composite(overload: torch._ops.OpOverload) -> bool:
+    """Whether torch takes the overload apart above autograd, before dispatch level could see it."""
+    return bool(has_kernel(overload.name(), "CompositeImplicitAutograd"))  # type: ignore[misc]
+
+
+def is_runnable(overload: torch._ops.OpOverload) -> bool:
+    """Whether this build of torch has a kernel for the overload. Leaving the others out makes entering faster."""
+    return any(has_kernel(overload.name(), key) for key in _BACKENDS)  # type: ignore[misc]
+
+
+# The dispatch keys at which operators compute.
+# fmt: off
+_BACKENDS = (
+    "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU", "CUDA", "MPS", "XPU", "HPU", "XLA",
+    "MTIA", "PrivateUse1", "PrivateUse2", "PrivateUse3", "QuantizedCPU", "QuantizedCUDA", "QuantizedPrivateUse1",
+    "SparseCPU", "SparseCUDA", "SparsePrivateUse1", "SparseCsrCPU", "SparseCsrCUDA", "SparseCsrPrivateUse1",
+    "NestedTensorCPU", "NestedTensorCUDA", "MkldnnCPU", "Vulkan", "Metal", "IPU", "VE", "Lazy",
+)
+# fmt: on
+
+
+def family() -> Overloads:
+    """Every overload of the whole family that the dispatcher knows, by name."""
+    return _known(select("matmul", "dispatch") or ())
+
+
+def named(ops: object, refuse: Callable[[torch._ops.OpOverload], str | None] = lambda overload: None) -> Overloads:
+    """The overloads that `ops` names, without those that are taken apart, by name.
+
+    Args:
+        ops: As for `intercept`, but not `"all"`.
+        refuse: Says why the engine cannot watch an overload; None if it can.
+
+    Raises:
+        TypeError: An entry that cannot name an operator.
+        ValueError: An overload that cannot be watched, or no overload at all.
+    """
+    found = _known(select(ops, "dispatch") or ())
+    chosen = {}
+    for name in sorted(found):
+        overload = found[name]
+        if is_composite(overload):
+            siblings = [other for other in found.values() if other._schema.name == overload._schema.name]
+            if row_of(name).kind == "composite" or all(map(is_composite, siblings)):
+                raise ValueError(
+                    f"{name} is taken apart before dispatch level can see it; watch {parts(row_of(name))} instead, "
+                    "or use level='function'"
+                )
+        elif (reason := refuse(overload)) is not None:
+            raise ValueError(f"{name} {reason}")
+        else:
+            chosen[name] = overload
+    if not chosen:
+        raise ValueError("ops must name operators of the dispatcher, got none that it has; see torch.ops")
+    return chosen
+
+
+def _known(overloads: Iterable[torch._ops.OpOverload]) -> Overloads:
+    return {overload._name: overload for overload in overloads if _is_registered(overload)}
+
+
+def _is_registered(overload: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher knows the overload; TorchScript has some of its own."""
+    try:
+        find_schema(overload._schema.name, overload._schema.overload_name)  # type: ignore[misc]
+    except RuntimeError:
+        return False
+    return True
