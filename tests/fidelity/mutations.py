@@ -180,14 +180,14 @@ MUTATIONS = (
     Mutation(
         "leaves its kernels behind",
         "_engines/kernels.py",
-        "        if not _users and _installed and _quiet():\n            _remove()\n",
+        "            if not self.users and self.installed and self._is_quiet():\n                self._remove()\n",
         "",
         ("tests/test_engines.py::test_kernel_engine_restores_every_operator_of_the_family",),
     ),
     Mutation(
         "removes its kernels under the feet of other threads",
-        "_engines/kernels.py",
-        '                if not harmless and frame.f_globals.get("__name__") != "execnet.gateway_base":\n'
+        "_engines/quiet.py",
+        '                if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:\n'
         "                    return False\n",
         "",
         ("tests/test_intercept.py::test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit",),
