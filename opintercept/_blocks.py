@@ -1,6 +1,6 @@
-"""A block: into the engine that feeds it, and out of it again, in any order and from any place.
+"""Entering and leaving a block, and finding the blocks that are open.
 
-Invariant: a block that is left is out, whatever is raised to say that its place or order was wrong.
+Invariant: a block that was left in the wrong order is out all the same, whatever error says so.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def leave_block(block: Block) -> None:
         greenlets.unfollow()
     if first and later:
         raise OpInterceptError(
-            f"blocks must be left in the reverse of the order they were entered in, got one with {later} entered "
-            "later and still active; this block was left, they stay"
+            f"blocks must be left in the reverse of the order in which they were entered, but {later} entered later "
+            "than this one are still active; this block has been left, they stay"
         )
 
 
 def _later(block: Block) -> int:
-    """How many blocks the same thread, or task, has entered later and not left."""
+    """How many blocks the same thread or task entered later and has not left."""
     blocks = _scope.current().blocks
     if blocks and blocks[-1] is block:
         return 0
@@ -56,15 +56,15 @@ def _later(block: Block) -> int:
 
 
 def check_leaving(block: Block | None) -> None:
-    """Refuse to leave a block in another backward pass than the one that it was entered in; it stays entered.
+    """Refuse to leave a block in another backward pass than the one in which it was entered.
 
     Raises:
-        OpInterceptError: It was entered in another one, or outside of all.
+        OpInterceptError: The passes differ. The block stays entered.
     """
     if block is not None and not block.left and block.graph_task != graph_task():
         raise OpInterceptError(
-            "a block must be left in the backward pass that it was entered in, or outside of all if it was entered "
-            "outside, got another one; autograd would bring the block back after this node"
+            "a block must be left in the same backward pass in which it was entered, or outside of any if it was "
+            "entered outside; otherwise autograd brings the block back after this node"
         )
 
 
@@ -77,14 +77,14 @@ def innermost(watcher: Watcher, *, pauses: bool) -> Block:
     block = _scope.current().innermost(watcher, pauses)
     if block is None:
         raise OpInterceptError(
-            "a block must be left in the thread that entered it, and not from inside a hook, got a block that this "
-            "thread has not entered or has left; use one with statement for both"
+            "a block must be left in the thread that entered it, and not inside a hook, but this thread has not "
+            "entered the block or has left it already; enter and leave it with one with statement"
         )
     return block
 
 
 class Part:
-    """An entry of a block whose hooks neither enter nor exit: a pause, or a stretch between two suspensions."""
+    """An entry of a block whose hooks neither enter nor exit: a pause, or the time between two suspensions."""
 
     __slots__ = ("_block", "_pauses", "_watcher")
 
@@ -110,16 +110,18 @@ class Part:
 
 
 def open_blocks() -> tuple[Block, ...]:
-    """The blocks that see what this thread runs, its own and those of other threads for all."""
+    """The blocks that see what this thread runs: its own, and those that watch all threads."""
     return tuple(dict.fromkeys((*_scope.current().blocks, *_scope.state.everywhere.blocks)))
 
 
 def force_out(blocks: Iterable[Block]) -> list[str]:
-    """Leave blocks that were entered and never left, and name them by their hooks; the last one comes first."""
+    """Leave blocks that were never left, the last one first, and return a name for each, made of its hooks."""
     named = []
     for block in sorted(blocks, key=lambda block: block.order, reverse=True):
         hooks = [getattr(hook, "__name__", type(hook).__name__) for hook in block.watcher.pipeline.hooks]
         named.append(f"intercept({', '.join(hooks)}){'.paused()' if block.pauses else ''}")
-        with contextlib.suppress(OpInterceptError):  # a torch mode entered later was forgotten too; ours is out
+        with contextlib.suppress(
+            OpInterceptError
+        ):  # a torch mode that was entered later was forgotten too, but ours is out
             _entry.finish(block.entry, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
     return named

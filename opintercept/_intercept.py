@@ -1,7 +1,7 @@
-"""`intercept` and the `Interceptor` it makes: context manager and decorator over one pipeline.
+"""`intercept` and the `Interceptor` that it returns: a context manager and decorator around one pipeline of hooks.
 
-Invariant: everything that can be refused is refused before any state has changed, and every way out of a
-block restores what its way in changed.
+Invariant: whatever can be refused is refused before any state changes, and every way out of a block restores what
+the way in changed.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ def intercept(
 
     Args:
         hooks: One hook or an iterable of them. A plain callable `hook(call)` runs after each operator.
-        ops: `"matmul"`, the whole family; `"all"`, every operator; or one or more names (`"bmm"`,
+        ops: `"matmul"` for the whole family, `"all"` for every operator, or one or more names (`"bmm"`,
             `"aten::mm.out"`), `OpOverloadPacket`s or `OpOverload`s; at function level also functions of
             torch (`torch.bmm`).
-        level: `"dispatch"`: what runs, below autograd and autocast, forward and backward. `"function"`: what
-            the program calls, above autograd.
-        engine: At dispatch level: `"kernel"` for a finite set of ops, `"mode"` for any; `"auto"` takes
-            the kernel engine where it can. `"compiled"` is the kernel engine with its kernels in C++, which a
-            compiler builds in a minute when first asked for, and which torch's cache of extensions keeps.
-        threads: `"current"`: the threads that enter, and autograd's on their behalf. `"all"`: the process
-            (kernel engine only, compiled or not).
-        on_error: `"raise"`, or `"warn"`: a hook that raises is switched off with one warning.
+        level: `"dispatch"` shows what runs, below autograd and autocast, forward and backward. `"function"` shows
+            what the program calls, above autograd.
+        engine: At dispatch level, `"kernel"` watches named operators, `"mode"` any, and `"auto"` takes the kernel
+            engine where it can. `"compiled"` is the kernel engine in C++: a compiler builds it within a minute when
+            it is first used, and torch's cache of extensions keeps it.
+        threads: `"current"` watches the threads that enter, and autograd's threads that work for them. `"all"`
+            watches the whole process, with the kernel engine only, compiled or not.
+        on_error: `"raise"`, or `"warn"` to switch a hook that raises off with one warning.
 
     Returns:
         An interceptor that does nothing until it is entered.
 
     Raises:
-        TypeError: A hook or an op of a kind that cannot be used.
-        ValueError: An unknown name, or a combination that does not exist.
-        OpInterceptError: This torch lacks what the engine is built on, or compiled kernels cannot be built.
+        TypeError: A hook or an operator is of a type that cannot be used.
+        ValueError: A name is unknown, or a combination does not exist.
+        OpInterceptError: This torch lacks what the engine needs, or compiled kernels cannot be built.
 
     Example:
         >>> import torch
@@ -78,10 +78,10 @@ def intercept(
 
 
 class Interceptor:
-    """What `intercept` returns. Reusable, nests, and may be entered in several threads at once.
+    """What `intercept` returns. It can be reused, nested, and entered in several threads at once.
 
     Attributes:
-        watcher: What the engines know of it, for those who look for its blocks among others.
+        watcher: The part of it that engines know. Blocks carry it, and it tells which interceptor a block belongs to.
     """
 
     def __init__(
@@ -110,30 +110,30 @@ class Interceptor:
         self.watcher = Watcher(pipeline, chosen, keys, threads == "all")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, also one in another process, is a new interceptor that has not been entered, with copies of the hooks.
+        # A copy, also one in another process, is a new interceptor with copies of the hooks, and has not been entered.
         ops, *options = self._options
         return _rebuilt, (list(self.watcher.pipeline.hooks), _by_name(ops), *options)
 
     def register(self, hook: Hook) -> Handle:
-        """Append a hook; it takes part from the next call on.
+        """Append a hook. It takes part from the next call on.
 
         Raises:
-            TypeError, ValueError: As `intercept` does for its hooks.
+            TypeError, ValueError: As from `intercept`.
         """
         check_hook(hook, self.watcher.pipeline.level)
         return self.watcher.pipeline.register(hook)
 
     def step(self) -> None:
-        """Count a step of the program, a batch say; `call.step` has the number, from 0."""
+        """Count a step of the program, such as a batch. `call.step` has the number, from 0."""
         self.watcher.pipeline.steps += 1
 
     def paused(self) -> Pause:
-        """A context manager in which this interceptor sees nothing of the thread that enters it."""
+        """A context manager inside which this interceptor sees nothing of the thread that entered it."""
         return Pause(self.watcher)
 
     @property
     def opaque(self) -> dict[str, int]:
-        """What was seen but not into: operators that hide matmuls, by name, and how often they ran."""
+        """How often operators ran that hide matmuls, by name: they were seen, but not what they did inside."""
         return dict(self.watcher.pipeline.opaque)
 
     @keep_out
@@ -147,11 +147,11 @@ class Interceptor:
         """Intercept a function, method, generator, async function or async generator while its body runs.
 
         Raises:
-            TypeError: Not a function, such as a class, or the interceptor was used without its brackets.
+            TypeError: It is not a function but, say, a class; or `@intercept` was written without brackets.
         """
         if isinstance(function, type) or not callable(function):
             raise TypeError(
-                f"an interceptor decorates functions, got {function!r}; write @intercept(...) with brackets over a "
+                f"an interceptor decorates functions, got {function!r}; write @intercept(...), with brackets, above a "
                 "function, or use it in a with block"
             )
         wrapper: Any = suspending(self.watcher, function)
@@ -169,7 +169,7 @@ def _rebuilt(hooks: Any, ops: Any, level: Any, engine: Any, threads: Any, on_err
 
 
 def _by_name(ops: Any) -> Any:
-    """What `ops=` was, with operators by their names, since torch's objects for them cannot be copied."""
+    """`ops` with names in place of torch's objects for operators, which cannot be copied."""
     if isinstance(ops, torch._ops.OpOverload):
         return ops._name
     if isinstance(ops, torch._ops.OpOverloadPacket):
@@ -177,7 +177,7 @@ def _by_name(ops: Any) -> Any:
     return ops if isinstance(ops, str) or not isinstance(ops, Iterable) else [_by_name(op) for op in ops]
 
 
-# Python calls these from a with statement, as it does `__enter__`.
+# A with statement calls these, as it calls `__enter__`, so Dynamo must be kept out of them too.
 _entry.Exit.__get__ = keep_out(_entry.Exit.__get__)  # type: ignore[method-assign]
 _entry.leave = keep_out(_entry.leave)
 _entry.Exit.by_hand = keep_out(_entry.Exit.by_hand)  # type: ignore[method-assign]
@@ -185,7 +185,7 @@ _entry.Leaver.dropped = keep_out(_entry.Leaver.dropped)  # type: ignore[method-a
 
 
 class _Stay:
-    """One block of an interceptor, from its enter to its exit."""
+    """An entry of an interceptor's block, with its hooks."""
 
     __slots__ = ("_block", "_unseen", "_watcher")
 
@@ -214,7 +214,7 @@ class _Stay:
                 unseen.leave(block)
             finally:
                 self._watcher.pipeline.exit(block, failed)
-        self._block = None  # also a cycle that would be garbage
+        self._block = None  # breaks a reference cycle, too
         elsewhere = _scope.unseen_calls() - self._unseen
         if elsewhere and failed is None and not block.watcher.everywhere:
             self._tell_of_other_threads(elsewhere)
@@ -223,7 +223,7 @@ class _Stay:
         pipeline = self._watcher.pipeline
         if pipeline.hooks and not pipeline.calls:
             warnings.warn(
-                f"a block saw no call, and other threads ran watched operators {calls} times meanwhile; "
+                f"a block saw no call, but other threads ran watched operators {calls} times meanwhile; "
                 'use intercept(..., threads="all") to see them',
                 OpInterceptWarning,
                 stacklevel=4,

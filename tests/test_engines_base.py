@@ -105,7 +105,9 @@ def test_such_an_engine_serves_coroutines_and_generators() -> None:
 
 def test_an_engine_that_torch_cannot_serve_says_what_is_missing(toy: Toy) -> None:
     toy.needs["library.matmul"] = None
-    with pytest.raises(OpInterceptError, match=r'^the toy engine needs library.matmul, which torch .*; use engine="kern'):
+    with pytest.raises(
+        OpInterceptError, match=r'^the toy engine needs library.matmul, which torch .*; use engine="kern'
+    ):
         intercept(engine="toy")  # type: ignore[arg-type]
 
 

@@ -43,7 +43,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPa
 
 
 def refused(reason: str) -> str:
-    return rf'a C\+\+ compiler and the headers .* got: .*{reason}.*; use engine="kernel"'
+    return rf'a C\+\+ compiler and the headers .*: .*{reason}.*; use engine="kernel"'
 
 
 @needs_compiler
@@ -248,8 +248,8 @@ def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch
         ("torch.compiled_with_cxx11_abi", lambda: None),
         ("sys.version", "3.11.8 (main)"),
         ("sysconfig.get_config_var", lambda name: "cpython-311d"),
-        ("opintercept._engines.build.COMPILE", ["-O3"]),
-        ("opintercept._engines.build.LINK", ["-g"]),
+        ("opintercept._engines.compiled.build.COMPILE", ["-O3"]),
+        ("opintercept._engines.compiled.build.LINK", ["-g"]),
     ],
 )
 def test_each_environment_has_a_build_of_its_own(
@@ -298,7 +298,7 @@ def test_a_full_disk_is_named_in_one_line(builds: Builds) -> None:
     with pytest.raises(OpInterceptError, match="got: ") as caught:
         watch()
     assert str(caught.value) == (
-        "compiled kernels need a folder with free space that can be written to, got: [Errno 28] No space left on "
+        "compiled kernels need a writable folder with free space: [Errno 28] No space left on "
         f"device: '{builds.cache}'; set TORCH_EXTENSIONS_DIR to one, or use engine=\"kernel\", which does the same in "
         "Python"
     )

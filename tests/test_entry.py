@@ -255,7 +255,7 @@ def test_an_exit_leaves_the_block_of_its_own_with_statement() -> None:
     interceptor.__enter__()
     second = interceptor.__exit__
     interceptor.__enter__()
-    with pytest.raises(OpInterceptError, match="got one with 1 entered later and still active"):
+    with pytest.raises(OpInterceptError, match="but 1 entered later than this one are still active"):
         first(None, None, None)
     assert len(scope.current().blocks) == 1
     second(None, None, None)

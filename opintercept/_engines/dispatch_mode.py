@@ -1,7 +1,7 @@
-"""The dispatch-mode engine: a TorchDispatchMode, every operator below autograd as one stream.
+"""The mode engine: a TorchDispatchMode, which sees every operator below autograd.
 
 Invariant: an unwatched operator leaves in the first lines.
-ATen takes other branches while any dispatch mode is on (`isTensorSubclassLike`), so this is not the default.
+It is not the default, since ATen takes other branches while a dispatch mode is active (`isTensorSubclassLike`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opintercept._ops.table import HIGHER_ORDER
 
 FEED = "dispatch mode"
 
-# The thread's stack of dispatch modes; private, and `DispatchModeEngine.needs` names what is missing.
+# The thread's stack of dispatch modes. Private; `DispatchModeEngine.needs` lists each for the error if one is missing.
 _depth: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _at: Any = getattr(torch._C, "_get_dispatch_stack_at", None)
 _pop: Any = getattr(torch._C, "_pop_torch_dispatch_stack", None)
@@ -60,14 +60,14 @@ def _family() -> frozenset[str]:
     return frozenset(overloads.family()) | HIGHER_ORDER
 
 
-_flags_lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
-_active: set[DispatchMode] = set()  # in all threads
+_flags_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
+_active: set[DispatchMode] = set()  # of all threads
 
 
 class DispatchMode(TorchDispatchMode):
-    """Hands watched operators to the pipeline; entered and left by its engine."""
+    """Hands watched operators to the pipelines. The engine enters and leaves it."""
 
-    # torch.cond, while_loop and flex_attention raise under a mode that does not say so (#158077).
+    # torch.cond, while_loop and flex_attention raise under a mode that does not say so (pytorch #158077).
     supports_higher_order_operators = True
 
     keys: Any = frozenset()
@@ -82,13 +82,13 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code would be skipped otherwise, also after the mode has gone (#190286)."""
+        """Say yes: otherwise torch skips compiled code, even after the mode has gone (pytorch #190286)."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap the handler to keep Dynamo out of it, at 0.5 us an operator and with an import
-        # of torch._dynamo at the first one. It is marked below the class instead.
+        # To keep Dynamo out of the handler, torch would wrap it, which takes 0.5 us for each operator and imports
+        # torch._dynamo at the first one. The code below the class marks it instead.
         return not CAN_MARK
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,10 +119,11 @@ class DispatchMode(TorchDispatchMode):
             self.restore()
 
     def restore(self) -> None:
-        """Put torch's flags right now that this mode is gone.
+        """Correct torch's flags now that this mode is gone.
 
-        They are the process's, each mode saves and restores them, and threads do not leave in the reverse of the
-        order they came in: what is restored may be another thread's truth. Or an interrupt has stopped torch halfway.
+        The flags belong to the process, and each mode saves and restores them. Since threads do not leave in the
+        reverse of the order in which they entered, a mode may restore what was true for another thread. An interrupt
+        may also stop torch halfway.
         """
         with _flags_lock:
             _active.discard(self)
@@ -150,10 +151,10 @@ if CAN_MARK:
 
 
 def _deferred(types: Any) -> bool | None:
-    """True to let a wrapper subclass take the call apart first, False to pass it on unseen, None to look.
+    """True to let a wrapper subclass take the call apart first, False to pass it on unseen, None to look at it.
 
-    A wrapper (DTensor, a quantised weight) runs plain operators inside, and those are the ones that compute.
-    Fake tensors must not be refused: DTensor's sharding propagation breaks (torch-facts 2.3).
+    A wrapper (DTensor, a quantised weight) runs plain operators inside, and those compute.
+    Fake tensors must be passed on: if they are refused, DTensor's sharding propagation breaks.
     """
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and any(issubclass(kind, fake.FakeTensor) for kind in types):
@@ -170,11 +171,11 @@ def _unreal(args: tuple[Any, ...]) -> bool:
 
 @in_child
 def _forget_parent() -> None:
-    # Only the forking thread lives on in the child, with the modes on its own stack.
+    # Only the forking thread exists in the child, with the modes on its own stack.
     global _active, _flags_lock
     _flags_lock = threading.RLock()
     _active = {mode for i in range(_depth()) if type(mode := _at(i)) is DispatchMode}
 
 
-# The argument is a mode key, which only torch's own infra modes have.
+# `_pop` takes a mode key, which only torch's own infra modes have.
 ENGINE = DispatchModeEngine(DispatchMode, _depth, _at, lambda: _pop(None), _push)

@@ -1,7 +1,7 @@
-"""The function level: a TorchFunctionMode, calls as the program wrote them, above autograd.
+"""The engine of function level: a TorchFunctionMode, which sees calls as the program wrote them, above autograd.
 
 Invariant: an unwatched function leaves in the first line.
-Torch takes the mode away inside the functions that it shows, so nothing is seen within them.
+Torch disables the mode inside the functions that it shows, so nothing is seen within them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from opintercept._ops.select import select
 
 FEED = "function mode"
 
-# The thread's stack of function modes; private, and `FunctionModeEngine.needs` names what is missing.
+# The thread's stack of function modes. Private; `FunctionModeEngine.needs` lists each for the error if one is missing.
 _depth: Any = getattr(torch._C, "_len_torch_function_stack", None)
 _at: Any = getattr(torch._C, "_get_function_stack_at", None)
 _pop: Any = getattr(torch._C, "_pop_torch_function_stack", None)
@@ -55,7 +55,7 @@ def _family() -> Keys:
 
 
 class FunctionMode(TorchFunctionMode):
-    """Hands watched functions to the pipeline; entered and left by its engine."""
+    """Hands watched functions to the pipelines. The engine enters and leaves it."""
 
     keys: Any = frozenset()
     entered_by: int | None = None
@@ -68,8 +68,8 @@ class FunctionMode(TorchFunctionMode):
         self.blocks: set[Block] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Dynamo traces this handler into the graph: the plain call is all that it may find, with no look at
-        # the mode's state, which it would have to guard on.
+        # Dynamo traces this handler into the graph. It must find the plain call alone: for each read of the mode's
+        # state it would add a guard.
         if is_compiling() or func not in self.keys:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._watched(func, args, kwargs or {})
@@ -92,7 +92,7 @@ class FunctionMode(TorchFunctionMode):
         """Nothing to repair, for the same reason."""
 
 
-# Around a graph break it would compile this, and the hooks; the handler itself it must be able to trace.
+# Around a graph break, Dynamo would compile this and the hooks. It must be able to trace the handler itself.
 FunctionMode._watched = keep_out(FunctionMode._watched)  # type: ignore[method-assign]
 
 
@@ -100,7 +100,7 @@ _warned = False
 
 
 def _warn_of_fast_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say once that this call would have been fused: `has_torch_function` is true under any function mode."""
+    """Warn once that torch would have fused this call: under any function mode `has_torch_function` is true."""
     global _warned
     if _warned or kwargs.get("training", True) or not torch.backends.mha.get_fastpath_enabled():
         return
@@ -109,8 +109,8 @@ def _warn_of_fast_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     _warned = True
     warnings.warn(
-        "function level turns off the fused path of nn.MultiheadAttention and nn.TransformerEncoder, whose results "
-        'differ in the last bits, and in padded rows by more; level="dispatch" leaves it on (pytorch #106302)',
+        "function level turns off the fused path of nn.MultiheadAttention and nn.TransformerEncoder, so results differ "
+        'in the last bits, and by more in padded rows; level="dispatch" leaves it on (pytorch #106302)',
         OpInterceptWarning,
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""Gradients of one call at function level, for `backward` hooks: torch's own way for modules, around an operator.
+"""Gradients of a call at function level, for `backward` hooks: what torch does for modules, around one function.
 
 Invariant: no tensor is kept but by autograd's graph, and a call without such a hook never comes here.
 """
@@ -20,14 +20,14 @@ from opintercept._pipeline import Pipeline
 from opintercept._replace import check_gradients
 from opintercept._tensors import tensors_of
 
-# Whether a tensor is one of torch.func's; private, and where it is missing the nodes are tried.
+# Whether a tensor belongs to a transform of torch.func. Private; where it is missing, we try to add the nodes.
 _wrapped: Callable[[torch.Tensor], bool] | None = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
 )
 
 
 class Tap:
-    """Identity nodes before and after one call, where `nn.Module.register_full_backward_hook` puts them too.
+    """Adds identity nodes before and after one call, as `nn.Module.register_full_backward_hook` does.
 
     Args:
         pipeline: Deals with a hook that raises.
@@ -45,13 +45,13 @@ class Tap:
             for tensor in tensors_of(call.args, call.kwargs):
                 self._needed.append(tensor.requires_grad and id(tensor) not in seen)
                 seen.add(id(tensor))
-                if _wrapped is not None and _wrapped(tensor):  # torch.func refuses the nodes
+                if _wrapped is not None and _wrapped(tensor):  # torch.func refuses such nodes
                     self._needed = []
                     return
         if any(self._needed):
             try:
                 spent = call.without_values(_without_values)
-            except (NotImplementedError, RuntimeError):  # a layout that has no tensors without values
+            except (NotImplementedError, RuntimeError):  # a layout without meta tensors
                 self._needed = []
                 return
             self._hook = BackwardHook(spent, [_hidden(pipeline, handle, self._needed) for handle in handles], [])
@@ -60,7 +60,7 @@ class Tap:
         """The inputs to run the operator with."""
         if not any(self._needed):
             return args, kwargs
-        # Torch's hook would hand out zeros for those that need no gradient.
+        # Torch's hook would give zeros to those that need no gradient.
         needed = [t for t, need in zip(tensors_of(args, kwargs), self._needed, strict=True) if need]
         passed = dict(zip(map(id, needed), self._hook.setup_input_hook(tuple(needed)), strict=True))
 
@@ -72,7 +72,7 @@ class Tap:
         return tuple(put(value) for value in args), {name: put(value) for name, value in kwargs.items()}
 
     def output(self, output: Any) -> Any:
-        """The output to hand to the program."""
+        """The output for the program."""
         return self._hook.setup_output_hook(output) if any(self._needed) else output
 
 
@@ -93,7 +93,7 @@ def _hidden(pipeline: Pipeline, handle: Handle, needed: list[bool]) -> Callable[
             take(hidden)
             take(scope)
         try:
-            _scope.stash(KEY, hidden)  # in here: a signal's exception may come up right after it
+            _scope.stash(KEY, hidden)  # inside the try: a signal handler may raise right after it
             replacement = handle.backward(call, grad_inputs, grad_outputs)
             if replacement is None:
                 return None

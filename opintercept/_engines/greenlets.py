@@ -1,6 +1,6 @@
-"""Greenlets: while a hook of one has switched away, the others of its thread are seen.
+"""Greenlets: blocks see the other greenlets of a thread while a hook in one of them has switched away.
 
-Invariant: torch's thread-local scope is that of the running greenlet; a program without greenlets pays nothing.
+Invariant: torch's thread-local scope is the running greenlet's. A program without greenlets pays nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _Trace = Callable[[str, tuple[Any, Any]], Any]
 
 
 class _Thread(threading.local):
-    """What is kept of a thread while it is in a block.
+    """The state of a thread while it is in a block.
 
     Attributes:
-        trace: Ours, as greenlet has it; None while it is not there.
-        before: The one that it calls on.
-        inside: The scopes of greenlets that have switched away from inside of a hook or an operator.
+        trace: Our trace function while greenlet has it, otherwise None.
+        before: The trace function that was set before, which ours calls.
+        inside: The scopes of greenlets that switched away inside a hook or an operator.
     """
 
     trace: _Trace | None = None
@@ -45,7 +45,7 @@ def follow() -> None:
 def unfollow() -> None:
     """End a `follow`. Can be repeated."""
     greenlet = sys.modules.get("greenlet")
-    # Another tracer that came after ours calls it on, and keeps it.
+    # A tracer that was set after ours keeps it and calls it.
     if greenlet is not None and _thread.trace is not None and greenlet.gettrace() is _thread.trace:
         greenlet.settrace(_thread.before)
         _thread.trace = _thread.before = None

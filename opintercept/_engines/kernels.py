@@ -1,8 +1,8 @@
-"""The kernel engine: kernels at BackendSelect, below autograd and above every backend.
+"""The kernel engine: kernels at the dispatch key BackendSelect, below autograd and above every backend.
 
-Invariant: kernels are installed once, gated by the scope, and removed only when the process is quiet: torch calls
-a freed kernel if one goes while another thread runs operators. An operator that no block watches has no kernel, and
-so costs nothing.
+Invariant: a kernel is installed once, asks the scope what to do, and is removed only when the process is quiet: torch
+would call a freed kernel if another thread were running operators at that moment. An operator that no block watches
+has no kernel, and so costs nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from opintercept._record import Phase
 
 FEED = "kernels"
 
-# Private; `KernelEngine.needs` names what is missing.
+# Private; `KernelEngine.needs` lists each for the error if one is missing.
 _key: Any = getattr(torch._C, "DispatchKey", None)
 _full_after: Any = getattr(torch._C, "_dispatch_keyset_full_after", None)
 _has_kernel: Any = _overloads.has_kernel
@@ -47,8 +47,8 @@ _stash: Any = _scope.stash
 
 _BELOW: Any = None if _key is None or _full_after is None else _full_after(_key.BackendSelect)
 
-# No kernel runs for these: shapes only (meta, and fake tensors, which are meta below), or wrappers that
-# another key takes apart before the operator comes by again with plain tensors.
+# Hooks do not run for calls with these keys. Their tensors have shapes only (meta, and fake tensors, which are meta
+# below), or are wrappers that another key takes apart before it calls the operator again with plain tensors.
 _UNREAL = (
     "Meta",
     "Functionalize",
@@ -60,12 +60,12 @@ _UNREAL = (
     "PythonTLSSnapshot",
 )
 
-# The part of a call's key set below ours, by the bits of the key set. A `&` of key sets costs 350 ns, this 30.
+# The part of a call's key set below ours, by the bits of the key set. `&` takes 350 ns, a look-up 30 ns.
 _below: dict[int, Any] = {}
 
 
 class KernelEngine(Engine):
-    """Kernels in Python. A subclass may make some of them in another way.
+    """Installs kernels in Python. A subclass may make some of them in another way.
 
     Args:
         name: What `intercept` calls it.
@@ -85,15 +85,15 @@ class KernelEngine(Engine):
         self.name = name
 
     def keys(self, ops: Any) -> Keys:
-        """The overloads that kernels can watch: those that reach BackendSelect as themselves, and are free there."""
+        """The overloads that kernels can watch: those that reach BackendSelect whole and have no other kernel there."""
         return _family() if isinstance(ops, str) and ops == "matmul" else _overloads.named(ops, _why_not)
 
     def is_leaf(self, key: Any) -> bool:
-        """Those of torch are; an operator of another library may run Python."""
+        """True of torch's own operators; one of another library may run Python."""
         return str(key).startswith("aten::")
 
     def enter(self, block: Block) -> None:
-        """Install what is missing for a block, and enter it in this thread."""
+        """Install the kernels that a block lacks, and enter it in this thread."""
         self.hold(block, block.watcher)
         if block.watcher.everywhere:
             with KERNELS.lock:
@@ -101,10 +101,10 @@ class KernelEngine(Engine):
         _scope.enter(block)
 
     def leave(self, block: Block) -> None:
-        """Leave a block, and remove the kernels if it was the last and the process is quiet. Can be repeated."""
+        """Leave a block. If it was the last and the process is quiet, remove the kernels. Can be repeated."""
         _scope.leave(block)
         if block.pid != state.everywhere.pid:
-            return  # entered by a parent process, which counts for itself
+            return  # a parent process entered it, and keeps its own count
         if block.watcher.everywhere:
             with KERNELS.lock:
                 state.watch_everywhere(tuple(b for b in state.everywhere.blocks if b is not block))
@@ -119,51 +119,51 @@ class KernelEngine(Engine):
         KERNELS.hold(user, watcher.keys, self)  # type: ignore[arg-type]  # as `keys` gave them
 
     def release(self, user: object) -> None:
-        """End a `hold`, and remove the kernels if it was the last and the process is quiet. Can be repeated."""
+        """End a `hold`. If it was the last and the process is quiet, remove the kernels. Can be repeated."""
         KERNELS.release(user)
 
     def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
-        """What installs a kernel, in one call of C, and returns what keeps it installed."""
+        """A callable that installs a kernel in one C call and returns the object that keeps it installed."""
         return KERNELS.installation(name, overload)
 
     def running(self) -> int:
-        """How many of its kernels, other than those in Python, are on the stack of this thread."""
+        """How many kernels that are not Python functions are on the stack of this thread."""
         return 0
 
 
 class Kernels:
-    """The kernels in the dispatcher of this process. Whichever engine made them, they serve the blocks of all.
+    """The kernels in this process's dispatcher. They serve every block, whichever engine made them.
 
     Attributes:
-        installed: What keeps each kernel installed, by overload.
-        users: What holds them.
-        makers: The engines that have asked for any.
+        installed: The object that keeps each kernel installed, by overload.
+        users: The blocks and coroutines that hold the kernels.
+        makers: The engines that have asked for kernels.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
+        self.lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
         self.installed: dict[str, Any] = {}
         self.users: set[object] = set()
         self.makers: set[KernelEngine] = set()
         self._made: dict[str, Callable[..., Any]] = {}  # kernels in Python, by overload
         self._libraries: dict[str, torch.library.Library] = {}  # by namespace
-        self._whole: dict[int, Overloads] = {}  # selections, by identity, that have all of their kernels
+        self._whole: dict[int, Overloads] = {}  # selections whose kernels are all installed, by identity
         self._threads_before: frozenset[str] = frozenset()
         self._last_maker: KernelEngine | None = None
 
     def hold(self, user: object, overloads: Overloads, maker: KernelEngine) -> None:
-        """Install what is missing, and keep it until `user` releases it. Those that others use stay as they are."""
+        """Install the kernels that are missing, and keep all of them until `user` releases them."""
         with self.lock:
             self.makers.add(maker)
             if self.installed and not self.users and self._last_maker is not maker and self._is_quiet():
-                self._remove()  # idle ones, left from a time that was not quiet
+                self._remove()  # idle kernels that could not be removed earlier
             if not self.users:
                 self._threads_before = native_threads()
             self.users.add(user)
             if id(overloads) in self._whole:
                 return
             missing = [name for name in overloads if name not in self.installed]
-            # In this order, since a signal's handler may install one meanwhile.
+            # In this order: a signal handler may install a kernel between the two questions.
             taken = [name for name in missing if _has_kernel(name, "BackendSelect") and name not in self.installed]
             if taken:
                 raise OpInterceptError(
@@ -184,48 +184,48 @@ class Kernels:
     def _install(self, overloads: Overloads, maker: KernelEngine) -> None:
         self._last_maker = maker
         steps = {name: maker.installation(name, overload) for name, overload in overloads.items()}
-        # One call of C installs each kernel and puts it down, so that no interrupt comes in between; a name that a
-        # signal's handler has put down meanwhile is left out.
+        # A single C call installs each kernel and stores it, so that no interrupt comes in between. It skips names
+        # that a signal handler has stored meanwhile.
         names, again = itertools.tee(itertools.filterfalse(self.installed.__contains__, steps))
         self.installed.update(zip(names, map(operator.call, map(steps.__getitem__, again)), strict=False))
 
     def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
-        """What installs a kernel in Python, in one call of C."""
+        """A callable that installs a kernel in Python in one C call."""
         kernel = self._made.get(name)
         if kernel is None:
             kernel = self._made[name] = _make_kernel(name, overload)
         library = self._libraries.get(overload.namespace)
         if library is None:
             library = self._libraries[overload.namespace] = torch.library.Library(overload.namespace, "IMPL")
-        # The call in C++ below `Library.impl`, which also keeps books in Python.
+        # The C++ method below `Library.impl`, which also keeps records in Python.
         return functools.partial(library.m.impl, name, "BackendSelect", kernel, True)  # type: ignore[union-attr]
 
     def _remove(self) -> None:
-        # `reset` empties a library, as the interpreter's end does, and leaves it fit for use. One call of C, as above.
+        # `reset` empties a library, as interpreter shutdown does, and it can be used again. A single C call, as above.
         resets = [library.m.reset for library in self._libraries.values() if library.m is not None]
         deque(map(operator.call, (self._whole.clear, *resets, self.installed.clear)), maxlen=0)
 
     def _is_quiet(self) -> bool:
-        """Whether no kernel of ours can be running, nor start before it is gone."""
+        """Whether no kernel of ours is running, or can start before it is removed."""
         return not any(maker.running() for maker in self.makers) and is_quiet(_kernel_code, self._threads_before)
 
     def selects_backend(self, overload: torch._ops.OpOverload) -> bool:
-        """Whether other code has a kernel where ours would go: torch for factories, which choose a device there."""
+        """Whether other code has a kernel where ours would go, as torch has for factories, which choose a device."""
         name = overload.name()
         with self.lock:  # another thread may be installing ours
             return name not in self.installed and bool(_has_kernel(name, "BackendSelect"))
 
     def let_forked_tasks_end(self) -> None:
-        """Wait, before the interpreter goes down, for tasks that may still have a scope.
+        """Before the interpreter shuts down, wait for tasks that may still have a scope.
 
-        A task of `torch.jit.fork` was lent its caller's scope, and gives it back, which takes the GIL, after its
-        future is done. A thread that asks for the GIL of an interpreter that is going down aborts the process.
+        A task of `torch.jit.fork` has its caller's scope, and releases it after its future is done. Releasing takes
+        the GIL, and a thread that takes the GIL of an interpreter that is shutting down aborts the process.
         """
         if self.makers and has_forked_tasks(self._threads_before):
             time.sleep(0.05)
 
     def forget_parent(self) -> None:
-        """Begin anew in a forked child: the parent's blocks do not count; its kernels stay, idle, until an exit."""
+        """Start afresh in a forked child: the parent's kernels stay installed, idle, until a block ends here."""
         self.lock = threading.RLock()
         self.users.clear()
 
@@ -250,13 +250,13 @@ def _why_not(overload: torch._ops.OpOverload) -> str | None:
     if not KERNELS.selects_backend(overload):
         return None
     return (
-        "has a kernel already in the place where the kernel engine would see it, as operators that choose a device "
-        "do; use engine='mode'"
+        "already has a kernel where the kernel engine would put its own, as operators that choose a device do; "
+        "use engine='mode'"
     )
 
 
 def _descend(keyset: Any) -> tuple[Any, bool]:
-    """The key set below ours, and whether the call is of real tensors; remembered if so."""
+    """The key set below ours, which is cached for real tensors, and whether the call's tensors are real."""
     below = keyset & _BELOW
     real = not any(keyset.has(getattr(_key, name)) for name in _UNREAL if hasattr(_key, name))
     if real:
@@ -265,12 +265,12 @@ def _descend(keyset: Any) -> tuple[Any, bool]:
 
 
 def redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """How to go on below with a key set and arguments: `OpOverload.redispatch` without its Python frame."""
+    """A callable that runs the operator for a key set: `OpOverload.redispatch` without its Python frame."""
     boxed = overload._handle.redispatch_boxed
     if name.partition(".")[0] in MATMUL:
         return boxed
-    # `x + 1` passes the 1 as a tensor that torch hands to Python as a number and `redispatch_boxed` does not
-    # take back; a call by dispatch key does. It promotes types as a number does, where a tensor of ours would not.
+    # In `x + 1` the 1 is a tensor, which torch hands to Python as a number and `redispatch_boxed` does not accept
+    # back. A call by dispatch key accepts it, and promotes types as for a number; a tensor that we made would not.
     tensors = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
 
     def redispatch(below: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -313,7 +313,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
             take(scope)
         phase: Phase = "forward" if graph_task() == -1 else backward_phase()
         try:
-            stash(KEY, hidden)  # in here: a signal's exception may come up right after it
+            stash(KEY, hidden)  # inside the try: a signal handler may raise right after it
             if watch.inner is hidden:
                 return run(watch.pipelines, watch.row, overload, phase, redispatch, below, args, kwargs)
             head = (watch, redispatch, below)

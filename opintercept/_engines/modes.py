@@ -1,7 +1,7 @@
-"""Torch's two stacks of modes, and how ours gets onto one and out of it again.
+"""Engines built on torch modes: how our mode gets onto torch's stack of modes and off it again.
 
-Invariant: one mode of ours a thread and stack, and after any way out the stack holds the others as before.
-Torch itself pops whatever is on top when blocks are left out of order.
+Invariant: a thread has at most one mode of ours on each stack, and leaving keeps all other modes in their order.
+(Torch itself pops whatever is on top when blocks are left out of order.)
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Everything:
 
 
 def run_hooked(scope: Scope, watch: Watch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a watched call of a mode: hidden while hooks run, and in the inner scope while `func` does."""
+    """Run a watched call: in the hidden scope while hooks run, and in the inner one while `func` runs."""
     phase: Phase = "forward" if graph_task() == -1 else backward_phase()
     if take is not None:
         take(watch.hidden)
         take(scope)
     try:
-        _scope.stash(KEY, watch.hidden)  # in here: a signal's exception may come up right after it
+        _scope.stash(KEY, watch.hidden)  # inside the try: a signal handler may raise right after it
         return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)
     finally:
         _scope.stash(KEY, scope)
@@ -56,12 +56,12 @@ class Mode(Protocol):
     """What the engine needs of its torch mode.
 
     Attributes:
-        keys: The first filter.
-        blocks: Those that it feeds.
+        keys: What any of its blocks watches; a first, fast filter.
+        blocks: The blocks that it shows calls.
         entered_by: The thread that has it on its stack.
-        leaving: Whether it is being taken out.
-        left_with: What the stack is without it, once that has begun.
-        missed: Whether it was not on the stack then.
+        leaving: Whether the engine is taking it off the stack.
+        left_with: The stack without it, as soon as the engine begins to take it off.
+        missed: Whether it was not on the stack at that time.
     """
 
     keys: Any
@@ -74,10 +74,10 @@ class Mode(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None: ...
     def out_from_under(self, above: Any) -> None:
-        """Hand over what `__exit__` would have restored to the mode above, which was entered after this one."""
+        """Hand what `__exit__` would have restored over to the mode above, which was entered after this one."""
 
     def restore(self) -> None:
-        """Repair what torch keeps beside the stack, now that the mode is gone."""
+        """Repair the state that torch keeps beside the stack, now that the mode is gone."""
 
 
 class ModeEngine(Engine):
@@ -106,8 +106,8 @@ class ModeEngine(Engine):
         while block.mode is None:
             ours = (m for m in reversed(self._stack()) if type(m) is self.mode_type and not m.leaving)
             mode = block.mode = next(ours, None) or self.mode_type()
-            mode.blocks.add(block)  # which keeps it on the stack
-            if mode.leaving:  # a signal's handler has taken it out meanwhile
+            mode.blocks.add(block)  # keeps it on the stack
+            if mode.leaving:  # a signal handler has taken it off meanwhile
                 block.mode = None
         self._set_keys(block.mode)
         if not any(mode is block.mode for mode in self._stack()):
@@ -119,12 +119,12 @@ class ModeEngine(Engine):
         """Leave a block. Can be repeated.
 
         Raises:
-            OpInterceptError: A torch mode that was entered later is still on the stack, or ours is not.
+            OpInterceptError: A torch mode that was entered later is still on the stack, or ours is not on it.
         """
         _scope.leave(block)
         mode = block.mode
         if mode is None:
-            return  # an interrupt came up before it had one
+            return  # an interrupt stopped `enter` before it had one
         mode.blocks.discard(block)
         self._set_keys(mode)
         if not mode.blocks:
@@ -143,11 +143,11 @@ class ModeEngine(Engine):
         while True:
             try:
                 return [self._at(i) for i in range(self._depth())]
-            except RuntimeError:  # a signal's handler has taken one out meanwhile
+            except RuntimeError:  # a signal handler has taken a mode off meanwhile
                 continue
 
     def _take_out(self, mode: Mode) -> None:
-        if mode.left_with is not None:  # an interrupt has stopped this halfway
+        if mode.left_with is not None:  # an interrupt has stopped this method halfway
             self._make_stack(mode.left_with)
             mode.restore()
             return
@@ -155,7 +155,7 @@ class ModeEngine(Engine):
         stack = self._stack()
         below = [m for m in stack if m is not mode]
         if len(below) == len(stack):
-            if mode.left_with is None:  # else a signal's handler has taken it out
+            if mode.left_with is None:  # otherwise a signal handler has taken it off
                 self._miss(mode, stack)
             return
         mode.left_with = below
@@ -167,8 +167,8 @@ class ModeEngine(Engine):
         mode.out_from_under(above[0])
         names = [type(m).__name__ for m in above]
         raise OpInterceptError(
-            f"blocks must be left in the reverse of the order they were entered in, got modes entered later that are "
-            f"still active: {names}; leave those first (this interceptor was taken out, they stay)"
+            f"blocks must be left in the reverse of the order in which they were entered, but modes that were entered "
+            f"later are still active: {names}; leave those first (this block has been left, they stay)"
         )
 
     def _miss(self, mode: Mode, stack: list[Any]) -> None:
@@ -176,16 +176,16 @@ class ModeEngine(Engine):
         if mode.entered_by in (None, threading.get_ident()):
             mode.restore()
         if mode.entered_by is None or mode.missed:
-            return  # an interrupt has stopped its enter, or this was said already
+            return  # an interrupt stopped its `enter`, or this was raised before
         mode.missed = True
         raise OpInterceptError(
-            "the mode of this interceptor must be on torch's stack of modes when its block is left, got a "
-            f"stack of {[type(m).__name__ for m in stack]}; another mode was left out of order and popped it, or "
-            "the block is left in another thread"
+            "the mode of this interceptor must be on torch's stack of modes when its block is left, but the stack is "
+            f"{[type(m).__name__ for m in stack]}; another mode was left out of order and popped it, or the block was "
+            "left in another thread"
         )
 
     def _make_stack(self, wanted: list[Any]) -> None:
-        """Take modes off the stack, and put them back, until it is as wanted. Can be repeated."""
+        """Pop and push modes until the stack is as wanted. Can be repeated."""
         while len(stack := self._stack()) > len(wanted) or any(a is not b for a, b in zip(stack, wanted, strict=False)):
             self._pop()
         for mode in wanted[len(stack) :]:

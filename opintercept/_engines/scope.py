@@ -1,8 +1,8 @@
-"""What the running thread, or its task, intercepts: the blocks that it has entered, and those for all threads.
+"""Which blocks see what the running thread or task does: those that it has entered, and those for all threads.
 
-Invariant: a Scope is never mutated (its tables only remember what they worked out), so autograd's device
-threads may share it. It lives in torch's own thread-local state, which autograd carries into them. The blocks of a
-task live in its context, and a scope that was made for another task is made anew.
+Invariant: a Scope never changes (its tables only cache), so autograd's device threads may share it. It lives in
+torch's thread-local state, which autograd carries into those threads. A task's context carries the task's blocks,
+and a scope made for another task is rebuilt.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ NEEDS: dict[str, Any] = {
 
 
 class Watcher:
-    """What an interceptor shows to the engines.
+    """The part of an interceptor that engines know.
 
     Attributes:
-        pipeline: Its hooks.
-        engine: The engine that feeds it.
-        keys: What it watches, overloads by name, functions as they are; None for everything.
+        pipeline: Runs its hooks.
+        engine: Shows it calls.
+        keys: What it watches: overloads by name, or functions; None for everything.
         everywhere: Whether it watches all threads.
     """
 
@@ -61,7 +61,7 @@ class Watcher:
         self.everywhere = everywhere
 
     def watches(self, key: Any) -> bool:
-        """Whether it wants to see `key`."""
+        """Whether it watches `key`."""
         return self.keys is None or key in self.keys
 
 
@@ -69,13 +69,13 @@ class Block:
     """One `with` block of a watcher: entered, or paused.
 
     Attributes:
-        order: Grows with each block of the process.
-        entry: What ends the block.
-        mode: The torch mode that feeds the block, where its engine is one.
-        graph_task: The autograd graph task that it was entered in, -1 for none.
-        pid: The process that entered it. In a forked child, the parent's blocks count for nothing.
-        in_task: Whether it was entered in a task of an event loop, and so belongs to the task.
-        left: Whether it is over, wherever a scope still has it.
+        order: Numbers the blocks of the process in the order in which they are made.
+        entry: Ends the block.
+        mode: The torch mode that shows the block its calls, if its engine uses one.
+        graph_task: The autograd graph task in which it was entered, -1 for none.
+        pid: The process that entered it. A forked child ignores its parent's blocks.
+        in_task: Whether a task of an event loop entered it. Then it belongs to the task.
+        left: Whether it is over, even if a scope still lists it.
     """
 
     __slots__ = ("entry", "graph_task", "in_task", "left", "mode", "order", "pauses", "pid", "watcher")
@@ -95,7 +95,7 @@ class Block:
 
 
 def _in_task() -> bool:
-    """Whether an event loop runs in this thread: asyncio's, which anyio uses too, or trio's."""
+    """Whether an event loop is running in this thread: asyncio's, which anyio uses too, or trio's."""
     running_loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # may be half imported
     if running_loop is not None and running_loop() is not None:
         return True
@@ -104,7 +104,7 @@ def _in_task() -> bool:
 
 
 class Carried:
-    """The blocks of a task. Its context carries them, and hands them on to the tasks and threads that it starts."""
+    """The blocks of a task. Its context carries them into the tasks and threads that it starts."""
 
     __slots__ = ("blocks", "scope")
 
@@ -118,8 +118,10 @@ carried: Callable[[], Carried | None] = CARRIED.get
 
 
 class Everywhere:
-    """The blocks that watch all threads. Replaced, never mutated, and also replaced in a forked child,
-    so that every thread that finds another one than it knew works its scope out anew."""
+    """The blocks that watch all threads.
+
+    It is replaced instead of changed, also in a forked child. A thread that finds a new one rebuilds its scope.
+    """
 
     __slots__ = ("blocks", "pid")
 
@@ -132,11 +134,11 @@ class _State:
     __slots__ = ("everywhere", "idle", "in_tasks", "told", "unseen", "unseen_by_compiled")
 
     everywhere: Everywhere
-    idle: Scope  # of a thread that has entered nothing
+    idle: Scope  # the scope of a thread that has entered nothing
     in_tasks: set[Block]
-    # Whether a thread that has entered nothing may see calls; compiled kernels ask without the GIL.
+    # Tells compiled kernels, which ask without the GIL, whether a thread that has entered nothing may be watched.
     told: Callable[[bool], None] | None
-    # Calls of watched operators in threads that have entered nothing: at kernels in Python, and at compiled ones.
+    # How many calls of watched operators threads made that have entered nothing: at Python and at compiled kernels.
     unseen: int
     unseen_by_compiled: Callable[[], int]
 
@@ -147,7 +149,7 @@ class _State:
         self.tell()
 
     def tell(self) -> None:
-        """Say to compiled kernels what has changed."""
+        """Tell compiled kernels what has changed."""
         if self.told is not None:
             self.told(bool(self.everywhere.blocks or self.in_tasks))
 
@@ -156,11 +158,11 @@ state = _State()
 state.told = None
 state.in_tasks = set()
 state.unseen = 0
-state.unseen_by_compiled = int  # none until there are some
+state.unseen_by_compiled = int  # returns 0 until compiled kernels are loaded
 
 
 class Watch:
-    """Who sees one operator in one scope, and the scopes to be in meanwhile."""
+    """Which pipelines see an operator in one scope, and the scopes for its hooks and its inner steps."""
 
     __slots__ = ("hidden", "inner", "pipelines", "row")
 
@@ -171,20 +173,21 @@ class Watch:
         self.inner = inner
 
 
-UNKNOWN: Any = object()  # what a scope's table answers for what it has not worked out yet
+UNKNOWN: Any = object()  # for a key that is not in a scope's table yet
 
 
 class Scope:
-    """The blocks that see what a thread runs now, in the order in which they were entered.
+    """The blocks that see what a thread is running, in the order in which they were entered.
 
     Attributes:
         blocks: Those that the thread has entered, and those of the running task.
-        carried: The task's, as its context has them.
-        hidden: In a hook: nothing is seen, whatever is entered.
+        carried: The running task's blocks, as its context has them.
+        hidden: Whether a hook is running. Then no block sees anything, whatever the hook enters.
         inside: Watchers whose operator is running, and which do not see its inner steps.
-        floor: Blocks whose order is below may not be left here: a hook runs inside of them.
-        owner: The thread that entered the blocks; autograd's device threads have the scope of who called backward.
-        tables: Who sees each operator, by feed and by key, as far as that was worked out.
+        floor: A block with a lower order may not be left here, since a hook is running inside it.
+        owner: The thread that entered the blocks. Autograd's device threads share the scope of the thread that
+            called backward.
+        tables: A cache of which pipelines see an operator, by feed and by key.
     """
 
     __slots__ = (
@@ -225,10 +228,10 @@ class Scope:
         return Scope(blocks, carried, hidden=self.hidden, inside=self.inside, floor=self.floor, owner=owner)
 
     def refreshed(self) -> Scope:
-        """This scope for the task that runs now, and the blocks that are still there."""
+        """This scope for the running task, without the blocks that were left."""
         now = carried()
         if now is None and self.owner not in (None, threading.get_ident()):
-            now = self.carried  # autograd lent it to a thread that runs no tasks
+            now = self.carried  # autograd lent this scope to a thread that runs no tasks
             if self.everywhere is state.everywhere:
                 return self
         mine = (block for block in self.blocks if not block.in_task)
@@ -241,31 +244,31 @@ class Scope:
             if now is not None and plain:
                 now.scope = known
         if now is not self.carried:
-            for watcher in known.active():  # autograd has recorded what other tasks did meanwhile
+            for watcher in known.active():  # autograd has recorded calls of other tasks meanwhile
                 if watcher.pipeline.links is not None:
                     watcher.pipeline.links.begin()
         return known
 
     def serves(self, blocks: tuple[Block, ...]) -> bool:
-        """Whether this is the scope of the running thread with these blocks."""
+        """Whether this is the running thread's scope with these blocks."""
         here = self.owner == threading.get_ident()
         return here and self.everywhere is state.everywhere and self.blocks == blocks
 
     def while_hooks_run(self) -> Scope:
-        """The scope for hooks: their own operators are seen by nobody."""
+        """The scope for hooks: no block sees the operators that they run."""
         if self._hidden is None:
             self._hidden = Scope(self.blocks, self.carried, hidden=True, floor=self._above(), owner=self.owner)
         return self._hidden
 
     def outside(self) -> Scope:
-        """The scope of the thread around the hooks and operators that run in this one."""
+        """The scope of the thread outside of the hooks and operators that are running in this one."""
         return Scope(self.blocks, self.carried, owner=self.owner)
 
     def _above(self) -> int:
         return self.blocks[-1].order + 1 if self.blocks else 0
 
     def active(self) -> list[Watcher]:
-        """The watchers that see calls here, each once, in the order in which they were entered."""
+        """The watchers that see calls in this scope, each once, in the order in which they were entered."""
         if self.hidden:
             return []
         blocks = self.blocks
@@ -277,13 +280,13 @@ class Scope:
         return list(dict.fromkeys(b.watcher for b in blocks if b.watcher not in paused))
 
     def watch(self, feed: str, key: Any) -> Watch | None:
-        """Who sees `key` in the calls of a feed, or None; remembered in the feed's table."""
+        """Find the watchers that see `key` among a feed's calls, and cache the answer; None if there are none."""
         watch = self.tables[feed][key] = self._watch(feed, key)
         return watch
 
     def _watch(self, feed: str, key: Any) -> Watch | None:
         if getattr(key, "__name__", "") in ("__get__", "__set__", "__delete__"):
-            return None  # reading an attribute of a tensor, which function modes see too, is no operator
+            return None  # function modes also see reads of a tensor's attributes, which are not operators
         active = self.active()
         found = [w for w in active if w.engine.feed == feed and w not in self.inside and w.watches(key)]
         if not found:
@@ -291,15 +294,15 @@ class Scope:
         hidden = self.while_hooks_run()
         alone = len(active) == len(found)
         if alone and found[0].engine.is_leaf(key):
-            inner = hidden  # saves two switches; no Python runs in there that could enter a block
+            inner = hidden  # saves two switches: no Python runs inside that could enter a block
         else:
-            # Those who see this operator do not see its inner steps, the others do.
+            # Watchers that see this operator do not see its inner steps. The others do.
             inside = self.inside | set(found)
             inner = Scope(self.blocks, self.carried, inside=inside, floor=self._above(), owner=self.owner)
         return Watch(row_of(key), tuple(w.pipeline for w in found), hidden, inner)
 
     def innermost(self, watcher: Watcher, pauses: bool) -> Block | None:
-        """The innermost such block that may be left here, or None."""
+        """The innermost block of a watcher, or its innermost pause, that may be left here; or None."""
         for block in reversed(self.blocks):
             if block.order >= self.floor and block.watcher is watcher and block.pauses is pauses:
                 return block
@@ -323,8 +326,8 @@ def _what_takes() -> Callable[[Any], Any] | None:
     return function
 
 
-# What a scope must be handed to before each time that it is stashed, or None: torch 2.11 lets go of a reference
-# that it never took. Apart from `stash`, since what restores a scope must be one call that no signal can split.
+# Takes a reference to a scope before each `stash` of it; None where torch does so itself. Torch 2.11 drops a
+# reference that it never took. Separate from `stash`, since restoring a scope must be one call that no signal splits.
 take: Callable[[Any], Any] | None = _what_takes()
 
 
@@ -342,15 +345,15 @@ def put(scope: Scope) -> None:
 
 
 def unseen_calls() -> int:
-    """How many calls of watched operators there have been in threads that have entered nothing."""
+    """How many calls of watched operators threads have made that have entered nothing."""
     return state.unseen + state.unseen_by_compiled()
 
 
 def _let_threads_end() -> None:
-    # A thread gives its scope back, which takes the GIL, after Python has joined it. One that asks for the GIL of
-    # an interpreter that is going down aborts the process.
+    # A thread releases its scope, for which it takes the GIL, after Python has joined it. If the interpreter is
+    # shutting down by then, taking the GIL aborts the process.
     alive = {str(thread.native_id) for thread in threading.enumerate()}
-    end = time.monotonic() + 0.1  # threads of torch's own stay
+    end = time.monotonic() + 0.1  # torch's own threads stay
     while (_holders - alive) & native_threads() and time.monotonic() < end:
         time.sleep(0.001)
 
@@ -379,11 +382,11 @@ def enter(block: Block) -> None:
     state.tell()
     before = carried()
     CARRIED.set(Carried((*(() if before is None else before.blocks), block)))
-    current()  # for autograd, which lends the scope to its threads
+    current()  # puts the new scope where autograd finds it for its threads
 
 
 def leave(block: Block) -> None:
-    """Take a block out of the scope; out of those of other threads and tasks too, if they have it. Can be repeated."""
+    """Take a block out of the scope, and out of the scopes of other threads and tasks. Can be repeated."""
     block.left = True
     scope = current()
     here = block in scope.blocks
@@ -395,12 +398,12 @@ def leave(block: Block) -> None:
             CARRIED.set(Carried(tuple(b for b in mine.blocks if b is not block)) if len(mine.blocks) > 1 else None)
     if here:
         put(scope.with_blocks(tuple([b for b in scope.blocks if b is not block]), carried()))
-    if block.in_task or not here:  # what was started inside of the block, in other tasks and threads, has it too
+    if block.in_task or not here:  # tasks and threads that were started inside the block have it too
         state.watch_everywhere(state.everywhere.blocks)
 
 
 def owner() -> int | None:
-    """The thread on whose behalf this one runs; None if it has no scope."""
+    """The thread for which this one works; None if it has no scope."""
     return get(KEY).owner if has(KEY) else None
 
 

@@ -1,6 +1,6 @@
-"""Compiled code that goes past the dispatcher, where no engine can see it: a warning, and a count in `opaque`.
+"""Compiled code that bypasses the dispatcher, where no engine sees it: it is counted in `opaque`, with one warning.
 
-Invariant: torch's ways into such code are wrapped while a block is entered, and only then; none of them is an operator.
+Invariant: torch's entry points to such code are wrapped only while a block is entered. None of them is an operator.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _MESSAGES = {
     "when it was captured, if that was in a block",
 }
 
-# Private, by path below torch._C: where each is entered from Python. What a torch lacks is not told.
+# Where Python enters such code, by path below torch._C. Private; what a torch lacks is skipped.
 _ENTRIES = {
     "_aoti.AOTIModelPackageLoader.boxed_run": "inductor::aoti_package",
     "_aoti.AOTIModelPackageLoader.run": "inductor::aoti_package",
     "_aoti.AOTIModelContainerRunnerCpu.run": "inductor::aoti_package",
     "_aoti.AOTIModelContainerRunnerCuda.run": "inductor::aoti_package",
-    # The first thing that the Python side of such code calls, with its inputs.
+    # The first function that the Python side of such code calls with its inputs.
     "_aoti.unsafe_alloc_void_ptrs_from_tensors": "inductor::cpp_wrapper",
     "_CUDAGraph.replay": "cuda::graph_replay",
 }
 
-_lock = threading.RLock()  # a signal's handler may enter a block while its thread enters one
+_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
 _users: set[object] = set()
-_wrappers: dict[tuple[Any, str], tuple[Any, Any]] = {}  # with what they wrap, by where they go
+_wrappers: dict[tuple[Any, str], tuple[Any, Any]] = {}  # each with what it wraps, by its place
 _in_place: list[tuple[Any, str, Any]] = []
 _warned: set[str] = set()
 
 
 def enter(user: object) -> None:
-    """Begin to tell; until `user` leaves."""
+    """Wrap the entry points until `user` leaves."""
     with _lock:
         _users.add(user)
         if not _in_place:
@@ -61,7 +61,7 @@ def leave(user: object) -> None:
     with _lock:
         _users.discard(user)
         if not _users:
-            # In one call of C, so that no interrupt, and no signal's handler, comes in between.
+            # A single C call, so that neither an interrupt nor a signal handler comes in between.
             deque(chain(starmap(setattr, _in_place), map(operator.call, (_in_place.clear,))), maxlen=0)
 
 
@@ -81,7 +81,7 @@ def _wrap() -> None:
 
 @functools.cache
 def _owners() -> list[tuple[Any, str, str]]:
-    """Where the entries are, by class or module and attribute, with the names that they are counted by."""
+    """The entry points: the class or module, the attribute, and the name under which it is counted."""
     found = []
     for path, name in _ENTRIES.items():
         *owners, attribute = path.split(".")
@@ -113,7 +113,7 @@ def _tell(name: str) -> None:
 
 @in_child
 def _forget_parent() -> None:
-    # The parent's blocks do not count in a forked child.
+    # A forked child ignores its parent's blocks.
     global _lock
     _lock = threading.RLock()
     for user in tuple(_users):

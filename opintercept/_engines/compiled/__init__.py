@@ -22,7 +22,7 @@ from opintercept._origin import stack
 
 
 class Extension:
-    """The extension of this process.
+    """The extension module of this process, set up with what it calls in Python.
 
     Attributes:
         running: See `KernelEngine.running`.
@@ -32,8 +32,8 @@ class Extension:
 
     def __init__(self, extension: Any) -> None:
         self._extension = extension
-        self._prepared: dict[str, Any] = {}  # by overload, made once; None for those that are left to Python
-        # What C++ calls has no frame of ours above it that keeps Dynamo out.
+        self._prepared: dict[str, Any] = {}  # by overload; None for those that need a kernel in Python
+        # C++ calls these directly, without a frame of ours above them that keeps Dynamo out.
         called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase)
         functions = [keep_out(function) for function in called]
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
@@ -47,7 +47,7 @@ class Extension:
         self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk
 
     def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any] | None:
-        """What installs a kernel in C++; None for an overload that needs the kernel in Python."""
+        """A callable that installs a kernel in C++; None for an overload that needs a kernel in Python."""
         schema = overload._schema
         names = (schema.name, schema.overload_name)
         if name not in self._prepared:
@@ -75,7 +75,7 @@ class CompiledEngine(kernels.KernelEngine):
     instead = build.INSTEAD
 
     def require(self) -> None:
-        """Also build and load the extension if this process has not."""
+        """Refuse a torch that lacks what the engine needs, and load the extension, building it first if necessary."""
         super().require()
         load()
 
@@ -89,12 +89,12 @@ class CompiledEngine(kernels.KernelEngine):
 
     @property
     def walk(self) -> Callable[[], stack.Walked]:
-        """That in C++, where this Python's frames can be read there."""
+        """The walk in C++, or in Python where C++ cannot read this Python's frames."""
         return load().walk
 
     @property
     def look(self) -> Callable[..., Any]:
-        """That in C++."""
+        """The look in C++."""
         return load().look
 
 
@@ -103,9 +103,9 @@ ENGINE = CompiledEngine("compiled")
 
 @functools.cache
 def load() -> Extension:
-    """The compiled kernels of this process; the first process on a machine takes up to a minute to build them.
+    """Load the compiled kernels. The first process on a machine builds them, which takes up to a minute.
 
-    Waits for another process that builds them, and says so in the log of `opintercept`.
+    If another process is building them, this one waits, and logs that to `opintercept`.
 
     Raises:
         OpInterceptError: They cannot be built or loaded here.
@@ -116,12 +116,11 @@ def load() -> Extension:
         raise
     except OSError as exception:
         raise OpInterceptError(
-            f"compiled kernels need a folder with free space that can be written to, got: {exception}; set "
-            f"TORCH_EXTENSIONS_DIR to one, or {ENGINE.instead}"
+            f"compiled kernels need a writable folder with free space: {exception}; set TORCH_EXTENSIONS_DIR to one, or "
+            f"{ENGINE.instead}"
         ) from exception
     except Exception as exception:
         reason = str(exception).partition("\n")[0] or type(exception).__name__
         raise OpInterceptError(
-            f"compiled kernels need a C++ compiler and the headers of Python and of torch, got: {reason}; "
-            f"{ENGINE.instead}"
+            f"compiled kernels need a C++ compiler and the headers of Python and torch: {reason}; {ENGINE.instead}"
         ) from exception

@@ -31,7 +31,7 @@ from opintercept._errors import OpInterceptError
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _MODULE = "opintercept_compiled"
-# torch's headers need C++20 since 2.12; those of 2.11 compile under it, too.
+# Torch's headers need C++20 since 2.12. Those of 2.11 compile under it, too.
 COMPILE = ["-O2", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
 LINK = ["-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 if sys.platform == "darwin":
@@ -43,7 +43,7 @@ _NO_ROOM = ("No space left on device", "Disk quota exceeded")  # as compilers an
 
 
 def built_library() -> Path:
-    """The library of this environment, built if it is not there."""
+    """The library for this environment, built if it does not exist."""
     library = _cache() / f"{library_name()}.so"
     if not is_whole(library):
         _build(library)
@@ -51,7 +51,7 @@ def built_library() -> Path:
 
 
 def _cache() -> Path:
-    """A folder of our own where torch keeps the extensions that it builds."""
+    """Our own folder in the place where torch keeps the extensions that it builds."""
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(root).absolute() / "opintercept"
     if sys.platform == "darwin":
@@ -62,9 +62,9 @@ def _cache() -> Path:
 
 
 def library_name() -> str:
-    """Says all that the library depends on, so that one with this name serves whoever finds it.
+    """A name that stands for everything the library depends on, so that any process can use a file with this name.
 
-    `stack.cpp` reads what Python may change in any version.
+    It includes Python's full version, since `stack.cpp` reads internals that Python may change in any version.
     """
     known = hashlib.sha256()
     for source in SOURCES:
@@ -94,7 +94,7 @@ def _compiler() -> list[str]:
 
 
 def _marks(command: list[str]) -> Iterator[str]:
-    """What tells versions of a compiler apart without running it."""
+    """Tell versions of a compiler apart without running it."""
     for word in command:
         path = shutil.which(word)
         if path is not None:
@@ -111,7 +111,7 @@ def _sum_of(library: Path) -> str:
 
 
 def is_whole(library: Path) -> bool:
-    """Whether the library is there, to its last byte: a part of one would end the process that loads it."""
+    """Whether the library is complete to its last byte. Loading a part of one would crash the process."""
     try:
         return _sum_of(library) == checksum_file(library).read_text()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -120,13 +120,13 @@ def is_whole(library: Path) -> bool:
 
 @contextlib.contextmanager
 def _only_builder(library: Path) -> Iterator[bool]:
-    """Let one process build at a time, with a lock that goes when its holder does, however that ends.
+    """Let one process build at a time, with a lock that the system releases however its holder ends.
 
     Yields:
-        Whether the lock is held. Some network file systems have none; then several may build at once, and the
-        library of the last one stays.
+        Whether the lock is held. Some network file systems have no locks; then several processes may build at once,
+        and the last one's library stays.
     """
-    import fcntl  # not on Windows
+    import fcntl
 
     with open(library.with_name(f"{library.name}.lock"), "a+") as lock:
         held = True
@@ -150,19 +150,19 @@ def _only_builder(library: Path) -> Iterator[bool]:
             yield held
         finally:
             if held:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing would not release it if a child was forked meanwhile
 
 
 def _build(library: Path) -> None:
-    """Build the library beside its place and move it there in one step, so that no process finds a part of it."""
+    """Build the library in a temporary folder and move it in one step, so that no process finds a part of it."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with _only_builder(library) as alone:
-        if is_whole(library):  # by the process that was waited for
+        if is_whole(library):  # another process built it while we waited
             return
         if alone:
-            for left in library.parent.glob(f"{library.name}.*{UNFINISHED}"):  # by processes that were killed
+            for left in library.parent.glob(f"{library.name}.*{UNFINISHED}"):  # from processes that were killed
                 shutil.rmtree(left, ignore_errors=True)
-        # Compilers that were stopped may write a little longer.
+        # Compilers that were killed may still write for a moment.
         with tempfile.TemporaryDirectory(
             UNFINISHED, f"{library.name}.", library.parent, ignore_cleanup_errors=True
         ) as folder:
@@ -171,7 +171,7 @@ def _build(library: Path) -> None:
             if f"{library_name()}.so" != library.name:
                 raise RuntimeError("the sources changed while they were compiled")
             checksum_file(built).write_text(_sum_of(built))
-            # First: a library beside the sum of another is built again.
+            # The checksum first: a library beside the checksum of another is built again.
             os.replace(checksum_file(built), checksum_file(library))
             os.replace(built, library)
 
@@ -187,10 +187,10 @@ def _compile(library: Path) -> None:
 
 
 def _run(commands: list[list[str]], folder: Path) -> None:
-    """Run commands side by side, as many at once as `MAX_JOBS` allows, which torch's own builds follow."""
+    """Run commands in parallel, at most `MAX_JOBS` at a time, as torch's own builds do."""
     most = os.environ.get("MAX_JOBS", "")
     jobs = max(1, int(most)) if most.isdigit() else len(commands)
-    # Compilers keep much in TMPDIR; in here it goes with the folder. The C locale is for `_fail`.
+    # Compilers write much to TMPDIR; here it is removed with the folder. `_fail` relies on the C locale.
     environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}
     for first in range(0, len(commands), jobs):
         with contextlib.ExitStack() as stack:
@@ -225,13 +225,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _fail(output: str, folder: Path) -> NoReturn:
-    """Say in one line why a compiler or linker failed.
+    """Raise an error that says in one line why a compiler or linker failed.
 
     Raises:
         OSError: There is no room in the folder.
         RuntimeError: Anything else.
     """
-    # A linker that runs out of room may end with a bus error in place of words.
+    # A linker that runs out of space may crash with a bus error instead of a message.
     if any(text in output for text in _NO_ROOM) or shutil.disk_usage(folder).free < 1 << 20:
         raise OSError(errno.ENOSPC, _NO_ROOM[0], str(folder.parent))
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -247,7 +247,7 @@ def load_library(library: Path) -> Any:
         spec.loader.exec_module(module)
     except ImportError as exception:
         raise OpInterceptError(
-            f"compiled kernels must load into the process, got: {exception}; remove {str(library)!r} to build them "
-            f"again, or {INSTEAD}"
+            f"the compiled kernels cannot be loaded: {exception}; remove {str(library)!r} to build them again, or "
+            f"{INSTEAD}"
         ) from exception
     return module
