@@ -295,7 +295,7 @@ def test_max_jobs_is_how_many_compilers_run_at_once(
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
 def test_a_full_disk_is_named_in_one_line(builds: Builds) -> None:
     builds.compiler.write_text('#!/bin/sh\necho "$0" "$@"\ncat "$0" > /dev/full\n')
-    with pytest.raises(OpInterceptError, match="got: ") as caught:
+    with pytest.raises(OpInterceptError, match="free space: ") as caught:
         watch()
     assert str(caught.value) == (
         "compiled kernels need a writable folder with free space: [Errno 28] No space left on "
@@ -307,7 +307,7 @@ def test_a_full_disk_is_named_in_one_line(builds: Builds) -> None:
 
 def test_a_cache_that_cannot_be_written_to_is_named(builds: Builds) -> None:
     builds.cache.parent.write_text("a file")
-    with pytest.raises(OpInterceptError, match=r"a folder .* got: .*Not a directory: '.*a cache.*'; set TORCH_EXTENS"):
+    with pytest.raises(OpInterceptError, match=r"a writable folder .*: .*Not a directory: '.*a cache.*'; set TORCH"):
         watch()
 
 
@@ -331,7 +331,7 @@ def test_a_library_that_does_not_load_is_named(no_cache: pytest.MonkeyPatch, tmp
     source = tmp_path / "empty.cpp"
     source.touch()
     no_cache.setattr(build, "SOURCES", [source])
-    with pytest.raises(OpInterceptError, match=r"load into the process, got: .*PyInit_.*; remove '.*\.so' to build"):
+    with pytest.raises(OpInterceptError, match=r"cannot be loaded: .*PyInit_.*; remove '.*\.so' to build"):
         watch()
 
 

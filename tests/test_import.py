@@ -170,15 +170,6 @@ def reads_private(name: str, source: str) -> list[str]:
     return sorted(set(found))
 
 
-# To be emptied by what replaces the engines' names: `Interceptor._watcher` and what `kernels` takes from `scope`.
-STILL_PRIVATE = {
-    "_engines/kernels.py": ["_scope._get", "_scope._has"],
-    "cli/run.py": ["self._interceptor._watcher"],
-    "testing/calls.py": ["interceptor._watcher"],
-    "testing/plugin.py": ["interceptor._watcher"],
-}
-
-
 def test_importing_the_package_leaves_torch_out() -> None:
     assert not imports_torch("import opintercept")
 
@@ -270,7 +261,7 @@ def test_the_layer_check_finds_what_it_should(name: str, source: str, found: lis
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_a_file_reads_no_private_name_of_another(name: str) -> None:
-    assert reads_private(name, SOURCES[name]) == STILL_PRIVATE.get(name, [])
+    assert reads_private(name, SOURCES[name]) == []
 
 
 @pytest.mark.parametrize(

@@ -865,7 +865,7 @@ def test_a_torch_without_the_private_api_is_one_clear_error(
         intercept(**engine)
 
 
-def test_a_kernel_of_somebody_else_is_not_bypassed() -> None:
+def test_a_kernel_of_other_code_is_not_bypassed() -> None:
     with intercept() as outer:
         pass
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -876,7 +876,7 @@ def test_a_kernel_of_somebody_else_is_not_bypassed() -> None:
 
     theirs.impl("mm", kernel, "BackendSelect", with_keyset=True)
     try:
-        with pytest.raises(OpInterceptError, match=r"got kernels of somebody else for aten::mm; use engine=\"mode\""):
+        with pytest.raises(OpInterceptError, match=r"got kernels of other code for aten::mm; use engine=\"mode\""):
             outer.__enter__()
         assert torch.equal(torch.mm(A, A), (A @ A))
     finally:

@@ -116,8 +116,8 @@ def load() -> Extension:
         raise
     except OSError as exception:
         raise OpInterceptError(
-            f"compiled kernels need a writable folder with free space: {exception}; set TORCH_EXTENSIONS_DIR to one, or "
-            f"{ENGINE.instead}"
+            f"compiled kernels need a writable folder with free space: {exception}; set TORCH_EXTENSIONS_DIR to one, "
+            f"or {ENGINE.instead}"
         ) from exception
     except Exception as exception:
         reason = str(exception).partition("\n")[0] or type(exception).__name__
