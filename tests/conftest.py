@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from recorded import no_writer
@@ -12,6 +13,8 @@ from recorded import no_writer
 from opintercept._engines import choose, compiled
 
 pytest.register_assert_rewrite("interrupts", "numpy_stats")
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
