@@ -78,7 +78,5 @@ _docstrings = Sybil(parsers=[DocTestParser()], patterns=["opintercept/**/*.py"],
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Hand each file to the Sybil that knows it."""
-    for collect in (_readme, _docstrings):
-        if (found := collect(file_path, parent)) is not None:
-            return found
-    return None
+    found: pytest.Collector | None = _readme(file_path, parent) or _docstrings(file_path, parent)
+    return found

@@ -98,7 +98,9 @@ class Copied:
 def test_backward_calls_are_linked_beside_a_hook_that_replaces_operands(engine: dict[str, Any], nested: bool) -> None:
     a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
     recorder = hooks.Recorder()
-    outer, inner = ([Copied()], [recorder]) if nested else ([Copied(), recorder], [])
+    outer: list[Any] = [Copied()]
+    inner: list[Any] = []
+    (inner if nested else outer).append(recorder)
     with intercept(outer, **engine), intercept(inner, **engine):
         (a @ b).sum().backward()
     assert {(r.phase, r.module, r.forward, r.grad_of) for r in recorder.records} == {
@@ -150,14 +152,17 @@ class Multiply(torch.autograd.Function):
         return a @ b
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         return grad @ b.T, a.T @ grad
 
 
+multiply: Callable[..., Any] = Multiply.apply
+
+
 def test_a_custom_function_links_both_of_its_backward_matmuls() -> None:
     a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-    records = record(lambda: Multiply.apply(a, b).sum().backward())
+    records = record(lambda: multiply(a, b).sum().backward())
     assert [(r.phase, r.forward, r.grad_of) for r in records] == [
         ("forward", None, None),
         ("backward", 0, "lhs"),
@@ -178,8 +183,9 @@ def test_a_product_without_gradient_in_a_custom_function_takes_no_link(engine: d
         def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
             return None, ctx.saved_tensors[0].T @ gradient
 
+    twice: Callable[..., Any] = Twice.apply
     w = torch.randn(4, 5, requires_grad=True)
-    records = record(lambda: Twice.apply(torch.randn(3, 4), w).sum().backward(), **engine)
+    records = record(lambda: twice(torch.randn(3, 4), w).sum().backward(), **engine)
     assert [(r.module, r.forward, r.grad_of) for r in records] == [("", None, None), ("", None, None), ("", 1, "rhs")]
 
 
@@ -201,14 +207,14 @@ class Float8Like(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, parts: int) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.parts = parts
-        rows = Cast.apply(x, 2.0).split(len(x) // parts)
-        return torch.cat([torch.mm(row, Cast.apply(w, 2.0)) for row in rows])
+        rows = cast(x, 2.0).split(len(x) // parts)
+        return torch.cat([torch.mm(row, cast(w, 2.0)) for row in rows])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w = ctx.saved_tensors
-        grad = Cast.apply(grad, 2.0)
-        return grad @ Cast.apply(w, 2.0).T, Cast.apply(x, 2.0).T @ grad, None
+        grad = cast(grad, 2.0)
+        return grad @ cast(w, 2.0).T, cast(x, 2.0).T @ grad, None
 
 
 class Cast(torch.autograd.Function):
@@ -217,15 +223,19 @@ class Cast(torch.autograd.Function):
         return (x.detach() * scale).to(torch.bfloat16).float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+float8_like: Callable[..., Any] = Float8Like.apply
+cast: Callable[..., Any] = Cast.apply
 
 
 class Float8Linear(nn.Linear):
     parts = 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        return Float8Like.apply(x, self.weight.T, self.parts)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Any:
+        return float8_like(x, self.weight.T, self.parts)
 
 
 @pytest.mark.parametrize("grad", ["weights", "weights and input"])
@@ -251,8 +261,9 @@ def test_a_custom_function_that_casts_its_operands_links_its_backward_products(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_several_products_of_a_custom_function_share_its_place_and_no_forward_call(engine: dict[str, Any]) -> None:
-    model = nn.Sequential(Float8Linear(4, 4), Float8Linear(4, 4))
-    model[1].parts = 3
+    last = Float8Linear(4, 4)
+    model = nn.Sequential(Float8Linear(4, 4), last)
+    last.parts = 3
     records = record(lambda: model(torch.randn(6, 4)).sum().backward(), **engine)
     assert [(r.phase, r.module, r.forward) for r in records[4:]] == [
         ("backward", "1", None),
@@ -267,21 +278,24 @@ class TwoLayers(torch.autograd.Function):
     """Products of two modules, in lines of their own, under one node."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, one: nn.Module, two: nn.Module) -> Tensor:
+    def forward(ctx: Any, x: Tensor, one: nn.Module, two: nn.Module) -> Any:
         ctx.save_for_backward(x)
         first = one(x.detach())
-        return first + two(x.detach())  # type: ignore[no-any-return]
+        return first + two(x.detach())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad @ ctx.saved_tensors[0].T @ ctx.saved_tensors[0], None, None
+
+
+two_layers: Callable[..., Any] = TwoLayers.apply
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_the_products_of_one_node_do_not_have_in_common_is_not_guessed(engine: dict[str, Any]) -> None:
     model = nn.ModuleList([nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4).requires_grad_(False)])
     x = torch.randn(4, 4, requires_grad=True)
-    records = record(lambda: TwoLayers.apply(x, *model).sum().backward(), **engine)
+    records = record(lambda: two_layers(x, *model).sum().backward(), **engine)
     assert [r.module for r in records[:2]] == ["Linear", "Linear#2"]
     for call in records[2:]:
         assert (call.phase, call.module, call.source, call.forward) == ("backward", None, None, None)
@@ -293,9 +307,9 @@ def test_a_function_that_records_nothing_leaves_no_link(engine: dict[str, Any]) 
 
     def program() -> None:
         with torch.no_grad():
-            Float8Like.apply(torch.randn(6, 4), w, 1)
-        Float8Like.apply(torch.randn(6, 4), w.detach(), 1)
-        Float8Like.apply(torch.randn(6, 4), w, 1).sum().backward()
+            float8_like(torch.randn(6, 4), w, 1)
+        float8_like(torch.randn(6, 4), w.detach(), 1)
+        float8_like(torch.randn(6, 4), w, 1).sum().backward()
 
     assert [r.forward for r in record(program, **engine)] == [None, None, None, 2, 2]
 
@@ -343,20 +357,20 @@ def test_the_products_inside_of_a_wrapper_are_linked_by_its_nodes(engine: dict[s
 class Inside(Tensor):
     """A wrapper of one tensor."""
 
-    inner: Tensor
+    wrapped: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Inside:
-        made: Inside = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        made.inner = inner
+        made: Inside = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.wrapped = inner
         return made
 
     def __tensor_flatten__(self) -> Any:
-        return ["inner"], None
+        return ["wrapped"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(cls, lambda x: x.wrapped, (args, kwargs or {}))
         return tree_map_only(Tensor, cls, func(*args, **kwargs))
 
 

@@ -39,7 +39,7 @@ def test_source_of_a_cell_has_the_number_that_ipython_knows(monkeypatch: pytest.
     shown = []
     for shell in shells:
         ipython = types.SimpleNamespace(get_ipython=lambda shell=shell: shell)
-        monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
         shown.append((source_in("/tmp/ipykernel_7/512345.py"), source_in("/tmp/ipykernel_7/6.py")))
     assert shown == [
         ("<cell 4>:3 in <module>", "<cell>:3 in <module>"),

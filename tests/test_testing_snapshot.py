@@ -57,12 +57,11 @@ def test_a_snapshot_holds_for_other_devices_lines_and_times(snapshots: Callable[
     here = [record(attention.format(f"flash_attention_for_cpu{end}")) for end in ("", "_backward")]
     assert snapshots(update=True).mismatch(here, None) is None
     cuda = meta(2, 2, device="cuda:0")
+    elsewhere: dict[str, Any] = {"lhs": cuda, "rhs": cuda, "source": "b.py:3 in f"}
+    elsewhere |= {"elapsed": 1.0, "flops": 1, "step": 2}
     for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable"):
         there = [
-            dataclasses.replace(
-                record(attention.format(f"{kernel}{end}"), index=7, output=(cuda, cuda)),
-                **{"lhs": cuda, "rhs": cuda, "source": "b.py:3 in f", "elapsed": 1.0, "flops": 1, "step": 2},
-            )
+            dataclasses.replace(record(attention.format(f"{kernel}{end}"), index=7, output=(cuda, cuda)), **elsewhere)
             for end in ("", "_backward")
         ]
         assert snapshots().mismatch(there, None) is None

@@ -81,11 +81,11 @@ def einsum_three(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.einsum("ij,jk,kl->il", [a, b, c])
 
 
-def tensordot(a: Tensor, b: Tensor) -> Tensor:
+def tensordot(a: Tensor, b: Tensor) -> Any:
     return torch.tensordot(a, b, dims=[[1, 2], [0, 1]])
 
 
-def multi_dot(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def multi_dot(a: Tensor, b: Tensor, c: Tensor) -> Any:
     return torch.linalg.multi_dot([a, b, c])
 
 
@@ -97,7 +97,7 @@ def matrix_exp(a: Tensor) -> Tensor:
     return torch.matrix_exp(a)
 
 
-def pinv(a: Tensor) -> Tensor:
+def pinv(a: Tensor) -> Any:
     return torch.linalg.pinv(a)
 
 
@@ -171,7 +171,7 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b)
 
 
-def sparse_mm(a: Tensor, b: Tensor) -> Tensor:
+def sparse_mm(a: Tensor, b: Tensor) -> Any:
     return torch.sparse.mm(a.to_sparse(), b)
 
 
@@ -183,11 +183,11 @@ def sparse_matmul(a: Tensor, b: Tensor) -> Tensor:
     return a.to_sparse() @ b
 
 
-def sparse_sparse(a: Tensor, b: Tensor) -> Tensor:
+def sparse_sparse(a: Tensor, b: Tensor) -> Any:
     return torch.sparse.mm(a.to_sparse(), b.to_sparse()).to_dense()
 
 
-def sparse_addmm(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def sparse_addmm(a: Tensor, b: Tensor, c: Tensor) -> Any:
     return torch.sparse.addmm(a, b.to_sparse(), c)
 
 
@@ -227,7 +227,7 @@ class Lstm(nn.Module):
         super().__init__()
         self.rnn = kind(6, 5, num_layers=2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.rnn(x)[0]
 
 
@@ -236,7 +236,7 @@ class LstmCell(nn.Module):
         super().__init__()
         self.cell = nn.LSTMCell(6, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.cell(x)[0]
 
 
@@ -245,7 +245,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.attention(x, x, x)[0]
 
 
@@ -299,7 +299,7 @@ def _encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, batch_first=True)
 
 
-_NO_OUT = {"differentiable": False}  # out= does not support automatic differentiation
+_NO_OUT: dict[str, Any] = {"differentiable": False}  # out= does not support automatic differentiation
 _Backend = torch.nn.attention.SDPBackend
 _HEADS = ((2, 2, 5, 4),) * 3
 

@@ -181,7 +181,7 @@ UNFIT = "?"  # stands among the letters when an operand does not fit
 class _Drawn:
     """The pool as far as it is drawn, with the shape and dtype that each item should have; None for unknown."""
 
-    draw: Any
+    draw: st.DrawFn
     dtype: torch.dtype
     layouts: tuple[str, ...]
     failures: bool
@@ -279,7 +279,8 @@ def _shape(word: str, sizes: dict[str, int]) -> tuple[int, ...]:
 
 @st.composite
 def random_programs(
-    draw: Any,
+    draw: st.DrawFn,
+    /,
     *,
     ops: tuple[str, ...] = (*SIGNATURES, *_IN_PLACE),
     dtypes: st.SearchStrategy[torch.dtype] = _DTYPES,
@@ -402,9 +403,13 @@ def execute(
     finally:
         torch.set_warn_always(False)
     tensors = [tensor for tensor in (*pool, *bases) if tensor is not None]
-    gradients = [_answer(lambda x=tensor: x.grad if x.is_leaf else None) for tensor in tensors]
+    gradients = [_answer(partial(_gradient, tensor)) for tensor in tensors]
     tensors += [gradient for gradient in gradients if isinstance(gradient, Tensor)]
     return Run(steps, tensors, _described(tensors, start, defined, sizes), torch.get_rng_state().numpy().tobytes())
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    return tensor.grad if tensor.is_leaf else None
 
 
 def _overlap(step: Step, operands: list[Tensor], options: dict[str, Any]) -> bool:
@@ -454,6 +459,14 @@ def _backward(program: RandomProgram, pool: list[Any], bases: list[Tensor]) -> N
         torch.autograd.backward(needed, [torch.ones_like(x) for x in needed])
 
 
+_ASKED: dict[str, Callable[[Tensor], Any]] = {
+    "like": lambda x: (type(x), x.dtype, tuple(x.shape), x.stride(), x.storage_offset()),
+    "bits": lambda x: (x.is_conj(), x.is_neg(), x._is_zerotensor(), x.is_inference()),
+    "version": lambda x: x._version,
+    "grad": lambda x: (x.requires_grad, x.is_leaf, x._is_view(), x.retains_grad),
+}
+
+
 def _described(tensors: list[Tensor], start: int, values: bool, sizes: dict[int, int]) -> list[Any]:
     """Everything of tensors that may be compared between two runs; torch refuses to tell some of it, in words.
 
@@ -469,11 +482,8 @@ def _described(tensors: list[Tensor], start: int, values: bool, sizes: dict[int,
         asked: dict[str, Callable[[], Any]] = {
             "is": partial(objects.setdefault, id(tensor), position),
             "shares": partial(storages.setdefault, storage._cdata, position),
-            "like": lambda x=tensor: (type(x), x.dtype, tuple(x.shape), x.stride(), x.storage_offset()),
-            "bits": lambda x=tensor: (x.is_conj(), x.is_neg(), x._is_zerotensor(), x.is_inference()),
-            "version": lambda x=tensor: x._version,
-            "grad": lambda x=tensor: (x.requires_grad, x.is_leaf, x._is_view(), x.retains_grad),
-            "graph": lambda x=tensor: _graph(x.grad_fn, nodes, start),
+            "graph": partial(_graph_of, tensor, nodes, start),
+            **{what: partial(ask, tensor) for what, ask in _ASKED.items()},
         }
         if values:
             asked["values"] = partial(_digest, tensor)
@@ -498,7 +508,11 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def _digest(tensor: Tensor) -> str:
     """Of the bits; a plain equality takes -0.0 for 0.0 and no NaN for any."""
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return hashlib.blake2b(plain.view(torch.uint8).numpy() if len(plain) else b"", digest_size=8).hexdigest()
+    return hashlib.blake2b(plain.view(torch.uint8).numpy().data if len(plain) else b"", digest_size=8).hexdigest()
+
+
+def _graph_of(tensor: Tensor, nodes: dict[Any, int], start: int) -> Any:
+    return _graph(tensor.grad_fn, nodes, start)
 
 
 def _graph(node: Any, nodes: dict[Any, int], start: int) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from programs import EMPTY, ENGINES
 from seen import Seen, assert_alike, gradients, run
 from torch import Tensor, nn
+from torch.package.package_exporter import PackageExporter
+from torch.package.package_importer import PackageImporter
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._debug_mode import DebugMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -71,6 +75,10 @@ def _tell(told: list[Any], name: str, *values: Any) -> None:
     told.append((name, *(float(value.detach().sum()) for value in values if isinstance(value, Tensor))))
 
 
+def _tell_gradients(told: list[Any], name: str, module: nn.Module, *gradients: tuple[Any, ...]) -> None:
+    _tell(told, name, *chain.from_iterable(gradients))
+
+
 def tensor_hooks(model: nn.Module, told: list[Any]) -> list[Any]:
     return [p.register_hook(lambda grad: _tell(told, "tensor", grad)) for p in model.parameters()]
 
@@ -104,8 +112,8 @@ def module_hooks(model: nn.Module, told: list[Any]) -> list[Any]:
             part.register_forward_pre_hook(lambda m, args, n=name: _tell(told, f"before {n}", *args)),
             part.register_forward_hook(lambda m, args, out, n=name: _tell(told, f"after {n}", out)),
             part.register_forward_hook(lambda m, args, out: out * 1.5),
-            part.register_full_backward_pre_hook(lambda m, grads, n=name: _tell(told, f"before back {n}", *grads)),
-            part.register_full_backward_hook(lambda m, gi, go, n=name: _tell(told, f"after back {n}", *gi, *go)),
+            part.register_full_backward_pre_hook(partial(_tell_gradients, told, f"before back {name}")),
+            part.register_full_backward_hook(partial(_tell_gradients, told, f"after back {name}")),
         ]
     return handles
 
@@ -180,6 +188,8 @@ def test_torchs_own_hooks_run_as_without_us_and_we_see_what_we_see_without_them(
 
 NET = """
 import torch
+from torch.package.package_exporter import PackageExporter
+from torch.package.package_importer import PackageImporter
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -192,10 +202,10 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_packaged_module_is_seen_under_its_names(tmp_path: Path, engine: str) -> None:
     path = tmp_path / "net.pt"
-    with torch.package.PackageExporter(path) as exporter:
+    with PackageExporter(path) as exporter:
         exporter.extern("torch.**")
         exporter.save_source_string("net", NET)
-    model = torch.package.PackageImporter(path).import_module("net").Net()
+    model = PackageImporter(path).import_module("net").Net()
     calls, x = hooks.Recorder(), torch.randn(3, 4)
     with intercept(calls, **ENGINES[engine]):
         out = model(x)

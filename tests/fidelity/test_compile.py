@@ -168,7 +168,7 @@ def test_compiled_code_is_as_fast_after_a_block_as_code_that_was_in_none(engine:
         # Not one function twice, which would share what Dynamo keeps for its code.
         scope: dict[str, Any] = {"torch": torch}
         exec("def function(x): return torch.mm(x, x).sin()", scope)
-        compiled = torch.compile(scope["function"], backend="aot_eager", fullgraph=True)
+        compiled: Callable[..., Any] = torch.compile(scope["function"], backend="aot_eager", fullgraph=True)
         return lambda: compiled(x)
 
     never, once = make(), make()

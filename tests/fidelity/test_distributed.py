@@ -118,7 +118,7 @@ def test_replicas_in_threads_are_seen_with_all_threads_and_have_the_models_names
             thread.start()
         for thread in threads:
             thread.join()
-        sum(output.sum() for output in outputs.values()).backward()
+        torch.stack(list(outputs.values())).sum().backward()
     assert all(torch.equal(output, expected) for output in outputs.values())
     forward = [r for r in everything.records if r.phase == "forward"]
     assert Counter((r.op, r.module) for r in forward) == Counter((r.op, r.module) for r in plain.records * 4)

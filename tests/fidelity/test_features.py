@@ -77,9 +77,12 @@ class Squared(torch.autograd.Function):
         return torch.mm(grad, x.t()) + torch.mm(x.t(), grad)
 
 
+square_by_function: Callable[..., Any] = Squared.apply
+
+
 def autograd_function() -> Sequence[Tensor]:
     x = square()
-    return gradients(Squared.apply(x), x)
+    return gradients(square_by_function(x), x)
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], **options: Any) -> Sequence[Tensor]:
@@ -146,9 +149,9 @@ def vmapped() -> Sequence[Tensor]:
 
 def per_sample_gradients() -> Sequence[Tensor]:
     layer = nn.Linear(4, 2)
-    parameters = dict(layer.named_parameters())
+    parameters: dict[str, Tensor] = dict(layer.named_parameters())
 
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Any:
         return torch.func.functional_call(layer, parameters, (x,)).sum()
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, torch.randn(5, 4))
@@ -156,7 +159,7 @@ def per_sample_gradients() -> Sequence[Tensor]:
 
 
 def vector_jacobian() -> Sequence[Tensor]:
-    out, pull = torch.func.vjp(lambda x: x @ x, torch.randn(4, 4))
+    out, pull = torch.func.vjp(lambda x: x @ x, torch.randn(4, 4))[:2]
     return [out, *pull(out)]
 
 
@@ -221,7 +224,7 @@ class Int8Weight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
             return return_and_correct_aliasing(func, args, kwargs, cls(func(args[0].q), func(args[0].scale)))

@@ -70,7 +70,7 @@ class Net(nn.Module):
         super().__init__()
         self.up, self.down, self.twice = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 64, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.down(F.gelu(self.up(x)))
         x = x + torch.softmax(x @ self.twice(x).mT, -1) @ x
         return self.twice(x)
@@ -319,11 +319,12 @@ class Reads:
 @pytest.mark.parametrize("program", LIVES)
 @every_engine
 def test_tensors_die_when_they_do_without(engine: str, program: Callable[[Track, Say], None]) -> None:
-    options = {"ops": "add"} if program is with_an_exception_in_an_addition else {}
+    options: dict[str, Any] = {"ops": "add"} if program is with_an_exception_in_an_addition else {}
     plain = deaths(program, without(engine))
     assert any("dies" in line for line in plain)
-    for hook in (*LOOKING.values(), Reads, lambda: hooks.Print(io.StringIO())):
-        assert deaths(program, intercept(hook(), **options, **ENGINES[engine])) == plain
+    makers: list[Callable[[], Any]] = [*LOOKING.values(), Reads, lambda: hooks.Print(io.StringIO())]
+    for make in makers:
+        assert deaths(program, intercept(make(), **options, **ENGINES[engine])) == plain
     with intercept(hooks.Recorder(), **options, **ENGINES[engine]):
         assert deaths(program, intercept(Reads(), **options, **ENGINES[engine])) == plain
 
@@ -350,7 +351,8 @@ def _fail(*args: Any) -> None:
 
 
 def multiply() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    first = nn.Linear(4, 4)
+    model, x = nn.Sequential(first, nn.Linear(4, 4)), torch.randn(2, 4)
     with suppress(LookupError):
         model(x).sum().backward()
     with suppress(LookupError), torch.no_grad():
@@ -358,7 +360,7 @@ def multiply() -> None:
     with suppress(RuntimeError, LookupError):
         torch.mm(x, x)
     with suppress(LookupError):
-        out = torch.mm(model[0].weight, model[0].weight)
+        out = torch.mm(first.weight, first.weight)
         out.register_hook(_fail)
         out.sum().backward()
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opintercept import OpCall, intercept
 
 pytestmark = pytest.mark.slow
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def _load() -> list[Any]:
@@ -38,7 +39,7 @@ def _load() -> list[Any]:
     finally:
         hypothesis.settings.load_profile(settings)  # theirs has 10 examples a test
         for script_type, call in zip(script_types, calls, strict=True):
-            script_type.__call__ = call
+            script_type.__call__ = call  # type: ignore[method-assign]
         torch.backends.__allow_nonbracketed_mutation_flag = True
     return list(op_db)
 
@@ -63,7 +64,7 @@ MULTIPLIES = _names(
     pinverse qr sparse.mm.reduce sparse.sampled_addmm svd svd_lowrank tensordot triangular_solve vdot
     """
 )
-if torch.__version__ >= (2, 15):
+if TORCH >= (2, 15):
     # Its samples of cdist are too small for a product, and these operators are new to the database.
     MULTIPLIES -= _names("cdist")
     MULTIPLIES |= _names("linalg.matrix_sqrth linalg.polar torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
@@ -75,7 +76,7 @@ UNWRITTEN = _names("empty empty_like empty_permuted empty_strided new_empty new_
 
 # torch gives the warnings of a call when its binding returns to Python. A kernel in Python calls bindings of its own,
 # whose warnings come first; before 2.15 all of a call's are alike.
-REORDERED = _names("sparse.sampled_addmm") if torch.__version__ >= (2, 15) else frozenset()
+REORDERED = _names("sparse.sampled_addmm") if TORCH >= (2, 15) else frozenset()
 
 # Where values differ under any dispatch mode, an empty one too, and why. ATen takes the branches there that it has for
 # tensor subclasses (#81448),
@@ -92,7 +93,7 @@ ROUNDED = {
 }
 # and loses conjugates of complex numbers (#198118).
 WRONG = _names("linalg.lstsq linalg.lstsq.grad_oriented linalg.pinv linalg.pinv.singular pinverse")
-if torch.__version__ >= (2, 15):
+if TORCH >= (2, 15):
     WRONG |= _names("linalg.matrix_sqrth linalg.polar")
 
 
@@ -263,6 +264,9 @@ def _gradient(result: Tensor) -> Tensor:
     return torch.randn_like(result) if result.layout is torch.strided else torch.ones_like(result)
 
 
+is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
 def _describe(what: str, value: Any, run: Run) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Tensor):
         yield what, repr(value)
@@ -273,7 +277,7 @@ def _describe(what: str, value: Any, run: Run) -> Iterator[tuple[str, Any]]:
     yield f"{what} version", value._version
     for part in _parts(value):
         yield f"{what} strides", (part.stride(), part.storage_offset())
-        yield f"{what} aliases", [torch._C._is_alias_of(part, other) for x in run.inputs for other in _parts(x)]
+        yield f"{what} aliases", [is_alias_of(part, other) for x in run.inputs for other in _parts(x)]
         if run.written and not part.is_meta:
             yield f"{what} values", _bits(part)
         what += " next"

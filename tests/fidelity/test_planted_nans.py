@@ -56,7 +56,7 @@ class Net(nn.Module):
         self.middle = middle or nn.ReLU()
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.last(self.middle(self.first(x)))
 
 
@@ -120,7 +120,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(4, 4)
         self.state = (torch.zeros(1, 3, 4), torch.zeros(1, 3, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.lstm(x[None], self.state)[0]
 
 
@@ -151,7 +151,7 @@ class Words(nn.Module):
         self.embedding = nn.Embedding(5, 4)
         self.net = Net()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.net(self.embedding(torch.tensor([0, 1, 2])))
 
 

@@ -188,9 +188,10 @@ class StraightThrough(torch.autograd.Function):
         return None, None, None, None, *into, into_lhs, into_rhs
 
 
+straight_through: Callable[..., Any] = StraightThrough.apply
 _PLAIN = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "addmv")
 _IN_PLACE = ("addmm_", "baddbmm_", "addbmm_", "addmv_")
-_WHOLE = {"dtypes": st.just(torch.float64), "whole": True, "failures": False, "most": 3}
+_WHOLE: dict[str, Any] = {"dtypes": st.just(torch.float64), "whole": True, "failures": False, "most": 3}
 # No memory that two elements share: in-place forms that torch lets write there have no place for new values.
 _WHOLE |= {"layouts": ("contiguous", "transposed", "sliced", "neg")}
 _WHOLE |= {"contexts": ("grad", "grad", "no_grad", "inference_mode")}
@@ -223,8 +224,8 @@ def test_a_replacement_at_dispatch_level_is_a_straight_through_edit(
             return out if replacement is None else out.copy_(replacement)
         scales = options.get("beta", 1), options.get("alpha", 1)
         if step.op.endswith("_"):
-            return operands[0].copy_(StraightThrough.apply(edit, step.op[:-1], *scales, *operands))
-        return StraightThrough.apply(edit, step.op, *scales, *operands)
+            return operands[0].copy_(straight_through(edit, step.op[:-1], *scales, *operands))
+        return straight_through(edit, step.op, *scales, *operands)
 
     interceptor = intercept(Edits(edit), **ENGINES[engine])
     edited, oracle = execute(program, lambda: interceptor), execute(program, call=by_hand)

@@ -218,6 +218,9 @@ def test_blocks_of_one_operator_come_and_go_beside_threads_that_multiply() -> No
 def test_blocks_come_and_go_beside_threads_that_start_and_end() -> None:
     done: list[int] = []
 
+    def has_run(count: int) -> bool:
+        return len(done) == count
+
     def short() -> None:
         multiply("mm")
         multiply("bmm")
@@ -229,7 +232,7 @@ def test_blocks_come_and_go_beside_threads_that_start_and_end() -> None:
         with intercept(ops=("mm", "bmm")):
             multiply("mm")
         if number % 8 == 7:
-            wait_for(lambda count=number + 1: len(done) == count)
+            wait_for(partial(has_run, number + 1))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -399,12 +402,12 @@ def test_a_child_forked_beside_busy_threads_works_on(engine: str) -> None:
                 status = 0 if own.by_op() == {"mm": 1} else 2
             finally:
                 os._exit(status)
-        status = None
+        statuses: list[int] = []
 
         def ended() -> bool:
-            nonlocal status
-            status = os.waitpid(child, os.WNOHANG)
-            return status[0] != 0
+            pid, code = os.waitpid(child, os.WNOHANG)
+            statuses.append(code)
+            return pid != 0
 
         try:
             wait_for(ended)
@@ -412,7 +415,7 @@ def test_a_child_forked_beside_busy_threads_works_on(engine: str) -> None:
             os.kill(child, signal.SIGKILL)  # it waits for a lock that a thread of its parent had
             os.waitpid(child, 0)
             raise
-        assert os.waitstatus_to_exitcode(status[1]) == 0
+        assert os.waitstatus_to_exitcode(statuses[-1]) == 0
 
     run_threads(fork, *[work] * 4)
 

@@ -83,7 +83,7 @@ def write(folder: Path, calls: list[dict[str, Any]], **info: Any) -> runs.Run:
 
 
 def kinds(found: runs.Difference) -> dict[str, dict[str, int]]:
-    return {str(row.module): dict(row.kinds) for row in found.modules}
+    return {str(row.module): {str(kind): count for kind, count in row.kinds.items()} for row in found.modules}
 
 
 def chain(*modules: str, of: str = "") -> list[dict[str, Any]]:

@@ -132,8 +132,8 @@ def tensors(draw: st.DrawFn) -> Tensor:
     count = math.prod(shape)
     if dtype in INTEGERS:
         low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        numbers = draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
-        tensor = torch.tensor(numbers, dtype=dtype)
+        whole = draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
+        tensor = torch.tensor(whole, dtype=dtype)
     elif dtype.is_complex:
         parts = draw(st.lists(st.tuples(_reals, _reals), min_size=count, max_size=count))
         tensor = torch.tensor([complex(*pair) for pair in parts], dtype=torch.complex128).to(dtype)
