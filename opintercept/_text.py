@@ -85,6 +85,11 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a count: `1 call`, `2,000 calls`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str, most: int | None = None) -> str:
     """Text that is safe on a terminal: control characters as escapes, and the middle left out where it is long."""
     if most is not None and len(text) > most:

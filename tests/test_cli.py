@@ -1,4 +1,4 @@
-"""The command line: the demo, bad options, and an answer to --help without torch."""
+"""The command line: the demo, bad options, and `--help` without torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 import opintercept
-from opintercept.cli import main, size
+from opintercept.cli import main
+from opintercept.cli._options import size
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
-def test_demo_shows_training_by_its_matmuls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_shows_the_matmuls_of_a_training_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", "2"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -29,11 +30,11 @@ def test_demo_shows_training_by_its_matmuls(capsys: pytest.CaptureFixture[str]) 
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", out, re.MULTILINE)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
-    opaque = next(line for line in lines if line.startswith("opaque, seen but not into: "))
+    opaque = next(line for line in lines if line.startswith("opaque (seen only from outside): "))
     assert "aten::_scaled_dot_product_flash_attention_for_cpu x6" in opaque
 
 
-def test_the_table_of_the_demo_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_the_demo_table_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     main(["demo", "--steps", "1"])
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("operator "))
@@ -44,13 +45,13 @@ def test_the_table_of_the_demo_adds_up(capsys: pytest.CaptureFixture[str]) -> No
     assert total is not None
     assert len(parts) == end - start - 1 > 5
     assert sum(int(part[1]) for part in parts) == int(total[1])
-    # Each figure is rounded to 0.1 MFLOP on its own.
+    # Each row is rounded to 0.1 MFLOP.
     assert sum(float(part[2]) for part in parts) == pytest.approx(float(total[2]), abs=0.05 * (len(parts) + 1))
-    # A step: 3 layers of 4 linears and the head, whose backward pass doubles them, and attention both ways.
+    # A step: 3 layers of 4 linears each, and the head, with two products each in backward; attention both ways.
     assert int(total[1]) == 3 * (4 * 3 + 2) + 3
 
 
-def test_demo_as_a_module() -> None:
+def test_demo_runs_as_a_module() -> None:
     done = python("-m", "opintercept", "demo", "--steps", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert "The first matmuls, forward, and the first three backward:\n0 forward aten::addmm " in done.stdout
@@ -105,7 +106,7 @@ def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert "demo" in capsys.readouterr().out
 
 
-def test_the_version_is_told_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed_without_importing_torch(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"opintercept {opintercept.__version__}\n"
@@ -115,11 +116,11 @@ def test_the_version_is_told_without_torch(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("text", "expected"), [("1", 1), ("500k", 500_000), ("64M", 64_000_000), ("2G", 2 * 10**9), ("2GB", 2 * 10**9)]
 )
-def test_sizes_are_in_bytes(text: str, expected: int) -> None:
+def test_size_parses_bytes(text: str, expected: int) -> None:
     assert size(text) == expected
 
 
-# As in an environment without these packages: nothing finds them.
+# Run the command line as if these packages were not installed.
 WITHOUT = """
 import sys
 from importlib.machinery import PathFinder
@@ -134,14 +135,14 @@ def without(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return python("-c", WITHOUT, *arguments, packages)
 
 
-def test_the_demo_says_nothing_of_a_numpy_that_is_not_there() -> None:
+def test_demo_does_not_mention_missing_numpy() -> None:
     done = without("numpy,safetensors", "demo", "--steps", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("A decoder of ")
 
 
 @pytest.mark.parametrize("missing", ["numpy", "safetensors"])
-def test_values_are_not_recorded_without_what_stores_them(missing: str, tmp_path: Path) -> None:
+def test_recording_values_needs_the_packages_that_store_them(missing: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import torch\ntorch.eye(2) @ torch.eye(2)\nprint('ran')\n")
     for kept in ("full", "sample"):
         run = ["run", "--tensors", kept, "--out", str(tmp_path / kept), str(tmp_path / "script.py")]
@@ -152,7 +153,7 @@ def test_values_are_not_recorded_without_what_stores_them(missing: str, tmp_path
         assert not (tmp_path / kept).exists()
 
 
-def test_the_extra_of_the_command_line_brings_what_it_imports() -> None:
+def test_cli_extra_lists_what_the_commands_import() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     assert sorted(project["optional-dependencies"]["cli"]) == ["numpy", "plotly", "safetensors"]
 
@@ -163,9 +164,9 @@ def imports_torch(code: str) -> bool:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--steps", "0"]], ids=["help", "bad option"])
-def test_answers_that_need_no_torch_do_not_import_it(arguments: list[str]) -> None:
+def test_help_and_bad_options_do_not_import_torch(arguments: list[str]) -> None:
     assert not imports_torch(f"from opintercept.cli import main; main({arguments})")
 
 
-def test_the_check_reports_code_that_does_import_torch() -> None:
+def test_imports_torch_detects_an_import() -> None:
     assert imports_torch("from opintercept.cli.demo import _decoder; _decoder(8, 4); sys.exit(2)")

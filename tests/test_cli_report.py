@@ -1,4 +1,4 @@
-"""`opintercept report`: a page from the command line, and what it says where it cannot make one."""
+"""`opintercept report`: the page it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_report_writes_a_page_of_one_run_or_two(run: Path, tmp_path: Path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
 
-def test_report_goes_to_the_working_directory(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_written_to_the_working_directory(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(run)]) == 0
     assert (tmp_path / "report.html").exists()
 
 
-def test_report_says_what_it_cannot_use(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_explains_what_it_cannot_use(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "missing")]) == 2
     assert capsys.readouterr().err.startswith("opintercept report: a run must be a folder with run.json")
     assert main(["report", str(run), "-o", str(tmp_path)]) == 2
@@ -55,7 +55,7 @@ def test_report_says_what_it_cannot_use(run: Path, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_torn_file_is_told_in_one_plain_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_file_gives_a_one_line_warning(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (run / "calls.jsonl").open("a") as file:
         file.write('{"index": 1, "op')
     assert main(["report", str(run), str(run), "-o", str(tmp_path / "page.html")]) == 0
@@ -63,7 +63,7 @@ def test_a_torn_file_is_told_in_one_plain_line(run: Path, tmp_path: Path, capsys
     assert line.startswith(f"opintercept report: warning: {run}/calls.jsonl has 1 lines that are no calls, which were")
 
 
-def test_report_without_tensors_needs_no_torch(run: Path, tmp_path: Path) -> None:
+def test_report_without_tensors_does_not_import_torch(run: Path, tmp_path: Path) -> None:
     program = (
         "import sys\nfrom opintercept.cli import main\n"
         "assert main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"

@@ -1,4 +1,4 @@
-"""`opintercept run`, as a user sees it: each program beside a plain run of it."""
+"""`opintercept run` as a user sees it: each program is compared with a plain run of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compiler import needs_compiler
 from opintercept import runs
 
 OURS = ("-m", "opintercept", "run")
-# As the console script does, which has its own folder in sys.path[0].
+# What the console script does, whose own folder is sys.path[0].
 SCRIPT = ("-c", "import sys; sys.argv[0] = 'opintercept'; from opintercept.cli import main; sys.exit(main())", "run")
 SUMMARY = re.compile(r"^opintercept: (?P<calls>[\d,]+) calls?, (?P<flop>\S+ \w*FLOP)", re.MULTILINE)
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
@@ -30,8 +30,8 @@ _started: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_on() -> Iterator[None]:
-    """Programs end with their test, also where it fails."""
+def kill_started_programs() -> Iterator[None]:
+    """End the programs of a test with it, even if it fails."""
     yield
     for process in _started:
         process.kill()
@@ -66,7 +66,7 @@ def script(folder: Path, program: str, name: str = "script.py") -> str:
 def beside(
     folder: Path, *arguments: str, options: Sequence[str] = (), ours: Sequence[str] = OURS, stdin: str = ""
 ) -> tuple[int, str, str]:
-    """What a quiet run gives, which is what a plain one does."""
+    """Check that a quiet run gives what a plain run gives, and return it."""
     plain = start(folder, *arguments)
     watched = start(folder, *ours, "-q", *options, *arguments)
     expected, got = ends(plain, stdin), ends(watched, stdin)
@@ -90,12 +90,12 @@ ENDS = {
     "raises a group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])",
     "raises with a note": "e = ValueError('x')\ne.add_note('a note')\nraise e",
     "raises what the command line knows": "raise ImportError(\"pip install 'opintercept[cli]'\")",
-    "raises our own": "from opintercept import HookError\nraise HookError('mine')",
+    "raises an error of ours": "from opintercept import HookError\nraise HookError('mine')",
     "interrupts itself": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass",
     "raises KeyboardInterrupt": "raise KeyboardInterrupt",
     "raises KeyboardInterrupt in a call": "def f():\n    raise KeyboardInterrupt('x')\nf()",
-    "no syntax": "def f(:\n    pass",
-    "no syntax at run time": "compile('1 +', 'there', 'exec')",
+    "syntax error": "def f(:\n    pass",
+    "syntax error at run time": "compile('1 +', 'there', 'exec')",
     "its own excepthook": "import sys, traceback\n"
     "sys.excepthook = lambda *e: print('HOOK', ''.join(traceback.format_exception(*e)))\n"
     "1 / 0",
@@ -110,7 +110,7 @@ def test_run_ends_as_a_plain_run(name: str, tmp_path: Path) -> None:
     beside(tmp_path, script(tmp_path, ENDS[name]))
 
 
-@pytest.mark.parametrize("name", ["raises", "exit 3", "raises KeyboardInterrupt", "no syntax"])
+@pytest.mark.parametrize("name", ["raises", "exit 3", "raises KeyboardInterrupt", "syntax error"])
 def test_run_by_the_console_script_ends_as_a_plain_run(name: str, tmp_path: Path) -> None:
     beside(tmp_path, script(tmp_path, ENDS[name]), ours=SCRIPT)
 
@@ -149,7 +149,7 @@ def test_a_script_sees_what_it_sees_in_a_plain_run(name: str, ours: Sequence[str
     assert f"['{name}', 'a', '--out', 'b', '-q', '--', '-m', '--help']" in out
 
 
-def test_an_absolute_path_and_a_safe_path(tmp_path: Path) -> None:
+def test_run_keeps_sys_path_for_absolute_and_safe_paths(tmp_path: Path) -> None:
     name = script(tmp_path, SEEN, "sub/script.py")
     beside(tmp_path, str(tmp_path / name))
     plain, watched = start(tmp_path, "-P", name), start(tmp_path, "-P", *OURS, "-q", name)
@@ -221,13 +221,13 @@ def test_multiprocessing_finds_the_main_module(method: str, tmp_path: Path) -> N
     beside(tmp_path, "-m", "script", "x")
 
 
-def test_stdin_is_the_programs(tmp_path: Path) -> None:
+def test_the_program_reads_stdin(tmp_path: Path) -> None:
     program = "import sys\nprint(input())\nprint(sys.stdin.read().upper())\ninput()"
     assert "TWO" in beside(tmp_path, script(tmp_path, program), stdin="one\ntwo\nthree\n")[1]
 
 
 @FORKS
-def test_a_forked_child_ends_by_itself(tmp_path: Path) -> None:
+def test_a_forked_child_exits_without_a_report(tmp_path: Path) -> None:
     program = """
         import os, sys
         child = os.fork()
@@ -241,7 +241,7 @@ def test_a_forked_child_ends_by_itself(tmp_path: Path) -> None:
     """
     name = script(tmp_path, program)
     beside(tmp_path, name)
-    # Only the parent tells what it has seen.
+    # Only the parent prints a report.
     assert ends(start(tmp_path, *OURS, name))[2].count("opintercept: ") == 1
 
 
@@ -265,7 +265,7 @@ def test_asyncio_and_threads_that_outlive_the_program(tmp_path: Path) -> None:
     assert beside(tmp_path, script(tmp_path, program))[1] == "ran\nend of main\nlate\nat exit\n"
 
 
-def test_a_program_without_torch_gets_none(tmp_path: Path) -> None:
+def test_torch_is_not_imported_for_a_program_without_it(tmp_path: Path) -> None:
     program = """
         import importlib.util, sys
         found = importlib.util.find_spec("torch")
@@ -276,11 +276,11 @@ def test_a_program_without_torch_gets_none(tmp_path: Path) -> None:
     assert ends(start(tmp_path, *OURS, name))[2] == NOTHING
 
 
-CHILDREN = "processes that it starts are not watched, but each of those that torchrun starts with this command is"
-NOTHING = f"opintercept: nothing to see, the program has not imported torch in its own process; {CHILDREN}\n"
+CHILDREN = "child processes are not watched, except for the ranks of `torchrun -m opintercept run ...`"
+NOTHING = f"opintercept: nothing to show, since the program did not import torch; {CHILDREN}\n"
 
 
-def test_a_program_may_put_other_streams_in_place_or_close_them(tmp_path: Path) -> None:
+def test_a_program_may_replace_or_close_its_streams(tmp_path: Path) -> None:
     name = script(tmp_path, "import io, sys\nsys.stdout = sys.stderr = io.StringIO()")
     assert ends(start(tmp_path, *OURS, name)) == (0, "", NOTHING)
     name = script(tmp_path, "import sys\nsys.stdout.close()\nsys.stderr.close()")
@@ -290,15 +290,15 @@ def test_a_program_may_put_other_streams_in_place_or_close_them(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "run needs a program, got none"),
-        (["missing.py"], "a script must be a file that can be read, got 'missing.py'"),
-        (["--overwrite", "script.py"], "--overwrite is about a recording, got no --out"),
-        (["--tensors", "full", "script.py"], "--tensors is about a recording, got no --out FOLDER for one; add --out"),
-        (["--every", "3", "script.py"], "--every is about a recording, got no --out"),
-        (["--max-bytes", "3M", "script.py"], "--max-bytes is about a recording, got no --out"),
-        (["--flight", "3", "script.py"], "--flight is about a recording, got no --out"),
+        ([], "no program given; use `opintercept run script.py`"),
+        (["missing.py"], "cannot read the script 'missing.py'"),
+        (["--overwrite", "script.py"], "--overwrite needs --out FOLDER"),
+        (["--tensors", "full", "script.py"], "--tensors needs --out FOLDER, the folder to record to"),
+        (["--every", "3", "script.py"], "--every needs --out FOLDER"),
+        (["--max-bytes", "3M", "script.py"], "--max-bytes needs --out FOLDER"),
+        (["--flight", "3", "script.py"], "--flight needs --out FOLDER"),
         (["--flight", "0", "script.py"], "must be a whole number of at least 1, got '0'"),
-        (["--steps", "a:3", "script.py"], "must be a step, or a range of steps as in 0:100, got 'a:3'"),
+        (["--steps", "a:3", "script.py"], "must be a step or a range of steps such as 0:100, got 'a:3'"),
         (["--hooks", "fly", "script.py"], "invalid choice: 'fly'"),
         (["--fly", "script.py"], "unrecognized arguments: --fly"),
     ],
@@ -328,17 +328,17 @@ TRAIN = """
 """
 
 
-def test_a_training_run_is_told_about_on_stderr_and_recorded(tmp_path: Path) -> None:
+def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
     plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "--out", "run", "--top", "3", name)
     (status, out, err), expected = ends(watched), ends(plain)
     assert (status, out, "") == expected
     lines = err.splitlines()
     # 5 steps of 2 products forward and 3 backward, and those of the thread and at exit.
-    assert re.fullmatch(r"opintercept: 27 calls, 9.02 kFLOP, 0 not finite, \S+ ms in them", lines[0])
+    assert re.fullmatch(r"opintercept: 27 calls, 9.02 kFLOP, 0 not finite, \S+ ms in total", lines[0])
     assert lines[1].split()[:6] == ["module", "op", "shape", "dtype", "phase", "calls"]
     assert len(lines[2:5]) == 3
-    assert lines[5] == "... and 4 more, which --top 7 shows"
+    assert lines[5] == "... and 4 more; --top 7 shows them"
     assert lines[6] == "nothing that is not finite was made"
     assert re.fullmatch(r"recording 27 calls took [\d.]+ m?s, \d+% of [\d.]+ m?s, and [\d.]+ kB", lines[7])
     assert lines[8:] == [f"recorded in {tmp_path / 'run'}; to look at it: opintercept show {tmp_path / 'run'}"]
@@ -375,7 +375,7 @@ FAILS = """
     ],
     ids=" ".join,
 )
-def test_an_operator_that_fails_is_printed_as_in_a_plain_run(tmp_path: Path, options: list[str]) -> None:
+def test_a_failing_operator_prints_the_traceback_of_a_plain_run(tmp_path: Path, options: list[str]) -> None:
     name = script(tmp_path, FAILS)
     plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "-q", *options, name)
     expected = ends(plain)
@@ -383,7 +383,7 @@ def test_an_operator_that_fails_is_printed_as_in_a_plain_run(tmp_path: Path, opt
     assert ends(watched) == expected
 
 
-def test_what_only_torch_can_refuse_exits_with_2_where_it_is_imported(tmp_path: Path) -> None:
+def test_options_that_need_torch_to_check_exit_with_2_at_its_import(tmp_path: Path) -> None:
     name = script(tmp_path, "print('before', flush=True)\nimport torch\nprint('after')")
     status, out, err = ends(start(tmp_path, *OURS, "--ops", "mm,nope", name))
     assert (status, out) == (2, "before\n")
@@ -391,7 +391,7 @@ def test_what_only_torch_can_refuse_exits_with_2_where_it_is_imported(tmp_path: 
     assert re.fullmatch(message, err)
 
 
-def test_a_program_that_intercepts_by_itself(tmp_path: Path) -> None:
+def test_a_program_may_use_intercept_itself(tmp_path: Path) -> None:
     program = """
         import os, threading
         os.environ["OMP_NUM_THREADS"] = "3"
@@ -422,7 +422,7 @@ def test_a_program_that_intercepts_by_itself(tmp_path: Path) -> None:
     plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "-q", name)
     expected, got = ends(plain), ends(watched)
     assert got[:2] == expected[:2]
-    # Of a hook that raises the way to it is shown, which leads past our second interceptor.
+    # The traceback of a hook shows the frames that lead to it, here through our second interceptor.
     inside = re.compile(r'  File "[^"]*_pipeline.py".*\n    .*\n.*\^\n')
     assert no_address(inside.sub("", got[2])) == no_address(inside.sub("", expected[2]))
     assert "in post" in got[2]
@@ -442,7 +442,7 @@ WAITS = """
 
 
 @FORKS
-def test_what_child_processes_run_is_not_watched_and_this_is_told(tmp_path: Path) -> None:
+def test_child_processes_are_not_watched_and_the_report_says_so(tmp_path: Path) -> None:
     program = """
         import multiprocessing, os, torch
 
@@ -459,14 +459,14 @@ def test_what_child_processes_run_is_not_watched_and_this_is_told(tmp_path: Path
     name = script(tmp_path, program)
     status, out, err = ends(start(tmp_path, *OURS, "--out", "run", name))
     assert (status, out) == (0, "[4.0, 8.0, 12.0]\n16.0\n")
-    assert err.splitlines()[0] == f"opintercept: 0 calls, 0 FLOP, 0 not finite, 0.000 ms in them; {CHILDREN}"
+    assert err.splitlines()[0] == f"opintercept: 0 calls, 0 FLOP, 0 not finite, 0.000 ms in total; {CHILDREN}"
     run = runs.open_run(tmp_path / "run")
     assert run.info.finished
     assert not list(run.calls())
 
 
 @FORKS
-def test_a_signal_ends_it_as_a_plain_run_and_keeps_what_was_recorded(tmp_path: Path) -> None:
+def test_a_signal_ends_the_program_and_keeps_what_was_recorded(tmp_path: Path) -> None:
     name = script(tmp_path, WAITS)
     processes = {
         n: start(tmp_path, *OURS, "--out", f"run{n}", name, f"run{n}") for n in (signal.SIGINT, signal.SIGTERM)
@@ -521,7 +521,7 @@ def test_flight_records_the_last_calls_of_a_program_that_fails(tmp_path: Path) -
     ends_well = start(tmp_path, *OURS, "--out", "ends", "--flight", "3", name, "well")
     status, _, err = ends(fails)
     assert status == 1
-    assert "8 calls, 288 FLOP, 1 that raised" in err
+    assert "8 calls, 288 FLOP, 1 raised" in err
     calls = list(runs.open_run(tmp_path / "fails").calls())
     assert [call.record.lhs.shape[1] for call in calls if call.record.lhs] == [7, 8, 3]
     # torch 2.15 names the operator: "mm: mat1 and mat2 ..."
@@ -531,7 +531,7 @@ def test_flight_records_the_last_calls_of_a_program_that_fails(tmp_path: Path) -
     assert not (tmp_path / "ends").exists()
 
 
-def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
+def test_a_run_is_overwritten_only_on_request(tmp_path: Path) -> None:
     name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
     assert ends(start(tmp_path, *OURS, "--out", "replaced", name))[0] == 0
     (tmp_path / "kept").mkdir()
@@ -547,7 +547,7 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     assert len(list(runs.open_run(tmp_path / "replaced").calls())) == 1
 
 
-def test_recording_statistics_needs_no_extra_and_recording_values_says_which(tmp_path: Path) -> None:
+def test_recording_statistics_needs_no_extra_and_recording_values_names_it(tmp_path: Path) -> None:
     for name in ("rich", "plotly", "safetensors"):
         script(tmp_path, f"raise ModuleNotFoundError('no {name} here', name='{name}')", f"{name}.py")
     name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
@@ -565,7 +565,7 @@ def test_recording_statistics_needs_no_extra_and_recording_values_says_which(tmp
     assert "calls     1 call, 24 FLOP" in out
 
 
-def test_every_records_every_nth_step_and_shows_all(tmp_path: Path) -> None:
+def test_every_records_every_nth_step_and_reports_all(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
     every = start(tmp_path, *OURS, "--out", "every", "--every", "2", name)
     both = start(tmp_path, *OURS, "--out", "both", "--every", "2", "--steps", "1:5", "--tensors", "none", name)
@@ -580,7 +580,7 @@ def test_every_records_every_nth_step_and_shows_all(tmp_path: Path) -> None:
     assert steps == [1] * 5 + [3] * 5
 
 
-def test_max_bytes_ends_the_recording_and_not_the_program(tmp_path: Path) -> None:
+def test_max_bytes_ends_the_recording_but_not_the_program(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
     plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "--out", "run", "--max-bytes", "9k", name)
     expected, (status, out, err) = ends(plain), ends(watched)
@@ -623,11 +623,11 @@ def test_stop_ends_the_program_at_the_first_nan(options: list[str], tmp_path: Pa
     assert [call.values["output"].nan for call in run.calls()] == [0, 0, 0, 4]
 
 
-def test_stop_changes_nothing_where_all_is_finite(tmp_path: Path) -> None:
+def test_stop_changes_nothing_if_everything_is_finite(tmp_path: Path) -> None:
     beside(tmp_path, script(tmp_path, TRAIN), options=["--stop"])
 
 
-def test_stop_ends_the_program_from_its_backward_pass_and_from_a_thread(tmp_path: Path) -> None:
+def test_stop_works_in_the_backward_pass_and_in_threads(tmp_path: Path) -> None:
     backward = """
         import torch
         x = torch.zeros(2, 2, requires_grad=True)
@@ -655,7 +655,7 @@ def test_stop_ends_the_program_from_its_backward_pass_and_from_a_thread(tmp_path
 
 
 @FORKS
-def test_a_terminal_gets_a_line_of_progress_that_goes_away(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_line_of_progress_and_removes_it(tmp_path: Path) -> None:
     import pty
 
     program = """
@@ -670,7 +670,7 @@ def test_a_terminal_gets_a_line_of_progress_that_goes_away(tmp_path: Path) -> No
     process = start(tmp_path, *OURS, name, stderr=follower)
     os.close(follower)
     shown = b""
-    with contextlib.suppress(OSError):  # that is how a terminal ends
+    with contextlib.suppress(OSError):  # the error that a closed terminal gives
         while part := os.read(leader, 1024):
             shown += part
     os.close(leader)
@@ -682,7 +682,7 @@ def test_a_terminal_gets_a_line_of_progress_that_goes_away(tmp_path: Path) -> No
     assert "opintercept: 10 calls, 240 FLOP, 0 not finite, " in parts[-1]
 
 
-def test_a_module_that_is_not_there_is_told_once_also_where_warnings_are_errors(tmp_path: Path) -> None:
+def test_a_filter_that_matches_nothing_warns_once_even_if_warnings_are_errors(tmp_path: Path) -> None:
     program = """
         import sys, warnings, torch
         warnings.simplefilter(sys.argv[1])
@@ -698,7 +698,7 @@ def test_a_module_that_is_not_there_is_told_once_also_where_warnings_are_errors(
         assert "opintercept: 0 calls, " in err
 
 
-def test_each_rank_records_a_folder_and_the_first_one_shows_it(tmp_path: Path) -> None:
+def test_each_rank_records_a_folder_and_rank_0_reports(tmp_path: Path) -> None:
     program = """
         import os, torch
         torch.distributed.init_process_group("gloo")
@@ -713,7 +713,7 @@ def test_each_rank_records_a_folder_and_the_first_one_shows_it(tmp_path: Path) -
     status, _, err = ends(start(tmp_path, *torchrun, "-m", "opintercept", "run", "--out", "run", name))
     assert status == 0
     (shown,) = [line for line in err.splitlines() if line.startswith("opintercept: ")]
-    assert shown.startswith("opintercept: 1 call, 24 FLOP, 0 not finite by rank 0 of 2, ")
+    assert shown.startswith("opintercept: 1 call, 24 FLOP, 0 not finite, ")
     run = runs.open_run(tmp_path / "run")
     assert {rank: len(list(run.calls(rank))) for rank in run.ranks} == {0: 1, 1: 2}
     assert all(info.finished for info in run.infos.values())

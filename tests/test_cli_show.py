@@ -1,4 +1,4 @@
-"""`opintercept show`: what it counts, chooses and sorts, in three forms, also of a run that is out to harm."""
+"""`opintercept show`: what it counts, filters and sorts, in three forms, also for a malicious run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def meta(*shape: int) -> TensorMeta:
 
 
 def call(index: int, **changes: Any) -> dict[str, Any]:
-    """Of modules 0 to 4 in turn, forward and backward in turn, ten a step; each takes a millisecond longer."""
+    """A call: modules 0 to 4 take turns, so do the phases; a step has ten calls, each a millisecond longer."""
     record = CallRecord(
         index=index,
         step=index // 10,
@@ -105,14 +105,14 @@ def test_show_gives_an_overview_and_a_table_by_module(run: str, capsys: pytest.C
         "devices   A card",
         "flags     float32_matmul_precision=high",
         "tensors   stats",
-        "calls     20 calls, 5.12 kFLOP, 210.000 ms in them, 1 not finite, 1 that raised",
+        "calls     20 calls, 5.12 kFLOP, 210.000 ms in total, 1 not finite, 1 raised",
         "nonfinite first in call 7, step 0, rank 0, backward: mm in layers.2 at model.py:3 in forward; "
         "output (3 NaN and 1 Inf of 16); its operands are not recorded",
         "",
         "module    op  phase     calls  MFLOP     ms  share  GFLOP/s  not finite  min  max",
         "layers.3  mm  forward       2   0.00  28.00  13.3%     0.00           0   -1   18",
         "layers.2  mm  backward      2   0.00  26.00  12.4%     0.00           1   -1   17",
-        "... and 9 rows more, which --limit all shows",
+        "... and 9 more rows; --limit all shows them",
     ]
 
 
@@ -163,10 +163,10 @@ def test_filters_and_order_of_calls(
     assert [int(line.split()[0]) for line in table] == indexes
 
 
-def test_filters_of_groups_leave_the_total(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_filters_of_groups_do_not_change_the_total(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, run, "--op", "bmm")
     assert re.search("^calls     20 calls", text, re.MULTILINE)
-    assert re.search("^chosen    1 call, 256 FLOP, 10.000 ms in them, 0 not finite, 1 that raised$", text, re.MULTILINE)
+    assert re.search("^chosen    1 call, 256 FLOP, 10.000 ms in total, 0 not finite, 1 raised$", text, re.MULTILINE)
     assert text.splitlines()[-1].split() == [
         "layers.4",
         "bmm",
@@ -202,7 +202,7 @@ def test_ranks_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         write(tmp_path / "run" / f"rank{rank}", calls, rank=rank, world_size=3, finished=not rank)
     run = str(tmp_path / "run")
     text = shown(capsys, run)
-    assert "run: not finished (ranks 1): it still runs, or was killed; 2 of 3 ranks" in text
+    assert "run: not finished (ranks 1): still running, or killed; 2 of 3 ranks" in text
     assert "calls     21 calls" in text
     assert len(rows(capsys, run, "--calls", "--rank", "1")) == 11
     assert shown(capsys, run, "--calls", "--sort", "time", "--limit", "1").splitlines()[1].split()[:2] == ["1", "10"]
@@ -218,13 +218,11 @@ def test_a_run_without_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "min" not in text
     assert text.splitlines()[-1].split()[:5] == ["layers.0", "mm", "forward", "1", "?"]
     assert main(["show", run, "--nonfinite"]) == 2
-    assert "--nonfinite needs the statistics of tensors" in capsys.readouterr().err
+    assert "--nonfinite needs statistics" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--calls"], ["--calls", "--sort", "time"]], ids=str)
-def test_a_torn_file_is_told_in_one_plain_line(
-    options: list[str], run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torn_file_gives_a_one_line_warning(options: list[str], run: str, capsys: pytest.CaptureFixture[str]) -> None:
     with (Path(run) / "calls.jsonl").open("a") as file:
         file.write('{"index": 20, "op')
     assert main(["show", run, *options]) == 0
@@ -240,20 +238,20 @@ def test_a_torn_file_is_told_in_one_plain_line(
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        (["--module", "layer.1"], "--module must match a module of {run}, got 'layer.1'; did you mean 'layers.1' or "),
-        (["--module", "layers"], "--module must match a module of {run}, got 'layers'; did you mean 'layers.*' or "),
+        (["--module", "layer.1"], "--module 'layer.1' matches no module of {run}; did you mean 'layers.1' or "),
+        (["--module", "layers"], "--module 'layers' matches no module of {run}; did you mean 'layers.*' or "),
         (
             ["--module", "LAYERS.[01]"],
-            "--module must match a module of {run}, got 'LAYERS.[01]'; did you mean 'layers.",
+            "--module 'LAYERS.[01]' matches no module of {run}; did you mean 'layers.",
         ),
-        (["--module", "q\x1b"], "--module must match a module of {run}, got 'q\\x1b'; `opintercept show` lists them"),
-        (["--op", "mmm"], "--op must match an operator of {run}, got 'mmm'; did you mean 'mm' or 'bmm'?"),
-        (["--op", "mm", "--op", "linear"], "--op must match an operator of {run}, got 'linear'; `opintercept show` "),
-        (["--op", "bmmm", "--module", "layers.4"], "--op must match an operator of {run}, got 'bmmm'; did you mean 'b"),
+        (["--module", "q\x1b"], "--module 'q\\x1b' matches no module of {run}; `opintercept show` lists them"),
+        (["--op", "mmm"], "--op 'mmm' matches no operator of {run}; did you mean 'mm' or 'bmm'?"),
+        (["--op", "mm", "--op", "linear"], "--op 'linear' matches no operator of {run}; `opintercept show` "),
+        (["--op", "bmmm", "--module", "layers.4"], "--op 'bmmm' matches no operator of {run}; did you mean 'b"),
     ],
     ids=str,
 )
-def test_a_name_that_no_call_has_is_refused(
+def test_a_filter_that_matches_no_call_is_refused(
     filters: list[str], message: str, form: list[str], run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", run, *filters, *form]) == 2
@@ -272,7 +270,7 @@ def two_ranks(folder: Path) -> str:
     return str(folder)
 
 
-def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(
+def test_the_first_nan_of_several_ranks_comes_from_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = two_ranks(tmp_path / "run")
@@ -293,7 +291,9 @@ def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(
     assert [row["index"] for row in rows(capsys, run, "--calls", "--sort", "index", "--limit", "4")] == [*"0011"]
 
 
-def test_an_output_comes_before_an_operand_as_the_first_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_nan_is_looked_for_in_outputs_before_operands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls = [call(index) for index in range(4)]
     calls[1]["values"]["lhs"] = values(1, inf=1)
     calls[3]["values"] = {"lhs": values(3), "output": values(3, nan=1)}
@@ -304,10 +304,10 @@ def test_an_output_comes_before_an_operand_as_the_first_nan(tmp_path: Path, caps
     assert "nonfinite" not in shown(capsys, write(tmp_path / "finite", calls[:1]))
 
 
-def test_many_ranks_are_read_one_after_another(
+def test_too_many_ranks_are_read_one_after_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show._OPEN", 2)
+    monkeypatch.setattr("opintercept.cli.show.MAX_OPEN", 2)
     for rank in range(3):
         write(tmp_path / "run" / f"rank{rank}", [call(index) for index in range(3)], rank=rank, world_size=3)
     run = str(tmp_path / "run")
@@ -356,7 +356,7 @@ def test_csv_has_no_formulas(start: str, tmp_path: Path, capsys: pytest.CaptureF
         ([".", "--calls", "--csv", "--sort", "time"], "a run must be a folder with run.json"),
     ],
 )
-def test_what_is_no_run_exits_with_2(
+def test_a_folder_without_a_run_exits_with_2(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -373,15 +373,15 @@ def test_what_is_no_run_exits_with_2(
 def test_sorted_calls_need_a_limit(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--csv"], ["--json"], ["--limit", "all"]):
         assert main(["show", run, "--calls", "--sort", "time", *arguments]) == 2
-        assert "--sort of calls needs a --limit" in capsys.readouterr().err
+        assert "--calls with --sort needs a --limit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--by", "module,color"], "must be of module,op,phase,shape,dtype,step,rank,source, got 'color'"),
+        (["--by", "module,color"], "unknown key 'color'; choose from module,op,phase,shape,dtype,step,rank,source"),
         (["--limit", "0"], "must be a whole number of at least 1, got '0'"),
-        (["--step", "3:b"], "must be a step, or a range of steps as in 0:100, got '3:b'"),
+        (["--step", "3:b"], "must be a step or a range of steps such as 0:100, got '3:b'"),
         (["--json", "--csv"], "not allowed with argument"),
     ],
 )
@@ -396,7 +396,7 @@ def test_bad_options_exit_with_2(
 EVIL = "a\x1b]0;owned\x07\r\n\u202e\ud800\x9b2Jé" + "x" * 5000
 
 
-def test_nothing_that_steers_a_terminal_gets_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = call(0, module=EVIL, op=EVIL, source=EVIL, error=EVIL, func=EVIL, gemm=None)
     evil["lhs"]["dtype"] = EVIL
     run = write(
@@ -419,17 +419,17 @@ def test_nothing_that_steers_a_terminal_gets_there(tmp_path: Path, capsys: pytes
     assert r"a\x1b]0;owned\x07\r\n\u202e?\x9b2Jé" in shown(capsys, run)
 
 
-def test_numbers_that_are_none_sort_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_and_missing_numbers_sort_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = [call(n, elapsed=e) for n, e in enumerate([math.nan, 1.0, None, math.inf, -math.inf])]
     run = write(tmp_path / "run", calls)
     assert [row["index"] for row in rows(capsys, run, "--calls", "--sort", "time", "--limit", "9")] == [*"31402"]
     assert shown(capsys, run).count("layers.") == 5
 
 
-def test_groups_without_end_are_added_up(
+def test_groups_beyond_the_limit_share_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show._GROUPS", 3)
+    monkeypatch.setattr("opintercept.cli.show.MAX_GROUPS", 3)
     run = write(tmp_path / "run", [call(index, module=str(index)) for index in range(9)])
     assert {row["module"]: row["calls"] for row in rows(capsys, run)} == {"0": "1", "1": "1", "2": "1", "(others)": "6"}
 
@@ -437,7 +437,9 @@ def test_groups_without_end_are_added_up(
 @pytest.mark.parametrize(
     "arguments", [[], ["--calls", "--limit", "all"], ["--calls", "--sort", "time"], ["--calls", "--json"]]
 )
-def test_memory_is_flat(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_does_not_grow_with_the_number_of_calls(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     peaks = []
     for number in (10, 400, 800):  # the first is for what is kept once
         run = write(tmp_path / str(number), (call(index) for index in range(number)))
@@ -452,7 +454,7 @@ def test_memory_is_flat(arguments: list[str], tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("options", [[], ["--calls"], ["--calls", "--sort", "time"], ["--calls", "--json"]], ids=str)
-def test_no_call_is_kept_however_large(options: list[str], tmp_path: Path) -> None:
+def test_large_calls_are_not_kept(options: list[str], tmp_path: Path) -> None:
     nested = json.dumps([[]] * 20_000, separators=(",", ":"))  # 60 kB, 1.4 MB as objects
     lines = [json.dumps(call(index) | {"given": {"args": "@", "kwargs": {}}}) for index in range(16)]
     run = write(tmp_path / "run", [])
@@ -467,10 +469,10 @@ def test_no_call_is_kept_however_large(options: list[str], tmp_path: Path) -> No
         tracemalloc.stop()
 
 
-def test_the_keys_of_groups_are_bounded(
+def test_the_memory_of_group_keys_is_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show._KEYS_SIZE", 10_000)
+    monkeypatch.setattr("opintercept.cli.show.MAX_KEYS_SIZE", 10_000)
     run = write(tmp_path / "run", [call(index, module=f"{index}{'m' * 5000}") for index in range(99)])
     counts = {row["module"]: int(row["calls"]) for row in rows(capsys, run)}
     assert 10 < len(counts) < 40
@@ -478,7 +480,7 @@ def test_the_keys_of_groups_are_bounded(
     assert counts["(others)"] > 50
 
 
-def test_show_leaves_torch_alone_and_a_reader_that_has_seen_enough(run: str) -> None:
+def test_show_needs_no_torch_and_stops_at_a_closed_pipe(run: str) -> None:
     code = f"import sys; from opintercept.cli import main; main(['show', {run!r}]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
@@ -498,7 +500,7 @@ def test_show_leaves_torch_alone_and_a_reader_that_has_seen_enough(run: str) -> 
     show.stderr.close()
 
 
-def test_what_is_recorded_is_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     from opintercept import intercept

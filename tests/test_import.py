@@ -57,7 +57,7 @@ LAYERS = (
     {"testing/__init__.py", "testing/snapshot.py"},
     {"testing/calls.py"},
     {"testing/plugin.py"},
-    {"cli/_program.py", "cli/_reading.py"},
+    below("cli", r"_[a-z]\w*"),
     below("cli", r"[a-z]\w*"),
     {"__main__.py"},
 )

@@ -161,7 +161,7 @@ def test_the_command_prints_the_comparison_and_exits_by_it(tmp_path: Path, capsy
     [
         (["7"], r"index must be that of a recorded call, got 7; `opintercept show --calls` lists them"),
         (["0", "--rank", "3"], r"rank must be one of 0, got 3"),
-        (["0", "--dtype", "nn"], r"--dtype must name a dtype of torch, got 'nn'"),
+        (["0", "--dtype", "nn"], r"--dtype must be a dtype of torch such as bfloat16, got 'nn'"),
         (["0", "--flag", "speed=11"], r"a flag must be one of float32_matmul_precision, .*, got 'speed'"),
         (["0", "--flag", "mkldnn=perhaps"], r"a flag must be True or False, got 'perhaps'"),
         (["0", "--device", "abacus"], r"device must be one that is there, got 'abacus'"),

@@ -1,7 +1,7 @@
-"""The command line: a file for each command, which is imported when it is the one that runs.
+"""The command line: each command is a file of its own, imported only when it runs.
 
-Invariant: `--help` and a wrong option answer at once, so torch is imported only inside of commands; what needs the
-extra says which command installs it.
+Invariant: `--help` and a wrong option answer at once, so only a running command imports torch. A command that lacks
+a package names the extra that installs it.
 """
 
 from __future__ import annotations
@@ -12,53 +12,64 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol, cast
 
 from opintercept._errors import OpInterceptError
 from opintercept._text import printable
 
-# Each is a file with `configure(parser)`, which adds the options, and `command(arguments)`, which runs and returns the
-# exit status, or returns what runs: that is somebody's program, whose errors are its own.
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
     "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
     "show": "show what a recorded run consists of",
-    "diff": "find where two recorded runs first part",
-    "report": "write one HTML page about a run, or about two",
-    "replay": "run one recorded call again, alone",
+    "diff": "find where two recorded runs first differ",
+    "report": "write one HTML page about one or two runs",
+    "replay": "run one recorded call again on its own",
 }
-UNUSABLE = 2  # the exit status where what was given cannot be used, argparse's own
+UNUSABLE = 2  # the exit status for input that cannot be used, the same as argparse's
+
+
+class _Command(Protocol):
+    """What the file of a command defines."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's options."""
+
+    def command(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
+        """Run the command and return its exit status.
+
+        `run` returns a function instead, which runs the user's program: errors of that are not ours to report.
+        """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv:
-        argv = ["--help"]  # as pip answers, with 0: to ask for nothing is no mistake
+        argv = ["--help"]  # like pip, with status 0
     name, *rest = argv
     if name not in COMMANDS:
-        _all_commands().parse_args(argv)  # which ends it: help, the version or an error
-        raise AssertionError(f"a command must be one of {', '.join(COMMANDS)}, got {name!r}")
-    chosen: Any = importlib.import_module(f"opintercept.cli.{name}")
-    command = _Parser(prog=f"opintercept {name}", description=_sentence(COMMANDS[name]))
-    chosen.configure(command)
-    arguments = command.parse_args(rest)
+        _all_commands().parse_args(argv)  # exits: prints help, the version or an error
+        raise AssertionError(f"argparse accepted the unknown command {name!r}")
+    chosen = cast(_Command, importlib.import_module(f"opintercept.cli.{name}"))
+    parser = _Parser(prog=f"opintercept {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.")
+    chosen.configure(parser)
+    arguments = parser.parse_args(rest)
     try:
         with warnings.catch_warnings():
-            # torch says so where it is imported without numpy, which no command needs for that.
+            # torch warns when it is imported without numpy, which no command needs from torch.
             warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
             status = chosen.command(arguments)
-    except (OpInterceptError, ImportError) as unusable:
-        if isinstance(unusable, ImportError) and "opintercept[" not in str(unusable):
+    except (OpInterceptError, ImportError) as error:
+        if isinstance(error, ImportError) and "opintercept[" not in str(error):
             raise
-        print(f"opintercept {name}: {_shown(unusable)}", file=sys.stderr)
+        print(f"opintercept {name}: {_printable_lines(error)}", file=sys.stderr)
         return UNUSABLE
     return int(status() if callable(status) else status)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says which option or choice comes close to a wrong one."""
+    """A parser that suggests the option or choice closest to a misspelt one."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"unrecognized arguments: (-[^\s=]*)|invalid choice: '([^']*)'", message)
@@ -70,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _all_commands() -> argparse.ArgumentParser:
-    """What knows the commands by name only."""
+    """Return a parser that knows the commands by name but none of their options."""
     from opintercept import __version__
 
     parser = _Parser(prog="opintercept", description="See every matmul that a PyTorch program runs.")
@@ -81,34 +92,6 @@ def _all_commands() -> argparse.ArgumentParser:
     return parser
 
 
-def _shown(error: Exception) -> str:
-    """What an error says, safe on a terminal: it may quote a file that somebody else has written."""
+def _printable_lines(error: Exception) -> str:
+    """Make an error safe for a terminal: it may quote a file from an untrusted source."""
     return "\n".join(map(printable, str(error).split("\n")))
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def count(text: str) -> int:
-    """An option's whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def size(text: str) -> int:
-    """An option's number of bytes: `500000`, `500k`, `64M` or `2G`, in powers of 1000."""
-    match = re.fullmatch(r"([0-9]{1,15})([kMG]?)B?", text)
-    if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 500k, 64M or 2G, got {text!r}")
-    return int(match[1]) * {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3}[match[2]]
-
-
-def steps(text: str) -> range:
-    """An option's range of steps: `2`, `2:5`, `2:` or `:5`."""
-    first, colon, end = text.partition(":")
-    if not all(part.isdecimal() or (colon and not part) for part in (first, end if colon else "0")):
-        raise argparse.ArgumentTypeError(f"must be a step, or a range of steps as in 0:100, got {text!r}")
-    start = int(first or 0)
-    return range(start, int(end) if end else sys.maxsize if colon else start + 1)

@@ -1,7 +1,7 @@
-"""Somebody's program, run in this process as `python` would run it.
+"""Runs the user's program in this process as `python` would run it.
 
-Invariant: the program sees its own argv, `__main__` and path, and what it raises is printed as a plain run prints it.
-Must not import torch: the program may set what torch reads when it is imported.
+Invariant: the program sees its own argv, `__main__` and path, and its exceptions are printed as in a plain run.
+Must not import torch: the program may first set what torch reads at its import.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def prepare(name: str, arguments: Sequence[str], *, module: bool) -> Callable[[], None]:
-    """Take the place of `__main__`, and return what runs the program in it.
+    """Set up `__main__` for the program, and return a function that runs it there.
 
     Args:
         name: A script, a folder or an archive with a `__main__.py`, or the name of a module.
-        arguments: The program's.
-        module: Whether `name` is a module's, as for `python -m`.
+        arguments: The program's arguments.
+        module: Whether `name` names a module, as for `python -m`.
 
     Raises:
         OpInterceptError: The script cannot be read.
@@ -43,8 +43,8 @@ def prepare(name: str, arguments: Sequence[str], *, module: bool) -> Callable[[]
             try:
                 with io.open_code(path) as file:
                     source = file.read()
-            except OSError as failed:
-                raise OpInterceptError(f"a script must be a file that can be read, got {name!r}: {failed}") from failed
+            except OSError as error:
+                raise OpInterceptError(f"cannot read the script {name!r}: {error}") from error
         else:
             folder = path
     main = ModuleType("__main__")
@@ -58,7 +58,7 @@ def prepare(name: str, arguments: Sequence[str], *, module: bool) -> Callable[[]
     elif not module and source is None:
         sys.path.insert(0, folder)
     if source is None:
-        # What the interpreter itself calls for these, and what its tracebacks show; private, and as old as -m.
+        # Private, but the interpreter itself calls it for these, so its tracebacks show it too.
         as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
         return lambda: _as_plainly(as_main, name if module else "__main__", module)
     main.__file__ = path
@@ -72,7 +72,7 @@ def _execute(source: bytes, main: ModuleType) -> None:
 
 
 def _as_plainly(run: Callable[..., object], *arguments: object) -> None:
-    """Run it, and see to it that the interpreter shows what it raises without the way that led into it."""
+    """Run the program, and keep our own frames out of the traceback that the interpreter prints."""
     try:
         run(*arguments)
     except SystemExit:
@@ -92,9 +92,9 @@ def _as_plainly(run: Callable[..., object], *arguments: object) -> None:
 
 
 def clean(error: BaseException) -> None:
-    """Take our frames out of the tracebacks of an exception and of those that led to it.
+    """Remove our frames from the tracebacks of an exception and of its causes.
 
-    One that comes from a hook, or is ours, keeps those that the program called: they say where.
+    An exception of a hook or of opintercept itself keeps the frames below the program, which say where it comes from.
     """
     left, seen = [error], set()
     while left:
@@ -111,12 +111,12 @@ def clean(error: BaseException) -> None:
 
 
 def _without_ours(trace: TracebackType | None, *, inner: bool) -> TracebackType | None:
-    """What is left of a traceback without what led to the program, and without our frames `inner` of it."""
+    """Return a traceback without the frames above the program and, if `inner`, without our frames below it."""
     entries: list[TracebackType] = []
     ours = False
     while trace is not None:
         code = trace.tb_frame.f_code
-        # The mode engine goes on through torch's own Python.
+        # The mode engine calls on through torch's own Python.
         ours = code.co_filename.startswith(_OURS) or (ours and code.co_filename.endswith(_TORCH_OPS))
         if code in (_as_plainly.__code__, _execute.__code__):
             entries.clear()
@@ -131,7 +131,7 @@ def _without_ours(trace: TracebackType | None, *, inner: bool) -> TracebackType 
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then` once, right after the first import of a top-level module, or now if it has been imported."""
+    """Call `then` once: right after the first import of a top-level module, or now if that was imported before."""
     if name in sys.modules:
         then()
     else:
@@ -156,7 +156,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return None
 
     def _wrap(self, loader: Any) -> None:
-        """Of this one loader, which is the module's alone; a spec that is only looked at stays without effect."""
+        """Wrap this loader, which serves only this module. A spec that is only looked up has no effect."""
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module

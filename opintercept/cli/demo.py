@@ -1,4 +1,4 @@
-"""`opintercept demo`: the main job on real text, in seconds and without a download."""
+"""`opintercept demo`: a training run on real text under `intercept`, in seconds and without a download."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from opintercept.cli import count
+from opintercept.cli._options import count
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """Train a character-level Transformer on a source file of the standard library."""
     steps: int = arguments.steps
-    import textwrap as text_source
+    import textwrap as text_source  # short, and part of every Python
 
     import torch
 
@@ -65,7 +65,7 @@ def command(arguments: argparse.Namespace) -> int:
     print(_by_shape(recorder.records, elapsed))
     opaque = interceptor.opaque
     if opaque:
-        print("opaque, seen but not into: " + ", ".join(f"{name} x{count}" for name, count in opaque.items()))
+        print("opaque (seen only from outside): " + ", ".join(f"{name} x{count}" for name, count in opaque.items()))
     return 0
 
 
@@ -105,7 +105,7 @@ def _decoder(alphabet: int, context: int) -> torch.nn.Module:
 
 
 def _by_shape(records: Sequence[CallRecord], elapsed: float) -> str:
-    """A table of the calls by operator and GEMM shape, the most expensive first."""
+    """Write a table of the calls by operator and GEMM shape, the most expensive first."""
     rows: dict[tuple[str, str], list[CallRecord]] = defaultdict(list)
     for record in records:
         shape = str(record.gemm) if record.gemm is not None else f"{record.lhs}"

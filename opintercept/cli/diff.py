@@ -1,4 +1,4 @@
-"""`opintercept diff`: where two recorded runs first part, as text or JSON.
+"""`opintercept diff`: where two recorded runs first differ, as text or JSON.
 
 Must not import torch.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from opintercept._errors import OpInterceptError
-from opintercept._record import CallRecord, Phase
+from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
-from opintercept._text import printable
-from opintercept.cli import count
-from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings, width
+from opintercept._text import counted, printable
+from opintercept.cli._names import Names
+from opintercept.cli._options import add_module_and_phase, add_op, count, tolerance
+from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout, width
 from opintercept.runs._align import module_name, operator_name
 from opintercept.runs.diff import (
     KINDS,
@@ -32,52 +32,38 @@ from opintercept.runs.diff import (
 from opintercept.runs.store import Run, is_output, open_run
 
 _WIDTH = 60
-_WIDE = 120  # of a terminal that has room for whole heads
+_WIDE = 120  # columns of a terminal that has room for whole heads
 _WHY = {
-    "added": "the operands are equal, the output is not: the difference is made here",
-    "changed argument": "",
-    "changed operand": "{changed} {differs}, and no call that differs before it explains that",
-    "inherited": "an operand differs that can come from a call that differs before it",
-    "unclear": "the recorded operands are equal, but this operator has others, draws random numbers, or raised in one "
+    "added": "the operands are equal but the output differs: this call adds the difference",
+    "inherited": "an operand differs that may come from an earlier call that differs",
+    "unclear": "the recorded operands are equal, but the operator has others, draws random numbers, or raised in one "
     "of the runs",
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("a", help="the folder of a run, against which the other is measured")
-    parser.add_argument("b", help="the folder of the other run")
-    parser.add_argument("--rtol", type=_tolerance, default=0.0, metavar="X", help=_RTOL)
-    parser.add_argument("--atol", type=_tolerance, default=0.0, metavar="X", help="or by X itself (default 0)")
+    parser.add_argument("a", help="folder of the run to measure against")
+    parser.add_argument("b", help="folder of the other run")
     parser.add_argument(
-        "--op", action="append", help="report only this operator, mm or aten::mm; repeat it for several"
+        "--rtol",
+        type=tolerance,
+        default=0.0,
+        metavar="X",
+        help="treat tensors as equal if no value differs by more than X times the largest magnitude in A; judged by "
+        "statistics if values were not recorded (default 0: bit for bit)",
     )
-    parser.add_argument("--module", metavar="GLOB", help="report only modules of such a name: 'encoder.*'")
-    parser.add_argument("--phase", choices=get_args(Phase), help="report only calls of this pass")
+    parser.add_argument("--atol", type=tolerance, default=0.0, metavar="X", help="or by more than X (default 0)")
+    add_op(parser, "report")
+    add_module_and_phase(parser, "report")
     parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
-    parser.add_argument("--no-tensors", action="store_true", help="compare by hashes and statistics alone")
-    parser.add_argument("--json", action="store_true", help="print JSON, numbers that are not finite as null")
+    parser.add_argument("--no-tensors", action="store_true", help="compare only hashes and statistics")
+    parser.add_argument("--json", action="store_true", help="print JSON, with null for numbers that are not finite")
     parser.epilog = "Exit status: 0 if the runs are equal, 1 if they differ, 2 if they cannot be compared."
 
 
-_RTOL = (
-    "a tensor counts as equal if no value differs by more than X times the largest modulus in A; by statistics "
-    "where the values were not kept (default 0: bit for bit)"
-)
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return value
-
-
 def command(arguments: argparse.Namespace) -> int:
-    """Compare and print."""
+    """Compare two runs and print the result."""
     with plain_warnings("diff"):
         a, b = open_run(arguments.a), open_run(arguments.b)
         names = Names(arguments.module, arguments.op, module_name, operator_name)
@@ -88,17 +74,17 @@ def command(arguments: argparse.Namespace) -> int:
             return names(record) and phase in (None, record.phase)
 
         measure = Measure(a, b, arguments.rtol, arguments.atol, not arguments.no_tensors)
-        worst = arguments.limit if arguments.json else 1  # a text shows none
+        worst = arguments.limit if arguments.json else 1  # text does not show them
         try:
             found = compared(a, b, measure, arguments.limit, worst, select if chosen else None)
         except OpInterceptError:
             names.check("the runs")
             raise
         names.check("the runs")
-    with output():
+    with safe_stdout():
         if arguments.json:
             plain = {"a": _about(a), "b": _about(b), **found.as_dict()}
-            print(json.dumps(_finite(plain), indent=1, allow_nan=False))
+            print(json.dumps(finite_json(plain), indent=1, allow_nan=False))
         else:
             print("\n".join(_text(found, a, b, arguments.limit)))
     return 0 if found.equal else 1
@@ -106,14 +92,6 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _about(run: Run) -> dict[str, Any]:
     return {"path": str(run.path), "ranks": list(run.ranks), "info": run.info.as_dict()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(found: Difference, a: Run, b: Run, limit: int) -> list[str]:
@@ -127,44 +105,46 @@ def _text(found: Difference, a: Run, b: Run, limit: int) -> list[str]:
         ]
         lines += ["", fitted([["the runs differ in", "A", "B"], *rows], left=3)]
     if found.ranks not in ((), ((0, 0),)):
-        shown = ", ".join(f"{one} with {other}" for one, other in found.ranks[:8])
-        lines += ["", f"processes compared, A's with B's: {shown}{', ...' if len(found.ranks) > 8 else ''}"]
+        pairs = [f"{one} with {other}" for one, other in found.ranks]
+        lines += ["", f"ranks compared, A with B: {listed(pairs, 8)}"]
     lines += ["", *_absent(found.absent, a, b), *_counts(found)]
     if found.first is not None:
         lines += ["", *_first(found.first, found.before)]
     if found.modules:
         lines += ["", _modules(found)]
         if found.modules_in_all > len(found.modules):
-            lines.append(f"... and {found.modules_in_all - len(found.modules):,} more, which a larger --limit shows")
+            lines.append(f"... and {found.modules_in_all - len(found.modules):,} more; a larger --limit shows them")
     if found.unmatched:
         lines += ["", _unmatched(found.unmatched)]
     return lines
 
 
 def _absent(absent: tuple[Absent, ...], a: Run, b: Run) -> list[str]:
-    """The processes of which one run has no calls, and those that both lack."""
+    """Name the processes without calls in one run, and those missing in both."""
     lines = []
     for run, name, other in (("a", "A", "B"), ("b", "B", "A")):
-        for empty, what in ((False, f"missing in {name}"), (True, f"without calls in {name}")):
+        for empty in (False, True):
             found = [each for each in absent if (each.run, each.empty) == (run, empty)]
             if found:
+                ranks = [each.rank for each in found]
                 calls = sum(each.calls for each in found)
-                ranks = _ranks([each.rank for each in found])
-                counted = "1 call" if calls == 1 else f"{calls:,} calls"
-                lines.append(f"{ranks} {what}: nothing was compared with {counted} of {other}")
+                compared = f"{counted(calls, 'call')} of {other} {'was' if calls == 1 else 'were'} not compared"
+                lines.append(f"{_no_calls(ranks) if empty else _missing(ranks)} in {name}: {compared}")
     for name, side in (("A", a), ("B", b)):
         expected = range(min(side.info.world_size, 1 << 16))
-        told = {each.rank for each in absent if each.run == name.lower()}
-        lost = [] if side.alone else [rank for rank in expected if rank not in side.infos and rank not in told]
+        named = {each.rank for each in absent if each.run == name.lower()}
+        lost = [] if side.alone else [rank for rank in expected if rank not in side.infos and rank not in named]
         if lost:
-            lines.append(f"{_ranks(lost)} missing in {name}, which had {side.info.world_size:,} processes")
+            lines.append(f"{_missing(lost)} in {name}, which had {side.info.world_size:,} processes")
     return lines
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    return f"ranks {', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''} are"
+def _missing(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is missing" if len(ranks) == 1 else f"ranks {listed(ranks)} are missing"
+
+
+def _no_calls(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has no calls" if len(ranks) == 1 else f"ranks {listed(ranks)} have no calls"
 
 
 def _counts(found: Difference) -> list[str]:
@@ -173,16 +153,16 @@ def _counts(found: Difference) -> list[str]:
     lines = [f"{a:,} calls in A, {b:,} in B, {found.pairs:,} compared: {kinds or 'none'}"]
     weak = [f"{found.by[by]:,} by {by}" for by in ("statistics", "sample", "tensors", "metadata") if found.by.get(by)]
     if weak:
-        lines.append(f"of those that are equal, not by the hash of all bits: {', '.join(weak)}")
+        lines.append(f"judged equal without a hash of all bits: {', '.join(weak)}")
     if found.kinds.get("not compared"):
-        lines.append("not compared: of their values nothing was recorded that tells, only shapes and dtypes")
+        lines.append("not compared: nothing but shapes and dtypes was recorded that could be compared")
     if found.metadata:
-        lines.append(f"{found.metadata:,} have operands or outputs of another shape or dtype")
+        lines.append(f"{found.metadata:,} have operands or outputs whose shape or dtype differs")
     if other := {how: number for how, number in found.pairings.items() if how != "ordinal"}:
         words = {
-            "sequence": "by an alignment",
+            "sequence": "by alignment",
             "family": "with another operator",
-            "shape": "under another module's name",
+            "shape": "under another module name",
         }
         lines.append("paired " + ", ".join(f"{number:,} {words[how]}" for how, number in other.items()))
     if any(found.unmatched_calls):
@@ -209,18 +189,18 @@ def _first(call: CallDifference, before: tuple[int, int]) -> list[str]:
     if call.a.record.source is not None:
         lines.append(f"  at {printable(call.a.record.source, _WIDTH)}")
     lines += [
-        f"  changed argument: {printable(name, _WIDTH)} was {_argument(one)} in A and is {_argument(other)} in B"
+        f"  changed argument: {printable(name, _WIDTH)} is {_argument(one)} in A and {_argument(other)} in B"
         for name, one, other in call.arguments[:8]
     ]
     if call.changed:
+        changed = " and ".join(map(_whose(call), call.changed))
         differs = "differs" if len(call.changed) == 1 else "differ"
-        text = _WHY["changed operand"].format(changed=" and ".join(map(_whose(call), call.changed)), differs=differs)
-        lines.append(f"  changed operand: {text}")
+        lines.append(f"  changed operand: {changed} {differs}, and no earlier difference explains it")
     elif not call.arguments:
         lines.append(f"  {call.kind}: {_WHY[call.kind]}")
     lines += _nonfinite(call)
     if any(before):
-        lines.append(f"  before it, {before[0]:,} calls of A and {before[1]:,} of B have no counterpart")
+        lines.append(f"  {before[0]:,} earlier calls of A and {before[1]:,} of B have no counterpart")
     for name, error in (("A", call.a.error), ("B", call.b.error)):
         if error is not None:
             lines.append(f"  raised in {name}: {printable(error, 2 * _WIDTH)}")
@@ -241,23 +221,23 @@ def _argument(value: Any) -> str:
 
 
 def _whose(call: CallDifference) -> Callable[[str], str]:
-    """What an operand is called, with the run that has it where the other has not."""
+    """Return a function that names an operand, and its run if only one run has it."""
     only = {role.role: "B" if role.a is None else "A" for role in call.roles if (role.a is None) != (role.b is None)}
     return lambda name: f"{name} (only {only[name]} has one)" if name in only else name
 
 
 def _nonfinite(call: CallDifference) -> list[str]:
-    """Which operands and outputs have NaN or Inf, whatever else was recorded of them."""
+    """Name the operands and outputs with NaN or Inf."""
     lines = []
     for text, outputs in (("operands", False), ("outputs", True)):
-        told = [
+        found = [
             f"{role.role} of {name} ({counts})"
             for role in call.roles
             for name, values in (("A", role.a_values), ("B", role.b_values))
             if is_output(role.role) is outputs and (counts := nonfinite(values))
         ]
-        if told:
-            lines.append(f"  NaN or Inf in {text}: {', '.join(told[:16])}{', ...' if len(told) > 16 else ''}")
+        if found:
+            lines.append(f"  NaN or Inf in {text}: {listed(found)}")
     return lines
 
 
@@ -293,7 +273,7 @@ def _modules(found: Difference) -> str:
         )
         for row in found.modules
     ]
-    names: tuple[str, ...] = ("modules in which calls differ", "pass", "first", "calls", *kinds, "max abs / max |A|")
+    names: tuple[str, ...] = ("modules that differ", "pass", "first", "calls", *kinds, "max abs / max |A|")
     if (width() or _WIDE) < _WIDE:
         names = ("differing", "pass", "first", "calls", *(kind.removeprefix("changed ") for kind in kinds), "relative")
     return fitted([(*(["ranks"] if ranks else []), *names), *rows], left=2 + ranks, last=names[:1])

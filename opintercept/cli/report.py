@@ -1,4 +1,4 @@
-"""`opintercept report`: a run, or two, as one page that opens offline."""
+"""`opintercept report`: one or two runs as an HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("run", metavar="RUN", help="the run's folder")
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second run, to see where they part")
-    parser.add_argument("-o", "--out", default="report.html", help="the page's file (default report.html)")
+    parser.add_argument("run", metavar="RUN", help="folder of the run")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="folder of a second run to compare with")
+    parser.add_argument("-o", "--out", default="report.html", help="file to write (default report.html)")
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Write the page."""
-    from opintercept.cli._reading import plain_warnings
+    """Write the page and print its size."""
+    from opintercept.cli._output import plain_warnings
     from opintercept.runs import open_run, report
 
     with plain_warnings("report"):

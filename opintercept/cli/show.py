@@ -1,6 +1,6 @@
 """`opintercept show`: what a recorded run consists of, as text, JSON or CSV.
 
-Invariant: calls are read one at a time, and none is kept: what is sorted are keys and places in the file.
+Invariant: calls are read one at a time and not kept. Sorting keeps only keys and places in the file.
 Must not import torch.
 """
 
@@ -15,57 +15,63 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any, get_args
+from typing import Any
 
 from opintercept._errors import OpInterceptError
-from opintercept._record import CallRecord, Phase
-from opintercept._text import amount, csv_cell, duration, printable
-from opintercept.cli import count, steps
-from opintercept.cli._reading import Names, fitted, nonfinite, output, plain_warnings
+from opintercept._record import CallRecord
+from opintercept._text import amount, counted, csv_cell, duration, printable
+from opintercept.cli._names import Names
+from opintercept.cli._options import add_module_and_phase, add_op, count, steps
+from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
 from opintercept.runs.store import Run, RunInfo, StoredCall, is_output, open_run
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source")
 _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", "module", "op")
-_ROWS = 40  # of a text, unless asked for more
-# Groups, and bytes of their keys, of a run that is out to fill the memory; further ones are added up in one.
-_GROUPS = 100_000
-_KEYS_SIZE = 1 << 27
+_ROWS = 40  # of text, by default
+# A run may be made to fill the memory: beyond this many groups, or bytes of their keys, the rest share one group.
+MAX_GROUPS = 100_000
+MAX_KEYS_SIZE = 1 << 27
 _WIDTH = 60
 _LONGEST = 200  # characters of a key
-_BATCH = 100  # rows of a text that are laid out together
-_OPEN = 256  # processes whose files are read side by side
+_BATCH = 100  # rows of text that are laid out together
+MAX_OPEN = 256  # files that are open at once
 
 Row = dict[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("run", help="the folder of a run")
-    parser.add_argument("--calls", action="store_true", help="a row for each call, in the order in which they ended")
+    parser.add_argument("run", help="folder of a run")
+    parser.add_argument("--calls", action="store_true", help="show a row for each call, in the order the calls ended")
     parser.add_argument(
         "--by",
         type=_keys,
         default=_KEYS[:3],
         metavar="KEYS",
-        help=f"add calls up that agree in these, of {','.join(_KEYS)} (default module,op,phase)",
+        help=f"group calls that share these keys, out of {','.join(_KEYS)} (default module,op,phase)",
     )
-    parser.add_argument("--op", action="append", help="only this operator, mm or aten::mm; repeat it for several")
-    parser.add_argument("--module", metavar="GLOB", help="only calls in modules of such a name: 'encoder.*'")
-    parser.add_argument("--phase", choices=get_args(Phase), help="only calls of this pass")
-    parser.add_argument("--step", metavar="A:B", type=steps, help="only step A, or steps A to B - 1")
-    parser.add_argument("--rank", type=int, help="only the calls of this process")
-    parser.add_argument("--nonfinite", action="store_true", help="only calls with NaN or Inf in an operand or output")
-    parser.add_argument("--sort", choices=_SORTS, help="the largest first; the smallest for min, index and names")
-    parser.add_argument("--limit", metavar="N", type=_limit, default=0, help=f"rows, or all (default {_ROWS} in text)")
+    add_op(parser, "show")
+    add_module_and_phase(parser, "show")
+    parser.add_argument("--step", metavar="A:B", type=steps, help="show only step A, or steps A to B - 1")
+    parser.add_argument("--rank", type=int, help="show only the calls of this process")
+    parser.add_argument(
+        "--nonfinite", action="store_true", help="show only calls with NaN or Inf in an operand or output"
+    )
+    parser.add_argument(
+        "--sort", choices=_SORTS, help="show the largest first, or the smallest for min, index and names"
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=_limit, default=0, help=f"number of rows, or all (default {_ROWS} in text)"
+    )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON, numbers that are not finite as null")
+    form.add_argument("--json", action="store_true", help="print JSON, with null for numbers that are not finite")
     form.add_argument("--csv", action="store_true", help="print CSV")
 
 
 def _keys(text: str) -> tuple[str, ...]:
     keys = tuple(dict.fromkeys(text.split(",")))
     if unknown := [key for key in keys if key not in _KEYS]:
-        raise argparse.ArgumentTypeError(f"must be of {','.join(_KEYS)}, got {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"unknown key {unknown[0]!r}; choose from {','.join(_KEYS)}")
     return keys
 
 
@@ -74,25 +80,21 @@ def _limit(text: str) -> int | None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Print."""
+    """Print groups of calls, or single calls."""
     with plain_warnings("show"):
         run = open_run(arguments.run)
     if arguments.rank is not None and arguments.rank not in run.ranks:
-        raise OpInterceptError(f"--rank must be one of {_ranks(run)}, got {arguments.rank}")
+        raise OpInterceptError(f"--rank must be one of {listed(run.ranks)}, got {arguments.rank}")
     if arguments.nonfinite and all(info.tensors == "none" for info in run.infos.values()):
-        raise OpInterceptError("--nonfinite needs the statistics of tensors, got a run without; record one with them")
+        raise OpInterceptError("--nonfinite needs statistics, but this run was recorded with --tensors none")
     if arguments.limit == 0:
         arguments.limit = None if arguments.json or arguments.csv else _ROWS
     if arguments.calls and arguments.sort and arguments.limit is None:
-        raise OpInterceptError("--sort of calls needs a --limit, got none; all are in the order in which they ended")
+        raise OpInterceptError("--calls with --sort needs a --limit, since every call might not fit into memory")
     names = Names(arguments.module, arguments.op, lambda name: name, _short)
-    with output(), plain_warnings("show"):
+    with safe_stdout(), plain_warnings("show"):
         _show_calls(run, arguments, names) if arguments.calls else _show_groups(run, arguments, names)
     return 0
-
-
-def _ranks(run: Run) -> str:
-    return ", ".join(map(str, run.ranks[:16])) + (", ..." if len(run.ranks) > 16 else "")
 
 
 def _filter(arguments: argparse.Namespace, names: Names) -> Callable[[StoredCall], bool]:
@@ -119,13 +121,13 @@ def _finite(call: StoredCall) -> bool:
 
 
 class _Sum:
-    """What is added up of calls."""
+    """Totals over calls."""
 
     __slots__ = ("calls", "counted", "flops", "max", "min", "nonfinite", "raised", "seconds")
 
     def __init__(self) -> None:
         self.calls = self.flops = self.nonfinite = self.raised = 0
-        self.counted = False  # whether there is a formula for the FLOP of any
+        self.counted = False  # whether the FLOP of any call is known
         self.seconds = 0.0
         self.min: float | None = None
         self.max: float | None = None
@@ -149,9 +151,8 @@ class _Sum:
         return {**dict(key), **own, "flops_per_second": _rate(own["flops"], self.seconds)}
 
     def __str__(self) -> str:
-        text = f"{self.calls:,} {'call' if self.calls == 1 else 'calls'}, {amount(self.flops, 'FLOP')}"
-        text += f", {duration(self.seconds)} in them"
-        return f"{text}, {self.nonfinite:,} not finite, {self.raised:,} that raised"
+        text = f"{counted(self.calls, 'call')}, {amount(self.flops, 'FLOP')}, {duration(self.seconds)} in total"
+        return f"{text}, {self.nonfinite:,} not finite, {self.raised:,} raised"
 
 
 def _rate(flops: int | None, seconds: float | None) -> float | None:
@@ -174,7 +175,7 @@ def _show_groups(run: Run, arguments: argparse.Namespace, names: Names) -> None:
         group = groups.get(key)
         if group is None:
             size += sum(map(sys.getsizeof, key))
-            key = key if len(groups) < _GROUPS and size < _KEYS_SIZE else others
+            key = key if len(groups) < MAX_GROUPS and size < MAX_KEYS_SIZE else others
             group = groups.setdefault(key, _Sum())
         group.add(call)
     names.check(_cell(run.path, _LONGEST))
@@ -202,11 +203,11 @@ def _show_groups(run: Run, arguments: argparse.Namespace, names: Names) -> None:
             values = any(info.tensors != "none" for info in run.infos.values())
             print(_group_table(list(shown), arguments.by, values=values))
         if len(keys) < len(groups):
-            print(f"... and {len(groups) - len(keys)} rows more, which --limit all shows")
+            print(f"... and {len(groups) - len(keys)} more rows; --limit all shows them")
 
 
 class _First:
-    """The first call whose output has NaN or Inf; where no output has, the first with one among its operands."""
+    """The first call whose output has NaN or Inf; without one, the first call whose operands do."""
 
     def __init__(self) -> None:
         self.call: StoredCall | None = None
@@ -273,7 +274,7 @@ def _dtype(record: CallRecord) -> str:
 
 
 def _sorted(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit: int | None) -> list[Any]:
-    """The first keys in the order of their rows, of which none is kept; what has no value comes last."""
+    """Return the first keys in the order of their rows, which are not kept; rows without a value come last."""
     by = {"time": "seconds", "rate": "flops_per_second"}.get(sort, sort)
     up = sort in ("min", "index", "module", "op")
 
@@ -290,14 +291,14 @@ def _sorted(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit: in
 
 
 def _located(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator[tuple[int, int, StoredCall]]:
-    """The calls that are asked for, with their places; those of several processes by step and index."""
+    """Yield rank, place and call of those that the filters admit; several processes are merged by step and index."""
     admits = _filter(arguments, names)
 
     def of(rank: int) -> Iterator[tuple[int, int, StoredCall]]:
         return ((rank, position, call) for position, call in run.located(rank) if admits(call))
 
     ranks = run.ranks if arguments.rank is None else (arguments.rank,)
-    if len(ranks) > _OPEN:
+    if len(ranks) > MAX_OPEN:
         return itertools.chain.from_iterable(map(of, ranks))
     return heapq.merge(*map(of, ranks), key=lambda entry: entry[2].place)
 
@@ -307,7 +308,7 @@ def _in_order(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator
     if not arguments.sort:
         yield from (call for _, _, call in located)
         return
-    calls: dict[tuple[int, int], Row] = {}  # the one that is being looked at
+    calls: dict[tuple[int, int], Row] = {}  # only the current one
 
     def places() -> Iterator[tuple[int, int]]:
         for rank, position, call in located:
@@ -320,7 +321,7 @@ def _in_order(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator
         readers: dict[int, Callable[[int], StoredCall]] = {}
         for rank, position in chosen:
             if rank not in readers:
-                if len(readers) == _OPEN:
+                if len(readers) == MAX_OPEN:
                     files.close()
                     readers.clear()
                 readers[rank] = files.enter_context(run.reader(rank))
@@ -329,7 +330,7 @@ def _in_order(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator
 
 def _show_calls(run: Run, arguments: argparse.Namespace, names: Names) -> None:
     calls = _in_order(run, arguments, names)
-    # Nothing is printed before a call is there, or it is known that there is none.
+    # Wait for the first call, or the end of the run, before printing anything.
     first = next(calls, None)
     if first is None:
         names.check(_cell(run.path, _LONGEST))
@@ -345,17 +346,17 @@ def _show_calls(run: Run, arguments: argparse.Namespace, names: Names) -> None:
             print(_call_table(batch, ranks=len(run.ranks) > 1))
     more = next(calls, None) is not None
     if more and not (arguments.json or arguments.csv):
-        print("... and more, which --limit all shows")
-    if not more:  # all has been looked at
+        print("... and more; --limit all shows them")
+    if not more:  # the filters have seen every call
         names.check(_cell(run.path, _LONGEST))
 
 
 def _write_json(head: Row, name: str, rows: Iterable[Row]) -> None:
-    """Print the head and the rows one by one, which may be many."""
-    print(f'{json.dumps(_plain(head), allow_nan=False)[:-1]},\n"{name}": [', end="")
+    """Print the head, then the rows one by one: there may be many."""
+    print(f'{json.dumps(finite_json(head), allow_nan=False)[:-1]},\n"{name}": [', end="")
     for number, row in enumerate(rows):
         print(",\n" if number else "\n", end="")
-        print(json.dumps(_plain(row), allow_nan=False), end="")
+        print(json.dumps(finite_json(row), allow_nan=False), end="")
     print("\n]}")
 
 
@@ -391,22 +392,9 @@ def _call_row(call: StoredCall) -> Row:
 
 
 _CALL_COLUMNS = (
-    *("rank", "index", "step", "phase", "module", "source", "op", "shape", "dtype", "flops", "bytes", "seconds"),
-    *(
-        "flops_per_second",
-        "forward",
-        "grad_of",
-        "nonfinite",
-        "hash",
-        "nan",
-        "inf",
-        "min",
-        "max",
-        "mean",
-        "rms",
-        "error",
-    ),
-)
+    "rank", "index", "step", "phase", "module", "source", "op", "shape", "dtype", "flops", "bytes", "seconds",
+    "flops_per_second", "forward", "grad_of", "nonfinite", "hash", "nan", "inf", "min", "max", "mean", "rms", "error",
+)  # fmt: skip
 
 
 def _call_json(call: StoredCall) -> Row:
@@ -416,15 +404,6 @@ def _call_json(call: StoredCall) -> Row:
 
 def _about(run: Run) -> Row:
     return {"path": str(run.path), "ranks": {str(rank): info.as_dict() for rank, info in run.infos.items()}}
-
-
-def _plain(value: Any) -> Any:
-    """With null for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _write_csv(rows: Iterable[Row], columns: Iterable[str]) -> None:
@@ -438,11 +417,11 @@ def _write_csv(rows: Iterable[Row], columns: Iterable[str]) -> None:
 def _overview(run: Run, total: _Sum) -> Iterator[tuple[str, str]]:
     infos = list(run.infos.values())
     info = infos[0]
-    unfinished = [str(rank) for rank, info in run.infos.items() if not info.finished]
+    unfinished = [rank for rank, info in run.infos.items() if not info.finished]
     state = "finished"
     if unfinished:
-        of = f" (ranks {', '.join(unfinished[:16])})" if len(infos) > 1 else ""
-        state = f"not finished{of}: it still runs, or was killed"
+        which = f" (ranks {listed(unfinished)})" if len(infos) > 1 else ""
+        state = f"not finished{which}: still running, or killed"
     world = f"; {len(infos)} of {info.world_size} ranks" if max(info.world_size, len(infos)) > 1 else ""
     yield "run", f"{_cell(run.path, 200)}: {state}{world}"
     yield "started", _cell(info.started)
