@@ -1,4 +1,4 @@
-"""`OpCalls`: the sequence, its filters, expectations and what they say when they fail."""
+"""`OpCalls`: the sequence, its filters, its expectations and their failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_calls_add_up() -> None:
     assert (OpCalls([]).flops, OpCalls([]).dtypes, OpCalls([]).modules) == (0, set(), [])
 
 
-def test_clear_forgets_and_goes_on(op_calls: OpCalls) -> None:
+def test_clear_forgets_earlier_calls_only(op_calls: OpCalls) -> None:
     torch.mm(torch.ones(2, 2), torch.full((2, 2), torch.nan))
     op_calls.clear()
     op_calls.expect(count=0)
@@ -58,7 +58,7 @@ def test_clear_forgets_and_goes_on(op_calls: OpCalls) -> None:
     op_calls.expect(count=1, op="mv", finite=True)
 
 
-def test_the_class_is_loaded_when_it_is_asked_for() -> None:
+def test_the_plugin_loads_opcalls_on_first_use() -> None:
     assert OpCalls is EagerOpCalls
     import opintercept.testing.plugin as plugin
 
@@ -66,7 +66,7 @@ def test_the_class_is_loaded_when_it_is_asked_for() -> None:
         _ = plugin.OpCallz
 
 
-def test_the_table_has_a_row_for_calls_that_agree_in_everything_it_shows() -> None:
+def test_calls_that_look_alike_share_a_row_of_the_table() -> None:
     calls = [record(index=i, module="encoder", source="model.py:42 in forward") for i in range(3)]
     calls += [record("bmm", "backward", rhs=meta(2, 2, dtype="int8"), module=None), record(rhs=None, lhs=meta(3))]
     assert OpCalls(calls).table().splitlines() == [
@@ -78,7 +78,7 @@ def test_the_table_has_a_row_for_calls_that_agree_in_everything_it_shows() -> No
     assert OpCalls([]).table() == ""
 
 
-# Filters: those of `when`, with the same verdicts.
+# Filters, which choose the same calls as `when`.
 
 ONE_FILTER = st.fixed_dictionaries(
     {},
@@ -97,7 +97,7 @@ ONE_FILTER = st.fixed_dictionaries(
 
 
 @given(ONE_FILTER)
-def test_filter_chooses_the_calls_that_when_does(filters: dict[str, Any]) -> None:
+def test_filter_chooses_the_same_calls_as_when(filters: dict[str, Any]) -> None:
     live, everything = hooks.Recorder(), hooks.Recorder()
     net = Net()
     with intercept([everything, hooks.when(live, **filters)]):
@@ -105,7 +105,7 @@ def test_filter_chooses_the_calls_that_when_does(filters: dict[str, Any]) -> Non
     assert list(OpCalls(everything.records).filter(**filters)) == live.records
 
 
-def test_filter_can_be_chained_and_stays_as_it_was(op_calls: OpCalls) -> None:
+def test_filters_chain_and_do_not_grow(op_calls: OpCalls) -> None:
     net = Net()
     net(torch.ones(3, 4)).sum().backward()
     forward = op_calls.filter(phase="forward")
@@ -116,7 +116,7 @@ def test_filter_can_be_chained_and_stays_as_it_was(op_calls: OpCalls) -> None:
     assert (forward.count, op_calls.filter(phase="forward").count) == (0, 6)
 
 
-def test_filter_refuses_what_when_refuses(op_calls: OpCalls) -> None:
+def test_filter_refuses_the_arguments_that_when_refuses(op_calls: OpCalls) -> None:
     with pytest.raises(ValueError, match=r"^phase must be one of 'forward', 'backward', 'recompute', got 'again'$"):
         op_calls.filter(phase="again")
     with pytest.raises(TypeError, match="unexpected keyword argument 'ops'"):
@@ -184,19 +184,19 @@ BACKWARD = r"\n  2 backward aten::mm bfloat16\[2, 2\] @ bfloat16\[2, 2\] -> bflo
         ({"op": "bmmm", "dtype": torch.float32}, r"expected at least 1 bmmm call, got 0"),
         (
             {"dtype": torch.float32},
-            rf"expected float32 operands in every matmul call, not so in 1 of 3:{BACKWARD}",
+            rf"expected every matmul call to have float32 operands, but 1 of 3 does not:{BACKWARD}",
         ),
         (
             {"dtype": "bfloat16", "op": "mm"},
-            r"expected bfloat16 operands in every mm call, not so in 1 of 2:\n  0 forward .*",
+            r"expected every mm call to have bfloat16 operands, but 1 of 2 does not:\n  0 forward .*",
         ),
         (
             {"max_flops": 47},
-            r"expected at most 47 FLOP in 3 matmul calls, got 48; the largest:\n  0 .*\n  1 .*\n  2 .*",
+            r"expected at most 47 FLOP in 3 matmul calls, got 48, the largest first:\n  0 .*\n  1 .*\n  2 .*",
         ),
         (
             {"shapes": ((2, None), (2, 3)), "phase": "backward"},
-            rf"expected \[2, \*\] @ \[2, 3\] in every backward matmul call, not so in 1 of 1:{BACKWARD}",
+            rf"expected every backward matmul call to multiply \[2, \*\] @ \[2, 3\], but 1 of 1 does not:{BACKWARD}",
         ),
         (
             {"shapes": [((2, 2), (2, 2)), ((2, 2), None), ((2,), (2, 2))]},
@@ -209,7 +209,7 @@ BACKWARD = r"\n  2 backward aten::mm bfloat16\[2, 2\] @ bfloat16\[2, 2\] -> bflo
         ),
         (
             {"predicate": lambda call: call.phase == "forward"},
-            rf"expected <lambda> to hold in every matmul call, not so in 1 of 3:{BACKWARD}",
+            rf"expected every matmul call to satisfy <lambda>, but 1 of 3 does not:{BACKWARD}",
         ),
         ({"count": 2, "max_flops": 32}, r"expected 2 .*\nexpected at most 32 FLOP .*\n  0 .*\n  1 .*\n  2 .*"),
     ],
@@ -220,23 +220,25 @@ def test_expectations_that_fail(expectation: dict[str, Any], message: str) -> No
     assert str(failure.value).endswith(three_calls().table())
 
 
-def test_work_that_is_not_known_is_not_under_a_limit() -> None:
+def test_unknown_flops_exceed_every_limit() -> None:
     calls = OpCalls([record(flops=None)])
-    with pytest.raises(pytest.fail.Exception, match=r"^expected a known amount of work in every matmul call, not so"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"^expected every matmul call to have a known number of FLOP, but 1 of 1 does not"
+    ):
         calls.expect(max_flops=10**9)
 
 
-def test_the_failure_of_an_idle_test_says_that_nothing_ran() -> None:
+def test_a_failure_says_that_nothing_ran() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"^expected 1 matmul call, got 0\nwhat ran: 0 calls, 0 FLOP$"):
         OpCalls([]).expect(count=1)
 
 
-def test_a_failure_of_a_part_shows_all_that_ran() -> None:
+def test_a_failure_of_filtered_calls_shows_everything_that_ran() -> None:
     with pytest.raises(pytest.fail.Exception, match="what ran: 3 calls"):
         three_calls().filter(phase="backward").expect(count=2)
 
 
-def test_a_failure_of_many_calls_is_cut_short() -> None:
+def test_a_failure_of_many_calls_is_truncated() -> None:
     calls = OpCalls([record(index=i, module=f"layers.{i}") for i in range(100)])
     with pytest.raises(pytest.fail.Exception, match=r"\n  \.\.\. 90 more\nwhat ran: 100 calls") as failure:
         calls.expect(dtype="float64")
@@ -260,10 +262,14 @@ def test_a_failure_of_many_calls_is_cut_short() -> None:
         ({"op": 3}, TypeError, r"^op must be the name of an operator"),
         ({"module": 3}, TypeError, r"^module must be a glob"),
         ({"predicate": True}, TypeError, r"^predicate must be callable, got True$"),
-        ({"shapes": (2, 2)}, TypeError, r"^shapes must be those of the left and the right operand, .*, got \(2, 2\)$"),
-        ({"shapes": "[2, 2] @ [2, 2]"}, TypeError, r"^shapes must be those of .*, got '\[2, 2\] @ \[2, 2\]'$"),
-        ({"shapes": [((2, 2), (2, 2)), (2, 2)]}, TypeError, r"^shapes must be those of "),
-        ({"shapes": 3}, TypeError, r"^shapes must be those of .*, got 3$"),
+        (
+            {"shapes": (2, 2)},
+            TypeError,
+            r"^shapes must be a pair for the left and the right operand, .*, got \(2, 2\)$",
+        ),
+        ({"shapes": "[2, 2] @ [2, 2]"}, TypeError, r"^shapes must be a pair .*, got '\[2, 2\] @ \[2, 2\]'$"),
+        ({"shapes": [((2, 2), (2, 2)), (2, 2)]}, TypeError, r"^shapes must be a pair "),
+        ({"shapes": 3}, TypeError, r"^shapes must be a pair .*, got 3$"),
     ],
 )
 def test_expectations_that_make_no_sense(
@@ -276,9 +282,7 @@ def test_expectations_that_make_no_sense(
 @pytest.mark.parametrize("level", ["dispatch", "function"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.complex64], ids=str)
-def test_finite_finds_the_calls_whose_output_is_not(
-    op_calls: OpCalls, level: Any, value: float, dtype: torch.dtype
-) -> None:
+def test_finite_finds_outputs_with_nan_or_inf(op_calls: OpCalls, level: Any, value: float, dtype: torch.dtype) -> None:
     x = torch.ones(2, 2, dtype=dtype)
     with op_calls.block(level=level) as calls:
         torch.mm(x, x)
@@ -287,12 +291,13 @@ def test_finite_finds_the_calls_whose_output_is_not(
     assert op_calls.count == 3
     calls.filter(first=1).expect(finite=True)
     with pytest.raises(
-        pytest.fail.Exception, match=r"^expected a finite output in every matmul call, not so in 1 of 3:\n  1 forward "
+        pytest.fail.Exception,
+        match=r"^expected every matmul call to have a finite output, but 1 of 3 does not:\n  1 forward ",
     ):
         calls.expect(finite=True)
 
 
-def test_finite_passes_outputs_that_have_no_values(op_calls: OpCalls) -> None:
+def test_finite_passes_outputs_without_values(op_calls: OpCalls) -> None:
     with op_calls.block(level="function") as calls:
         torch.mm(torch.ones(2, 2, device="meta"), torch.ones(2, 2, device="meta"))
         torch.vmap(torch.mv, in_dims=(None, 0))(torch.ones(2, 2), torch.full((3, 2), torch.nan))
@@ -300,7 +305,7 @@ def test_finite_passes_outputs_that_have_no_values(op_calls: OpCalls) -> None:
     calls.expect(count=3, finite=True)
 
 
-def test_finite_looks_at_the_result_and_not_at_what_else_an_operator_returns(op_calls: OpCalls) -> None:
+def test_finite_checks_only_the_first_output_of_an_operator(op_calls: OpCalls) -> None:
     lstm = torch.nn.LSTM(3, 2)
     with torch.no_grad():
         output, (_, cell) = lstm(torch.ones(4, 1, 3), (torch.zeros(1, 1, 2), torch.full((1, 1, 2), torch.inf)))
@@ -329,7 +334,7 @@ NAN_AND_ONE = torch.tensor([[torch.nan, 0], [0, 1]])
         (None, None),
     ],
 )
-def test_whether_a_tensor_is_finite(tensor: Any, finite: bool | None) -> None:
+def test_all_finite(tensor: Any, finite: bool | None) -> None:
     found = all_finite(tensor)
     assert (None if found is None else bool(found)) is finite
 
@@ -385,7 +390,7 @@ def test_whether_a_tensor_is_finite(tensor: Any, finite: bool | None) -> None:
         ({"level": "function", "ops": ["linear"]}, "mm", "which is not watched; name it in ops="),
     ],
 )
-def test_a_name_that_no_call_can_have_is_refused(op_calls: OpCalls, options: Any, op: str, why: str) -> None:
+def test_an_operator_that_no_call_can_be_is_refused(op_calls: OpCalls, options: Any, op: str, why: str) -> None:
     @torch.library.custom_op("opintercept_tests::plugin_double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -404,7 +409,7 @@ def test_a_name_that_no_call_can_have_is_refused(op_calls: OpCalls, options: Any
 @pytest.mark.parametrize(
     ("options", "ops"),
     [
-        # The last one only where a device has it.
+        # The last one needs a CUDA device.
         ({}, ["mm", "aten::mm", "addmm_", "_scaled_dot_product_flash_attention", "_cudnn_rnn"]),
         ({"ops": ["mv", "opintercept_tests::plugin_double"]}, ["mv", "plugin_double"]),
         ({"ops": "mm.out"}, ["mm"]),
@@ -416,7 +421,7 @@ def test_a_name_that_no_call_can_have_is_refused(op_calls: OpCalls, options: Any
         ({"level": "function", "ops": "all"}, ["softmax", "torch.nn.functional.softmax", "relu", "aten::mm"]),
     ],
 )
-def test_a_name_that_a_call_can_have_is_taken(op_calls: OpCalls, options: Any, ops: list[str]) -> None:
+def test_an_operator_that_a_call_can_be_is_accepted(op_calls: OpCalls, options: Any, ops: list[str]) -> None:
     @torch.library.custom_op("opintercept_tests::plugin_double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -433,7 +438,7 @@ def test_the_mode_engine_sees_composites_whole_in_inference_mode(op_calls: OpCal
     calls.expect(op="linear", count=1)
 
 
-def test_a_finite_flag_is_read_only_when_asked_for(op_calls: OpCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finite_flags_are_read_only_when_expected(op_calls: OpCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_flag(flag: torch.Tensor) -> bool:
         read.append(1)
         return flag.item() != 0

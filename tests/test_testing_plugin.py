@@ -1,6 +1,6 @@
-"""The pytest plugin: the fixture `op_calls`, the marker, reports, and what it leaves behind.
+"""The pytest plugin: the fixture `op_calls`, the marker, reports, and forgotten blocks.
 
-Inner runs share this process where they can: importing torch takes longer than all that they test.
+Inner runs share this process where they can, since importing torch takes longer than everything they test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester) -> Run:
-    """Run inner tests in this process, without plugins that have a say in how tests run."""
+    """Run inner tests in this process, without other plugins that change how tests run."""
 
     def run_inner(*options: str, **files: str) -> pytest.RunResult:
         pytester.makepyfile(**files)
@@ -42,13 +42,13 @@ def run(pytester: pytest.Pytester) -> Run:
     return run_inner
 
 
-def test_the_fixture_sees_this_tests_matmuls(op_calls: OpCalls) -> None:
+def test_the_fixture_sees_the_matmuls_of_its_test(op_calls: OpCalls) -> None:
     torch.bmm(torch.ones(5, 2, 3), torch.ones(5, 3, 4))
     op_calls.expect(op="bmm", phase="forward", dtype=torch.float32, count=1, shapes=((5, 2, 3), (5, 3, 4)))
     assert op_calls[0].flops == op_calls.flops == 2 * 5 * 2 * 4 * 3
 
 
-def test_the_fixture_and_blocks_within_all_see(op_calls: OpCalls) -> None:
+def test_a_block_inside_a_test_does_not_hide_its_calls(op_calls: OpCalls) -> None:
     recorder = hooks.Recorder()
     with intercept(recorder), op_calls.block() as calls:
         torch.mm(torch.ones(2, 3), torch.ones(3, 4))
@@ -57,7 +57,7 @@ def test_the_fixture_and_blocks_within_all_see(op_calls: OpCalls) -> None:
     assert [call.op for call in op_calls] == ["aten::mm", "aten::mv"]
 
 
-def test_a_block_has_the_options_that_it_is_given(op_calls: OpCalls) -> None:
+def test_a_block_uses_its_options(op_calls: OpCalls) -> None:
     seen: list[str] = []
     with op_calls.block(level="function", ops=["linear"], hooks=[lambda call: seen.append(call.op)]) as calls:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -72,7 +72,7 @@ def test_a_block_has_the_options_that_it_is_given(op_calls: OpCalls) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"levels": "function"}, TypeError, r"^options must be among level, ops, engine, finite, hooks, got levels$"),
+        ({"levels": "function"}, TypeError, r"^unknown option levels; choose from level, ops, engine, finite, hooks$"),
         ({"finite": 1}, TypeError, r"^finite must be True or False, got 1$"),
         ({"level": "both"}, ValueError, r"^level must be one of 'function', 'dispatch', got 'both'$"),
         ({"hooks": [hooks.Recorder]}, TypeError, r"^a hook must be an instance, got the class Recorder"),
@@ -86,7 +86,7 @@ def test_a_block_refuses_wrong_options(
         pytest.fail("entered")
 
 
-def test_a_wider_fixture_has_calls_of_its_own(op_calls_factory: Any, op_calls: OpCalls) -> None:
+def test_a_factory_records_calls_of_its_own(op_calls_factory: Any, op_calls: OpCalls) -> None:
     with op_calls_factory(ops="bmm") as calls:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
         torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
@@ -180,7 +180,7 @@ def test_the_fixture_may_be_asked_for_late(request):
 """
 
 
-def test_the_body_and_only_the_body_is_seen(run: Run) -> None:
+def test_only_the_body_of_a_test_is_watched(run: Run) -> None:
     result = run(test_body=BODY)
     result.assert_outcomes(passed=6, failed=2, errors=2)
     result.stdout.fnmatch_lines(
@@ -195,7 +195,7 @@ def test_the_body_and_only_the_body_is_seen(run: Run) -> None:
     )
     result.stdout.fnmatch_lines(["E*RuntimeError: *mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"])
     result.stdout.fnmatch_lines(["E*Failed: expected 2 matmul calls, got 1", "E*ValueError: broken fixture"])
-    # One for the error, none where the failure has the table already.
+    # One for the error; the failed expectation shows the table itself.
     sections = [line for line in result.outlines if line.strip("-") == " matmuls "]
     assert len(sections) == 1
     result.stdout.fnmatch_lines(["*- matmuls -*", "what ran: 1 call, 48 FLOP", "phase *", "forward * mm *"])
@@ -279,13 +279,13 @@ class TestMarked:
 """
 
 
-def test_the_marker_and_its_mistakes(run: Run) -> None:
+def test_the_marker_and_its_errors(run: Run) -> None:
     result = run("--strict-markers", test_marked=MARKED)
     result.assert_outcomes(passed=5, failed=1, errors=6)
     result.stdout.fnmatch_lines(
         [
-            "marker opintercept: options must be among level, ops, engine, finite, hooks, got levels",
-            "marker opintercept: arguments must be named, got ('function',)",
+            "marker opintercept: unknown option levels; choose from level, ops, engine, finite, hooks",
+            "marker opintercept takes keyword arguments only, got ('function',)",
             "marker opintercept: level must be one of 'function', 'dispatch', got 'both'",
             "marker opintercept: *'bmmm'*",
             "marker opintercept: a hook must be an instance, got the class Recorder; pass Recorder(...)",
@@ -480,10 +480,10 @@ def test_nothing_else_stays(op_calls):
 """
 
 
-def test_a_forgotten_block_is_reported_where_it_was_forgotten(run: Run) -> None:
+def test_a_forgotten_block_fails_the_test_that_entered_it(run: Run) -> None:
     result = run(test_leaks=LEAKS)
     result.assert_outcomes(passed=3, failed=7, errors=1)
-    what = "every block must be left, got {} still active; use a with statement (the plugin has left it now)"
+    what = "{} was entered but never left; use a with statement (the plugin has left it now)"
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of test_leaves_by_a_fixture*",
@@ -543,10 +543,10 @@ def test_a_summary_of_the_run(run: Run, pytester: pytest.Pytester) -> None:
     assert '<property name="matmul_flops" value="48000" />' in (pytester.path / "run.xml").read_text()
 
 
-def test_a_long_summary_is_cut_short(run: Run) -> None:
+def test_a_long_summary_is_truncated(run: Run) -> None:
     many = COUNTED.replace("[2, 20]", "range(1, 31)")
     result = run("--opintercept", "--opintercept-update", test_counted=many)
-    result.stdout.fnmatch_lines(["... 11 more tests, shown with -v", "*31 tests with matmuls"])
+    result.stdout.fnmatch_lines(["... and 11 more tests; -v shows them", "*31 tests with matmuls"])
     assert sum("%  test_counted.py::" in line for line in result.outlines) == 20
     result = run("--opintercept", "-v", test_counted=many)
     result.stdout.no_fnmatch_line("*more tests*")
@@ -590,7 +590,7 @@ def test_marked():
 
 
 @pytest.mark.parametrize(("options", "failed"), [((), 1), (("--opintercept-finite",), 2)], ids=["marker", "option"])
-def test_the_origin_of_a_nan_is_where_a_test_fails(run: Run, options: tuple[str, ...], failed: int) -> None:
+def test_a_test_fails_at_the_operator_that_makes_a_nan(run: Run, options: tuple[str, ...], failed: int) -> None:
     result = run(*options, test_nan=NAN)
     result.assert_outcomes(passed=4 - failed, failed=failed)
     result.stdout.fnmatch_lines([">*# inf - inf", "E*NonFiniteError: *"])
@@ -686,7 +686,7 @@ def test_workers_report_and_write_snapshots(run: Run, pytester: pytest.Pytester)
             "E *-forward - aten::mm float32[[]3, 2] @ float32[[]2, 2] -> float32[[]3, 2]",
             "E *+forward - aten::mm float32[[]2, 2] @ float32[[]2, 2] -> float32[[]2, 2]",
             "E *no snapshot __opcalls__/test_xdist/test_size[[]3].json; write it with *",
-            "E *test_size[[]4].json cannot be read: Expecting value*",
+            "E *cannot read the snapshot *test_size[[]4].json: Expecting value*",
         ]
     )
 
@@ -709,7 +709,7 @@ def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["E*fixture 'op_calls' not found"])
 
 
-def test_a_run_that_uses_nothing_of_it_loads_nothing_but_the_plugin(pytester: pytest.Pytester) -> None:
+def test_an_unused_plugin_loads_nothing_else(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import sys
@@ -722,13 +722,13 @@ def test_a_run_that_uses_nothing_of_it_loads_nothing_but_the_plugin(pytester: py
 
         def test_what_is_loaded(fixture):
             loaded = {name for name in sys.modules if name.partition(".")[0] in ("opintercept", "torch", "numpy")}
-            assert loaded == {"opintercept", "opintercept.testing.plugin"}
+            assert loaded == {"opintercept", "opintercept.testing", "opintercept.testing.plugin"}
         """
     )
     pytester.runpytest_subprocess("-p", "no:anyio").assert_outcomes(passed=1)
 
 
-def test_the_first_test_of_the_readme_fails_readably_when_the_model_changes(run: Run) -> None:
+def test_the_failure_in_the_readme_is_what_its_test_prints(run: Run) -> None:
     readme = (ROOT / "README.md").read_text()
     _, section = readme.split("\n## Tests\n")
     code, shown = re.findall(r"^```\w+\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[:2]
@@ -739,7 +739,7 @@ def test_the_first_test_of_the_readme_fails_readably_when_the_model_changes(run:
     result.stdout.fnmatch_lines([re.sub(r"([\[?*])", r"[\1]", line) for line in shown.splitlines()])
 
 
-def test_the_body_of_another_thread_is_not_seen(op_calls: OpCalls) -> None:
+def test_other_threads_are_not_watched(op_calls: OpCalls) -> None:
     thread = threading.Thread(target=lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)))
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""Snapshots of calls: their files, and what counts as a change."""
+"""Snapshots of calls: their files, and which changes they detect."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_a_snapshot_is_a_readable_file_beside_the_test(tmp_path: Path, snapshots
             },
         ],
     }
-    assert len(file.read_text().splitlines()) == 4  # one a call, so that a review shows calls
+    assert len(file.read_text().splitlines()) == 4  # a line for each call, for readable diffs
     assert snapshots().mismatch(records, None) is None
 
 
-def test_a_snapshot_holds_for_other_devices_lines_and_times(snapshots: Callable[..., Snapshots]) -> None:
+def test_a_snapshot_ignores_devices_lines_and_times(snapshots: Callable[..., Snapshots]) -> None:
     attention = "_scaled_dot_product_{}"
     here = [record(attention.format(f"flash_attention_for_cpu{end}")) for end in ("", "_backward")]
     assert snapshots(update=True).mismatch(here, None) is None
@@ -82,12 +82,12 @@ def test_a_snapshot_holds_for_other_devices_lines_and_times(snapshots: Callable[
     ],
     ids=str,
 )
-def test_a_snapshot_sees_every_change_of_what_it_holds(change: Any, snapshots: Callable[..., Snapshots]) -> None:
+def test_a_snapshot_detects_every_change_of_its_fields(change: Any, snapshots: Callable[..., Snapshots]) -> None:
     assert snapshots(update=True).mismatch([record(), record()], None) is None
     text = snapshots().mismatch([record(), dataclasses.replace(record(), **change)], None)
     assert text is not None
     lines = text.splitlines()
-    assert lines[0] == "the calls are not those of the snapshot; if that is meant, run with --opintercept-update"
+    assert lines[0] == "the calls differ from the snapshot; if that is intended, run with --opintercept-update"
     assert lines[1].startswith("--- ")
     assert lines[1].endswith("TestNet.test_step[cpu].json")
     assert lines[2] == "+++ this run"
@@ -99,7 +99,7 @@ def test_a_snapshot_sees_every_change_of_what_it_holds(change: Any, snapshots: C
     assert lines[6].startswith("+")
 
 
-def test_a_long_difference_is_cut_short(snapshots: Callable[..., Snapshots]) -> None:
+def test_a_long_diff_is_truncated(snapshots: Callable[..., Snapshots]) -> None:
     snapshots(update=True).mismatch([record()] * 300, None)
     text = snapshots().mismatch([record("bmm")] * 300, None)
     assert text is not None
@@ -119,16 +119,16 @@ def test_the_snapshots_of_a_test_are_numbered_or_named(tmp_path: Path, snapshots
     [
         ("", r"Expecting value: line 1 column 1 \(char 0\)"),
         ("<<<<<<< HEAD\n", "Expecting value"),
-        ("[]", 'it must be an object with "test" and "calls"'),
-        ('{"test": "t", "calls": 3}', 'it must be an object with "test" and "calls"'),
-        ('{"test": "t"}', 'it must be an object with "test" and "calls"'),
+        ("[]", 'it is not an object with "test" and "calls"'),
+        ('{"test": "t", "calls": 3}', 'it is not an object with "test" and "calls"'),
+        ('{"test": "t"}', 'it is not an object with "test" and "calls"'),
         ('{"test": "T", "calls": []}', 'it belongs to "T", whose file has the same name'),
-        ('{"test": "t", "calls": [3]}', "call 0 must have phase, module, op, lhs, rhs, output, got 3"),
+        ('{"test": "t", "calls": [3]}', "call 0 must have the fields phase, module, op, lhs, rhs, output, got 3"),
         ('{"test": "t", "calls": [{"op": "mm"}]}', r"call 0 must have .*, got {'op': 'mm'}"),
         (b"\xff\xfe", "'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_a_corrupt_snapshot_says_so(
+def test_a_corrupt_snapshot_is_explained(
     content: str | bytes, problem: str, tmp_path: Path, snapshots: Callable[..., Snapshots]
 ) -> None:
     file = tmp_path / FOLDER / "test_net" / "t.json"
@@ -137,33 +137,33 @@ def test_a_corrupt_snapshot_says_so(
     text = snapshots(test="t").mismatch([record()], None)
     assert text is not None
     assert re.search(
-        rf"^the snapshot .*t\.json cannot be read: {problem}.*; mend it, or write it anew with --opintercept-update$",
+        rf"^cannot read the snapshot .*t\.json: {problem}.*; fix it, or write it again with --opintercept-update$",
         text,
     )
     assert snapshots(update=True, test="t").mismatch([record()], None) is None
     assert snapshots(test="t").mismatch([record()], None) is None
 
 
-def test_a_missing_snapshot_says_what_to_do(snapshots: Callable[..., Snapshots]) -> None:
+def test_a_missing_snapshot_is_explained(snapshots: Callable[..., Snapshots]) -> None:
     text = snapshots(test="t").mismatch([record()], None)
     assert text is not None
     assert re.search(
-        r"^no snapshot .*t\.json; write it with --opintercept-update, look at it, and keep it beside the test$", text
+        r"^no snapshot .*t\.json; write it with --opintercept-update, check it, and keep it beside the test$", text
     )
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True))
 @example(["test_a[x/y]", "test_a[x y]"])
 @example(["test_a" * 50, "test_a" * 51])
-def test_different_tests_have_different_files_that_any_file_system_takes(tests: list[str]) -> None:
+def test_file_names_are_distinct_and_portable(tests: list[str]) -> None:
     names = [_file_name(test) for test in tests]
     assert all(re.fullmatch(r"[\w.,=+\[\]-]{1,129}", name) for name in names)
-    if "::" not in "".join(tests):  # written as a dot, the only thing that two names may share
+    if "::" not in "".join(tests):  # `::` becomes a dot, so only such names may collide
         assert names[0] != names[1]
 
 
 @given(st.lists(st.tuples(*[st.none() | st.text()] * 6)), st.text())
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], test: str) -> None:
+def test_a_written_snapshot_is_read_back(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], test: str) -> None:
     path = tmp_path_factory.mktemp("snapshot") / "deep" / "t.json"
     entries = [dict(zip(("phase", "module", "op", "lhs", "rhs", "output"), row, strict=True)) for row in rows]
     _write(path, test, entries)
@@ -171,8 +171,8 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows:
     assert [file.name for file in path.parent.iterdir()] == ["t.json"]
 
 
-def test_calls_of_no_fixture_have_no_snapshot() -> None:
-    with pytest.raises(TypeError, match="match_snapshot must be called on the calls of a fixture"):
+def test_calls_outside_a_fixture_have_no_snapshot() -> None:
+    with pytest.raises(TypeError, match="match_snapshot needs the calls of a fixture"):
         three_calls().match_snapshot()
 
 

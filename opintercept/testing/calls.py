@@ -1,7 +1,7 @@
-"""What the pytest plugin needs once a test uses it: the calls of a test, and what may be expected of them.
+"""The calls of a test, and the expectations that a test may have of them.
 
-Invariant: looking at calls changes nothing of the program and waits for no device until a test asks for values.
-Imported only by `testing.plugin`, when a test is to be watched, since this imports torch.
+Invariant: recording calls does not change the program, and waits for a device only when a test asks about values.
+Imports torch, so `testing.plugin` imports this file only when it watches a test.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from opintercept.hooks._values import all_finite, first_output
 from opintercept.hooks.when import CallFilter, checked_dtype
 from opintercept.testing.snapshot import Snapshots
 
-_MOST_CALLS = 10  # that a failure lists one by one
-_MOST_ROWS = 40  # of the table in a failure
+_MOST_CALLS = 10  # listed one by one in a failure
+_MOST_ROWS = 40  # in the table of a failure
 
 
 class Options(TypedDict, total=False):
-    """What the marker and a block may set; `finite` adds the hook `NonFinite`, the rest is as in `intercept`."""
+    """The options of the marker and of a block: `finite` adds the hook `NonFinite`, the rest is as in `intercept`."""
 
     level: Level
     ops: Any
@@ -57,7 +57,7 @@ class Filters(TypedDict, total=False):
 
 
 class OpCalls:
-    """The records of the calls so far, in the order in which the calls ended: a sequence that grows.
+    """A growing sequence: the records of the calls so far, in the order in which the calls ended.
 
     Example:
         >>> import torch
@@ -89,12 +89,12 @@ class OpCalls:
         self._options: Options = {} if options is None else options
         self._snapshots = snapshots
         self._ran = self if ran is None else ran
-        self._refuse = refuse  # says why no call of these can have a name
-        self._told: BaseException | None = None  # the failure that says what ran
+        self._refuse = refuse  # returns why these calls cannot include an operator, or None
+        self._shown_in: BaseException | None = None  # the failure that already lists what ran
 
     @property
     def _records(self) -> list[CallRecord]:
-        # Asked for each time: a recorder puts records together when they are read.
+        # Not kept: a recorder makes its records when they are read.
         return self._source.records if isinstance(self._source, hooks.Recorder) else self._source
 
     def __len__(self) -> int:
@@ -115,33 +115,33 @@ class OpCalls:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of calls."""
         return len(self._records)
 
     @property
     def flops(self) -> int:
-        """The work of all of them; operators without a formula count for nothing."""
+        """The FLOP of all calls; operators without a formula count as 0."""
         return sum(record.flops or 0 for record in self._records)
 
     @property
     def dtypes(self) -> set[str]:
-        """The operands' dtypes, `{"float32"}`."""
+        """The dtypes of the operands, such as `{"float32"}`."""
         return {t.dtype for record in self._records for t in _operands(record)}
 
     @property
     def modules(self) -> list[str | None]:
-        """The modules, each once, in the order in which they first came up; see `OpCall.module`."""
+        """The distinct modules in the order of their first calls; see `OpCall.module`."""
         return list(dict.fromkeys(record.module for record in self._records))
 
     def filter(self, **filters: Unpack[Filters]) -> OpCalls:
-        """Return those calls so far that pass every filter.
+        """Return the calls so far that pass every filter.
 
         Args:
             **filters: As in `hooks.when`: `op`, `module`, `phase`, `dtype`, `min_numel`, `every`, `first`, `steps`
-                and `predicate`, which gets the record. A module has its first name only.
+                and `predicate`, which gets the record. A module that has several names is known by its first one.
 
         Raises:
-            TypeError, ValueError: As `hooks.when` does, or an operator that these calls cannot have.
+            TypeError, ValueError: As in `hooks.when`, or the calls cannot include an operator of that name.
         """
         if "op" in filters:
             filters["op"] = _read_twice(filters["op"])
@@ -157,15 +157,15 @@ class OpCalls:
             self._finite.clear()
 
     def table(self) -> str:
-        """Write a table of the calls; those that agree in all columns share a row."""
+        """Return the calls as a table. Calls that are alike in every column share a row."""
         return _table(self._records)
 
     @contextmanager
     def block(self, **options: Unpack[Options]) -> Generator[OpCalls]:
-        """A context manager with calls of its own: those of its block.
+        """Record the calls of a `with` block on their own.
 
         Args:
-            **options: `level`, `ops`, `engine`, `finite` and `hooks`; each as the test's marker says if not given.
+            **options: `level`, `ops`, `engine`, `finite` and `hooks`. The marker of the test sets those not given.
         """
         interceptor, calls = recording(self._options | options, self._snapshots)
         with interceptor:
@@ -185,27 +185,27 @@ class OpCalls:
         shapes: Any = None,
         predicate: Callable[[CallRecord], bool] | None = None,
     ) -> None:
-        """Fail the test unless the calls are as said.
+        """Fail the test unless the calls are as expected.
 
-        `op`, `module` and `phase`, as in `hooks.when`, choose the calls that the rest is about. There must be at
-        least one, unless `count`, `max_count` or `max_flops` says otherwise.
+        `op`, `module` and `phase`, as in `hooks.when`, select the calls that the other arguments describe. At least
+        one call must be selected, unless `count`, `max_count` or `max_flops` is given.
 
         Args:
-            op: These operators, `"bmm"`, `"aten::bmm"` or several.
-            module: These modules, a glob for one.
-            phase: This pass, `"forward"`, `"backward"` or `"recompute"`.
-            count: There are exactly so many.
-            max_count: There are at most so many.
-            dtype: Both operands of every one have it.
-            finite: No output has a NaN or an infinity. Reading this waits for the device.
-            max_flops: They do at most so much work together.
-            shapes: Those of the left and the right operand: a pair that holds for every one,
-                `((2, 8), (8, 16))`, or a list of pairs, one a call. A None takes the place of any number.
-            predicate: Any test of a record, true for every one.
+            op: Select these operators: `"bmm"`, `"aten::bmm"` or several.
+            module: Select these modules: a glob, for example.
+            phase: Select `"forward"`, `"backward"` or `"recompute"` calls.
+            count: The exact number of calls.
+            max_count: The largest number of calls.
+            dtype: The dtype of both operands of every call.
+            finite: Whether every output must be free of NaN and infinities. Checking this waits for the device.
+            max_flops: The most FLOP of all selected calls together.
+            shapes: The shapes of the left and the right operand: one pair for every call, `((2, 8), (8, 16))`, or
+                a list with a pair for each call. None matches any size.
+            predicate: A function that must return true for the record of every call.
 
         Raises:
-            pytest.fail.Exception: They are not; says which calls are in the way, and what ran.
-            TypeError, ValueError: What is expected makes no sense, an operator that these calls cannot have for one.
+            pytest.fail.Exception: They are not as expected. The message lists the offending calls and what ran.
+            TypeError, ValueError: The expectation makes no sense; for example, the calls cannot include `op`.
         """
         __tracebackhide__ = True
         for name, value in (("count", count), ("max_count", max_count), ("max_flops", max_flops)):
@@ -219,7 +219,7 @@ class OpCalls:
         wanted = CallFilter(op, module, phase)
         self._check_names(op)
         chosen = [record for record in self._records if wanted.admits(record)]
-        narrowed = chosen if len(chosen) < len(self._records) else []  # the table has the rest
+        narrowed = chosen if len(chosen) < len(self._records) else []  # otherwise the table lists them
         ops = "matmul" if op is None else op if isinstance(op, str) else " or ".join(op)
         kind = ops if phase is None else f"{phase} {ops}"
         where = "" if module is None else f" in {getattr(module, 'pattern', module)}"
@@ -233,7 +233,8 @@ class OpCalls:
 
         def every(claim: str, wrong: Sequence[CallRecord]) -> None:
             if wrong:
-                breaks(f"{claim} in every {kind} call{where}, not so in {len(wrong)} of {len(chosen)}:", wrong)
+                do = "does" if len(wrong) == 1 else "do"
+                breaks(f"every {kind} call{where} to {claim}, but {len(wrong)} of {len(chosen)} {do} not:", wrong)
 
         if count is not None and len(chosen) != count:
             breaks(f"{calls(count)}, got {len(chosen)}", narrowed)
@@ -242,17 +243,21 @@ class OpCalls:
         if not chosen and count is max_count is max_flops is None:
             breaks(f"at least {calls(1)}, got 0", [])
         if wanted_dtype is not None:
-            every(f"{wanted_dtype} operands", [r for r in chosen if {t.dtype for t in _operands(r)} - {wanted_dtype}])
+            every(
+                f"have {wanted_dtype} operands", [r for r in chosen if {t.dtype for t in _operands(r)} - {wanted_dtype}]
+            )
         if finite:
-            every("a finite output", [r for r in chosen if _is_infinite(self._finite.get(r.index))])
+            every("have a finite output", [r for r in chosen if _is_infinite(self._finite.get(r.index))])
         if max_flops is not None:
-            every("a known amount of work", [r for r in chosen if r.flops is None])
+            every("have a known number of FLOP", [r for r in chosen if r.flops is None])
             flops = sum(r.flops or 0 for r in chosen)
             if flops > max_flops:
                 largest = sorted(chosen, key=lambda r: r.flops or 0, reverse=True)
-                breaks(f"at most {max_flops:,} FLOP in {calls(len(chosen))}, got {flops:,}; the largest:", largest)
+                breaks(
+                    f"at most {max_flops:,} FLOP in {calls(len(chosen))}, got {flops:,}, the largest first:", largest
+                )
         if isinstance(wanted_shapes, tuple):
-            every(_shown(wanted_shapes), [r for r in chosen if not _fits(r, wanted_shapes)])
+            every(f"multiply {_shown(wanted_shapes)}", [r for r in chosen if not _fits(r, wanted_shapes)])
         elif wanted_shapes is not None and len(wanted_shapes) != len(chosen):
             breaks(f"{calls(len(wanted_shapes))}, one for each pair of shapes, got {len(chosen)}", narrowed)
         elif wanted_shapes is not None:
@@ -262,37 +267,37 @@ class OpCalls:
                 breaks(claim, [r for r, _ in wrong], [f", expected {pair}" for _, pair in wrong])
         if predicate is not None:
             name = getattr(predicate, "__name__", repr(predicate))
-            every(f"{name} to hold", [r for r in chosen if not predicate(r)])
+            every(f"satisfy {name}", [r for r in chosen if not predicate(r)])
         if broken:
-            self._ran._told = pytest.fail.Exception("\n".join([*broken, self._what_ran()]))
-            raise self._ran._told
+            self._ran._shown_in = pytest.fail.Exception("\n".join([*broken, self._what_ran()]))
+            raise self._ran._shown_in
 
     def match_snapshot(self, name: str | None = None) -> None:
-        """Fail the test unless module, operator, shapes, dtypes and pass of every call are those of the snapshot.
+        """Fail the test unless module, operator, shapes, dtypes and phase of every call match the snapshot.
 
-        The snapshot is a JSON file in the folder `__opcalls__` beside the test, which
-        `pytest --opintercept-update` writes. It holds on any machine and device on which torch takes the same
-        operators, whichever attention kernel it picks; what a device fuses (an LSTM on some) is another operator.
+        The snapshot is a JSON file in the folder `__opcalls__` beside the test; `pytest --opintercept-update` writes
+        it. It holds on every machine and device where torch runs the same operators. Attention kernels count as one
+        operator, but what a device fuses, such as an LSTM on some, is another operator.
 
         Args:
-            name: Tells several snapshots of a test apart; without one they are numbered.
+            name: Tells several snapshots of one test apart. Without names they are numbered.
 
         Raises:
-            pytest.fail.Exception: They are not, with a unified diff; or the file is missing or corrupt.
+            pytest.fail.Exception: A call differs, which a unified diff shows; or the file is missing or corrupt.
         """
         __tracebackhide__ = True
         if self._snapshots is None:
-            raise TypeError("match_snapshot must be called on the calls of a fixture, got calls that are of none")
+            raise TypeError("match_snapshot needs the calls of a fixture; these calls belong to none")
         mismatch = self._snapshots().mismatch(self._records, name)
         if mismatch is not None:
             pytest.fail(mismatch)
 
     def report(self, failure: BaseException | None) -> str | None:
-        """Write what ran for the report of a failing test; None where the failure says it already."""
-        return None if failure is not None and failure is self._ran._told else self._what_ran()
+        """Return what ran, for the report of a failing test; None if the failure lists it already."""
+        return None if failure is not None and failure is self._ran._shown_in else self._what_ran()
 
     def _check_names(self, op: str | Iterable[str] | None) -> None:
-        """Refuse what would never match: with `count=0` it would pass."""
+        """Refuse operators that could never match, which `count=0` would silently accept."""
         refuse = self._refuse
         if refuse is None or op is None:
             return
@@ -306,7 +311,7 @@ class OpCalls:
 
 
 class _Recorder(hooks.Recorder):
-    """Also keeps whether outputs were finite, as tensors that nobody has read yet: reading waits for the device."""
+    """Also keeps whether outputs are finite, as tensors: reading them would wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +323,7 @@ class _Recorder(hooks.Recorder):
 
 
 class Totals:
-    """Adds up what all calls of a test cost, and adds it to the test's properties, which reports carry."""
+    """Adds up the cost of a test's calls, and stores it in the test's properties, which reports carry."""
 
     reads = ()
 
@@ -327,33 +332,35 @@ class Totals:
         self._properties = properties
 
     def post(self, call: OpCall) -> None:
-        """Add the call."""
+        """Add a call."""
         self.calls += 1
         self.flops += call.flops or 0
         self.seconds += call.elapsed or 0.0
 
     def exit(self) -> None:
-        """Hand over the sums."""
+        """Store the sums."""
         for name in ("calls", "flops", "seconds"):
             self._properties.append((f"matmul_{name}", getattr(self, name)))
 
 
 def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None) -> tuple[Interceptor, OpCalls]:
-    """Make an interceptor that does as `options` say and the calls that it will record.
+    """Return an interceptor with these options, and the calls that it will record.
 
     Raises:
-        TypeError, ValueError: An option that there is not, or as `intercept` does.
+        TypeError, ValueError: An option is unknown, or `intercept` refuses its value.
     """
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
-        raise TypeError(f"options must be among {', '.join(Options.__annotations__)}, got {', '.join(sorted(unknown))}")
+        raise TypeError(
+            f"unknown option {', '.join(sorted(unknown))}; choose from {', '.join(Options.__annotations__)}"
+        )
     finite, others = options.get("finite", False), options.get("hooks", ())
     if not isinstance(finite, bool):
         raise TypeError(f"finite must be True or False, got {finite!r}")
     recorder = _Recorder()
     plain: Any = {key: value for key, value in options.items() if key in ("level", "ops", "engine")}
     interceptor = intercept(recorder, **plain)
-    # After the recorder, so that it has the call that one of them refuses.
+    # After the recorder, which then has the call at which one of them raises.
     if finite:
         interceptor.register(finite_hook())
     for hook in others if isinstance(others, Iterable) else [others]:
@@ -373,7 +380,7 @@ def _read_twice(op: Any) -> Any:
 
 
 def finite_hook() -> Hook:
-    """The hook that raises where the first NaN comes from."""
+    """Return the hook that raises where the first NaN comes from."""
     return hooks.NonFinite()
 
 
@@ -384,7 +391,7 @@ def _operands(record: CallRecord) -> list[TensorMeta]:
 def _is_infinite(finite: Any) -> bool:
     try:
         return finite is not None and not bool(finite)
-    except RuntimeError:  # a tensor without values: fake, or one for a whole batch of vmap's
+    except RuntimeError:  # a tensor without values, such as a fake one or one inside vmap
         return False
 
 
@@ -393,15 +400,15 @@ Pair = tuple[Shape | None, Shape | None]
 
 
 def _checked_shapes(shapes: Any) -> Pair | list[Pair]:
-    """One pair as a tuple, several as a list."""
+    """Return one pair as a tuple, several as a list."""
     if (pair := _pair(shapes)) is not None:
         return pair
     pairs = [_pair(item) for item in shapes] if isinstance(shapes, Sequence) else [None]
     found = [pair for pair in pairs if pair is not None]
     if len(found) != len(pairs):
         raise TypeError(
-            "shapes must be those of the left and the right operand, ((2, 8), (8, 16)), or a list of such pairs, "
-            f"one a call, got {shapes!r}"
+            "shapes must be a pair for the left and the right operand, such as ((2, 8), (8, 16)), or a list with a "
+            f"pair for each call, got {shapes!r}"
         )
     return found
 

@@ -1,7 +1,7 @@
-"""The pytest plugin: the fixture `op_calls`, its marker, and what a run prints about matmuls.
+"""The pytest plugin: the fixture `op_calls`, its marker, and the summary of a test run.
 
-Loaded with every pytest run of everybody who has the library installed, so this must import neither torch nor
-the rest of the library before a test asks for it.
+Every pytest run loads this file where opintercept is installed. So it must not import torch, or the rest of the
+package, before a test asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opintercept.testing.snapshot import Snapshots
 
 _LIBRARY = "opintercept."
-_MOST_TESTS = 20  # that the summary lists without -v
+_MOST_TESTS = 20  # listed in the summary without -v
 
 
 def __getattr__(name: str) -> Any:
@@ -35,17 +35,17 @@ def __getattr__(name: str) -> Any:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("opintercept", "the matmuls of tests")
-    group.addoption("--opintercept", action="store_true", help="print calls, FLOP and time of the matmuls by test")
-    group.addoption("--opintercept-finite", action="store_true", help="fail every test where its first NaN comes from")
-    group.addoption("--opintercept-update", action="store_true", help="write the snapshots instead of comparing")
+    group.addoption("--opintercept", action="store_true", help="print calls, FLOP and time of matmuls for each test")
+    group.addoption("--opintercept-finite", action="store_true", help="fail tests at the operator that makes a NaN")
+    group.addoption("--opintercept-update", action="store_true", help="write snapshots instead of comparing them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
         "markers",
-        "opintercept(level, ops, engine, finite, hooks): watch the matmuls of the test's body in this way; of several "
-        "markers the closest one that names an argument decides",
+        "opintercept(level, ops, engine, finite, hooks): how to watch the matmuls of the test's body; for each "
+        "argument the closest marker that gives it counts",
     )
 
 
@@ -57,14 +57,14 @@ def op_calls(request: pytest.FixtureRequest) -> OpCalls:
 
 @pytest.fixture(scope="session")
 def op_calls_factory(pytestconfig: pytest.Config) -> Callable[..., AbstractContextManager[OpCalls]]:
-    """As `op_calls.block`, for fixtures of a wider scope: `with op_calls_factory(...) as calls:`."""
+    """Like `op_calls.block`, for fixtures of a wider scope: `with op_calls_factory(...) as calls:`."""
     from opintercept.testing.calls import OpCalls
 
     return OpCalls([], snapshots=lambda: pytestconfig.stash[_RUNNING].snapshots()).block
 
 
 class _Watch:
-    """What watches one test: interceptors, which are active while its body runs, and whatever is left active."""
+    """The interceptors of one test, which are active while its body runs, and the blocks that it leaves open."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
@@ -76,11 +76,11 @@ class _Watch:
 
     @property
     def watching(self) -> bool:
-        """Whether anything is watched."""
+        """Whether the test is watched at all."""
         return bool(self._interceptors)
 
     def record(self) -> OpCalls:
-        """The calls of the body, from its beginning on, or from now on if it runs already."""
+        """Return the calls of the body: all of them, or those from now on if it is already running."""
         if self._calls is None:
             from opintercept.testing.calls import recording
 
@@ -92,7 +92,7 @@ class _Watch:
         return self._calls
 
     def follow_the_command_line(self) -> None:
-        """Count or check as the options of the run say."""
+        """Watch the test as `--opintercept` and `--opintercept-finite` say."""
         option = self._item.config.option
         check = option.opintercept_finite and self._options().get("finite", True)
         if not (option.opintercept or check):
@@ -111,13 +111,13 @@ class _Watch:
         for marker in self._item.iter_markers("opintercept"):  # the closest first
             if marker.args:
                 raise pytest.fail.Exception(
-                    f"marker opintercept: arguments must be named, got {marker.args!r}", pytrace=False
+                    f"marker opintercept takes keyword arguments only, got {marker.args!r}", pytrace=False
                 )
             options = {**marker.kwargs, **options}
         return options  # type: ignore[return-value]
 
     def snapshots(self) -> Snapshots:
-        """The snapshots of the test."""
+        """Return the snapshots of the test."""
         if self._snapshots is None:
             from opintercept.testing.snapshot import Snapshots
 
@@ -132,24 +132,24 @@ class _Watch:
             self._body.enter_context(_watching(interceptor))
 
     def enter(self, body: ExitStack) -> None:
-        """Begin to watch the body, which leaves everything with `body`."""
+        """Start watching the body; closing `body` stops it."""
         self._body = body
         for interceptor in self._interceptors:
             body.enter_context(_watching(interceptor))
         unittest = sys.modules.get("unittest")
         if self._calls is not None and unittest is not None:
             case = getattr(self._item, "instance", None)
-            if isinstance(case, unittest.TestCase):  # which takes no fixtures
+            if isinstance(case, unittest.TestCase):  # a TestCase takes no fixtures
                 case.op_calls = self._calls
 
     def end(self, before: Container[Any]) -> str | None:
-        """The body is over: leave what it has entered and not left, and say so."""
+        """Leave the blocks that the body has left open, and return a message that names them."""
         self._body = None
         ours = {interceptor.watcher for interceptor in self._interceptors}
         return _forced_out(b for b in _open_blocks() if b not in before and b.watcher not in ours)
 
     def add_to(self, report: pytest.TestReport, failure: BaseException | None) -> None:
-        """Show what ran in the report of a failing test."""
+        """Add what ran to the report of a failing test."""
         if report.failed and report.when != "setup" and self._calls is not None:
             text = self._calls.report(failure)
             if text is not None:
@@ -158,7 +158,7 @@ class _Watch:
 
 @contextmanager
 def _watching(interceptor: Interceptor) -> Iterator[None]:
-    """Watch a test, which may use other threads without a warning."""
+    """Watch a test, without the warning about calls in other threads."""
     interceptor.__enter__()
     try:
         yield
@@ -177,7 +177,7 @@ def _watch(item: pytest.Item) -> _Watch:
 
 _WATCH = pytest.StashKey[_Watch]()
 _RUNNING = pytest.StashKey[_Watch]()
-_HELD = pytest.StashKey[dict[Any, list[Any]]]()  # blocks that fixtures have entered
+_HELD = pytest.StashKey[dict[Any, list[Any]]]()  # the blocks that each fixture has entered
 
 
 def _open_blocks() -> tuple[Any, ...]:
@@ -192,15 +192,15 @@ def _forced_out(blocks: Iterable[Any]) -> str | None:
     from opintercept._blocks import force_out
 
     return (
-        f"every block must be left, got {', '.join(force_out(forgotten))} still active; use a with statement (the "
-        "plugin has left it now)"
+        f"{', '.join(force_out(forgotten))} was entered but never left; use a with statement (the plugin has left it "
+        "now)"
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Prepare what the test's marker and the run's options ask for."""
-    watch = item.stash[_WATCH] = item.config.stash[_RUNNING] = _Watch(item)  # a test may run again
+    """Prepare to watch the test as its marker and the command line say."""
+    watch = item.stash[_WATCH] = item.config.stash[_RUNNING] = _Watch(item)  # a new one: a test may run again
     if item.get_closest_marker("opintercept") is not None:
         watch.record()
     if item.config.option.opintercept or item.config.option.opintercept_finite:
@@ -226,7 +226,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, Any, Any]:
-    """Note which blocks a fixture enters, so that its teardown can be checked."""
+    """Note which blocks a fixture enters, to check its teardown."""
     before = _open_blocks()
     try:
         return (yield)
@@ -238,7 +238,7 @@ def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, Any, 
 
 
 def pytest_fixture_post_finalizer(fixturedef: Any, request: Any) -> None:
-    """Leave what a fixture has entered and its teardown has not left."""
+    """Leave the blocks that a fixture has entered and its teardown has left open."""
     entered = request.config.stash.get(_HELD, {}).pop(fixturedef, ())
     if entered and (leaked := _forced_out(block for block in _open_blocks() if block in entered)):
         request.config.stash[_RUNNING].leaks.append(f"fixture {fixturedef.argname}: {leaked}")
@@ -246,7 +246,7 @@ def pytest_fixture_post_finalizer(fixturedef: Any, request: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Fail where a fixture has left a block behind."""
+    """Fail if a fixture has left a block open."""
     result = yield
     if leaks := _watch(item).leaks:
         pytest.fail("\n".join(leaks), pytrace=False)
@@ -257,11 +257,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what ran in the report of a failing test."""
+    """Add what ran to the report of a failing test, and hide our frames in its traceback."""
     watch = _watch(item)
     library = [vars(module) for name, module in sys.modules.items() if watch.watching and name.startswith(_LIBRARY)]
     for namespace in library:
-        namespace["__tracebackhide__"] = True  # in a frame's globals: pytest's tracebacks end at the test's line
+        namespace["__tracebackhide__"] = True  # pytest looks for this in a frame's globals too
     try:
         report = yield
     finally:
@@ -272,7 +272,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print what the matmuls of the run came to, the tests that took longest in them first."""
+    """Print the matmuls of the run by test, starting with the tests that spent most time in them."""
     if not config.option.opintercept:
         return
     rows = []
@@ -288,6 +288,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{calls:8,}{flops:20,}{seconds * 1e3:10.2f}{share:9.1%}  {report.nodeid}")
     hidden = 0 if config.option.verbose > 0 else len(rows) - _MOST_TESTS
     if hidden > 0:
-        terminalreporter.write_line(f"... {hidden} more tests, shown with -v")
+        terminalreporter.write_line(f"... and {hidden} more tests; -v shows them")
     seconds, calls, flops = (sum(row[i] for row in rows) for i in range(3))
     terminalreporter.write_line(f"{calls:8,}{flops:20,}{seconds * 1e3:10.2f}           {len(rows)} tests with matmuls")
