@@ -14,8 +14,8 @@ from opintercept._errors import OpInterceptError
 if TYPE_CHECKING:
     import torch
 from opintercept._origin.place import Place
-from opintercept._record import NO_KIN, CallRecord, Gemm, Note, Phase, Summary, summaries
-from opintercept._tensors import TensorMeta, describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
+from opintercept._record import CallRecord, Gemm, Note, Phase, Summary, summary_of, taken_of
+from opintercept._tensors import describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
 
 T = TypeVar("T")
 
@@ -390,16 +390,19 @@ class OpCall:
 
     def note(self) -> Note:
         """What `record` needs, taken now and put together later, for those who keep many."""
-        origin = self._live("record").origin
+        owner = self._live("record")
+        forward, grad_of, _ = self._relation("record") if self.phase == "backward" else (None, None, False)
         return Note(
-            self.summary,
+            summary_of(self, owner.look),
             self.index,
             self.step,
             self.phase,
-            origin.place(self, "record") if self.place is None else self.place,
-            self._relation("record") if self.phase == "backward" else NO_KIN,
-            origin.autocast(self),
+            owner.origin.place(self, "record") if self.place is None else self.place,
+            forward,
+            grad_of,
+            owner.origin.autocast(self),
             self.elapsed,
+            taken_of(self),
         )
 
     @property
@@ -408,32 +411,7 @@ class OpCall:
 
         They are computed once for all these calls: a model has many calls and few shapes.
         """
-        look = self._live("summary").look
-        try:
-            key = look(self.func, self.args, self.kwargs, self.output)
-            known = summaries.get(key)
-        except Exception:  # an exotic tensor, a symbolic size, a subclass whose attributes raise
-            return self._summarise()
-        if known is None:
-            if len(summaries) >= 4096:  # a program whose shapes never come again
-                summaries.clear()
-            known = summaries[key] = (self._summarise(), self.func)
-        return known[0]
-
-    def _summarise(self) -> Summary:
-        outputs = [TensorMeta.of(t) for t in tensors_in(self.output)]
-        return Summary(
-            op=self.op,
-            func=str(self.func) if hasattr(self.func, "_schema") else self.op,
-            lhs=TensorMeta.of(self.operand("lhs")),
-            rhs=TensorMeta.of(self.operand("rhs")),
-            bias=TensorMeta.of(self.operand("bias")),
-            output=outputs[0] if len(outputs) == 1 else tuple(outputs) or None,
-            gemm=self.gemm,
-            flops=self.flops,
-            bytes=self.bytes,
-            opaque=self.opaque,
-        )
+        return summary_of(self, self._live("summary").look)
 
     def __str__(self) -> str:
         shown = ", ".join(describe(value) for value in (*self.args, *self.kwargs.values()))

@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
-from opintercept.runs import Run, StoredCall, open_run, store
+from opintercept.runs import Run, StoredCall, codec, open_run
+from opintercept.runs._untrusted import MAX_TEXT
 
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 INFO = {
@@ -145,7 +146,7 @@ def test_tensors_have_the_names_of_their_parameters(tmp_path: Path) -> None:
     line = CALL | {"values": dict.fromkeys(names, value), "tensors": dict.fromkeys(names, place)}
     (call,) = open_run(make(tmp_path, line)).calls()
     assert list(call.values) == list(call.tensors) == names
-    assert [store.is_output(name) for name in names] == [False] * 4 + [True, False]
+    assert [codec.is_output(name) for name in names] == [False] * 4 + [True, False]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_tensors_have_the_names_of_their_parameters(tmp_path: Path) -> None:
         ("values", {"a b": CALL["values"]["lhs"]}),
         ("values", {"a" * 102: CALL["values"]["lhs"]}),
         ("values", {"a[1]" + "[1]" * 4: CALL["values"]["lhs"]}),
-        ("values", {f"a{i}": CALL["values"]["lhs"] for i in range(store.MAX_ROLES + 1)}),
+        ("values", {f"a{i}": CALL["values"]["lhs"] for i in range(codec.MAX_ROLES + 1)}),
         ("tensors", {"../a": "0/0123456789abcdef-0"}),
         ("arguments", []),
         ("arguments", {"a": {}}),
@@ -162,8 +163,8 @@ def test_tensors_have_the_names_of_their_parameters(tmp_path: Path) -> None:
         ("arguments", {"a": 2**64}),
         ("arguments", {"a": -(2**63) - 1}),
         ("arguments", {"a" * 101: 1}),
-        ("arguments", {f"a{i}": 1 for i in range(store.MAX_ARGUMENTS + 1)}),
-        ("arguments", {"a": [0] * (store.MAX_LIST + 1)}),
+        ("arguments", {f"a{i}": 1 for i in range(codec.MAX_ARGUMENTS + 1)}),
+        ("arguments", {"a": [0] * (codec.MAX_LIST + 1)}),
         ("given", []),
         ("given", {"args": {}, "kwargs": {}}),
     ],
@@ -180,7 +181,7 @@ def test_arguments_are_plain_and_short(tmp_path: Path) -> None:
     arguments = call.arguments
     assert arguments is not None
     assert {**arguments, "c": None} == {"a": "nan", "b": "-inf", "c": None, "d": "?", "e": True}
-    assert len(arguments["c"]) == store.MAX_TEXT + 3
+    assert len(arguments["c"]) == MAX_TEXT + 3
 
 
 @settings(RELAXED, max_examples=200)
@@ -208,7 +209,7 @@ def check_types(call: StoredCall) -> None:
     for count in (record.index, record.step, record.flops, record.bytes, record.forward):
         assert count is None or (type(count) is int and 0 <= count < 2**63)
     for text in (record.op, record.func, record.module, record.source, record.autocast, call.error):
-        assert text is None or (type(text) is str and len(text) <= store.MAX_TEXT + 3)
+        assert text is None or (type(text) is str and len(text) <= MAX_TEXT + 3)
         assert text is None or isinstance(text.encode(), bytes)  # no half of a surrogate pair
     assert record.phase in ("forward", "backward", "recompute")
     assert record.grad_of in ("lhs", "rhs", None)
@@ -280,7 +281,7 @@ LINES = {
     "BOM": b"\xef\xbb\xbf" + json.dumps(CALL).encode(),
     "many keys": json.dumps(CALL | {"values": {}} | {f"k{i}": 0 for i in range(50_000)}).encode(),
     "many lists": b'{"arguments":[' + b"[]," * 300_000 + b"[]]}",
-    "longer than a line may be": b" " * (3 * store.MAX_LINE) + json.dumps(CALL).encode(),
+    "longer than a line may be": b" " * (3 * codec.MAX_LINE) + json.dumps(CALL).encode(),
 }
 
 

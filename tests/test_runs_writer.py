@@ -23,7 +23,18 @@ from opintercept.runs.writer import Entry, Kept, Writer, leftovers, remove_lefto
 
 INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
 META = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
-SUMMARY = Summary("aten::mm", "aten.mm.default", META, META, None, META, None, 16, 48, False)
+SUMMARY = Summary(
+    op="aten::mm",
+    func="aten.mm.default",
+    lhs=META,
+    rhs=META,
+    bias=None,
+    output=META,
+    gemm=None,
+    flops=16,
+    bytes=48,
+    opaque=False,
+)
 
 
 class Known:
@@ -39,9 +50,8 @@ class Known:
 def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entry:
     kept: list[Any] = [Kept(tensor, None, hashed and Known(hashed), False) for tensor in tensors]
     roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
-    return Entry(
-        Note(SUMMARY, index, 0, "forward", NOWHERE, (None, None, False), None, 1e-6), {}, kept, roles, "{}", None, None
-    )
+    note = Note(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 1e-6)
+    return Entry(note, {}, kept, roles, "{}", None, None)
 
 
 @pytest.fixture

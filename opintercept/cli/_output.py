@@ -17,7 +17,7 @@ from typing import Any
 
 from opintercept._errors import OpInterceptWarning
 from opintercept._text import aligned, printable
-from opintercept.runs.store import Values
+from opintercept.runs.codec import Values
 
 _SHORTEST = 10  # characters that a shortened cell keeps
 _READABLE = 32  # characters of a module name for which other columns are left out

@@ -18,6 +18,7 @@ from opintercept.cli._names import Names
 from opintercept.cli._options import add_module_and_phase, add_op, count, tolerance
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout, width
 from opintercept.runs._align import module_name, operator_name
+from opintercept.runs.codec import is_output
 from opintercept.runs.diff import (
     KINDS,
     UNTOLD,
@@ -29,7 +30,7 @@ from opintercept.runs.diff import (
     Unmatched,
     compared,
 )
-from opintercept.runs.store import Run, is_output, open_run
+from opintercept.runs.store import Run, open_run
 
 _WIDTH = 60
 _WIDE = 120  # columns of a terminal that has room for whole heads

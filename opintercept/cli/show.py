@@ -23,7 +23,8 @@ from opintercept._text import amount, counted, csv_cell, duration, printable
 from opintercept.cli._names import Names
 from opintercept.cli._options import add_module_and_phase, add_op, count, steps
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
-from opintercept.runs.store import Run, RunInfo, StoredCall, is_output, open_run
+from opintercept.runs.codec import StoredCall, is_output
+from opintercept.runs.store import Run, RunInfo, open_run
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source")
 _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", "module", "op")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opintercept.runs.codec import StoredCall as StoredCall
+from opintercept.runs.codec import Values as Values
 from opintercept.runs.diff import Absent as Absent
 from opintercept.runs.diff import CallDifference as CallDifference
 from opintercept.runs.diff import Difference as Difference
@@ -16,8 +18,6 @@ from opintercept.runs.diff import Unmatched as Unmatched
 from opintercept.runs.diff import diff as diff
 from opintercept.runs.store import Run as Run
 from opintercept.runs.store import RunInfo as RunInfo
-from opintercept.runs.store import StoredCall as StoredCall
-from opintercept.runs.store import Values as Values
 from opintercept.runs.store import open_run as open_run
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
-from opintercept.runs.store import Run, StoredCall, Values, is_output
+from opintercept.runs.codec import StoredCall, Values, is_output
+from opintercept.runs.store import Run
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
 PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")

@@ -16,7 +16,7 @@ import torch
 
 from opintercept._tensors import is_strided
 from opintercept.hooks._values import moments, stored_values
-from opintercept.runs.store import Values
+from opintercept.runs.codec import Values
 
 _BLOCK = 1 << 16  # weights of a table; longer rows and more of them are taken in blocks
 _FEW = 1 << 12  # weights of the first table, which torch makes without waking its threads

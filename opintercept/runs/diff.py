@@ -29,7 +29,8 @@ from opintercept.runs._align import (
     operator_name,
     outcome,
 )
-from opintercept.runs.store import Run, StoredCall, Values, is_output
+from opintercept.runs.codec import StoredCall, Values, is_output
+from opintercept.runs.store import Run
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,8 @@ from opintercept._tensors import describe
 from opintercept.hooks._copies import Copyable
 from opintercept.hooks.when import CallFilter
 from opintercept.runs._ranks import rank_and_world_size
-from opintercept.runs.store import Run, StoredCall, open_run
+from opintercept.runs.codec import StoredCall
+from opintercept.runs.store import Run, open_run
 
 _Key = tuple[str | None, str, str, str | None]
 

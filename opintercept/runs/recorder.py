@@ -33,7 +33,8 @@ from opintercept.hooks._values import captured
 from opintercept.runs._claim import LOCK, Claim
 from opintercept.runs._content import Content, content_of
 from opintercept.runs._ranks import rank_and_world_size
-from opintercept.runs.store import CALLS, INFO, MAX_TEXT, STARTED, RunInfo
+from opintercept.runs._untrusted import MAX_TEXT
+from opintercept.runs.store import CALLS, INFO, STARTED, RunInfo
 from opintercept.runs.store import Kept as Keep
 from opintercept.runs.writer import Entry, Kept, Writer, key_of, leftovers, remove_leftovers, remove_run
 

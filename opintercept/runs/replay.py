@@ -23,7 +23,8 @@ from opintercept._text import printable
 from opintercept.hooks._repro import write_repro
 from opintercept.hooks.reference import Errors
 from opintercept.runs import recorder as run_recorder
-from opintercept.runs.store import MAX_TENSOR, Run, StoredCall
+from opintercept.runs.codec import StoredCall
+from opintercept.runs.store import MAX_TENSOR, Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from opintercept._errors import OpInterceptError
 from opintercept._text import printable
+from opintercept.runs.codec import StoredCall, Values, is_output
 from opintercept.runs.diff import UNTOLD, CallDifference, Kind, Measure, compared
-from opintercept.runs.store import Run, StoredCall, Values, is_output
+from opintercept.runs.store import Run
 
 if TYPE_CHECKING:
     import torch

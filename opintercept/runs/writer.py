@@ -14,20 +14,19 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Protocol
 
 from opintercept._errors import OpInterceptError
 from opintercept._record import Note
-from opintercept._tensors import TensorMeta, dtype_name
 from opintercept.runs._claim import Claim, end_others
-from opintercept.runs.store import CALLS, INFO, MAX_LINE, TENSORS, RunInfo, Values, rank_folders, read_info
+from opintercept.runs.codec import MAX_LINE, Encoder, Values
+from opintercept.runs.store import CALLS, INFO, TENSORS, RunInfo, rank_folders, read_info
 
 _INTERVAL = 1.0  # seconds after which what there is is written
 _CALLS, _BYTES = 512, 1 << 25  # so much is written at once
 _QUEUED = 4  # times as much may wait to be written
-_FRAGMENTS, _NAMES = 4096, 1 << 16
+_NAMES = 1 << 16
 _STORED = re.compile(r"[0-9]{8,}\.(safetensors|part)", re.ASCII)
 
 
@@ -115,7 +114,7 @@ class Writer(threading.Thread):
         self._max_bytes = max_bytes
         self._files: int = after._files if after else 0
         self._tensors: int = after._tensors if after else 0
-        self._fragments: dict[int, tuple[Any, str]] = {}
+        self._encoder = Encoder()
         # A signal's handler may run operators while it is held. Taken by itself: an interrupt may come between
         # Condition's own `__enter__` and the block behind it, which would never give it back.
         self._mutex = threading.RLock()
@@ -229,10 +228,10 @@ class Writer(threading.Thread):
         for entry in batch:
             own: dict[str, Any] = {}
             names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
-            line = self._line(entry, names).encode()
+            line = self._line(entry, names)
             if len(line) > MAX_LINE:  # of a list with very many tensors
                 entry.given, entry.arguments = None, "{}"
-                line = self._line(entry, names).encode()
+                line = self._line(entry, names)
             total += len(line) + sum(_stored_bytes(tensor) for tensor in own.values())
             if self._max_bytes is not None and total > self._max_bytes:
                 full = total
@@ -294,41 +293,15 @@ class Writer(threading.Thread):
             self.nbytes += whole
             self.calls += text.count(b"\n", 0, whole)
 
-    def _line(self, entry: Entry, names: list[str]) -> str:
-        note = entry.note
-        place = note.place
-        head = (
-            f'{{"index":{note.index},"step":{note.step},"phase":"{note.phase}","module":{_quoted(place.module)},'
-            f'"source":{_quoted(place.source)},"forward":{_plain(note.kin[0])},"grad_of":{_quoted(note.kin[1])},'
-            f'"autocast":{_quoted(None if note.autocast is None else dtype_name(note.autocast))},'
-            f'"elapsed":{_plain(note.elapsed)},{self._fragment(note)},"arguments":{entry.arguments}'
+    def _line(self, entry: Entry, names: list[str]) -> bytes:
+        return self._encoder.line(
+            entry.note,
+            entry.arguments,
+            {role: values.read() for role, values in entry.values.items()} if entry.values else {},
+            {role: names[place] for role, place in entry.roles.items()} if entry.roles else {},
+            None if entry.given is None else _with_names(entry.given, names),
+            entry.error,
         )
-        parts = [head]
-        if entry.values:
-            values = ",".join(f"{_quoted(role)}:{_text(value.read())}" for role, value in entry.values.items())
-            parts.append(f',"values":{{{values}}}')
-        if entry.roles:
-            parts.append(f',"tensors":{_compact({role: names[place] for role, place in entry.roles.items()})}')
-        if entry.given is not None:
-            parts.append(f',"given":{_compact(_with_names(entry.given, names))}')
-        if entry.error is not None:
-            parts.append(f',"error":{_quoted(entry.error)}')
-        parts.append("}\n")
-        return "".join(parts)
-
-    def _fragment(self, note: Note) -> str:
-        """The part of a line that calls which look alike share."""
-        known = self._fragments.get(id(note.summary))
-        if known is None:
-            summary = note.summary._asdict()
-            for role in ("lhs", "rhs", "bias", "output"):
-                summary[role] = _meta(summary[role])
-            summary["gemm"] = None if note.summary.gemm is None else note.summary.gemm._asdict()
-            if len(self._fragments) >= _FRAGMENTS:
-                self._fragments.clear()
-            # Kept alive, so that no other gets its address.
-            known = self._fragments[id(note.summary)] = (note.summary, _compact(summary)[1:-1])
-        return known[1]
 
 
 def key_of(digits: str, dtype: str, shape: tuple[int, ...], sample: bool) -> Any:
@@ -342,32 +315,6 @@ def _with_names(plain: Any, names: list[str]) -> Any:
     if isinstance(plain, dict):
         return {key: names[value] if key == "tensor" else _with_names(value, names) for key, value in plain.items()}
     return plain
-
-
-def _meta(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_meta(item) for item in value]
-    if isinstance(value, TensorMeta):
-        return {name: getattr(value, name) for name in TensorMeta.__slots__}
-    return None
-
-
-def _text(values: Values) -> str:
-    return (
-        f'{{"hash":{_quoted(values.hash)},"count":{values.count},"nan":{values.nan},"inf":{values.inf},'
-        f'"min":{_plain(values.min)},"max":{_plain(values.max)},"mean":{_plain(values.mean)},"rms":{_plain(values.rms)}}}'
-    )
-
-
-_compact = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def _plain(number: float | None) -> str:
-    return "null" if number is None else repr(number)
-
-
-def _quoted(text: str | None) -> str:
-    return "null" if text is None else encode_basestring_ascii(text)
 
 
 def _stored_bytes(tensor: Any) -> int:

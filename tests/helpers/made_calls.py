@@ -19,7 +19,7 @@ def record(op: str = "mm", phase: Any = "forward", dtype: str = "float32", index
     fields = {"lhs": square, "rhs": square, "output": square, "module": "", "flops": 16, **fields}
     for name in ("source", "forward", "grad_of", "bias", "gemm", "bytes", "autocast", "elapsed"):
         fields.setdefault(name, None)
-    return CallRecord(index, 0, f"aten::{op}", op, phase, opaque=False, **fields)
+    return CallRecord(index=index, step=0, op=f"aten::{op}", func=op, phase=phase, opaque=False, **fields)
 
 
 def three_calls() -> OpCalls:
