@@ -17,18 +17,18 @@ from opintercept._text import counted, printable
 from opintercept.cli._names import Names
 from opintercept.cli._options import add_module_and_phase, add_op, count, tolerance
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout, width
-from opintercept.runs._align import module_name, operator_name
+from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.codec import is_output
-from opintercept.runs.diff import (
+from opintercept.runs.comparer import Comparer
+from opintercept.runs.diff import compare_runs
+from opintercept.runs.difference import (
     KINDS,
-    UNTOLD,
+    NOT_RECORDED,
     Absent,
     CallDifference,
     Difference,
-    Measure,
     RoleDifference,
     Unmatched,
-    compared,
 )
 from opintercept.runs.store import Run, open_run
 
@@ -74,10 +74,10 @@ def command(arguments: argparse.Namespace) -> int:
         def select(record: CallRecord) -> bool:
             return names(record) and phase in (None, record.phase)
 
-        measure = Measure(a, b, arguments.rtol, arguments.atol, not arguments.no_tensors)
+        comparer = Comparer(a, b, arguments.rtol, arguments.atol, not arguments.no_tensors)
         worst = arguments.limit if arguments.json else 1  # text does not show them
         try:
-            found = compared(a, b, measure, arguments.limit, worst, select if chosen else None)
+            found = compare_runs(a, b, comparer, arguments.limit, worst, select if chosen else None)
         except OpInterceptError:
             names.check("the runs")
             raise
@@ -218,7 +218,7 @@ def _looks(meta: TensorMeta | None) -> str:
 
 
 def _argument(value: Any) -> str:
-    return value if value == UNTOLD else printable(repr(value), _WIDTH)
+    return value if value == NOT_RECORDED else printable(repr(value), _WIDTH)
 
 
 def _whose(call: CallDifference) -> Callable[[str], str]:

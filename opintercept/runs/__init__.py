@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from opintercept.runs.codec import StoredCall as StoredCall
 from opintercept.runs.codec import Values as Values
-from opintercept.runs.diff import Absent as Absent
-from opintercept.runs.diff import CallDifference as CallDifference
-from opintercept.runs.diff import Difference as Difference
-from opintercept.runs.diff import ModuleDifference as ModuleDifference
-from opintercept.runs.diff import RoleDifference as RoleDifference
-from opintercept.runs.diff import Unmatched as Unmatched
 from opintercept.runs.diff import diff as diff
+from opintercept.runs.difference import Absent as Absent
+from opintercept.runs.difference import CallDifference as CallDifference
+from opintercept.runs.difference import Difference as Difference
+from opintercept.runs.difference import ModuleDifference as ModuleDifference
+from opintercept.runs.difference import RoleDifference as RoleDifference
+from opintercept.runs.difference import Unmatched as Unmatched
 from opintercept.runs.store import Run as Run
 from opintercept.runs.store import RunInfo as RunInfo
 from opintercept.runs.store import open_run as open_run

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from opintercept._errors import OpInterceptError
 from opintercept._text import printable
 from opintercept.runs.codec import StoredCall, Values, is_output
-from opintercept.runs.diff import UNTOLD, CallDifference, Kind, Measure, compared
+from opintercept.runs.comparer import Comparer
+from opintercept.runs.diff import compare_runs
+from opintercept.runs.difference import NOT_RECORDED, CallDifference, Kind
 from opintercept.runs.store import Run
 
 if TYPE_CHECKING:
@@ -175,7 +177,7 @@ def _read(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
 def _parting(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
     """Where two runs part, as plain data; `rows` are those of the first run's map."""
     try:
-        found = compared(a, b, Measure(a, b), len(PHASES) * MODULES, WORST)
+        found = compare_runs(a, b, Comparer(a, b), len(PHASES) * MODULES, WORST)
     except OpInterceptError as failed:
         return {"failed": _shown(str(failed), 4 * NAME)}
     worst: dict[tuple[int, str], list[Any]] = {}
@@ -228,7 +230,7 @@ def _pair(pair: CallDifference) -> dict[str, Any]:
         "kind": pair.kind,
         "changed": list(pair.changed[:NAMED]),
         "arguments": [
-            [_shown(name), *(_shown(value if value == UNTOLD else repr(value)) for value in values)]
+            [_shown(name), *(_shown(value if value == NOT_RECORDED else repr(value)) for value in values)]
             for name, *values in pair.arguments[:NAMED]
         ],
         "nonfinite": [

@@ -205,7 +205,7 @@ def test_difflib_is_not_given_more_than_it_does_in_seconds(compare: Any, monkeyp
         given.append(sum(b.count(sign) for sign in a))
         return SequenceMatcher(None, a, b, autojunk=autojunk)
 
-    monkeypatch.setattr("opintercept.runs._align.SequenceMatcher", matcher)
+    monkeypatch.setattr("opintercept.runs._pairing.SequenceMatcher", matcher)
     random = Random(0)
     for calls, told in ((200, True), (1500, False)):
         a, b = ([call("a", f"{p}{n}", "w", "y", shape=[random.choice((4, 5)), 4]) for n in range(calls)] for p in "xy")

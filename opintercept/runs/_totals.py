@@ -1,0 +1,114 @@
+"""What the processes of two runs add up to: counts, the first difference, and the rows that are reported.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+from opintercept.runs._pairing import PAIRINGS, Index, Pairing
+from opintercept.runs.codec import StoredCall
+from opintercept.runs.difference import (
+    KINDS,
+    Absent,
+    CallDifference,
+    Difference,
+    Kind,
+    ModuleDifference,
+    Unmatched,
+)
+
+_Place = tuple[int, int, int]  # `StoredCall.place`
+
+
+class Totals:
+    """Adds up what is found in each pair of processes.
+
+    Args:
+        limit: How many modules and groups of unmatched calls to keep.
+        worst_limit: How many of the worst calls to keep.
+
+    Attributes:
+        calls: How many calls the first and the second run have.
+        pairs: How many were compared; `kinds`, `by`, `pairings` and `metadata` count these, as in `Difference`.
+    """
+
+    def __init__(self, limit: int, worst_limit: int) -> None:
+        self.limit, self.worst_limit = limit, worst_limit
+        self.calls, self.pairs, self.metadata = [0, 0], 0, 0
+        self.kinds: Counter[Kind] = Counter()
+        self.by: Counter[str] = Counter()
+        self.pairings: Counter[Pairing] = Counter()
+        self.ranks: list[tuple[int, int]] = []
+        self.absent: list[Absent] = []
+        self.modules_in_all = 0
+        self.unmatched_calls = [0, 0]
+        self._first: CallDifference | None = None
+        self._before = (0, 0)
+        self._worst: list[tuple[float, CallDifference]] = []
+        self._modules: list[tuple[_Place, ModuleDifference]] = []  # with the place of the first call that differs
+        self._unmatched: list[Unmatched] = []
+
+    def add_unmatched(
+        self,
+        side: Literal["a", "b"],
+        rank: int,
+        index: Index,
+        paired: array[int],
+        read: Callable[[int], StoredCall],
+    ) -> None:
+        """Add the calls of a process that have no counterpart: those with a negative number in `paired`."""
+        groups: dict[int, list[int]] = {}
+        for number, other in enumerate(paired):
+            if other < 0 and index.chosen[number]:
+                self.unmatched_calls[side == "b"] += 1
+                key = index.key[number]
+                if key in groups:
+                    groups[key][0] += 1
+                elif len(groups) + len(self._unmatched) < self.limit:
+                    groups[key] = [1, number]
+        for calls, number in groups.values():
+            record = read(index.position[number]).record
+            self._unmatched.append(
+                Unmatched(side, rank, record.module, record.op, record.phase, record.grad_of, calls, record.index)
+            )
+
+    def add_first(self, call: CallDifference, before: tuple[int, int]) -> None:
+        """Add the first call of a process that differs, and how many calls before it have no counterpart."""
+        if self._first is None or call.a.place < self._first.a.place:
+            self._first, self._before = call, before
+
+    def add_rows(
+        self, worst: list[tuple[float, CallDifference]], modules: list[tuple[_Place, ModuleDifference]]
+    ) -> None:
+        """Add the worst calls and the modules of a process, and keep as many as are to be reported."""
+        self._worst = heapq.nlargest(self.worst_limit, [*self._worst, *worst], key=lambda entry: entry[0])
+        if self._modules:
+            modules = sorted([*self._modules, *modules], key=lambda entry: entry[0])
+        self._modules = modules[: self.limit]
+
+    def difference(self, settings: tuple[tuple[str, str, str], ...]) -> Difference:
+        """What was found in all processes."""
+        return Difference(
+            settings=settings,
+            ranks=tuple(self.ranks),
+            absent=tuple(self.absent),
+            calls=(self.calls[0], self.calls[1]),
+            pairs=self.pairs,
+            kinds={kind: self.kinds[kind] for kind in KINDS if self.kinds[kind]},
+            by=dict(self.by),
+            pairings={how: self.pairings[how] for how in PAIRINGS if self.pairings[how]},
+            metadata=self.metadata,
+            first=self._first,
+            before=self._before,
+            worst=tuple(call for _, call in self._worst),
+            modules=tuple(module for _, module in self._modules),
+            modules_in_all=self.modules_in_all,
+            unmatched=tuple(self._unmatched),
+            unmatched_calls=(self.unmatched_calls[0], self.unmatched_calls[1]),
+        )
