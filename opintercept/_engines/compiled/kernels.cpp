@@ -1,8 +1,8 @@
-// The kernel of `kernels._make_kernel` in C++: the same decisions in the same order, and the same loop,
-// `_pipeline.run`, for a call that is watched. Calls that nobody watches do not become Python objects.
+// The kernel of `kernels._make_kernel` in C++. It makes the same decisions in the same order, and runs watched calls in
+// the same loop, `_pipeline.run`. A call that no block watches does not become Python objects.
 //
-// Invariant: what is kept beyond a call, `prepare`'s and `setup`'s, is kept for ever, so that kernels may be taken
-// out, and the interpreter go down, in any order; the scope of the thread is restored on every way out.
+// Invariant: what outlives a call, from `prepare` and `setup`, lives for ever, so that kernels can be removed and the
+// interpreter can shut down in any order. The thread's scope is restored on every way out.
 
 #include <Python.h>
 #include <structmember.h>
@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-// Exported by torch. Declared here, since the headers that declare them take most of a minute to compile; where one
-// is missing or another, loading the extension fails, before any kernel is installed.
+// Exported by torch. Declared here, since torch's own headers for them take most of a minute to compile. Where one is
+// missing or different, loading the extension fails before any kernel is installed.
 namespace torch::autograd {
 int get_current_graph_task_id(); // torch/csrc/autograd/engine.h
 }
@@ -29,7 +29,7 @@ c10::IValue toIValue(py::handle obj, const c10::TypePtr& type, std::optional<int
 PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
 c10::impl::PyInterpreter* getPyInterpreter(); // torch/csrc/PyInterpreter.h
 
-// In the files beside this one.
+// Defined in the files beside this one.
 PyObject* opintercept_walk(PyObject*, PyObject*);
 PyObject* opintercept_set_up_walk(PyObject*, PyObject*);
 PyObject* opintercept_look(PyObject*, PyObject* const*, Py_ssize_t);
@@ -55,17 +55,17 @@ const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one k
     DispatchKey::PythonTLSSnapshot,
 });
 
-PyObject *state, *carried, *watch_of, *run, *current, *backward_phase; // of Python, see `setup`
+PyObject *state, *carried, *watch_of, *run, *current, *backward_phase; // Python objects, see `setup`
 PyObject *feed, *forward_phase; // strings
 PyObject* invoke_function;
 
-std::atomic<bool> all_threads{false}; // whether threads that have entered nothing may see calls
-std::atomic<long long> unseen{0}; // calls of watched operators in threads that have entered nothing
+std::atomic<bool> all_threads{false}; // whether threads that have entered nothing may be watched
+std::atomic<long long> unseen{0}; // how many calls of watched operators they made
 thread_local int running = 0; // kernels on the stack of this thread
-// The scope for hooks while a kernel has stashed it, and so holds it: nobody sees a call that finds it in place.
+// The scope for hooks, while a kernel has stashed it and so owns it. No block sees a call that finds it in place.
 thread_local PyObject* hidden_here = nullptr;
 
-// Where Python keeps an attribute that is a slot; asking by name costs five times as much, and more in cold caches.
+// The place of a slot in Python objects. Reading it by name takes five times as long, and longer with cold caches.
 struct Slot {
   Py_ssize_t offset = 0;
 
@@ -97,7 +97,7 @@ struct Overload {
   std::vector<const c10::IValue*> defaults;
 };
 
-struct Owned { // a reference
+struct Owned { // owns a reference
   PyObject* p;
   explicit Owned(PyObject* stolen) : p(stolen) {}
   ~Owned() {
@@ -134,19 +134,19 @@ PyObject* to_python(const c10::IValue& value) {
   return torch::jit::toPyObject(value).release().ptr();
 }
 
-// One watched call; what `invoke` gets as its head.
+// One watched call, which `invoke` gets through its head.
 struct Call {
   const Overload* overload;
   const c10::OperatorHandle* op;
   DispatchKeySet below;
   Stack* stack;
-  size_t count; // of values that are ours at the end of the stack
+  size_t count; // how many values at the end of the stack are this call's
   PyObject* args;
-  std::vector<std::pair<PyObject*, PyObject*>> kwargs; // names, which are interned, and values, which are held
+  std::vector<std::pair<PyObject*, PyObject*>> kwargs; // interned names, and values that this owns
   ScopePtr inner; // nullptr if hidden
   ScopePtr hidden;
-  PyObject* output = nullptr; // what our own outputs became
-  bool done = false; // whether the values are outputs now, or gone
+  PyObject* output = nullptr; // the operator's own outputs in Python
+  bool done = false; // whether the values on the stack are outputs by now, or gone
 
   Call() = default;
   Call(const Call&) = delete;
@@ -159,14 +159,14 @@ struct Call {
   }
 };
 
-struct Head { // what `run` hands to `invoke`; outlives its call in the traceback of an exception
+struct Head { // what `run` hands to `invoke`; a traceback may keep it longer than its call
   PyObject_HEAD
   Call* call;
 };
 
 PyTypeObject HeadType = {PyVarObject_HEAD_INIT(nullptr, 0) "opintercept._engines.compiled.Head"};
 
-struct Inside { // the scope for the inner steps of an operator that is seen
+struct Inside { // puts the scope for an operator's inner steps in place
   Call* call;
   PyObject* before;
   explicit Inside(Call* c) : call(c), before(hidden_here) {
@@ -183,7 +183,8 @@ struct Inside { // the scope for the inner steps of an operator that is seen
   }
 };
 
-// Whether `run` passes on what it got, so that the values on the stack can stay. A list may have been changed.
+// Whether `run` passes on the very arguments that it got, so that the values on the stack are still right. A list may
+// have changed.
 bool same_arguments(const Call& call, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   if (count != PyTuple_GET_SIZE(call.args)) {
     return false;
@@ -220,7 +221,7 @@ PyObject* outputs_to_python(const Stack& stack, size_t count) {
   return Py_NewRef(found.p);
 }
 
-// Whether nobody can have changed an output, so that the values on the stack can stay.
+// Whether no hook can have changed an output in place, so that the values on the stack are still right.
 bool frozen(PyObject* output) {
   if (PyTuple_CheckExact(output)) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(output); i++) {
@@ -282,7 +283,7 @@ struct Kernel final : c10::OperatorKernel {
     }
   }
 
-  // Whether somebody watches, in which case the call is over.
+  // Runs the call with its hooks if a block watches it; false if the caller must run it.
   static bool ran_with_hooks(const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack) {
     ScopePtr saved;
     if (ThreadLocalPythonObjects::contains(KEY)) {
@@ -297,7 +298,7 @@ struct Kernel final : c10::OperatorKernel {
     bool idle = !saved;
     pybind11::gil_scoped_acquire gil;
     bool ran = ran_with_hooks(overload, op, below, stack, saved);
-    saved.reset(); // while we have the GIL
+    saved.reset(); // while this thread has the GIL
     if (idle && !ran) {
       unseen.fetch_add(1, std::memory_order_relaxed);
     }
@@ -313,7 +314,7 @@ struct Kernel final : c10::OperatorKernel {
     if (PyContextVar_Get(carried, nullptr, &task) < 0) {
       check(nullptr);
     }
-    Py_DECREF(task); // held by the context, or None
+    Py_DECREF(task); // the context owns it, or it is None
     PyObject* known = saved->ptr(getPyInterpreter());
     if (scope_everywhere.of(known) != state_everywhere.of(state) || scope_carried.of(known) != task) {
       Owned fresh(check(PyObject_CallNoArgs(current)));
@@ -332,7 +333,7 @@ struct Kernel final : c10::OperatorKernel {
     if (watch.p == Py_None) {
       return false;
     }
-    PyObject* hidden = watch_hidden.of(watch.p); // never assigned to again, and so held by the watch
+    PyObject* hidden = watch_hidden.of(watch.p); // the watch owns it, since it never assigns it again
     PyObject* inner = watch_inner.of(watch.p);
 
     Call call;
@@ -342,7 +343,7 @@ struct Kernel final : c10::OperatorKernel {
     call.stack = stack;
     call.count = overload.names.size();
     const c10::IValue* values = stack->data() + stack->size() - call.count;
-    // As torch does for kernels in Python: defaults at the end are left out, and those of keyword arguments.
+    // As torch does for kernels in Python, leave out trailing defaults and the defaults of keyword arguments.
     size_t positional = overload.positional;
     while (positional > 0 && overload.defaults[positional - 1] != nullptr &&
            *overload.defaults[positional - 1] == values[positional - 1]) {
@@ -446,8 +447,8 @@ PyObject* setup(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// prepare(name, overload name, the two as one, overload, redispatch) -> capsule, or None for an overload with an
-// argument that torch hands to Python as what C++ cannot easily make: a dtype, a layout, a memory format
+// prepare(name, overload name, both as one, overload, redispatch) -> capsule, or None for an overload with an argument
+// for which torch makes a Python object that C++ cannot easily make: a dtype, a layout, a memory format
 PyObject* prepare(PyObject*, PyObject* args) {
   const char *name, *overload_name;
   PyObject *key, *object, *redispatch;
@@ -479,7 +480,7 @@ PyObject* prepare(PyObject*, PyObject* args) {
   }
 }
 
-// install(name, overload name, prepared) -> capsule, which takes the kernel out when it goes
+// install(name, overload name, prepared) -> capsule, whose end removes the kernel
 PyObject* install(PyObject*, PyObject* args) {
   const char *name, *overload_name;
   PyObject* prepared;

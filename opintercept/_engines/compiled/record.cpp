@@ -1,6 +1,6 @@
-// `_call.look` in C++: what tells calls that look alike, as bytes, without a Python object for each shape and dtype.
+// `_record.look` in C++: the same bytes for calls that look alike, without a Python object for each shape and dtype.
 //
-// Invariant: what this cannot tell is left to `_call.look`, so that both find the same calls alike.
+// Invariant: a call that this cannot describe goes to `_record.look`, so that both find the same calls alike.
 
 #include <Python.h>
 
@@ -30,9 +30,9 @@ void put(std::string& key, c10::IntArrayRef numbers) {
   key.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 
-constexpr int DEEPEST = 16; // lists in lists, of which one that has itself has no end
+constexpr int DEEPEST = 16; // lists in lists; a list that contains itself has no end
 
-// The functions below return whether they can tell.
+// Each function below returns whether it can describe its value.
 
 bool look_at_tensor(std::string& key, PyObject* value) {
   const at::Tensor tensor = torch::jit::toIValue(value, c10::TensorType::get(), std::nullopt).toTensor();
@@ -42,7 +42,7 @@ bool look_at_tensor(std::string& key, PyObject* value) {
   }
   auto dtype = tensor.scalar_type();
   if (!c10::isFloatingType(dtype) && tensor.numel() < 64) {
-    return false; // its numbers may count
+    return false; // its values may matter
   }
   put(key, 'T', dtype);
   put(key, 'd', tensor.device());
@@ -107,7 +107,7 @@ bool look_at_call(std::string& key, PyObject* const* call) {
   try {
     return PyTuple_CheckExact(call[1]) && PyDict_CheckExact(call[2]) && look_at(key, call[1]) &&
         look_at_named(key, call[2]) && look_at(key, call[3]);
-  } catch (const std::exception&) { // a tensor that stands for others
+  } catch (const std::exception&) { // a tensor that stands for others, without sizes of its own
     PyErr_Clear();
     return false;
   }
@@ -115,7 +115,7 @@ bool look_at_call(std::string& key, PyObject* const* call) {
 
 } // namespace
 
-// look(func, args, kwargs, output) -> bytes, or what `_call.look` says
+// look(func, args, kwargs, output) -> bytes, or what `_record.look` returns
 PyObject* opintercept_look(PyObject*, PyObject* const* call, Py_ssize_t count) {
   if (count != 4) {
     PyErr_Format(PyExc_TypeError, "look must get a call's func, args, kwargs and output, got %zd values", count);

@@ -1,8 +1,8 @@
-// `_origin.walk` in C++: the same answer from the interpreter's own frames, of which none becomes a Python object,
-// which is what takes nearly all of the time of a walk in Python.
+// `_origin.stack.walk` in C++: the same answer from the interpreter's own frames. None becomes a Python object, which
+// takes nearly all of the time of a walk in Python.
 //
-// Invariant: nothing here runs Python code while it holds a frame, but for the isinstance of a class that wants it so.
-// Python's internal headers, of the versions whose layout was tried; with another one the walk stays in Python.
+// Invariant: nothing here runs Python code while it holds a frame, except the isinstance of a class that overrides it.
+// It reads Python's internal headers, for the versions that were tested; with any other the walk stays in Python.
 
 #define Py_BUILD_CORE
 #include <Python.h>
@@ -19,10 +19,10 @@ namespace {
 using Frame = _PyInterpreterFrame;
 
 PyObject *outer_call, *inner_call, *run; // code objects
-PyObject *module_type, *not_source; // torch.nn.Module, and a tuple of the paths in which nothing is the user's
+PyObject *module_type, *not_source; // torch.nn.Module, and a tuple of the paths that hold no code of the user
 PyObject *forward_name, *wrapper_name, *inner_name; // interned
 
-Frame* seen(Frame* frame) { // what Python shows: no frame of C's, and none that is still being made
+Frame* seen(Frame* frame) { // the next frame that Python would show, neither C's nor incomplete
   while (frame != nullptr && _PyFrame_IsIncomplete(frame)) {
     frame = frame->previous;
   }
@@ -49,14 +49,14 @@ PyObject* code_of(Frame* frame) {
 #endif
 }
 
-// The names of code that was unpickled are strings of their own.
+// Compared by text too: the names of unpickled code are other string objects.
 bool is_named(PyObject* code, PyObject* name) {
   PyObject* its = reinterpret_cast<PyCodeObject*>(code)->co_name;
   return its == name || (!PyUnicode_CHECK_INTERNED(its) && PyUnicode_Compare(its, name) == 0);
 }
 
-// The module whose method the frame runs, a new reference; nullptr if none, or with an exception, of this frame or of
-// one before.
+// A new reference to the module whose method the frame runs. nullptr if there is none, or with an exception that this
+// frame or an earlier one raised.
 PyObject* module_of(Frame* frame) {
   auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
   if (code->co_argcount == 0 || PyErr_Occurred()) {
@@ -64,12 +64,12 @@ PyObject* module_of(Frame* frame) {
   }
   PyObject* first = frame->localsplus[0];
   if (first != nullptr && PyCell_Check(first) && _PyLocals_GetKind(code->co_localspluskinds, 0) & CO_FAST_CELL) {
-    first = PyCell_GET(first); // a function inside of the method uses it too
+    first = PyCell_GET(first); // a function inside the method uses it too
   }
   if (first == nullptr) {
     return nullptr;
   }
-  Py_INCREF(first); // an odd class may drop it
+  Py_INCREF(first); // an odd class may release it
   if (PyObject_IsInstance(first, module_type) == 1) {
     return first;
   }
@@ -77,7 +77,7 @@ PyObject* module_of(Frame* frame) {
   return nullptr;
 }
 
-// `_origin._called_directly`, of a function named forward
+// `_origin.stack._called_directly`, for a function named forward
 bool is_forward_called_directly(Frame* frame) {
   if (!is_named(code_of(frame), forward_name)) {
     return false;
@@ -107,8 +107,8 @@ bool is_users(PyObject* code) {
 
 } // namespace
 
-// walk() -> (innermost module, outermost module, code object of the user's, its instruction), None and -1 for what is
-// not there
+// walk() -> (innermost module, outermost module, the user's code object, its instruction), with None and -1 for what
+// does not exist
 PyObject* opintercept_walk(PyObject*, PyObject*) {
   Frame* frame = top();
   while (frame != nullptr && code_of(frame) != run) {
@@ -142,7 +142,7 @@ PyObject* opintercept_walk(PyObject*, PyObject*) {
       users == nullptr ? -1 : static_cast<int>(_PyInterpreterFrame_LASTI(users) * sizeof(_Py_CODEUNIT)));
 }
 
-// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, Module, paths) -> whether there is a walk
+// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, Module, paths) -> whether walk() works here
 PyObject* opintercept_set_up_walk(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOOOO!", &outer_call, &inner_call, &run, &module_type, &PyTuple_Type, &not_source)) {
     return nullptr;
