@@ -66,7 +66,27 @@ class Watch:
         _count_steps(self._interceptor)
 
     def _make(self) -> Any:
-        from opintercept import hooks, intercept, runs
+        from opintercept import hooks, intercept
+        from opintercept._engines.choose import choose
+
+        chosen = self._arguments
+        watching = self._hooks()
+        filters = {"module": chosen.module, "phase": chosen.phase, "steps": chosen.steps}
+        if any(value is not None for value in filters.values()):
+            watching = [hooks.when(hook, **filters) for hook in watching]
+        ops = chosen.ops if chosen.ops in ("matmul", "all") else chosen.ops.split(",")
+        sees_all = choose(ops, chosen.level, chosen.engine, "current").every_thread
+        return intercept(
+            watching,
+            ops=ops,
+            level=chosen.level,
+            engine=chosen.engine,
+            threads=chosen.threads or ("all" if sees_all else "current"),
+            on_error="warn",  # a failing hook must not end the program
+        )
+
+    def _hooks(self) -> list[Any]:
+        from opintercept import hooks, runs
         from opintercept.runs._ranks import rank_and_world_size
 
         chosen = self._arguments
@@ -79,9 +99,10 @@ class Watch:
             "print": lambda: hooks.Print(file=self._stderr),
         }
         self._shown = {name: make[name]() for name in dict.fromkeys(names)}
+        search = self._shown.get("nonfinite")
         self._rank, self._world_size = rank_and_world_size()
         visible = not chosen.quiet and self._rank == 0
-        self._tally = _Tally(self._shown.get("nonfinite"), self._stderr, visible and self._stderr.isatty())
+        self._tally = _Tally(search, self._stderr, visible and self._stderr.isatty())
         watching: list[Any] = [*self._shown.values(), self._tally]
         if chosen.out is not None:
             recorder = runs.RunRecorder(
@@ -92,26 +113,13 @@ class Watch:
                 max_bytes=chosen.max_bytes,
             )
             self._recording = _Recording(recorder)
-            recording: Any = self._recording
+            watching.append(self._recording)
             if chosen.every is not None:
                 first, end = (chosen.steps.start, chosen.steps.stop) if chosen.steps else (0, sys.maxsize)
-                recording = hooks.when(recording, steps=range(first, end, chosen.every))
-            watching.append(recording)
+                watching[-1] = hooks.when(self._recording, steps=range(first, end, chosen.every))
         if chosen.stop:  # last, so that the others see the call before this one raises
-            watching.append(_Stop(self._shown.get("nonfinite"), hooks.NonFinite(action="record")))
-        filters = {"module": chosen.module, "phase": chosen.phase, "steps": chosen.steps}
-        if any(value is not None for value in filters.values()):
-            watching = [hooks.when(hook, **filters) for hook in watching]
-        ops = chosen.ops if chosen.ops in ("matmul", "all") else chosen.ops.split(",")
-        kernels = chosen.level == "dispatch" and chosen.engine != "mode" and ops != "all"
-        return intercept(
-            watching,
-            ops=ops,
-            level=chosen.level,
-            engine=chosen.engine,
-            threads=chosen.threads or ("all" if kernels else "current"),
-            on_error="warn",  # a failing hook must not end the program
-        )
+            watching.append(_Stop(search, hooks.NonFinite(action="record")))
+        return watching
 
     def clear_progress(self) -> None:
         """Remove the line of progress."""
