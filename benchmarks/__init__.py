@@ -1,1 +1,1 @@
-"""Measurements of what interception costs; see README.md here."""
+"""Benchmarks of interception; see README.md in this folder."""

@@ -17,15 +17,15 @@ SUITES = ("operators", "models", "hook_costs", "recording", "scale", "startup", 
 
 
 def main() -> None:
-    """Run the suites, print their tables, and at the end what is over its bound."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="what interception costs")
-    parser.add_argument("suites", nargs="*", metavar="suite", help=f"any of {', '.join(SUITES)}; default all")
-    parser.add_argument("--smoke", action="store_true", help="the least that shows that they run, for CI")
+    """Run the suites, and print their tables and the bounds that were exceeded."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what interception costs.")
+    parser.add_argument("suites", nargs="*", metavar="suite", help=f"any of {', '.join(SUITES)} (default all)")
+    parser.add_argument("--smoke", action="store_true", help="run everything once and briefly, without bounds, for CI")
     parser.add_argument("--json", action="store_true", help="print rows as JSON instead of tables")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads (default 1)")
     options = parser.parse_args()
     if unknown := set(options.suites) - set(SUITES):
-        parser.error(f"suites must be any of {', '.join(SUITES)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose from {', '.join(SUITES)}")
     torch.set_num_threads(options.threads)
     versions = {
         "torch": torch.__version__,
@@ -39,7 +39,7 @@ def main() -> None:
     for name in SUITES:
         if not options.suites or name in options.suites:
             rows = importlib.import_module(f"benchmarks.{name}").run(options.smoke)
-            if options.smoke:  # so few turns tell that it runs, and not how fast
+            if options.smoke:  # too few turns to judge a bound
                 rows = [row for row in rows if row.bound is None]
             found += rows
             if not options.json:

