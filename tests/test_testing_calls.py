@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_calls import Net, meta, record, three_calls
 
@@ -96,7 +96,6 @@ ONE_FILTER = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(ONE_FILTER)
 def test_filter_chooses_the_same_calls_as_when(filters: dict[str, Any]) -> None:
     live, everything = hooks.Recorder(), hooks.Recorder()
