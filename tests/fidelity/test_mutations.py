@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,10 @@ def test_a_mutation_that_fits_no_more_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text("1 + 1")
     with pytest.raises(ValueError, match=r"the text of a mutation must be in file\.py once, got 0 times: 'x'"):
         Mutation("", "file.py", "x", "y", ()).apply(tmp_path)
+
+
+def test_the_tests_that_notice_mutations_exist() -> None:
+    tests = sorted({test for mutation in MUTATIONS for test in mutation.noticed_by})
+    collected = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(collected, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
