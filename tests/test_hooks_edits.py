@@ -511,10 +511,10 @@ def test_random_edits_are_refused_in_a_cuda_graph(hook: Any, monkeypatch: pytest
     [
         ("FakeQuantize", {"dtype": torch.int4}, ValueError, "dtype must be one of 'int8', 'float8_e4m3fn', 'floa"),
         ("FakeQuantize", {"dtype": "int9"}, ValueError, "dtype must be one of .* got 'int9'"),
-        ("FakeQuantize", {"of": "query"}, ValueError, "of must name some of 'lhs', .*'output', got 'query'"),
-        ("FakeQuantize", {"of": "grad_lhs"}, ValueError, "of must name some of 'lhs', 'rhs', 'bias', 'output',"),
-        ("FakeQuantize", {"of": ()}, ValueError, "of must name some of"),
-        ("FakeQuantize", {"of": None}, TypeError, "of must be a role or several of"),
+        ("FakeQuantize", {"of": "query"}, ValueError, "of must be one or more of 'lhs', .*'output', got 'query'"),
+        ("FakeQuantize", {"of": "grad_lhs"}, ValueError, "of must be one or more of 'lhs', 'rhs', 'bias', 'output',"),
+        ("FakeQuantize", {"of": ()}, ValueError, "of must be one or more of"),
+        ("FakeQuantize", {"of": None}, TypeError, "of must be one or more of"),
         ("FakeQuantize", {"per": "row"}, ValueError, "per must be one of 'tensor', 'channel', got 'row'"),
         (
             "FakeQuantize",
@@ -531,7 +531,7 @@ def test_random_edits_are_refused_in_a_cuda_graph(hook: Any, monkeypatch: pytest
         ("Noise", {"std": "1"}, ValueError, "std must be a positive number, got '1'"),
         ("Noise", {"std": 1, "relative": "yes"}, TypeError, "relative must be True or False, got 'yes'"),
         ("Noise", {"std": 1, "seed": None}, ValueError, r"seed must be a whole number .* got None"),
-        ("Noise", {"std": 1, "of": ("x",)}, ValueError, "of must name some of"),
+        ("Noise", {"std": 1, "of": ("x",)}, ValueError, "of must be one or more of"),
         ("BitFlip", {"flips": 0}, ValueError, "flips must be a whole number of at least 1, got 0"),
         ("BitFlip", {"flips": 1.5}, ValueError, "flips must be a whole number"),
         ("BitFlip", {"bits": 64}, ValueError, "bits must be from -64 to 63, got 64"),

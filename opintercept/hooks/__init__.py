@@ -1,4 +1,4 @@
-"""Ready-made hooks, each also an example of how to write one."""
+"""Ready-made hooks. Each is also an example of how to write one: begin with `recorder`, `print` and `log`."""
 
 from __future__ import annotations
 

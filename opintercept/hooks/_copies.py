@@ -1,4 +1,4 @@
-"""Copies of tensors that outlive the call, what safetensors can hold of them, and copies of hooks."""
+"""Copies of tensors that outlive their call, which of them safetensors can store, and copies of hooks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from opintercept._tensors import is_strided
 
 
 def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """A copy, and the event after which it is there, or None if it is there already.
+    """Copy a tensor. Return the copy and the CUDA event to wait for before reading it; None if it is ready.
 
-    From CUDA it is queued on the stream that the operator is on, behind it and before whatever comes to write there.
+    A copy from CUDA to the host is queued on the operator's stream: after the operator, and before anything that
+    overwrites the tensor later.
 
     Args:
-        tensor: Detached.
+        tensor: A detached tensor.
         to: `"same"` device, or `"cpu"`.
     """
-    # Made outside of inference mode, the copy may be used with autograd.
+    # A copy made outside inference mode may be used with autograd.
     with torch.inference_mode(False) if tensor.is_inference() else nullcontext():
         if to == "same" or tensor.device.type == "cpu":
             return tensor.clone(), None
@@ -39,38 +40,41 @@ def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Even
 
 
 def safetensors_for(what: str) -> Any:
-    """`safetensors.torch`, which imports without numpy, and can then store nothing.
+    """Import `safetensors.torch`, and numpy with it: without numpy it imports but cannot store anything.
+
+    Args:
+        what: What needs them, for the error message.
 
     Raises:
-        ImportError: It or numpy is not installed; `what` needs them.
+        ImportError: safetensors or numpy is not installed.
     """
     for name in ("numpy", "safetensors.torch"):
         try:
             module = import_module(name)
         except ImportError as missing:
             package = name.partition(".")[0]
-            raise ImportError(f"{what} needs {package}, got none; pip install 'opintercept[cli]'") from missing
+            raise ImportError(f"{what} needs {package}; pip install 'opintercept[cli]'") from missing
     return module
 
 
 @cache
 def can_store(dtype: torch.dtype) -> bool:
-    """Whether safetensors brings the dtype back; some it writes and cannot read.
+    """Whether safetensors can store tensors of this dtype. It writes some dtypes that it cannot read.
 
     Raises:
-        ImportError: As `safetensors_for`.
+        ImportError: safetensors or numpy is not installed.
     """
     module = safetensors_for("storing tensors")
     try:
         return bool(module.load(module.save({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype)
     except ImportError:
         raise
-    except Exception:  # a KeyError, a SafetensorError, or what torch raises for the dtype
+    except Exception:  # a KeyError, a SafetensorError, or torch's own error for the dtype
         return False
 
 
 class Copyable:
-    """A hook that can be copied and pickled: each copy has containers and a lock of its own."""
+    """Base class of hooks that can be copied and pickled. Each copy gets its own containers and its own lock."""
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name != "_lock"}

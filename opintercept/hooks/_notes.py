@@ -1,4 +1,4 @@
-"""What a hook notes before a call for the time after it."""
+"""Notes that a hook takes in `pre` and reads in `post`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _Note = TypeVar("_Note")
 
 
 class Notes(Generic[_Note]):
-    """Notes by call. A call that never gets to `post` takes its note with it: another hook raised, or Ctrl-C came.
+    """Notes by call. If a call never reaches `post`, because another hook raised or Ctrl-C came, its note goes with it.
 
-    A dict by `id(call)` would keep that note, and give it to a later call of the same id.
+    A dict keyed by `id(call)` would keep that note and hand it to a later call with the same id.
     """
 
     __slots__ = ("_notes",)
@@ -22,17 +22,17 @@ class Notes(Generic[_Note]):
         self._notes: dict[weakref.ref[OpCall], _Note] = {}
 
     def put(self, call: OpCall, note: _Note) -> None:
-        """Keep a note until it is taken, or the call is gone."""
-        # The callback is no Python code, in which an interrupt would be lost.
+        """Keep a note until `take` is called or the call is gone."""
+        # Python discards an interrupt that arrives in a weakref callback. This one runs no Python code.
         self._notes[weakref.ref(call, self._notes.__delitem__)] = note
 
     def take(self, call: OpCall) -> _Note | None:
-        """Remove and return the note of a call, or None."""
+        """Remove and return the note of a call; None if there is none."""
         return self._notes.pop(weakref.ref(call), None) if self._notes else None
 
     def __len__(self) -> int:
         return len(self._notes)
 
     def __reduce__(self) -> tuple[type[Notes[_Note]], tuple[()]]:
-        """A copy starts empty: the calls are not copied."""
+        """Make copies start empty, since the calls are not copied."""
         return type(self), ()

@@ -1,6 +1,6 @@
-"""Which tensors of a call a hook takes, and the random numbers that it draws.
+"""Arguments that several hooks take: which tensors of a call to use, and the seed of random numbers.
 
-Invariant: torch's global generators are never drawn from.
+Invariant: no hook draws from torch's global generators.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import torch
 
 
 def checked_roles(of: str | Iterable[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """The roles in `of`, each once, in the order of `allowed`.
+    """Return the roles named in `of`, without repeats, in the order of `allowed`.
 
     Raises:
-        TypeError: Not a role and no iterable of them.
-        ValueError: An unknown role, or none.
+        TypeError: `of` is neither a string nor an iterable of strings.
+        ValueError: `of` is empty or names an unknown role.
     """
     roles = [of] if isinstance(of, str) else list(of) if isinstance(of, Iterable) else None
     if roles is None or not all(isinstance(role, str) for role in roles):
-        raise TypeError(f"of must be a role or several of {', '.join(map(repr, allowed))}, got {of!r}")
+        raise TypeError(f"of must be one or more of {', '.join(map(repr, allowed))}, got {of!r}")
     unknown = [role for role in roles if role not in allowed]
     if unknown or not roles:
-        raise ValueError(f"of must name some of {', '.join(map(repr, allowed))}, got {of!r}")
+        raise ValueError(f"of must be one or more of {', '.join(map(repr, allowed))}, got {of!r}")
     return tuple(role for role in allowed if role in roles)
 
 
 def checked_seed(seed: Any) -> int:
-    """`seed`, a whole number that a generator takes.
+    """Return `seed` if a `torch.Generator` accepts it.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: It does not.
     """
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must be a whole number from -2**63 to 2**64 - 1, got {seed!r}")
@@ -39,7 +39,11 @@ def checked_seed(seed: Any) -> int:
 
 
 class Generators(dict[torch.device, torch.Generator]):
-    """A generator for each device, seeded when it is first asked for; a wrong seed is a ValueError at once."""
+    """One generator per device, created and seeded at its first use.
+
+    Raises:
+        ValueError: `torch.Generator` does not accept `seed`.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()

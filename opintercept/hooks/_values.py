@@ -1,4 +1,7 @@
-"""Reading the values of whatever tensor a call has, and what `Print` and `Log` say of them, waiting for the device."""
+"""Reads the values of any tensor that a call can have, and summarises them for `Print` and `Log`.
+
+Invariant: a tensor whose memory is not there is never read, since that would end the process.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ _Result = TypeVar("_Result")
 
 
 def without_graph(compute: Callable[..., _Result], *args: Any) -> _Result:
-    """Call a function with gradients off, and put them back whatever happens.
+    """Call a function with gradients off, and restore the program's setting whatever happens.
 
-    `with torch.no_grad()` leaves them off for the program if Ctrl-C comes inside of its `__enter__` or `__exit__`.
+    `with torch.no_grad()` would leave them off if Ctrl-C came inside its `__enter__` or `__exit__`.
     """
     enabled = torch.is_grad_enabled()
     try:
@@ -27,16 +30,16 @@ def without_graph(compute: Callable[..., _Result], *args: Any) -> _Result:
     finally:
         try:
             torch.set_grad_enabled(enabled)
-        finally:  # if an interrupt came before that was done
+        finally:  # an interrupt came before the line above had run
             torch.set_grad_enabled(enabled)
 
 
 class Summary(NamedTuple):
-    """Range and moments of a tensor's finite and non-finite values; those of the moduli if complex.
+    """Range and moments of a tensor's finite values; of a complex tensor, those of the moduli.
 
     Attributes:
         std: Population standard deviation, in float64.
-        nonfinite: How many values are NaN or infinite; they are left out of the rest.
+        nonfinite: How many values are NaN or infinite.
     """
 
     min: float
@@ -50,18 +53,18 @@ class Summary(NamedTuple):
         return f"{text} NONFINITE {self.nonfinite}" if self.nonfinite else text
 
 
-# Up to so many bytes, to ask for the bounds of the memory takes as long as to read it.
+# Up to this many bytes, checking the bounds of the memory takes as long as reading it.
 _QUICK = 1 << 16
 
 
 def in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements can be read: memory that is not there ends the process.
+    """Whether a tensor's elements are in memory. Reading elements that are not would end the process.
 
-    FSDP frees parameters with `untyped_storage().resize_(0)`, and operators that do not read them run on. Meta and
-    fake tensors have no memory, and functorch's wrapped tensors none of their own. A storage that was resized to less
-    than the tensor needs, but not to nothing, is noticed for tensors of more than 64 KiB.
+    FSDP frees parameters with `untyped_storage().resize_(0)`, and operators that do not read them go on running.
+    Meta and fake tensors have no memory, and functorch's wrapped tensors have none of their own. If a storage was
+    resized to less than the tensor needs, but not to zero, this notices it for tensors of more than 64 KiB.
 
-    The storage itself is not asked: autograd copies a gradient whose storage Python has asked for.
+    This does not touch the storage object: autograd copies a gradient once Python has asked for its storage.
     """
     try:
         if tensor.is_meta:
@@ -70,15 +73,15 @@ def in_memory(tensor: torch.Tensor) -> bool:
         if kind is not torch.Tensor and kind is not torch.nn.Parameter and _dispatches(kind):
             flatten = getattr(tensor, "__tensor_flatten__", None)
             if flatten is None:
-                return tensor.untyped_storage().device.type != "meta"  # fake; data_ptr would only warn
+                return tensor.untyped_storage().device.type != "meta"  # a fake tensor's data_ptr would only warn
             return all(in_memory(getattr(tensor, name)) for name in flatten()[0])
         if tensor.layout is not torch.strided:
             return all(map(in_memory, parts_of(tensor)))
-        # The address of a null storage is the offset into it. Raises for a tensor that stands for others.
+        # A null storage makes the offset the address. data_ptr raises for a tensor that wraps others.
         if tensor.data_ptr() == tensor.storage_offset() * tensor.element_size():
             return not tensor.numel() or tensor._is_zerotensor()  # autograd's zeros need no memory
         if tensor.nbytes > _QUICK and not tensor.is_nested:
-            # Checks the bounds. A node of autograd's would be made of a tensor that is not detached.
+            # This checks the bounds. Without detach, autograd would record it.
             tensor.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return True
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):
@@ -86,24 +89,24 @@ def in_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's own memory is not there, see `in_memory`; false for one that never had any."""
+    """Whether a tensor's memory has been freed, see `in_memory`; false if it never had any."""
     if tensor.is_meta or in_memory(tensor):
         return False
     if _dispatches(type(tensor)):
         return hasattr(tensor, "__tensor_flatten__")
     try:
         return tensor.layout is not torch.strided or tensor.data_ptr() >= 0
-    except RuntimeError:  # stands for others
+    except RuntimeError:  # it wraps other tensors
         return False
 
 
 def _dispatches(kind: type) -> bool:
-    """Whether tensors of a class are made of others: a plain subclass has memory of its own."""
+    """Whether tensors of this class wrap others; those of a plain subclass have their own memory."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a sparse tensor is made of; none for an opaque layout."""
+    """The strided tensors that make up a sparse tensor; empty for an opaque layout."""
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -115,9 +118,9 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def stored_values(tensor: Any) -> torch.Tensor | None:
-    """The values as a dense real tensor where they are, mostly the tensor itself; None where there are none to read.
+    """The values as a dense real tensor on their device, usually the tensor itself; None if none can be read.
 
-    See `in_memory` for which have none. A sparse tensor's zeros count, and a complex tensor's values are its moduli.
+    The zeros of a sparse tensor count, and the values of a complex tensor are its moduli.
     """
     if not isinstance(tensor, torch.Tensor) or not in_memory(tensor):
         return None
@@ -142,7 +145,7 @@ def stored_values(tensor: Any) -> torch.Tensor | None:
 
 
 def real_values(tensor: Any) -> torch.Tensor | None:
-    """The values as a flat float64 tensor on the CPU, or None; see `stored_values`."""
+    """The values as a flat float64 tensor on the CPU, or None as for `stored_values`."""
     values = stored_values(tensor)
     try:
         return None if values is None else values.to("cpu", torch.float64).reshape(-1)
@@ -151,7 +154,7 @@ def real_values(tensor: Any) -> torch.Tensor | None:
 
 
 def summarize(tensor: Any) -> Summary | None:
-    """Summarise a tensor; None if it has no values to read."""
+    """Summarise a tensor's values; None if it has none that can be read."""
     values = real_values(tensor)
     if values is None or values.numel() == 0:
         return None
@@ -162,18 +165,19 @@ def summarize(tensor: Any) -> Summary | None:
             return Summary(float("nan"), float("nan"), float("nan"), float("nan"), nonfinite)
         low, high = torch.aminmax(finite)
         return Summary(low.item(), high.item(), finite.mean().item(), finite.std(correction=0).item(), nonfinite)
-    except RuntimeError:  # vmap: one value for a whole batch cannot be read
+    except RuntimeError:  # under vmap there is no single value to read for a whole batch
         return None
 
 
-_ROW = 1 << 10  # values whose squares may be added up one after the other in float32
+_ROW = 1 << 10
+"""How many float32 values `moments` squares and sums in one row."""
 
 
 def moments(values: torch.Tensor) -> tuple[float, float]:
     """The sum, in float64, and the sum of squares of a flat float32 or float64 tensor on the CPU.
 
-    The squares by rows, since torch adds up those of float32 one after the other, and of 2**24 values the norm is
-    5e-4 off (pytorch issue 169237).
+    The squares of float32 values are summed in rows. Torch sums them one after the other, and the norm of 2**24
+    values is off by 5e-4 (pytorch issue 169237).
     """
     whole = values.numel() // _ROW * _ROW if values.dtype is torch.float32 else 0
     squares = 0.0
@@ -191,22 +195,23 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.co
 
 
 def all_finite(tensor: Any) -> torch.Tensor | None:
-    """Whether every value is finite: a tensor that has not been waited for, or None where no value can be read."""
+    """Whether every value is finite, as a tensor that the device may still be computing; None if none can be read."""
     if not isinstance(tensor, torch.Tensor) or not in_memory(tensor):
         return None
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # it would become a part of the graph
+        return None  # the check would become part of the graph
     try:
         if tensor.dtype in _FLOATS and is_strided(tensor):
             return torch.isfinite(tensor.detach()).all()
-        values = stored_values(tensor)  # of float8 and the like, which lack the operator, as float64
+        values = stored_values(tensor)
+        # float8 and the like lack the operator, float64 has it.
         return None if values is None else torch.isfinite(values.to(torch.float64)).all()
     except (RuntimeError, TypeError):
         return None
 
 
 def sample(tensor: Any, count: int, generator: torch.Generator) -> list[float]:
-    """`count` values drawn with replacement from a generator of the caller's; none if there are none."""
+    """`count` of the tensor's values, drawn with replacement by `generator`; empty if none can be read."""
     values = real_values(tensor)
     if values is None or values.numel() == 0:
         return []
@@ -221,12 +226,15 @@ _warned: set[str] = set()
 
 
 def captured(values: torch.Tensor, hook: str) -> bool:
-    """Whether a CUDA graph captures the running call, whose values are not there before its replay; warns once."""
+    """Whether a CUDA graph is capturing the call, which has no values until the graph is replayed; warns once."""
     if not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     if hook not in _warned:
         _warned.add(hook)
-        text = f"{hook} leaves out calls that a CUDA graph captures, they have no values yet; run them once outside"
+        text = (
+            f"{hook} leaves out calls that a CUDA graph captures, since they have no values before the graph is "
+            "replayed; run them once without the graph"
+        )
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
     return True
 

@@ -1,4 +1,4 @@
-"""`Log`: calls as records of the `logging` module."""
+"""`Log`: logs calls with the `logging` module."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Values = Literal["none", "stats", "sample"]
 
 
 class Log:
-    """Logs every call. The log record has the `CallRecord` as `record.call` and the values as `record.values`.
+    """Logs every call. The log record holds the `CallRecord` in `record.call` and the values in `record.values`.
 
-    Both are plain data, so a `logging.handlers.QueueHandler` can hand them to another thread or process,
-    and a slow file does not hold up the program.
+    Both are plain data. A `logging.handlers.QueueHandler` can hand them to another thread or process, so that a
+    slow file does not hold up the program.
 
     Args:
-        logger: The logger or its name.
-        level: The level to log at; a call that the logger would drop costs next to nothing.
-        values: `"none"`: shapes only. `"stats"`: range and moments of the output. `"sample"`: `size` random
-            values of it. The last two read the values, and so wait for the device.
+        logger: A logger or its name.
+        level: The level to log at. If the logger would drop the message, the call costs next to nothing.
+        values: `"none"` logs shapes only, `"stats"` adds the range and moments of the output, and `"sample"` adds
+            `size` random values of it. The last two read the values and so wait for the device.
         size: How many values a sample has.
-        seed: Seeds the sample's own generator; torch's global one is never drawn from.
+        seed: Seeds the sample's own generator. Log never draws from torch's global one.
 
     Raises:
-        TypeError: A logger or a level of another type.
-        ValueError: An unknown `values`, or a size below 1.
+        TypeError: `logger` is neither a logger nor a name, or `level` is not a number.
+        ValueError: `values` is unknown, or `size` is below 1.
     """
 
     reads = ("record",)
@@ -47,7 +47,7 @@ class Log:
         check_choice("values", values, get_args(Values))
         check_count("size", size)
         if not isinstance(level, int):
-            raise TypeError(f"level must be a number, logging.INFO say, got {level!r}")
+            raise TypeError(f"level must be a number such as logging.INFO, got {level!r}")
         if not isinstance(logger, (logging.Logger, str)):
             raise TypeError(f"logger must be a logging.Logger or its name, got {logger!r}")
         self.logger = logging.getLogger(logger) if isinstance(logger, str) else logger

@@ -1,4 +1,4 @@
-"""`Print`: one readable line a call."""
+"""`Print`: prints one line for each call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from opintercept.hooks._values import first_output, summarize
 
 
 class Print:
-    """Prints a line for every call: number, pass, operator, shapes, module, and the output's range and moments.
+    """Prints one line for each call: index, phase, operator, shapes, module, and the output's range and moments.
 
-    Reads the values, and so waits for the device at each call: for looking, not for leaving on.
+    Print reads the values and so waits for the device at every call. Use it to look around, not in production.
 
     Args:
-        file: Where to; standard output as it is when the line is printed, if None.
+        file: Where to print; None means whatever `sys.stdout` is at the time.
 
     Example:
         >>> import torch
@@ -37,5 +37,5 @@ class Print:
         values = f" | {summary}" if summary is not None else ""
         module = f" in {printable(call.module, 200)}" if call.module else ""
         line = f"{call.index} {call.phase} {call.record()}{module}{values}\n"
-        # In one piece, so that an interrupt, or another thread, leaves no half line.
+        # One write, so that neither an interrupt nor another thread can split the line.
         print(line, end="", file=sys.stdout if self.file is None else self.file)

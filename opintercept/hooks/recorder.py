@@ -1,4 +1,4 @@
-"""`Recorder`: keeps a summary of every call, and no tensor."""
+"""`Recorder`: keeps a summary of every call and no tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opintercept._record import CallRecord, Note
 
 
 class Recorder:
-    """Keeps `call.record()` of every call in `records`, in the order in which the calls ended.
+    """Keeps the `call.record()` of every call in `records`, in the order in which the calls ended.
 
     Example:
         >>> import torch
@@ -28,16 +28,16 @@ class Recorder:
         self._notes: deque[Note] = deque()
 
     def post(self, call: OpCall) -> None:
-        """Keep what the call's record needs."""
+        """Note what the call's record needs; `records` builds it later."""
         self._notes.append(call.note())
 
     @property
     def records(self) -> list[CallRecord]:
-        """The records so far; a list to read, sort and clear as any other."""
+        """The records so far, in a list that you may sort and clear."""
         while True:
             try:
                 note = self._notes.popleft()
-            except IndexError:  # none is left, or another thread has taken it
+            except IndexError:  # no note is left, or another thread took the last one
                 return self._records
             try:
                 record = note.record()
