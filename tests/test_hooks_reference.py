@@ -365,7 +365,7 @@ def test_backward_of_attention(monkeypatch: pytest.MonkeyPatch, kind: str, dtype
     from opintercept.hooks import _attention
 
     if kind == "long":
-        monkeypatch.setattr(_attention, "_PIECE", 100)  # pieces of two or so rows
+        monkeypatch.setattr(_attention, "PIECE", 100)  # pieces of two or so rows
     heads = 2 if kind == "grouped" else 6
     q, k, v = (matrix(2, h, s, 16).to(dtype).requires_grad_() for h, s in ((6, 9), (heads, 11), (heads, 11)))
     options: dict[str, Any] = {"scale": 0.3, "is_causal": kind == "causal", "enable_gqa": kind == "grouped"}

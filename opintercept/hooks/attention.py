@@ -1,4 +1,4 @@
-"""`AttentionWeights`: the weights that attention, fused or eager, does not return."""
+"""`AttentionWeights`: the weights that attention, fused or eager, computes and does not return."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from opintercept.hooks._values import captured, is_freed, stored_values
 Of = Literal["probabilities", "scores", "entropy"]
 
 _NAMED = re.compile("attn|attention", re.IGNORECASE)
-_SHAPES = 8  # of a module's products that are remembered: some compute more than one of scores
+_SHAPES = 8  # output shapes kept per module: some compute several products before they use one as scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What was kept of one attention.
+    """The weights of one attention call.
 
     Attributes:
-        index: Number of the call in its interceptor.
+        index: The call's index in its interceptor.
         step: The interceptor's step.
         phase: `"forward"`, or `"recompute"` in a checkpoint.
-        module: Qualified name of the module; None where it cannot be told.
+        module: Qualified name of the module; None if it is not known.
         heads: The heads of the query that were kept.
-        rows: The queries that were kept, by their place in the sequence.
-        dropout: Probability of the dropout that the operator applies after these weights. NaN for eager attention
-            whose weights have been through a dropout already.
-        values: `[*b, heads, rows, s_k]`, for the entropy `[*b, heads, rows]`; on the CPU, float64 if the query
-            is, else float32.
+        rows: The queries that were kept, by their position in the sequence.
+        dropout: Probability of the dropout that the operator applies after these weights; NaN for eager attention
+            that has already applied its dropout to them.
+        values: `[*b, heads, rows, s_k]`, or `[*b, heads, rows]` for the entropy, on the CPU; float64 if the query
+            is float64, else float32.
     """
 
     index: int
@@ -59,44 +59,43 @@ class AttentionCall:
 class AttentionWeights:
     """Keeps the weights of every attention, fused or eager.
 
-    **Fused** is every `scaled_dot_product_attention`, whichever kernel computes it.
+    **Fused** attention is every `scaled_dot_product_attention`, whichever kernel computes it. The kernel runs as
+    always. AttentionWeights computes the weights again as torch's math path does, from the query, the key, the mask,
+    the causal flag, the scale and the grouped heads of the call, and uses float32 for shorter dtypes. The result
+    differs from the math path's by rounding only: a score by a few units in the last place of
+    `scale * sum(abs(query * key))`, a probability, relatively, by about twice that. Dropout, with the probability
+    `dropout`, comes after these weights.
 
-    The kernel runs as it would; the weights are computed once more, from the query, the key, the mask, the causal
-    flag, the scale and the grouped heads of the call, as torch's math path does it, in float32 for the shorter
-    dtypes. They differ from the math path's by rounding only: of a score, by some units in the last place of
-    `scale * sum(abs(query * key))`; of a probability, relatively by about twice that difference.
-    They are what the operator has before dropout, whose probability is `dropout`.
-
-    Only the chosen heads and rows are computed, in pieces of 32 MiB, and they wait for the device.
+    Only the chosen heads and rows are computed, in pieces of 32 MiB. Each call waits for the device.
     `weights["encoder.layers.0.attn"]` looks calls up.
 
     **Eager** attention is two products with a softmax between them: Hugging Face's `attn_implementation="eager"`,
-    torch's math path, `nn.MultiheadAttention` at dispatch level where it needs weights or takes its fast path on a
-    CPU. It is found by its second product: a batched one, whose left operand has the shape of an output of the same
-    module before, no negative value, and rows that sum to 1 but for rounding. That operand is kept as it is. Behind a
-    dropout the rows sum to 1 on average only; such weights are kept, dropout included, if the module's name has
-    "attn" or "attention" in it. Their scores are not known.
+    torch's math path, and `nn.MultiheadAttention` at dispatch level if it needs weights or takes its fast path on a
+    CPU. AttentionWeights recognises the second product: it is batched, and its left operand has the shape of an
+    earlier output of the same module, no negative value, and rows that sum to 1 up to rounding. It keeps that operand
+    unchanged. After a dropout, rows sum to 1 only on average; such weights are kept, with the dropout in them, if the
+    module's name contains "attn" or "attention". The scores of eager attention are not known.
 
-    A batched product may have flattened batch and heads into one dimension. They are told apart if the operand is
-    a view of a tensor that has both, as in torch's math path and in BERT, but not in inference mode or in
-    `nn.MultiheadAttention`. Else the values are `[b * h, rows, s_k]`, and `heads` chooses among `b * h`.
+    A program may flatten batch and heads into one dimension before the product. They are separated again if the
+    operand is a view of a tensor that has both, as in torch's math path and in BERT, but not in inference mode or in
+    `nn.MultiheadAttention`. Otherwise the values are `[b * h, rows, s_k]`, and `heads` selects among `b * h`.
 
-    A block that ends warns once of attentions that were skipped. It also warns if it has kept nothing although
+    When a block ends, it warns once about attention that was skipped. It also warns if nothing was kept although
     modules with "attn" or "attention" in their names made products.
 
     Args:
-        of: `"probabilities"`: the softmax over the keys, zeros for a query that sees none. `"scores"`: what goes
-            into it, `scale * query @ key.T + mask`, -inf where a key is masked. `"entropy"`: `-sum(p * log(p))`
-            of each row of probabilities, in nats (Shannon 1948).
-        heads: One or more heads of the query, or a slice; all if None. Negative ones count from the end.
+        of: `"probabilities"` is the softmax over the keys, zeros for a query that sees none. `"scores"` is the input
+            of the softmax, `scale * query @ key.T + mask`, -inf where a key is masked. `"entropy"` is
+            `-sum(p * log(p))` of each row of probabilities, in nats (Shannon 1948).
+        heads: One or more heads of the query, or a slice; None means all. Negative numbers count from the end.
         rows: The same for the queries: `-1` is the last of the sequence.
 
     Attributes:
-        calls: Everything kept, in the order in which the calls ended; a list to read and to clear.
+        calls: All that was kept, in the order in which the calls ended; you may clear this list.
 
     Raises:
-        TypeError: Heads or rows that are no numbers.
-        ValueError: An unknown `of`.
+        TypeError: `heads` or `rows` contains something other than whole numbers.
+        ValueError: `of` is unknown.
 
     Example:
         >>> import torch
@@ -126,15 +125,15 @@ class AttentionWeights:
         self._heads = _chosen("heads", heads)
         self._rows = _chosen("rows", rows)
         self._skipped: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()  # those of the skipped that a warning has named
-        self._kept = False  # whether the block has kept something
-        self._products: Counter[str] = Counter()  # of modules that look like attention, until something is kept
-        # Shapes that scores may have, by thread, module and pass; a deque forgets the oldest.
+        self._told: Counter[str] = Counter()  # the part of `_skipped` that a warning has named
+        self._kept = False  # whether this block has kept anything
+        self._products: Counter[str] = Counter()  # by modules named like attention, until something is kept
+        # Shapes of earlier outputs, which may be scores, by thread, module and phase; a deque forgets the oldest.
         self._shapes: dict[tuple[int, str | None, Phase], deque[tuple[int, ...]]] = {}
         self._lock = threading.RLock()
 
     def post(self, call: OpCall) -> None:
-        """Compute and keep the weights of an attention."""
+        """Keep the weights if the call is attention."""
         if call.phase == "backward" or call.op.endswith("_backward"):
             return
         attention = attention_of(call)
@@ -144,7 +143,7 @@ class AttentionWeights:
             product = product_of(call)
             kept = None if product is None else self._keep_eager(call, *product)
             if product is None and not self._kept:
-                self._is_named(call)
+                self._named_like_attention(call)
         if kept is not None:
             with self._lock:
                 self._skipped[f"{call.op}: {kept}"] += 1
@@ -156,25 +155,25 @@ class AttentionWeights:
         self._shapes.clear()
 
     def exit(self) -> None:
-        """Warn of what was skipped, and if nothing was kept where there should have been something."""
+        """Warn about attention that was skipped, or if nothing was kept although there seems to be attention."""
         new = self._skipped - self._told
         self._told = Counter(self._skipped)
         if new:
             reasons = "; ".join(f"{why} ({count} times)" if count > 1 else why for why, count in new.items())
-            text = f"AttentionWeights has skipped {new.total()} attention calls: {printable(reasons, 500)}"
+            text = f"AttentionWeights skipped {new.total()} attention calls: {printable(reasons, 500)}"
         elif self._products and not self._kept:
             number, name = self._products.total(), printable(self._products.most_common(1)[0][0], 200)
             text = (
-                f"AttentionWeights has kept nothing, though modules that look like attention, {name!r} for one, "
-                f"made {number} products; it knows scaled_dot_product_attention and softmax(Q K.T) V in two "
-                "batched products"
+                f"AttentionWeights kept nothing, although modules named like attention, such as {name!r}, made "
+                f"{number} products; it recognises scaled_dot_product_attention, and softmax(Q K.T) V as two batched "
+                "products"
             )
         else:
             return
         warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
 
-    def _is_named(self, call: OpCall) -> bool:
-        """Whether the module's name looks like an attention's."""
+    def _named_like_attention(self, call: OpCall) -> bool:
+        """Whether the module is named like attention."""
         name = call.module
         found = name is not None and _NAMED.search(name) is not None
         if found and not self._kept:
@@ -183,13 +182,13 @@ class AttentionWeights:
         return found
 
     def _keep_eager(self, call: OpCall, lhs: torch.Tensor, output: torch.Tensor) -> str | None:
-        """Keep the weights that a product takes on its left; a reason if that is not possible."""
-        named = self._is_named(call)
+        """Keep the left operand of a product if it is attention weights; return why, if they cannot be kept."""
+        named = self._named_like_attention(call)
         shapes = self._shapes.setdefault((threading.get_ident(), call.module, call.phase), deque(maxlen=_SHAPES))
         shape = tuple(lhs.shape)
         found = _weights_in(lhs, named) if shape in shapes and not captured(lhs, "AttentionWeights") else None
         if shape in shapes:
-            shapes.remove(shape)  # whatever became of them, this was made of those scores
+            shapes.remove(shape)  # this operand was made of those scores, whether or not it is weights
         if found is None:
             shapes.append(tuple(output.shape))
             return None
@@ -197,7 +196,7 @@ class AttentionWeights:
             return found
         weights, dropout = found
         if self.of == "scores":
-            return "the scores of eager attention are not known, its probabilities are"
+            return 'the scores of eager attention are not known; of="probabilities" works'
         heads, rows, reason = self._places(weights.shape[-3], weights.shape[-2])
         if reason:
             return reason
@@ -211,12 +210,12 @@ class AttentionWeights:
         return None
 
     def _places(self, heads: int, rows: int) -> tuple[Sequence[int], Sequence[int], str | None]:
-        """The chosen heads and rows, and a reason if one of them does not exist."""
+        """The chosen heads and rows, and why if one of them does not exist."""
         some_heads, some_rows = _places(self._heads, heads), _places(self._rows, rows)
         if some_heads is None:
-            return (), (), f"heads {self._heads} of {heads}"
+            return (), (), f"heads {self._heads} are out of range: there are {heads}"
         if some_rows is None:
-            return (), (), f"rows {self._rows} of {rows}"
+            return (), (), f"rows {self._rows} are out of range: there are {rows}"
         return some_heads, some_rows, None
 
     def _append(
@@ -227,7 +226,7 @@ class AttentionWeights:
         self.calls.append(kept)
 
     def _keep(self, call: OpCall, attention: Attention) -> str | None:
-        """Keep the weights; a reason if that is not possible."""
+        """Compute and keep the weights of fused attention; return why, if that is not possible."""
         query = attention.query
         if any(is_freed(tensor) for tensor in (query, attention.key, attention.mask) if tensor is not None):
             return "the memory of its operands was freed"
@@ -235,11 +234,11 @@ class AttentionWeights:
         if reason:
             return reason
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured, and nothing can be read"
+            return "a CUDA graph is being captured, so no value can be read"
         try:
             with without_autocast(query.device):
                 values = self._values(attention.detached(), heads, rows)
-        except RuntimeError as error:  # vmap's and other wrapped tensors, whose values cannot be read
+        except RuntimeError as error:  # vmap and other transforms wrap tensors, whose values cannot be read
             return str(error).partition("\n")[0]
         if type(values) is not torch.Tensor:
             return "its operands are fake and have no values"
@@ -264,17 +263,17 @@ class AttentionWeights:
         return values
 
     def __getitem__(self, module: str) -> list[AttentionCall]:
-        """The calls of a module, by its qualified name or a glob, in which `*` also stands for dots.
+        """The calls of modules whose qualified name matches a glob, in which `*` also matches dots.
 
         Raises:
-            KeyError: No call of such a module was kept.
+            KeyError: No call of a matching module was kept.
         """
         matches = re.compile(fnmatch.translate(module)).fullmatch
         found = [call for call in self.calls if call.module is not None and matches(call.module)]
         if not found:
             known = ", ".join(dict.fromkeys(repr(call.module) for call in self.calls)) or "none"
             raise KeyError(
-                f"module must name modules whose attention was seen, got {module!r}; seen: {known}; "
+                f"no attention was kept from a module named {module!r}; kept: {known}; "
                 f"skipped: {self.skipped or 'none'}"
             )
         return found
@@ -290,20 +289,20 @@ class AttentionWeights:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Attentions that are not among the calls, by operator and reason, and how many there were."""
+        """How many attention calls were not kept, by operator and reason."""
         return dict(self._skipped)
 
 
 def _weights_in(lhs: torch.Tensor, may_be_dropped: bool) -> tuple[torch.Tensor, float] | str | None:
-    """Tell whether the left operand of a product with the value is a softmax's result.
+    """Decide whether the left operand of a product is the output of a softmax.
 
     Args:
-        lhs: Has the shape of the scores that were computed before.
-        may_be_dropped: Whether its rows may also sum to 1 on average only, as they do behind a dropout.
+        lhs: The operand, which has the shape of an earlier output.
+        may_be_dropped: Whether its rows may sum to 1 only on average, as they do after a dropout.
 
     Returns:
-        The weights and the probability of their dropout, NaN where one has been applied; a reason if they may
-        well be some and cannot be kept; None if they are none.
+        The weights and the probability of the dropout that follows, NaN if it has been applied; a string that says
+        why they cannot be kept, if they look like weights; None if they do not.
     """
     values = stored_values(lhs)
     if values is None or type(values) not in (torch.Tensor, torch.nn.Parameter):
@@ -315,7 +314,7 @@ def _weights_in(lhs: torch.Tensor, may_be_dropped: bool) -> tuple[torch.Tensor, 
         return "its weights are not all finite" if may_be_dropped else None
     if bool((values < 0).any()):
         return None
-    # A softmax in float32 or more, rounded to the dtype: each of the weights is off by eps / 2 of itself.
+    # The softmax was computed in at least float32 and rounded to the dtype, so each weight is off by at most eps / 2.
     eps = torch.finfo(values.dtype).eps
     close = (sums - 1).abs() <= eps + values.shape[-1] * min(eps, 2.0**-23)
     some, empty = bool(close.any()), sums == 0  # a query that sees no key
@@ -329,22 +328,22 @@ def _weights_in(lhs: torch.Tensor, may_be_dropped: bool) -> tuple[torch.Tensor, 
 
 
 def _with_heads(lhs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """As `[*b, h, s_q, s_k]` where a batched product was given a view of that."""
+    """The weights as `[*b, h, s_q, s_k]` if the operand is a flattened view of such a tensor."""
     base = lhs._base
     whole = base is not None and base.numel() == values.numel() and base.shape[-2:] == values.shape[-2:]
     return values.reshape(base.shape) if base is not None and whole and base.dim() > values.dim() else values
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that may be changed outside of inference mode as well."""
+    """An empty tensor that may be changed outside inference mode too."""
     if not torch.is_inference_mode_enabled():
         return torch.empty(shape, dtype=dtype, device="cpu")
     mode = torch.inference_mode(False)
     try:
-        mode.__enter__()  # in here: an interrupt may come up right after it
+        mode.__enter__()  # inside the try: an interrupt may be raised right after it
         return torch.empty(shape, dtype=dtype, device="cpu")
     finally:
-        with suppress(AttributeError):  # it came before
+        with suppress(AttributeError):  # the interrupt came before it
             mode.__exit__(None, None, None)
 
 
@@ -355,12 +354,12 @@ def _chosen(name: str, value: Any) -> slice | tuple[int, ...]:
         return value
     numbers = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise TypeError(f"{name} must be a number, several, or a slice, got {value!r}")
+        raise TypeError(f"{name} must be a whole number, several of them or a slice, got {value!r}")
     return numbers
 
 
 def _places(chosen: slice | tuple[int, ...], size: int) -> Sequence[int] | None:
-    """The places that are chosen of so many, or None if one of them does not exist."""
+    """The chosen positions among `size`; None if one of them does not exist."""
     if isinstance(chosen, slice):
         return range(*chosen.indices(size))
     if any(not -size <= number < size for number in chosen):

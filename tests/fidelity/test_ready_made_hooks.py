@@ -75,7 +75,7 @@ def train(*options: dict[str, Any]) -> list[Tensor]:
     return [*losses, *gradients, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
 
 
-@pytest.mark.filterwarnings("ignore:AttentionWeights has skipped")  # what function level does not see within
+@pytest.mark.filterwarnings("ignore:AttentionWeights skipped")  # what function level does not see within
 @pytest.mark.parametrize("options", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
 def test_every_observer_at_once_changes_nothing(options: dict[str, Any]) -> None:
     bare = train()
