@@ -1,4 +1,4 @@
-"""`Capture`: what is kept is what the operator got and returned, and no more than the budget."""
+"""`Capture` keeps what the operator received and returned, within its budget."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_outputs_are_those_from_before_the_program_overwrote_them() -> None:
     assert torch.equal(capture.entries[0].tensor, expected)
 
 
-def test_hooks_before_it_count_and_hooks_after_it_do_not() -> None:
+def test_it_sees_the_operands_as_earlier_hooks_left_them() -> None:
     class Plus:
         def pre(self, call: OpCall) -> Any:
             assert call.lhs is not None
@@ -122,7 +122,7 @@ def small_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("feed", ENGINES)
-def test_gradients_are_those_of_autograd_under_the_name_of_the_forward_calls_module(feed: dict[str, Any]) -> None:
+def test_gradients_are_those_of_autograd_with_the_module_of_the_forward_call(feed: dict[str, Any]) -> None:
     model, x = small_model(), torch.randn(5, 3, requires_grad=True)
     inputs: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_autograd_under_the_name_of_the_forward_calls_mod
         assert torch.equal(grad_rhs.tensor.T, model.get_submodule(name).weight.grad)  # type: ignore[arg-type, union-attr]
 
 
-def test_backward_calls_count_as_any_other_unless_gradients_are_asked_for() -> None:
+def test_backward_calls_are_kept_unless_gradients_are_asked_for() -> None:
     def program() -> None:
         small_model()(torch.randn(5, 3)).sum().backward()
 
@@ -163,7 +163,7 @@ def test_gradients_at_function_level_are_refused_at_once() -> None:
             intercept(hook, level="function")
 
 
-def test_what_a_checkpoint_repeats_is_told_apart() -> None:
+def test_recomputed_calls_have_their_own_phase() -> None:
     model, x = small_model(), torch.randn(5, 3, requires_grad=True)
     capture = capture_of(lambda: checkpoint(model, x, use_reentrant=True).sum().backward(), of=("output", "grad_rhs"))
     for name in ("0", "1.0", "2"):
@@ -174,7 +174,7 @@ def test_what_a_checkpoint_repeats_is_told_apart() -> None:
         assert gradient.forward == again.index
 
 
-def test_filters_are_those_of_when() -> None:
+def test_when_chooses_the_calls() -> None:
     capture = hooks.Capture()
     with intercept(hooks.when(capture, module="1*", phase="forward")):
         small_model()(torch.randn(5, 3)).sum().backward()
@@ -184,7 +184,7 @@ def test_filters_are_those_of_when() -> None:
 @pytest.mark.parametrize(
     "index", [0, -1, slice(None, 2), ..., (slice(None), 0), (..., slice(1, None)), (None, 1), ()], ids=repr
 )
-def test_index_keeps_a_part_and_only_that(index: Any) -> None:
+def test_index_keeps_only_that_part(index: Any) -> None:
     lhs = torch.randn(4, 3)
     capture = capture_of(lambda: torch.mm(lhs, torch.ones(3, 2)), of="lhs", index=index)
     [entry] = capture.entries
@@ -192,7 +192,7 @@ def test_index_keeps_a_part_and_only_that(index: Any) -> None:
     assert entry.nbytes == entry.tensor.untyped_storage().nbytes() == lhs[index].numel() * 4
 
 
-def test_an_index_that_does_not_fit_says_on_which_call() -> None:
+def test_the_error_of_an_index_that_does_not_fit_names_the_call() -> None:
     capture = hooks.Capture(index=(0, 0, 0))
     with intercept(capture), pytest.raises(IndexError, match="too many indices") as raised:
         torch.mm(torch.ones(2, 3), torch.ones(3, 2))
@@ -201,7 +201,7 @@ def test_an_index_that_does_not_fit_says_on_which_call() -> None:
 
 
 @pytest.mark.parametrize("lhs", [torch.randn(50, 3), torch.randn(3, 50).T, torch.randn(1, 3).expand(50, 3)])
-def test_a_sample_is_values_of_the_tensor(lhs: Tensor) -> None:
+def test_a_sample_is_drawn_from_the_tensor(lhs: Tensor) -> None:
     [entry] = capture_of(lambda: torch.mm(lhs, torch.ones(3, 2)), of="lhs", sample=20, index=slice(25)).entries
     assert entry.tensor.shape == (20,)
     assert set(entry.tensor.tolist()) <= set(lhs[:25].flatten().tolist())
@@ -223,7 +223,7 @@ def test_a_sample_has_its_own_seeded_generator() -> None:
     assert len({*samples[0], *samples[2]}) == 4
 
 
-def test_a_sample_of_a_scalar_and_of_nothing() -> None:
+def test_a_sample_of_a_scalar_and_of_an_empty_tensor() -> None:
     def program() -> None:
         torch.dot(torch.ones(2), torch.ones(2))
         torch.mm(torch.ones(0, 2), torch.ones(2, 3))
@@ -253,7 +253,7 @@ def test_bytes_are_those_of_the_copies(shapes: list[tuple[int, int, int]], dtype
 
 
 def outputs_of(sizes: list[int], capture: hooks.Capture) -> None:
-    """Runs a call with an output of each of these sizes in bytes, all of them multiples of 4."""
+    """Run one call for each size, whose output has that many bytes, a multiple of 4."""
     with intercept(capture):
         for size in sizes:
             torch.mm(torch.ones(1, 1), torch.ones(1, size // 4))
@@ -266,7 +266,7 @@ SIZES = st.lists(st.integers(1, 12).map(lambda n: 4 * n), max_size=12)
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, cap=st.integers(1, 60))
-def test_stop_keeps_what_came_until_one_did_not_fit_and_warns_once(sizes: list[int], cap: int) -> None:
+def test_stop_keeps_tensors_until_one_does_not_fit_and_warns_once(sizes: list[int], cap: int) -> None:
     fit = next((i for i in range(len(sizes)) if sum(sizes[: i + 1]) > cap), len(sizes))
     capture = hooks.Capture(of="output", max_bytes=cap)
     with warnings.catch_warnings(record=True) as caught:
@@ -296,21 +296,21 @@ def test_drop_keeps_the_latest_that_fit(sizes: list[int], cap: int) -> None:
     assert [w.category for w in caught] == [OpInterceptWarning] * any(size > cap for size in sizes)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_a_tensor_that_does_not_fit_is_named() -> None:
     stopped = hooks.Capture(of="output", max_bytes=70)
     with pytest.warns(
         OpInterceptWarning,
-        match=r"stopped at max_bytes=70, got 64 in use and 32 for the output of call 1, "
-        r"aten::mm\(float32\[1, 1\], float32\[1, 8\]\); raise max_bytes, or .* or when_full='drop'",
+        match=r"stopped: the output of call 1, aten::mm\(float32\[1, 1\], float32\[1, 8\]\), takes 32 bytes and does "
+        r"not fit into max_bytes=70, of which 64 are in use; raise max_bytes, or .* or when_full='drop'",
     ):
         outputs_of([64, 32], stopped)
     left_out = hooks.Capture(of="output", max_bytes=70, when_full="drop")
-    with pytest.warns(OpInterceptWarning, match=r"leaves out what is larger than max_bytes=70, got 64 in use and 72"):
+    with pytest.warns(OpInterceptWarning, match=r"Capture left out a tensor: .* takes 72 bytes .* max_bytes=70"):
         outputs_of([64, 72, 72], left_out)
     assert [e.index for e in left_out.entries] == [0]
     raising = hooks.Capture(of="output", max_bytes=70, when_full="raise")
     for _ in range(2):
-        with pytest.raises(OpInterceptError, match=r"must fit into max_bytes=70, got (0|64) in use and (72|64) for"):
+        with pytest.raises(OpInterceptError, match=r"takes (72|64) bytes and does not fit into max_bytes=70, of which"):
             outputs_of([64, 72], raising)
         assert [e.nbytes for e in raising.entries] == [64]
 
@@ -358,17 +358,17 @@ def test_lookup_by_name_or_glob(named: hooks.Capture, key: Any, found: list[tupl
 @pytest.mark.parametrize(
     ("key", "error", "message"),
     [
-        ("encodr.0", KeyError, r"got 'encodr\.0'; there are 'encoder\.0'"),
-        ("Encoder.0", KeyError, r"got 'Encoder\.0'; there are 'encoder\.0'"),
-        ("nothing", KeyError, r"got 'nothing'; there are 'encoder\.0', 'encoder\.1\.0', 'encoder\.2'"),
-        (("encoder.0", "rhs"), KeyError, r"got \('encoder\.0', 'rhs'\)"),
+        ("encodr.0", KeyError, r"matches 'encodr\.0'; tensors were kept from 'encoder\.0'"),
+        ("Encoder.0", KeyError, r"matches 'Encoder\.0'; tensors were kept from 'encoder\.0'"),
+        ("nothing", KeyError, r"matches 'nothing'; tensors were kept from 'encoder\.0', 'encoder\.1\.0', 'encoder\.2'"),
+        (("encoder.0", "rhs"), KeyError, r"matches \('encoder\.0', 'rhs'\)"),
         (("encoder.0", "weight"), ValueError, "of must be one or more of 'lhs', .* got 'weight'"),
-        (0, TypeError, "a key must be a module's name or glob, or that and a role, got 0; see entries"),
-        (("a", "lhs", "b"), TypeError, "a key must be a module's name or glob, or that and a role"),
+        (0, TypeError, "a key must be a module's name or a glob, optionally with a role, got 0"),
+        (("a", "lhs", "b"), TypeError, "a key must be a module's name or a glob, optionally with a role"),
     ],
     ids=["close", "case", "far", "role", "no role", "number", "three"],
 )
-def test_lookup_of_nothing_says_what_there_is(
+def test_a_lookup_that_finds_nothing_says_what_was_kept(
     named: hooks.Capture, key: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -376,13 +376,13 @@ def test_lookup_of_nothing_says_what_there_is(
 
 
 def test_lookup_in_an_empty_capture() -> None:
-    with pytest.raises(KeyError, match=r"got 'fc\*'; nothing was kept"):
+    with pytest.raises(KeyError, match=r"no tensor was kept that matches 'fc\*'; nothing was kept"):
         hooks.Capture()["fc*"]
     with pytest.raises(TypeError, match="a key must be a module's name"):
         list(hooks.Capture())  # type: ignore[call-overload]
 
 
-def test_entries_show_what_they_are(tmp_path: Path) -> None:
+def test_the_repr_of_an_entry_says_what_it_is(tmp_path: Path) -> None:
     def program() -> None:
         small_model()(torch.randn(5, 3))
 
@@ -392,7 +392,7 @@ def test_entries_show_what_they_are(tmp_path: Path) -> None:
     assert repr(entry) == f"<output of call 0, aten::addmm in 0: {tmp_path / '00000000-output.safetensors'}>"
 
 
-def test_a_file_has_the_values_and_says_which_they_are(tmp_path: Path) -> None:
+def test_a_file_has_the_values_and_says_where_they_come_from(tmp_path: Path) -> None:
     model, x = small_model(), torch.randn(5, 3, dtype=torch.float32)
     options = {"of": ("lhs", "output", "grad_rhs"), "sample": None}
     memory = capture_of(lambda: model(x).sum().backward(), None, **options)
@@ -434,7 +434,7 @@ def test_files_go_with_their_entries(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device that is always full")
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, on_error: Any) -> None:
+def test_a_full_disk_leaves_no_partial_file(tmp_path: Path, on_error: Any) -> None:
     capture = hooks.Capture(of="output", to="disk", folder=tmp_path)
     with intercept(capture, on_error=on_error):
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -472,25 +472,27 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("tensor", "shown"),
     [
-        (torch.ones(2, 2, dtype=torch.complex128), r"got complex128\[2, 2\] with torch.strided as the lhs"),
-        (torch.eye(2).to_sparse(), r"got float32\[2, 2\] with torch.sparse_coo as the lhs of aten::mm"),
+        (torch.ones(2, 2, dtype=torch.complex128), r"of aten::mm, complex128\[2, 2\] with torch.strided"),
+        (torch.eye(2).to_sparse(), r"of aten::mm, float32\[2, 2\] with torch.sparse_coo"),
     ],
     ids=["dtype", "layout"],
 )
-def test_what_safetensors_cannot_store_is_refused_before_a_file_is_there(
+def test_a_tensor_that_safetensors_cannot_store_is_refused_before_a_file_is_made(
     tmp_path: Path, tensor: Tensor, shown: str
 ) -> None:
     capture = hooks.Capture(of="lhs", to="disk", folder=tmp_path)
     with (
         intercept(capture),
-        pytest.raises(OpInterceptError, match=rf"safetensors stores dense tensors .* {shown}.*to=.cpu"),
+        pytest.raises(OpInterceptError, match=rf"safetensors cannot store the lhs {shown}.*to=.cpu"),
     ):
         torch.mm(tensor, torch.ones(2, 2, dtype=tensor.dtype))
     assert list(tmp_path.iterdir()) == []
     assert (capture.entries, capture.nbytes) == ([], 0)
 
 
-def test_safetensors_is_optional_and_asked_for_by_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_safetensors_the_error_names_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"to='disk' needs safetensors; pip install 'opintercept\[cli\]'"):
         hooks.Capture(to="disk", folder=tmp_path / "new")
@@ -517,9 +519,9 @@ def test_safetensors_is_optional_and_asked_for_by_its_extra(tmp_path: Path, monk
         ({"index": (0, torch.tensor(1))}, TypeError, "index must be a number, a slice"),
         ({"to": "cuda"}, ValueError, "to must be one of 'cpu', 'same', 'disk', got 'cuda'"),
         ({"when_full": "ignore"}, ValueError, "when_full must be one of 'stop', 'drop', 'raise', got 'ignore'"),
-        ({"to": "disk"}, ValueError, 'folder must be given with to="disk" and with nothing else, got None for to=\'d'),
-        ({"folder": "new"}, ValueError, "folder must be given with to=\"disk\" and .* got 'new' for to='cpu'"),
-        ({"to": "disk", "folder": "old"}, ValueError, "no safetensors files in it yet, got 'old'; name a new one"),
+        ({"to": "disk"}, ValueError, 'folder and to="disk" must be given together, got folder=None'),
+        ({"folder": "new"}, ValueError, "folder and to=\"disk\" must be .* got folder='new' and to='cpu'"),
+        ({"to": "disk", "folder": "old"}, ValueError, "folder must not contain safetensors files, got 'old'; choose"),
         ({"to": "disk", "folder": "new", "max_bytes": -1}, ValueError, "max_bytes must be a whole number"),
         ({"to": "disk", "folder": "file"}, FileExistsError, "file"),
     ],
@@ -586,13 +588,13 @@ def test_any_tensor_is_kept_as_it_was(program: Callable[[], Any], feed: dict[str
         assert not entry.tensor.is_conj()
 
 
-def test_bytes_of_a_sparse_tensor_count_its_indices() -> None:
+def test_bytes_of_a_sparse_tensor_include_its_indices() -> None:
     dense, rhs = torch.eye(4), torch.ones(4, 2)
     sizes = [
         [e.nbytes for e in capture_of(lambda lhs=lhs: lhs @ rhs, of="lhs").entries]
         for lhs in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc())
     ]
-    # Values of 4 bytes; two indices of 8 a value, or one and five to say where rows or columns begin.
+    # Values take 4 bytes. A value has two indices of 8 bytes, or one besides the five that mark rows or columns.
     assert sizes == [[4 * 4 + 4 * 16], [4 * 4 + 4 * 8 + 5 * 8], [4 * 4 + 4 * 8 + 5 * 8]]
 
 
@@ -623,14 +625,14 @@ def test_a_copy_made_in_inference_mode_can_be_used_with_autograd() -> None:
             assert torch.equal(weight.grad, entry.tensor.sum(0).view(-1, 1))  # type: ignore[arg-type]
 
 
-def test_autocast_shows_in_what_is_kept() -> None:
+def test_operands_under_autocast_are_kept_in_its_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         capture = capture_of(lambda: torch.randn(2, 3) @ torch.randn(3, 2))
     assert [e.tensor.dtype for e in capture.entries] == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("feed", LEVELS)
-def test_what_is_kept_holds_no_tensor_and_no_graph_of_the_program(feed: dict[str, Any]) -> None:
+def test_an_entry_holds_no_tensor_and_no_graph_of_the_program(feed: dict[str, Any]) -> None:
     capture = hooks.Capture()
     lhs, rhs = torch.randn(2, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
     with intercept(capture, **feed):
@@ -667,7 +669,7 @@ def test_training_under_a_capture_is_bit_equal_to_training_without() -> None:
 
 
 def test_gradients_are_stolen_and_not_copied_beside_a_capture() -> None:
-    # AccumulateGrad copies a gradient that somebody else holds.
+    # AccumulateGrad copies a gradient that anything else holds.
     weight, x = torch.randn(64, 64, requires_grad=True), torch.randn(2, 64)
     made: list[int] = []
     with intercept([hooks.Capture(), lambda call: made.append(call.output.data_ptr())]):
@@ -694,7 +696,7 @@ def test_outputs_are_those_of_module_hooks() -> None:
         assert torch.equal(entry.tensor.view(output.shape), output)
 
 
-def test_tensors_of_a_transform_pass_where_they_have_no_values() -> None:
+def test_tensors_that_a_transform_has_wrapped_are_skipped() -> None:
     def row(x: Tensor) -> Tensor:
         return x @ torch.eye(3)
 
@@ -711,14 +713,14 @@ def test_tensors_of_a_transform_pass_where_they_have_no_values() -> None:
 
 
 @pytest.mark.parametrize("missing", ["numpy", "safetensors"])
-def test_the_disk_needs_what_writes_it(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_disk_needs_safetensors_and_numpy(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch" if missing == "safetensors" else missing, None)
     with pytest.raises(ImportError, match=f"to='disk' needs {missing}; pip install"):
         hooks.Capture(to="disk", folder=tmp_path)
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
-def test_a_copy_keeps_entries_of_its_own(way: Any, tmp_path: Path) -> None:
+def test_a_copy_has_its_own_entries(way: Any, tmp_path: Path) -> None:
     capture = capture_of(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)), sample=2)
     other = way(capture)
     assert [entry.role for entry in other.entries] == ["lhs", "output"]
@@ -727,15 +729,15 @@ def test_a_copy_keeps_entries_of_its_own(way: Any, tmp_path: Path) -> None:
     with intercept(other):
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     assert (len(capture.entries), capture.nbytes) == (2, 16)
-    with pytest.raises(TypeError, match=r'a Capture with to="disk" owns its files and cannot be copied'):
+    with pytest.raises(TypeError, match=r'a Capture with to="disk" owns the files in .* and cannot be copied'):
         way(hooks.Capture(to="disk", folder=tmp_path))
 
 
-# Python closes a file late that was opened right before an interrupt.
+# Python closes a file late if it was opened right before an interrupt.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @interrupts.needs_timer
 @pytest.mark.parametrize("to", ["cpu", "disk"])
-def test_interrupts_leave_budget_and_entries_agreed(to: Any, tmp_path: Path) -> None:
+def test_after_interrupts_the_budget_matches_the_entries(to: Any, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
     folder = tmp_path if to == "disk" else None
     capture = hooks.Capture(("lhs", "output"), to=to, folder=folder, max_bytes=4000, when_full="drop")
@@ -777,14 +779,14 @@ def test_threads_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resident() -> int:
-    """Bytes of the process in memory."""
+    """Resident memory of the process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells a process its size")
 @pytest.mark.parametrize("when_full", ["stop", "drop"])
-def test_soak_memory_stays_flat_and_the_cap_is_kept(when_full: Any) -> None:
+def test_memory_stays_flat_and_within_the_budget_over_many_calls(when_full: Any) -> None:
     capture = hooks.Capture(of=("lhs", "output", "grad_rhs"), max_bytes=64 * 1024, when_full=when_full)
     lhs, rhs = torch.randn(8, 16), torch.randn(16, 8, requires_grad=True)
     with intercept(capture), warnings.catch_warnings(record=True) as caught:
@@ -797,7 +799,7 @@ def test_soak_memory_stays_flat_and_the_cap_is_kept(when_full: Any) -> None:
                 gc.collect()
                 before = resident()
     assert before is not None
-    # The last 10,000 calls have 6 MiB of what is captured.
+    # The last 10,000 calls output 6 MiB.
     assert resident() - before < 2**21
     assert capture.nbytes == sum(e.nbytes for e in capture.entries) > 60 * 1024
     assert len(caught) == (when_full == "stop")
@@ -843,7 +845,7 @@ def device() -> Iterator[torch.device]:
 
 
 @cuda
-def test_copies_from_cuda_are_pinned_and_right_though_the_device_goes_on(device: torch.device) -> None:
+def test_copies_from_cuda_are_pinned_and_correct_while_the_device_goes_on(device: torch.device) -> None:
     capture = hooks.Capture(of=("lhs", "output"))
     lhs, rhs = torch.randn(2048, 2048, device=device), torch.randn(2048, 2048, device=device)
     expected = [lhs.cpu(), (lhs @ rhs).cpu()]
@@ -879,7 +881,7 @@ def test_a_copy_from_cuda_in_inference_mode_can_be_used_with_autograd(device: to
 
 
 @cuda
-def test_same_keeps_on_the_device_and_a_sample_is_drawn_there(device: torch.device) -> None:
+def test_same_keeps_tensors_on_the_device_and_draws_samples_there(device: torch.device) -> None:
     lhs = torch.randn(8, 8, device=device)
     [entry] = capture_of(lambda: lhs @ lhs, of="lhs", to="same", sample=5).entries
     assert entry.tensor.is_cuda
@@ -887,7 +889,7 @@ def test_same_keeps_on_the_device_and_a_sample_is_drawn_there(device: torch.devi
 
 
 @cuda
-def test_a_cuda_graph_is_captured_beside_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_graph_can_be_captured_under_the_hook(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_values, "_warned", set())
     lhs = torch.randn(8, 8, device=device)
     expected = lhs @ lhs

@@ -1,4 +1,4 @@
-"""`FakeQuantize`, `Noise` and `BitFlip`: what they change, what they leave alone, and what autograd sees of it."""
+"""`FakeQuantize`, `Noise` and `BitFlip`: what they change, what they leave alone, and what autograd sees."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def inputs_of(hook: Any, func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """The arguments that the hook's `pre` gives the operator."""
+    """The arguments that the hook's `pre` returns for the operator."""
     inputs = hook.pre(OpCall(Pipeline(()), row_of(func), func, "forward", args, kwargs))
     return (*inputs[0], *inputs[1].values())
 
 
 def lhs_of(hook: Any, lhs: Tensor) -> Tensor:
-    """What the hook makes of the lhs of a product."""
+    """The lhs of a product as the hook edits it."""
     edited: Tensor = inputs_of(hook, torch.ops.aten.mm.default, lhs, torch.ones(1, 1))[0]
     return edited
 
@@ -47,7 +47,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 @st.composite
 def matrices(draw: st.DrawFn) -> Tensor:
-    """Contiguous, transposed, strided or expanded, of many magnitudes, with a range that need not hold zero."""
+    """Contiguous, transposed, strided or expanded, of many magnitudes, with a range that may exclude zero."""
     m, n = draw(SHAPES)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     tensor = torch.randn(2 * m, 2 * n, generator=generator) * 10.0 ** draw(st.integers(-4, 4)) + draw(st.floats(-3, 3))
@@ -64,23 +64,23 @@ def matrices(draw: st.DrawFn) -> Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(x=matrices())
-def test_symmetric_int8_is_torchs_per_tensor(x: Tensor) -> None:
+def test_symmetric_int8_agrees_with_torchs_per_tensor_quantisation(x: Tensor) -> None:
     scale = x.float().abs().max() / 127
     expected = torch.fake_quantize_per_tensor_affine(x, scale, torch.tensor(0), -127, 127)
     assert torch.equal(lhs_of(hooks.FakeQuantize(), x), expected)
 
 
 def affine(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero point as `torch.ao.quantization.MinMaxObserver` has them, but for its smallest scale."""
+    """Scale and zero point as in `torch.ao.quantization.MinMaxObserver`, apart from its smallest scale."""
     low, high = x.float().min().clamp(max=0), x.float().max().clamp(min=0)
     scale = (high - low) / 255
     return scale, (-128 - torch.round(low / scale).nan_to_num(0)).clamp(-128, 127).int()
 
 
 @settings(max_examples=150, deadline=None)
-@example(torch.tensor([[-127.5, 127.5]]))  # both ends are ties, and one rounds out of the range
+@example(torch.tensor([[-127.5, 127.5]]))  # both ends are ties, and one of them rounds out of the range
 @given(x=matrices())
-def test_affine_int8_is_torchs_per_tensor(x: Tensor) -> None:
+def test_affine_int8_agrees_with_torchs_per_tensor_quantisation(x: Tensor) -> None:
     scale, zero = affine(x)
     if scale == 0:
         return
@@ -90,7 +90,7 @@ def test_affine_int8_is_torchs_per_tensor(x: Tensor) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(x=matrices(), symmetric=st.booleans())
-def test_int8_per_channel_is_torchs_for_the_rows_of_lhs_and_the_columns_of_rhs(x: Tensor, symmetric: bool) -> None:
+def test_int8_per_channel_agrees_with_torch_for_rows_of_lhs_and_columns_of_rhs(x: Tensor, symmetric: bool) -> None:
     def expected(x: Tensor, axis: int) -> Tensor:
         if symmetric:
             scales, zeros = x.float().abs().amax(1 - axis) / 127, torch.zeros(x.shape[axis], dtype=torch.int32)
@@ -117,21 +117,21 @@ def test_float8_is_a_round_trip_through_the_dtype_with_a_scale(x: Tensor, dtype:
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-def test_float8_takes_the_nearest_of_the_values_that_the_dtype_has(dtype: torch.dtype) -> None:
+def test_float8_rounds_to_the_nearest_value_of_the_dtype(dtype: torch.dtype) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     values = values[values.isfinite()]
     x = torch.randn(64, 64, dtype=torch.float64) * torch.logspace(-6, 0, 64, dtype=torch.float64)
     scale = x.abs().max() / torch.finfo(dtype).max
     rounded = lhs_of(hooks.FakeQuantize(dtype), x)
     distance = (x[..., None] / scale - values).abs().amin(-1) * scale
-    # Through the scale and back in float64: some ulps of the largest value.
+    # In float64, scaling and scaling back costs a few ulps of the largest value.
     torch.testing.assert_close((rounded - x).abs(), distance, rtol=0, atol=1e-15 * x.abs().max().item())
     assert (rounded != x).any()
 
 
 @pytest.mark.parametrize("dtype", ["int8", *FLOAT8], ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_zeros_are_kept_and_the_largest_value_nearly(dtype: Any, symmetric: bool) -> None:
+def test_zeros_are_exact_and_the_largest_value_nearly_so(dtype: Any, symmetric: bool) -> None:
     if not symmetric and dtype != "int8":
         return
     hook = hooks.FakeQuantize(dtype, symmetric=symmetric)
@@ -140,7 +140,7 @@ def test_zeros_are_kept_and_the_largest_value_nearly(dtype: Any, symmetric: bool
         x = torch.tensor([[0.0, largest]])
         torch.testing.assert_close(lhs_of(hook, x), x, rtol=1e-6, atol=0)
     assert lhs_of(hook, torch.tensor([[65504.0, 0.0]]).half()).tolist() == [[65504.0, 0.0]]
-    # Below the smallest normal float32 times the steps, everything is rounded to few values, and none is NaN.
+    # Values below the smallest normal float32 times the steps are rounded to few values, and none becomes NaN.
     assert lhs_of(hook, torch.tensor([[1e-44, 0.0, -1e-40]])).isfinite().all()
 
 
@@ -148,7 +148,7 @@ def test_zeros_are_kept_and_the_largest_value_nearly(dtype: Any, symmetric: bool
     "hook", [hooks.FakeQuantize(), hooks.FakeQuantize("float8_e5m2"), hooks.FakeQuantize(symmetric=False)]
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_tensor_that_is_not_finite_comes_out_nan(hook: Any, bad: float) -> None:
+def test_a_tensor_that_is_not_finite_becomes_nan(hook: Any, bad: float) -> None:
     assert lhs_of(hook, torch.tensor([[1.0, bad], [2.0, 3.0]])).isnan().all()
     per_row = hooks.FakeQuantize(hook.dtype, per="channel", symmetric=hook.symmetric)
     assert lhs_of(per_row, torch.tensor([[1.0, bad], [2.0, 3.0]])).isnan().tolist() == [[True] * 2, [False] * 2]
@@ -216,7 +216,7 @@ def test_at_dispatch_level_autograd_has_the_original_operands(edit: Any, feed: d
 
 
 @pytest.mark.parametrize("feed", ENGINES)
-def test_at_dispatch_level_backward_matmuls_are_edited_as_any_other(feed: dict[str, Any]) -> None:
+def test_at_dispatch_level_backward_matmuls_are_edited_too(feed: dict[str, Any]) -> None:
     grad_a, grad_b = trained(hooks.FakeQuantize(), feed, A, B, G)
     assert torch.equal(grad_a, rounded(G) @ rounded(B.T))
     assert torch.equal(grad_b, rounded(A.T) @ rounded(G))
@@ -226,17 +226,17 @@ def test_at_dispatch_level_backward_matmuls_are_edited_as_any_other(feed: dict[s
 def test_at_function_level_autograd_has_the_edited_operands(edit: Any) -> None:
     edited = lhs_of(edit("lhs"), A)
     grad_a, grad_b = trained(edit("lhs"), {"level": "function"}, A, B, G)
-    assert torch.equal(grad_a, G @ B.T)  # the edit itself passes the gradient on
+    assert torch.equal(grad_a, G @ B.T)  # the gradient passes through the edit unchanged
     assert torch.equal(grad_b, edited.T @ G)
     gradients = trained(edit("output"), {"level": "function"}, A, B, G)
     assert all(torch.equal(one, other) for one, other in zip(gradients, (G @ B.T, A.T @ G), strict=True))
 
 
-def test_relative_noise_scales_the_gradient_at_function_level_alone() -> None:
+def test_relative_noise_scales_the_gradient_at_function_level_only() -> None:
     z = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     hook = hooks.Noise(0.5, relative=True, seed=9)
     grad_a, _ = trained(hook, {"level": "function"}, A, B, G)
-    # Not bit for bit: autograd multiplies the parts of x + x * std * z one by one.
+    # Not bit for bit, since autograd multiplies the parts of x + x * std * z one by one.
     torch.testing.assert_close(grad_a, (G * (1 + 0.5 * z)) @ B.T, rtol=1e-12, atol=1e-12)
     hook = hooks.Noise(0.5, relative=True, seed=9)
     grad_a, _ = trained(hooks.when(hook, phase="forward"), {}, A, B, G)
@@ -251,7 +251,7 @@ def test_relative_noise_scales_the_gradient_at_function_level_alone() -> None:
         pytest.param({"level": "function"}, True, id="function"),
     ],
 )
-def test_edits_of_the_users_own_are_differentiated_at_function_level_alone(
+def test_a_users_own_edits_are_differentiated_at_function_level_only(
     feed: dict[str, Any], differentiated: bool
 ) -> None:
     class Pre:
@@ -272,7 +272,7 @@ def test_edits_of_the_users_own_are_differentiated_at_function_level_alone(
 
 @pytest.mark.parametrize("feed", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_noise_is_what_its_generator_draws(feed: dict[str, Any], dtype: torch.dtype) -> None:
+def test_noise_is_drawn_from_its_own_generator(feed: dict[str, Any], dtype: torch.dtype) -> None:
     a, b = torch.randn(6, 7).to(dtype), torch.randn(7, 8).to(dtype)
     generator = torch.Generator().manual_seed(11)
     before = torch.get_rng_state()
@@ -291,7 +291,7 @@ def test_noise_has_the_deviation_asked_for() -> None:
     x = torch.full((400, 400), 3.0)
     added = lhs_of(hooks.Noise(0.5, of="lhs"), x) - x
     scaled = lhs_of(hooks.Noise(0.5, of="lhs", relative=True), x) / x
-    # The deviation of 160,000 draws is within 1 % by far more than five of its own standard errors.
+    # 1 % is far more than five standard errors of the deviation of 160,000 draws.
     assert added.std().item() == pytest.approx(0.5, rel=0.01)
     assert scaled.std().item() == pytest.approx(0.5, rel=0.01)
     assert added.mean().item() == pytest.approx(0, abs=0.01)
@@ -335,7 +335,7 @@ def test_exactly_the_bits_in_the_log_are_flipped(
         for place, size in zip(flip.position, x.shape, strict=True):
             assert 0 <= place < size
             element = element * size + place
-        assert not masks[element] >> flip.bit & 1  # never the same twice
+        assert not masks[element] >> flip.bit & 1  # no bit is flipped twice
         masks[element] |= 1 << flip.bit
     changed = [(one ^ other) % (1 << width) for one, other in zip(before, words(edited), strict=True)]
     assert changed == masks
@@ -344,7 +344,7 @@ def test_exactly_the_bits_in_the_log_are_flipped(
     assert len(faults.log) == min(flips, x.numel() * len({bit % width for bit in allowed}))
 
 
-def test_the_log_says_where_in_the_program_and_from_what_to_what() -> None:
+def test_the_log_says_where_each_bit_was_flipped_and_the_values_before_and_after() -> None:
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
     faults = hooks.BitFlip(of=("lhs", "output"), bits=-1)
     plain = model(x)
@@ -368,7 +368,7 @@ def test_the_log_names_the_module_of_a_backward_call() -> None:
     assert sorted(flip.module or "?" for flip in faults.log) == ["0", "1", "1"]
 
 
-def test_faults_are_reproduced_by_their_seed_and_draw_from_no_global_generator() -> None:
+def test_a_seed_reproduces_its_faults_and_no_global_generator_is_drawn_from() -> None:
     states = random.getstate(), torch.get_rng_state()
     logs = []
     for seed in (1, 1, 2):
@@ -425,7 +425,7 @@ def test_empty_tensors_and_missing_operands_stay_as_they_are(edit: Any, feed: di
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
-def test_edits_go_with_inference_mode_and_autocast(edit: Any) -> None:
+def test_edits_work_under_inference_mode_and_autocast(edit: Any) -> None:
     for feed in ({}, {"engine": "mode"}, {"level": "function"}):
         with torch.inference_mode(), intercept(edit(("lhs", "output")), **feed):  # type: ignore[arg-type]
             product = torch.mm(torch.randn(3, 4), torch.randn(4, 2))
@@ -462,13 +462,13 @@ def test_what_cannot_be_edited_is_refused(edit: str, refused: list[str]) -> None
             assert lhs_of(hook, tensor).dtype == tensor.dtype
             continue
         with pytest.raises(
-            OpInterceptError, match=rf"{edit} edits dense .* tensors, got .* as the lhs of aten::mm; .*when"
+            OpInterceptError, match=rf"{edit} can only edit dense .* tensors, got .* as the lhs of aten::mm; .*when"
         ):
             lhs_of(hook, tensor)
     assert getattr(hook, "log", [None] * 2)[2:] == []
 
 
-def test_per_channel_is_refused_where_it_is_not_known_what_is_summed_over() -> None:
+def test_per_channel_is_refused_if_the_summed_dimension_is_not_known() -> None:
     with (
         pytest.raises(OpInterceptError, match=r"one dimension of each operand, got torch\.einsum; leave it out"),
         intercept(hooks.FakeQuantize(per="channel"), level="function"),
@@ -489,7 +489,7 @@ def test_a_list_of_operands_is_refused() -> None:
 def test_bits_that_the_elements_do_not_have_are_refused() -> None:
     faults = hooks.BitFlip(of="lhs", bits=range(14, 17))
     with pytest.raises(
-        OpInterceptError, match=r"some of the 16 of the lhs of aten::mm, got \(14, 15, 16\) for bfloat16"
+        OpInterceptError, match=r"the lhs of aten::mm, bfloat16.*, has 16 bits .* got bits=\(14, 15, 16\)"
     ):
         lhs_of(faults, torch.ones(2, 2).bfloat16())
     assert faults.log == []
@@ -502,8 +502,8 @@ def test_random_edits_are_refused_in_a_cuda_graph(hook: Any, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     tensor: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, layout=torch.strided, is_nested=False)
     tensor.is_quantized = False
-    with pytest.raises(OpInterceptError, match="must draw anew for each call, got one that a CUDA graph"):
-        hook._edited(tensor, "lhs", None)
+    with pytest.raises(OpInterceptError, match="draws anew for each call, but a CUDA graph"):
+        hook.edited(tensor, "lhs", None)
 
 
 @pytest.mark.parametrize(
@@ -520,9 +520,9 @@ def test_random_edits_are_refused_in_a_cuda_graph(hook: Any, monkeypatch: pytest
             "FakeQuantize",
             {"of": ("lhs", "output"), "per": "channel"},
             ValueError,
-            r"of must be \"lhs\" and \"rhs\" alone with per=\"channel\", got \('lhs', 'output'\)",
+            r"per=\"channel\" works for \"lhs\" and \"rhs\" only, got of=\('lhs', 'output'\)",
         ),
-        ("FakeQuantize", {"dtype": "float8_e5m2", "symmetric": False}, ValueError, "symmetric must be True for a flo"),
+        ("FakeQuantize", {"dtype": "float8_e5m2", "symmetric": False}, ValueError, "symmetric must be True for float8"),
         ("FakeQuantize", {"symmetric": 1}, TypeError, "symmetric must be True or False, got 1"),
         ("Noise", {"std": 0}, ValueError, "std must be a positive number, got 0"),
         ("Noise", {"std": -0.1}, ValueError, "std must be a positive number, got -0.1"),
@@ -535,8 +535,8 @@ def test_random_edits_are_refused_in_a_cuda_graph(hook: Any, monkeypatch: pytest
         ("BitFlip", {"flips": 0}, ValueError, "flips must be a whole number of at least 1, got 0"),
         ("BitFlip", {"flips": 1.5}, ValueError, "flips must be a whole number"),
         ("BitFlip", {"bits": 64}, ValueError, "bits must be from -64 to 63, got 64"),
-        ("BitFlip", {"bits": ()}, TypeError, r"bits must be the number of a bit or several, .* got \(\)"),
-        ("BitFlip", {"bits": "sign"}, TypeError, "bits must be the number of a bit or several"),
+        ("BitFlip", {"bits": ()}, TypeError, r"bits must be one or more whole numbers, .* got \(\)"),
+        ("BitFlip", {"bits": "sign"}, TypeError, "bits must be one or more whole numbers"),
         ("BitFlip", {"seed": -(2**63) - 1}, ValueError, "seed must be a whole number from"),
     ],
     ids=str,
@@ -546,7 +546,7 @@ def test_wrong_arguments_are_refused(hook: str, options: dict[str, Any], error: 
         getattr(hooks, hook)(**options)
 
 
-def test_story_quantise_one_part_of_a_model_and_see_what_it_costs() -> None:
+def test_quantising_one_part_of_a_model_shows_what_it_costs() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.ReLU()), nn.Linear(32, 8))
     x = torch.randn(10, 16)
     errors = {}
@@ -562,8 +562,11 @@ def test_story_quantise_one_part_of_a_model_and_see_what_it_costs() -> None:
     assert 0 < errors["tensor"] < 0.1
 
 
-def test_an_edit_that_cannot_be_made_says_which_hook_and_call_through_a_matmul_operator() -> None:
-    with pytest.raises(OpInterceptError, match="FakeQuantize edits dense") as raised, intercept(hooks.FakeQuantize()):
+def test_the_error_of_an_impossible_edit_passes_through_the_operator_and_names_hook_and_call() -> None:
+    with (
+        pytest.raises(OpInterceptError, match="FakeQuantize can only edit dense") as raised,
+        intercept(hooks.FakeQuantize()),
+    ):
         torch.ones(2, 2, dtype=torch.complex64) @ torch.ones(2, 2, dtype=torch.complex64)
     assert not isinstance(raised.value, HookError)
     assert "aten::mm(complex64[2, 2], complex64[2, 2])" in raised.value.__notes__[0]
@@ -596,7 +599,7 @@ def test_faults_on_cuda_are_those_on_the_cpu() -> None:
 
 
 @cuda
-def test_quantisation_goes_into_a_cuda_graph() -> None:
+def test_quantisation_can_be_captured_in_a_cuda_graph() -> None:
     a, b = A.float().cuda(), B.float().cuda()
     with intercept(hooks.FakeQuantize()):
         expected = torch.mm(a, b)
@@ -633,7 +636,7 @@ def test_tensors_without_values_pass_unedited(make: Any) -> None:
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
-def test_a_copy_edits_alike(make: Any, way: Any) -> None:
+def test_a_copy_makes_the_same_edits(make: Any, way: Any) -> None:
     x = torch.randn(3, 3)
     hook = make()
     with intercept(hook):
@@ -647,7 +650,7 @@ def test_a_copy_edits_alike(make: Any, way: Any) -> None:
 
 @interrupts.needs_timer
 @pytest.mark.parametrize("make", MAKERS)
-def test_interrupts_leave_edits_that_work(make: Any) -> None:
+def test_edits_still_work_after_interrupts(make: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
     hook = make()
     shapes = {("0", "lhs"): (2, 3), ("0", "output"): (2, 4), ("1", "lhs"): (2, 4), ("1", "output"): (2, 5)}

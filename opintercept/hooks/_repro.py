@@ -1,4 +1,4 @@
-"""A call that can be run again alone: its arguments as safetensors and a script that needs torch and safetensors."""
+"""Writes a call as a script and a safetensors file, so that it can be run again with torch and safetensors alone."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ for tensor in output if isinstance(output, (tuple, list)) else [output]:
 def plain_arguments(
     call: OpCall, before: Mapping[str, torch.Tensor], keep: Callable[[torch.Tensor], Any]
 ) -> dict[str, Any]:
-    """The arguments of a call as JSON takes them: `{"args": [...], "kwargs": {...}}`.
+    """Return the arguments of a call in a form that JSON can hold: `{"args": [...], "kwargs": {...}}`.
 
-    A tensor is `{"tensor": what keep returned, "shape": [...], "stride": [...]}`, a dtype or layout `{"torch": name}`,
-    a device `{"device": name}`, a list `{"list": [...]}`.
+    A tensor becomes `{"tensor": what keep returned, "shape": [...], "stride": [...]}`, a dtype or layout
+    `{"torch": name}`, a device `{"device": name}` and a list `{"list": [...]}`.
 
     Args:
-        call: While it runs.
-        before: By name, as in `OpCall.tensors`, operands that the operator has overwritten, as they were.
-        keep: Takes a strided tensor, which may have conjugate or negative bits.
+        call: A call that is running.
+        before: Earlier copies of the operands that the operator has overwritten, by their name in `OpCall.tensors`.
+        keep: Is called with each tensor, which is strided and may have conjugate or negative bits.
 
     Raises:
-        TypeError: An argument that cannot be written as plain data.
+        TypeError: An argument cannot be written as plain data.
     """
     given = call.tensors
     old = {id(given[name]): tensor for name, tensor in before.items() if name in given}
@@ -71,7 +71,7 @@ def plain_arguments(
             value = old.get(id(value), value)
             if value.layout is not torch.strided or value.is_quantized or value.is_nested:
                 raise TypeError(f"a repro can hold strided tensors only, got one of layout {value.layout}")
-            # Elements that share memory, of an expanded tensor say: no copy can be made into those.
+            # If elements share memory, as in an expanded tensor, the script could not copy into such strides.
             extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
             dense = value.numel() <= extent
             stride = value.stride() if dense else value.contiguous().stride()
@@ -93,16 +93,16 @@ def plain_arguments(
 
 
 def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]) -> str:
-    """Write `call-<index>.safetensors` and `call-<index>.py` and return the latter's path.
+    """Write `call-<index>.safetensors` and `call-<index>.py`, and return the path of the script.
 
     Args:
-        call: While it runs.
-        folder: Made if it is not there.
-        before: By name, as in `OpCall.tensors`, operands that the operator has overwritten, as they were.
+        call: A call that is running.
+        folder: Where to write; created if it does not exist.
+        before: Earlier copies of the operands that the operator has overwritten, by their name in `OpCall.tensors`.
 
     Raises:
-        TypeError: An argument that cannot be written as plain data.
-        OSError: The folder cannot be written.
+        TypeError: An argument cannot be written as plain data.
+        OSError: The folder cannot be written to.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -122,17 +122,17 @@ def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, t
 def write_repro(
     path: str, title: str, func: str, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write the script to `path`, which ends in `.py`, and the tensors that `arguments` name beside it.
+    """Write the script, and next to it the tensors that `arguments` name.
 
     Args:
-        path: The script.
-        title: For its docstring; it goes into code, as `func` does, so neither may be anybody else's text.
-        func: What is called, an expression.
-        arguments: As `plain_arguments` makes them.
-        tensors: By name, contiguous.
+        path: Path of the script, ending in `.py`.
+        title: Docstring of the script. Like `func` it becomes code, so neither may come from an untrusted source.
+        func: An expression for the function to call.
+        arguments: What `plain_arguments` returned.
+        tensors: Contiguous tensors by name.
 
     Raises:
-        OSError: They cannot be written.
+        OSError: A file cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -142,7 +142,7 @@ def write_repro(
         os.replace(f"{stored}.partial", stored)
         with open(path, "w", encoding="utf-8") as file:
             file.write(_SCRIPT.format(title=title, func=func))
-    except BaseException:  # of a full disk, say
+    except BaseException:  # a full disk, for example
         for name in (f"{stored}.partial", stored, path):
             with suppress(OSError):
                 os.unlink(name)

@@ -1,4 +1,4 @@
-"""`Capture`: keeps operands, outputs and gradients, within a budget."""
+"""`Capture`: keeps copies of operands, outputs and gradients, within a budget."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ Index = Place | tuple[Place, ...]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Captured:
-    """One tensor that was kept, and which.
+    """One tensor that was kept, and where it comes from.
 
     Attributes:
         role: `"lhs"`, `"rhs"`, `"bias"`, `"output"`, `"grad_lhs"` or `"grad_rhs"`.
-        module: As `OpCall.module`; a gradient has that of the forward call.
+        module: As `OpCall.module`; for a gradient, that of the forward call.
         aliases: As `OpCall.aliases`.
         op: The operator.
         phase: `"forward"`, `"backward"` or `"recompute"`.
-        index: The call's number in its interceptor; tensors of one call share it.
+        index: The call's index in its interceptor; tensors of one call share it.
         step: As `OpCall.step`.
         forward: As `OpCall.forward`: for a gradient, the index of the forward call.
-        nbytes: What it takes of the budget.
-        path: The file, for `to="disk"`; else None.
+        nbytes: How much of the budget the tensor takes.
+        path: The file, with `to="disk"`; otherwise None.
     """
 
     role: str
@@ -67,7 +67,7 @@ class Captured:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The values; waits for a copy that is under way, or reads the file.
+        """The values. Waits for a copy that is still in flight, or reads the file.
 
         Raises:
             FileNotFoundError: The file has been dropped, cleared or moved.
@@ -83,7 +83,7 @@ class Captured:
         return tensor
 
     def __reduce__(self) -> tuple[type[Captured], tuple[Any, ...]]:
-        """For copies: without the event, after waiting for it."""
+        """Copy without the event, after waiting for it."""
         if self._ready is not None:
             self._ready.synchronize()
         return type(self), (*(getattr(self, name) for name in self.__slots__[:-1]), None)
@@ -95,43 +95,46 @@ class Captured:
 
 
 class Capture(Copyable):
-    """Keeps tensors: copies of what they were when the operator got or returned them.
+    """Keeps copies of tensors as they were when the operator received or returned them.
 
-    Operands are copied before the operator runs, as the hooks before this one left them, so that in-place forms,
-    `out=` and later hooks cannot change them; those of a call that then raises are kept too. Wrap it in `when` to
-    keep those of some calls only.
+    Operands are copied before the operator runs, as earlier hooks left them. In-place forms, `out=` and later hooks
+    cannot change the copies, and the operands of a call that raises are kept too. Wrap the hook in `when` to choose
+    calls.
 
     Args:
-        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`, of every call, backward ones included;
-            `"grad_lhs"` and `"grad_rhs"`, the gradients with respect to the operands (see `OpCall.gradient`), at
-            dispatch level. With one of the last two, backward calls give gradients only. Of several outputs or a
-            list of operands, the first.
-        index: Keeps `tensor[index]`: a number, a slice, `...`, None, or a tuple of them.
-        sample: Keeps so many values of the tensor, after `index`, drawn with replacement into one dimension.
-        seed: Seeds the sample's own generators, one a device; torch's global ones are never drawn from.
-        to: `"cpu"`: host memory; from CUDA by way of pinned memory, without waiting. `"same"`: the device it is
-            on. `"disk"`: a safetensors file a tensor, in `folder`, contiguous; the metadata says which it is.
-        folder: A folder without safetensors files; made if it is missing.
-        max_bytes: The budget for what is kept: the bytes of elements (of a sparse tensor also its indices), of
-            files for `to="disk"`.
-        when_full: `"stop"`: keep nothing more, until `clear()`, and warn once. `"drop"`: the oldest tensors go,
-            with their files, and one that is larger than the budget is left out, with one warning. `"raise"`.
+        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`, `"grad_lhs"` and `"grad_rhs"`. The first four are
+            kept from every call, backward calls included. The last two are the gradients with respect to the
+            operands (see `OpCall.gradient`) and need dispatch level; with one of them, Capture keeps only gradients
+            from backward calls. Of several outputs or a list of operands it keeps the first.
+        index: Keep `tensor[index]` only: a number, a slice, `...`, None or a tuple of them.
+        sample: Keep this many values only, drawn with replacement after `index`, as a one-dimensional tensor.
+        seed: Seeds the sample's own generators, one per device. Capture never draws from torch's global ones.
+        to: `"cpu"` keeps tensors in host memory; from CUDA it copies into pinned memory without waiting. `"same"`
+            keeps them on their device. `"disk"` writes each as a contiguous tensor to its own safetensors file in
+            `folder`, with metadata that says where it comes from.
+        folder: A folder that contains no safetensors files; created if it does not exist.
+        max_bytes: The budget: bytes of elements, including the indices of sparse tensors, or of files with
+            `to="disk"`.
+        when_full: `"stop"` keeps nothing more until `clear()`, and warns once. `"drop"` discards the oldest tensors
+            with their files; it leaves out a tensor that is larger than the whole budget, and warns once. `"raise"`
+            raises an `OpInterceptError` in the call.
 
     Attributes:
-        nbytes: What is kept, in bytes.
-        dropped: How many tensors were dropped, or left out for being larger than the budget.
-        skipped: How many tensors had no values to keep: meta and fake ones, those that a transform of torch.func has
-            wrapped at function level, and those whose memory the program has freed.
+        nbytes: How many bytes are kept.
+        dropped: How many tensors were discarded, or left out because they are larger than the budget.
+        skipped: How many tensors had no values to keep: meta and fake tensors, tensors that a torch.func transform
+            has wrapped at function level, and tensors whose memory the program has freed.
 
     Raises:
-        TypeError: An argument of the wrong type.
-        ValueError: An unknown role or choice, a count below 1, or a folder without `to="disk"` or the reverse.
-        ImportError: `to="disk"` without safetensors.
+        TypeError: An argument has the wrong type.
+        ValueError: A role or choice is unknown, a count is below 1, `folder` is given without `to="disk"` or the
+            other way round, or the folder contains safetensors files.
+        ImportError: `to="disk"` without safetensors or numpy.
 
-    A call raises `OpInterceptError` where the budget is spent under `"raise"` and for tensors that cannot be kept as
-    asked, `IndexError` where `index` does not fit, and `OSError` on a full disk; nothing is left of that tensor then.
-    Calls that a CUDA graph captures have no values yet and are left out, with one warning. A copy of the hook keeps
-    entries of its own; with `to="disk"` there is no copy.
+    A call raises `OpInterceptError` if the budget is spent under `when_full="raise"` or a tensor cannot be kept as
+    asked, `IndexError` if `index` does not fit, and `OSError` if the disk is full. Nothing of that tensor is kept
+    then. Capture leaves out calls that a CUDA graph captures, since they have no values yet, and warns once. A copy
+    of the hook has its own entries; a hook with `to="disk"` cannot be copied.
 
     Example:
         >>> import torch
@@ -186,37 +189,37 @@ class Capture(Copyable):
 
     @property
     def entries(self) -> list[Captured]:
-        """What is kept, in the order in which it came."""
+        """The tensors that are kept, in the order in which they came."""
         with self._lock:
             return list(self._entries)
 
     def __getitem__(self, key: str | tuple[str, str]) -> list[Captured]:
-        """What was kept of a module: `capture["encoder.0"]`, `capture["encoder.*", "output"]`.
+        """The tensors kept from a module: `capture["encoder.0"]`, `capture["encoder.*", "output"]`.
 
         Args:
-            key: The module's name or a glob, in which `*` also stands for dots, or that and a role. A module
+            key: The module's name or a glob, in which `*` also matches dots, optionally with a role. A module
                 with several names is found by any of them.
 
         Raises:
-            KeyError: Nothing was kept of such a module.
-            TypeError: The key is something else.
-            ValueError: An unknown role.
+            KeyError: Nothing was kept from such a module.
+            TypeError: The key is neither a name nor a name and a role.
+            ValueError: The role is unknown.
         """
         module, *role = key if isinstance(key, tuple) else (key,)
         if not isinstance(module, str) or len(role) > 1:
-            raise TypeError(f"a key must be a module's name or glob, or that and a role, got {key!r}; see entries")
+            raise TypeError(f"a key must be a module's name or a glob, optionally with a role, got {key!r}")
         roles = checked_roles(role[0], get_args(Role)) if role else self.of
         entries = self.entries
         found = [e for e in entries if e.role in roles and any(fnmatchcase(name, module) for name in e.aliases)]
         if not found:
             names = list(dict.fromkeys(name for e in entries for name in e.aliases))
             shown = difflib.get_close_matches(module, names, n=3) or names[:3]
-            known = f"there are {', '.join(map(repr, shown))}" if shown else "nothing was kept"
-            raise KeyError(f"a module's name or glob must match something that was kept, got {key!r}; {known}")
+            known = f"tensors were kept from {', '.join(map(repr, shown))}" if shown else "nothing was kept"
+            raise KeyError(f"no tensor was kept that matches {key!r}; {known}")
         return found
 
     def clear(self) -> None:
-        """Forget all, delete the files that there are, and go on if the budget had been spent."""
+        """Forget all tensors, delete their files, and start again with the whole budget."""
         with self._lock:
             while self._entries:
                 self._drop()
@@ -224,7 +227,7 @@ class Capture(Copyable):
             self.dropped = self.skipped = 0
 
     def pre(self, call: OpCall) -> None:
-        """Keep the operands."""
+        """Keep the operands asked for."""
         if self._stopped or (self._gradients and call.phase == "backward"):
             return
         for role in self._operands:
@@ -233,7 +236,7 @@ class Capture(Copyable):
                 self._keep(call, role, tensor)
 
     def post(self, call: OpCall) -> None:
-        """Keep the output, or the gradient."""
+        """Keep the output or the gradient, if asked for."""
         if self._stopped:
             return
         if self._gradients and call.phase == "backward":
@@ -277,7 +280,7 @@ class Capture(Copyable):
                     copy,
                     ready,
                 )
-                # Ctrl-C comes behind a call or not at all: these go together.
+                # Ctrl-C is raised only after a call, so nothing can come between these three.
                 self._files += path is not None
                 self.nbytes += size
                 self._entries.append(entry)
@@ -287,7 +290,7 @@ class Capture(Copyable):
                 raise
 
     def _chosen(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What of the tensor is to be copied, itself mostly a view."""
+        """The part of the tensor to copy, usually a view."""
         tensor = tensor.detach()
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -296,7 +299,7 @@ class Capture(Copyable):
         if not is_strided(tensor):
             raise OpInterceptError(
                 f"index and sample need dense tensors, got {describe(tensor)} with {tensor.layout}; leave such calls "
-                "out with when(predicate=...)"
+                "out with hooks.when(predicate=...)"
             )
         if self.index is not None:
             tensor = tensor[self.index]
@@ -304,7 +307,7 @@ class Capture(Copyable):
             return tensor
         if tensor.numel() == 0:
             return tensor.new_empty(0)
-        # Not of the flattened tensor, which for a view would be a copy of all of it.
+        # Do not flatten the tensor: that would copy all of a view.
         tensor = tensor if tensor.dim() else tensor.reshape(1)
         device = tensor.device
         drawn = torch.randint(tensor.numel(), (self.sample,), device=device, generator=self._generators[device])
@@ -318,21 +321,22 @@ class Capture(Copyable):
                 self._drop()
                 self.dropped += 1
             return True
-        full = (
-            f"max_bytes={self.max_bytes}, got {self.nbytes} in use and {size} for the {role} of call {call.index}, "
-            f"{call}; raise max_bytes, or keep less by when(...), index= or sample="
+        text = (
+            f"the {role} of call {call.index}, {call}, takes {size} bytes and does not fit into "
+            f"max_bytes={self.max_bytes}, of which {self.nbytes} are in use; "
+            "raise max_bytes, or keep less with hooks.when(...), index= or sample="
         )
         if self.when_full == "raise":
-            raise OpInterceptError(f"what is captured must fit into {full}")
+            raise OpInterceptError(text)
         if self.when_full == "drop":
             self.dropped += 1
-            full = f"Capture leaves out what is larger than {full}"
+            text = f"Capture left out a tensor: {text}"
         else:
             self._stopped = True
-            full = f"Capture stopped at {full}, or when_full='drop'"
+            text = f"Capture stopped: {text}, or when_full='drop'"
         if not self._warned:
             self._warned = True
-            warnings.warn(full, OpInterceptWarning, stacklevel=5)
+            warnings.warn(text, OpInterceptWarning, stacklevel=5)
         return False
 
     def _drop(self) -> None:
@@ -347,8 +351,8 @@ class Capture(Copyable):
     def __getstate__(self) -> dict[str, Any]:
         if self.folder is not None:
             raise TypeError(
-                'a Capture with to="disk" owns its files and cannot be copied, got one with '
-                f"folder={str(self.folder)!r}; make another with a folder of its own"
+                f'a Capture with to="disk" owns the files in {str(self.folder)!r} and cannot be copied; '
+                "make another one with its own folder"
             )
         return super().__getstate__()
 
@@ -358,13 +362,13 @@ class Capture(Copyable):
 
 def _folder(to: Keep, folder: str | os.PathLike[str] | None) -> Path | None:
     if (to == "disk") != (folder is not None):
-        raise ValueError(f'folder must be given with to="disk" and with nothing else, got {folder!r} for to={to!r}')
+        raise ValueError(f'folder and to="disk" must be given together, got folder={folder!r} and to={to!r}')
     if folder is None:
         return None
     path = Path(folder)
     safetensors_for("to='disk'")
     if any(path.glob("*.safetensors")):
-        raise ValueError(f"folder must have no safetensors files in it yet, got {str(folder)!r}; name a new one")
+        raise ValueError(f"folder must not contain safetensors files, got {str(folder)!r}; choose another one")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -372,8 +376,8 @@ def _folder(to: Keep, folder: str | os.PathLike[str] | None) -> Path | None:
 def _serialised(tensor: torch.Tensor, role: str, call: OpCall) -> bytes:
     if not is_strided(tensor) or not can_store(tensor.dtype):
         raise OpInterceptError(
-            f"safetensors stores dense tensors of its own dtypes, got {describe(tensor)} with {tensor.layout} as the "
-            f'{role} of {call.op}; use to="cpu", or leave such calls out with when(predicate=...)'
+            f"safetensors cannot store the {role} of {call.op}, {describe(tensor)} with {tensor.layout}; "
+            'use to="cpu", or leave such calls out with hooks.when(predicate=...)'
         )
     which = {name: getattr(call, name) for name in ("module", "op", "phase", "index", "step", "forward")}
     metadata = {"role": role, "call": json.dumps(which)}
@@ -382,7 +386,7 @@ def _serialised(tensor: torch.Tensor, role: str, call: OpCall) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write the file whole or not at all."""
+    """Write the whole file or nothing."""
     part = path.with_suffix(".part")
     try:
         part.write_bytes(data)
@@ -394,6 +398,6 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Bytes that a copy takes."""
+    """How many bytes a copy takes."""
     parts = [tensor] if is_strided(tensor) else parts_of(tensor) or [tensor]
     return sum(part.numel() * part.element_size() for part in parts)

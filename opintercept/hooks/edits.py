@@ -1,6 +1,6 @@
-"""Hooks that change what is multiplied or what comes out: `FakeQuantize`, `Noise`, `BitFlip`.
+"""Hooks that change operands or outputs: `FakeQuantize`, `Noise` and `BitFlip`.
 
-Invariant: what they draw comes from generators of their own, and values that they cannot edit they refuse.
+Invariant: they draw from their own generators, and they refuse tensors that they cannot edit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Edit(Copyable):
-    """Puts `_edited` tensors in the place of those in the roles `of`.
+    """Replaces the tensors in the roles `of` by what `edited` returns.
 
-    Tensors without values pass as they are: meta and fake ones, those that a transform of torch.func has wrapped, and
-    those whose memory the program has freed.
+    Leaves tensors without values alone: meta and fake tensors, tensors that a torch.func transform has wrapped, and
+    tensors whose memory the program has freed.
     """
 
     reads: tuple[Read, ...] = ()
@@ -44,35 +44,37 @@ class _Edit(Copyable):
         self._operands = [role for role in self.of if role != "output"]
 
     def pre(self, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the operands."""
+        """Replace the operands asked for."""
         operands = {role: getattr(call, role) for role in self._operands}
         operands = {role: tensor for role, tensor in operands.items() if tensor is not None and in_memory(tensor)}
         if not operands:
             return None
-        return call.replace(**{role: self._edited(tensor, role, call) for role, tensor in operands.items()})
+        return call.replace(**{role: self.edited(tensor, role, call) for role, tensor in operands.items()})
 
     def post(self, call: OpCall) -> Any:
-        """Replace the output, or the first of several."""
+        """Replace the output, or the first of several, if asked for."""
         output = call.output
         first = first_output(output)
         if "output" not in self.of or not isinstance(first, torch.Tensor) or not in_memory(first):
             return None
-        edited = self._edited(first, "output", call)
+        edited = self.edited(first, "output", call)
         return edited if first is output else type(output)((edited, *output[1:]))
 
-    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+    def edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+        """Return the tensor to use instead."""
         raise NotImplementedError
 
     def _check(self, allowed: bool, what: str, tensor: torch.Tensor, role: str, call: OpCall) -> None:
         if not allowed or not is_strided(tensor):
             raise OpInterceptError(
-                f"{type(self).__name__} edits dense {what} tensors, got {describe(tensor)} with {tensor.layout} as the "
-                f"{role} of {call.op}; leave such calls out with when(op=...) or when(dtype=...)"
+                f"{type(self).__name__} can only edit dense {what} tensors, got {describe(tensor)} with "
+                f"{tensor.layout} as the {role} of {call.op}; leave such calls out with hooks.when(op=...) or "
+                "hooks.when(dtype=...)"
             )
 
 
 def _straight_through(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The values, to autograd a copy of `tensor`."""
+    """Return `values` as a tensor that autograd takes for a copy of `tensor`."""
     if not tensor.requires_grad:
         return values
     return without_graph(tensor.clone().copy_, values)
@@ -81,39 +83,41 @@ def _straight_through(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tenso
 def _refuse_in_graph(tensor: torch.Tensor, hook: str) -> None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise OpInterceptError(
-            f"{hook} must draw anew for each call, got one that a CUDA graph captures and would repeat; capture "
-            "the graph outside of the block"
+            f"{hook} draws anew for each call, but a CUDA graph would capture one draw and repeat it; capture the "
+            "graph outside the block"
         )
 
 
 class FakeQuantize(_Edit):
-    """Rounds operands to the values that a low-precision type can hold, with a scale found anew for each call.
+    """Rounds operands to the values of a low-precision dtype, with a scale computed for each call.
 
-    What is multiplied stays in its dtype, so this shows what precision costs, not what speed it gains. A tensor that
-    is empty stays as it is, and a tensor or channel with NaN or infinity in it comes out NaN.
+    The operator still runs in the operands' dtype, so this shows what precision costs, not what speed it gains. An
+    empty tensor stays as it is. A tensor or channel that contains NaN or infinity becomes NaN.
 
     At dispatch level the edit is straight-through: the backward pass is that of the operator with its original
-    operands, and its own matmuls are rounded too; `when(..., phase="forward")` leaves them out. At function level
-    autograd sees the product of the rounded operands, and the rounding as a copy (the straight-through estimator of
-    Bengio et al. 2013, arXiv:1308.3432): each operand's gradient is computed with the other one rounded.
+    operands. The products of the backward pass are rounded too; `when(..., phase="forward")` leaves them out. At
+    function level autograd differentiates the product of the rounded operands and takes the rounding for a copy (the
+    straight-through estimator of Bengio et al. 2013, arXiv:1308.3432), so each operand's gradient is computed with
+    the other one rounded.
 
     Args:
-        dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`, or the name.
-        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`.
-        per: `"tensor"`: one scale. `"channel"`: one for each row of the lhs and each column of the rhs, in each
-            batch; these are the scales that factor out of a product (Dettmers et al. 2022, arXiv:2208.07339,
-            section 3.1). Not for bias and output.
-        symmetric: For int8. True: `scale = amax / 127`, zero at 0, values from -127 to 127 (Wu et al. 2020,
-            arXiv:2004.09602, section 3.1.2). False: affine, `scale = (max - min) / 255` with a zero point, values
-            from -128 to 127, the range widened to hold 0 (Jacob et al. 2017, arXiv:1712.05877, section 2.1).
-            For float8 `scale = amax / finfo(dtype).max` (Micikevicius et al. 2022, arXiv:2209.05433).
+        dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`, or its name.
+        of: One or more of `"lhs"`, `"rhs"`, `"bias"` and `"output"`.
+        per: `"tensor"` uses one scale. `"channel"` uses one for each row of the lhs and each column of the rhs, in
+            each batch, since these scales factor out of a product (Dettmers et al. 2022, arXiv:2208.07339, section
+            3.1); it does not work for bias and output.
+        symmetric: For int8, True uses `scale = amax / 127`, zero at 0 and values from -127 to 127 (Wu et al. 2020,
+            arXiv:2004.09602, section 3.1.2). False is affine: `scale = (max - min) / 255` with a zero point and
+            values from -128 to 127, where the range is widened to contain 0 (Jacob et al. 2017, arXiv:1712.05877,
+            section 2.1). float8 is always symmetric with `scale = amax / finfo(dtype).max` (Micikevicius et al.
+            2022, arXiv:2209.05433).
 
     Raises:
-        TypeError: An argument of the wrong type.
-        ValueError: Another dtype or choice, bias or output per channel, or an affine float8.
+        TypeError: An argument has the wrong type.
+        ValueError: The dtype or a choice is unknown, bias or output is rounded per channel, or a float8 is affine.
 
-    A call raises `OpInterceptError` for operands that are not dense tensors of float16, bfloat16, float32 or float64,
-    and where it is not known which dimension the product sums over.
+    A call raises `OpInterceptError` if an operand is not a dense tensor of float16, bfloat16, float32 or float64, or
+    if it is not known which dimension the product sums over.
 
     Example:
         >>> import torch
@@ -140,14 +144,14 @@ class FakeQuantize(_Edit):
         if not isinstance(symmetric, bool):
             raise TypeError(f"symmetric must be True or False, got {symmetric!r}")
         if per == "channel" and not {"lhs", "rhs"}.issuperset(self.of):
-            raise ValueError(f'of must be "lhs" and "rhs" alone with per="channel", got {of!r}')
+            raise ValueError(f'per="channel" works for "lhs" and "rhs" only, got of={of!r}')
         self.dtype = targets[dtype_name(dtype)]
         if not symmetric and self.dtype.is_floating_point:
-            raise ValueError(f"symmetric must be True for a float8, which has no zero point, got {symmetric!r}")
+            raise ValueError(f"symmetric must be True for float8, which has no zero point, got {symmetric!r}")
         self.per = per
         self.symmetric = symmetric
 
-    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+    def edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
         self._check(tensor.dtype in _REAL, "float16, bfloat16, float32 and float64", tensor, role, call)
         if tensor.numel() == 0:
             return tensor
@@ -164,14 +168,14 @@ class FakeQuantize(_Edit):
         if dim is None:
             raise OpInterceptError(
                 f"per='channel' needs an operator that sums over one dimension of each operand, got {call.op}; leave "
-                "it out with when(op=...)"
+                "it out with hooks.when(op=...)"
             )
         return (dim if tensor.dim() > 1 else -1,)
 
     def _scaled(self, wide: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
         largest = 127.0 if self.dtype == torch.int8 else torch.finfo(self.dtype).max
         scale = _scale(torch.linalg.vector_norm(wide, math.inf, dim, keepdim=True), largest)
-        steps = wide * scale.reciprocal()  # beyond `largest` by an ulp at most, which rounds down
+        steps = wide * scale.reciprocal()  # exceeds `largest` by at most one ulp, which rounding takes away
         return (steps.round() if self.dtype == torch.int8 else steps.to(self.dtype).to(wide.dtype)) * scale
 
     @staticmethod
@@ -183,31 +187,32 @@ class FakeQuantize(_Edit):
 
 
 def _scale(span: torch.Tensor, steps: float) -> torch.Tensor:
-    # Of nothing but zeros the scale would be 0, and of less than this its reciprocal infinite.
+    # The scale of zeros would be 0, and the reciprocal of a scale below this is infinite.
     return (span / steps).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class Noise(_Edit):
-    """Adds seeded Gaussian noise, in the tensor's own dtype.
+    """Adds seeded Gaussian noise in the tensor's own dtype.
 
     At dispatch level the edit is straight-through: the backward pass is that of the operator with its original
-    operands, and its own matmuls become noisy too; `when(..., phase="forward")` leaves them out. At function level
-    autograd differentiates the noise as any arithmetic: a tensor's gradient passes additive noise as it is and
-    relative noise multiplied by the same factors, and each operand's is computed with the other one noisy.
+    operands. The products of the backward pass become noisy too; `when(..., phase="forward")` leaves them out. At
+    function level autograd differentiates the noise like any arithmetic: additive noise leaves a tensor's gradient
+    unchanged, relative noise multiplies it by the same factors, and each operand's gradient is computed with the
+    other operand noisy.
 
     Args:
         std: Standard deviation of the noise; with `relative`, of the factors.
-        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`.
-        relative: False: `x + std * z`. True: `x + x * std * z`. `z` is standard normal; for complex tensors complex,
-            with a variance of 1.
-        seed: Seeds the generators, one a device; torch's global ones are never drawn from.
+        of: One or more of `"lhs"`, `"rhs"`, `"bias"` and `"output"`.
+        relative: False adds `std * z`, True adds `x * std * z`. `z` is standard normal; for complex tensors it is
+            complex with a variance of 1.
+        seed: Seeds the hook's own generators, one per device. Noise never draws from torch's global ones.
 
     Raises:
-        TypeError: An argument of the wrong type.
-        ValueError: A `std` that is not positive and finite, or an unknown role.
+        TypeError: An argument has the wrong type.
+        ValueError: `std` is not positive and finite, or a role is unknown.
 
-    A call raises `OpInterceptError` for what are not dense floating-point tensors of at least 16 bits, and inside of
-    a CUDA graph, which would repeat the same noise.
+    A call raises `OpInterceptError` if a tensor is not a dense floating-point tensor of at least 16 bits, or if a
+    CUDA graph is being captured, since it would repeat the same noise.
 
     Example:
         >>> import torch
@@ -235,7 +240,7 @@ class Noise(_Edit):
         self.relative = relative
         self._generators = Generators(seed)
 
-    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+    def edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
         self._check(tensor.dtype in _REAL or tensor.dtype in _COMPLEX, "floating-point", tensor, role, call)
         _refuse_in_graph(tensor, "Noise")
         device = tensor.device
@@ -250,16 +255,16 @@ class Flip:
     """One bit that was flipped.
 
     Attributes:
-        index: The call's number in its interceptor.
+        index: The call's index in its interceptor.
         step: As `OpCall.step`.
         op: The operator.
         module: As `OpCall.module`.
         phase: `"forward"`, `"backward"` or `"recompute"`.
         role: `"lhs"`, `"rhs"`, `"bias"` or `"output"`.
-        position: Of the element in the tensor.
-        bit: Its number, 0 the least significant.
-        before: The element's value.
-        after: Its value with this bit flipped.
+        position: Where the element is in the tensor.
+        bit: Which bit was flipped; 0 is the least significant.
+        before: The element's value before the flip.
+        after: The element's value after the flip.
     """
 
     index: int
@@ -275,34 +280,34 @@ class Flip:
 
 
 class BitFlip(_Edit):
-    """Flips random bits, as a faulty memory does, and logs each.
+    """Flips random bits, as faulty memory does, and logs each flip.
 
-    Reads the elements that it flips, and so waits for the device. Wrap it in `when` for faults in some calls only:
+    BitFlip reads the elements that it flips and so waits for the device. Wrap it in `when` to choose calls:
     `when(BitFlip(), module="encoder.*", every=1000)`.
 
     At dispatch level the edit is straight-through: the backward pass is that of the operator with its original
-    operands, and its own matmuls get faults too; `when(..., phase="forward")` leaves them out. At function level
-    autograd sees the product of the faulty operands, and the fault itself as a copy, so that its gradient passes
-    unchanged.
+    operands. The products of the backward pass get faults too; `when(..., phase="forward")` leaves them out. At
+    function level autograd differentiates the product of the faulty operands and takes the fault for a copy, so that
+    the gradient passes through it unchanged.
 
     Args:
-        flips: How many bits of each tensor, all of them different ones; all its bits if it has fewer.
-        of: One or more of `"lhs"`, `"rhs"`, `"bias"`, `"output"`.
-        bits: Which bits of an element may be flipped, one or several, 0 the least significant; None for all.
-            Negative ones count from the top: -1 is the sign. The exponent of a float32 is `range(23, 31)`, of a
+        flips: How many different bits to flip in each tensor; all of them if it has fewer.
+        of: One or more of `"lhs"`, `"rhs"`, `"bias"` and `"output"`.
+        bits: Which bits of an element may be flipped, one or several; None means any. 0 is the least significant.
+            Negative numbers count from the top: -1 is the sign. The exponent of a float32 is `range(23, 31)`, of a
             bfloat16 `range(7, 15)`, of a float16 `range(10, 15)`.
-        seed: Seeds the generator; global ones are never drawn from. The same calls get the same faults on every
-            device.
+        seed: Seeds the hook's own generator. BitFlip never draws from a global one. The same calls get the same
+            faults on every device.
 
     Attributes:
-        log: A list of `Flip`s in the order of the faults; to read and clear as any other.
+        log: A list of `Flip`s in the order of the faults; you may clear it.
 
     Raises:
-        TypeError: An argument of the wrong type.
-        ValueError: A count below 1, an unknown role, or bits that no element has.
+        TypeError: An argument has the wrong type.
+        ValueError: A count is below 1, a role is unknown, or no element has the bits.
 
-    A call raises `OpInterceptError` for complex, boolean and not dense tensors, for elements without the bits asked
-    for, and inside of a CUDA graph.
+    A call raises `OpInterceptError` if a tensor is complex, boolean or not dense, if its elements do not have the
+    bits asked for, or if a CUDA graph is being captured.
 
     Example:
         >>> import torch
@@ -332,7 +337,7 @@ class BitFlip(_Edit):
         self._random = random.Random(checked_seed(seed))
         self.log: list[Flip] = []
 
-    def _edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
+    def edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
         allowed = tensor.dtype not in _NO_BITS and not tensor.is_quantized
         self._check(allowed, "real", tensor, role, call)
         _refuse_in_graph(tensor, "BitFlip")
@@ -340,7 +345,7 @@ class BitFlip(_Edit):
         asked = range(width) if self.bits is None else self.bits
         if not all(-width <= bit < width for bit in asked):
             raise OpInterceptError(
-                f"bits must be some of the {width} of the {role} of {call.op}, got {asked!r} for {describe(tensor)}"
+                f"the {role} of {call.op}, {describe(tensor)}, has {width} bits in each element, got bits={asked!r}"
             )
         bits = list(dict.fromkeys(bit % width for bit in asked))
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -375,7 +380,7 @@ class BitFlip(_Edit):
 def _bits(bits: Any) -> tuple[int, ...]:
     found = (bits,) if isinstance(bits, int) else tuple(bits) if isinstance(bits, Iterable) else ()
     if not found or not all(isinstance(bit, int) for bit in found):
-        raise TypeError(f"bits must be the number of a bit or several, range(23, 31) say, got {bits!r}")
+        raise TypeError(f"bits must be one or more whole numbers, such as range(23, 31), got {bits!r}")
     if not all(-64 <= bit < 64 for bit in found):
         raise ValueError(f"bits must be from -64 to 63, got {bits!r}")
     return found
