@@ -339,7 +339,7 @@ def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> No
     assert lines[1].split()[:6] == ["module", "op", "shape", "dtype", "phase", "calls"]
     assert len(lines[2:5]) == 3
     assert lines[5] == "... and 4 more; --top 7 shows them"
-    assert lines[6] == "nothing that is not finite was made"
+    assert lines[6] == "no call made a value that is not finite"
     assert re.fullmatch(r"recording 27 calls took [\d.]+ m?s, \d+% of [\d.]+ m?s, and [\d.]+ kB", lines[7])
     assert lines[8:] == [f"recorded in {tmp_path / 'run'}; to look at it: opintercept show {tmp_path / 'run'}"]
     run = runs.open_run(tmp_path / "run")

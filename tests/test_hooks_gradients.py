@@ -22,7 +22,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 class Seen:
-    """A `backward` hook that keeps what it gets."""
+    """A `backward` hook that keeps its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[OpCall] = []
@@ -35,7 +35,7 @@ class Seen:
         self.outputs.append(grad_outputs)
 
 
-def test_a_backward_hook_gets_the_gradients_of_its_call_alone() -> None:
+def test_a_backward_hook_gets_the_gradients_of_its_call_only() -> None:
     x, w, seen = leaf(2, 3), leaf(3, 3), Seen()
     with intercept(seen, level="function"):
         first = x @ w
@@ -97,11 +97,11 @@ def test_a_tensor_passed_twice_stays_one_tensor() -> None:
     y = leaf(1, 3, 4)
     (bare,) = torch.autograd.grad(attention(y, y, y)[0].sum(), y)
     with intercept(seen, level="function"):
-        (watched,) = torch.autograd.grad(attention(y, y, y)[0].sum(), y)  # asks whether query is key
+        (watched,) = torch.autograd.grad(attention(y, y, y)[0].sum(), y)  # checks whether query is key
     assert torch.equal(bare, watched)
 
 
-def test_gradients_may_be_replaced_as_those_of_a_module() -> None:
+def test_gradients_may_be_replaced_as_with_a_module_hook() -> None:
     class Halve:
         def backward(self, call: OpCall, grad_inputs: tuple[Any, ...], grad_outputs: Any) -> tuple[Any, ...]:
             return tuple(None if grad is None else grad / 2 for grad in grad_inputs)
@@ -142,7 +142,7 @@ def test_a_replacement_that_does_not_fit_is_refused(replacement: Any, message: s
 
 
 def test_only_operands_can_be_replaced() -> None:
-    with pytest.raises(HookError, match=r"only gradients of operands can be replaced, lhs, rhs here, got \['output'\]"):
+    with pytest.raises(HookError, match="only the gradients of lhs, rhs can be replaced here, got output"):
         with intercept(hooks.Gradients(lambda call, g: {"output": g["output"]}), level="function"):
             (leaf(2, 3) @ leaf(3, 4)).sum().backward()
     with pytest.raises(HookError, match="gradients can be replaced at function level only"):
@@ -182,7 +182,7 @@ def test_the_call_of_a_backward_hook_has_shapes_and_no_values() -> None:
     assert alive() is None
 
 
-def test_a_graph_that_is_never_run_back_is_freed_without_the_garbage_collector() -> None:
+def test_a_graph_without_a_backward_pass_is_freed_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -195,7 +195,7 @@ def test_a_graph_that_is_never_run_back_is_freed_without_the_garbage_collector()
         gc.enable()
 
 
-def test_a_removed_hook_is_not_called_by_graphs_that_it_has_seen() -> None:
+def test_a_removed_hook_is_not_called_by_older_graphs() -> None:
     seen = Seen()
     with intercept(level="function") as interceptor:
         handle = interceptor.register(seen)
@@ -216,7 +216,7 @@ def test_operators_of_a_backward_hook_are_not_seen() -> None:
     assert len(recorder.records) == 1
 
 
-def test_a_backward_hook_is_for_function_level() -> None:
+def test_a_backward_hook_is_refused_at_dispatch_level() -> None:
     with pytest.raises(ValueError, match=r"a hook with a backward method works at function level"):
         intercept(Seen())
 
@@ -233,7 +233,7 @@ def test_in_place_forms_and_calls_without_gradients_are_left_alone() -> None:
     assert x.grad is not None
 
 
-def test_when_chooses_the_calls_that_get_nodes() -> None:
+def test_only_the_calls_that_when_chooses_get_nodes() -> None:
     seen = Seen()
     a, b = leaf(2, 2), leaf(2, 2)
     with intercept(hooks.when(seen, op="mm"), level="function"):
@@ -289,7 +289,7 @@ def test_dispatch_level_applies_alpha_as_autograd_does() -> None:
 
 
 @pytest.mark.parametrize("level", ["function", "dispatch"])
-def test_entries_are_found_by_module(level: Any) -> None:
+def test_entries_are_looked_up_by_module(level: Any) -> None:
     gradients = hooks.Gradients()
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     with intercept(gradients, level=level):
@@ -309,8 +309,8 @@ def test_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("level", ["function", "dispatch"])
-def test_story_attention_rollout_without_hooks_on_modules(level: Any) -> None:
-    """What users do by hand: attention and its gradient by module name, appended per call, on a ViT."""
+def test_attention_rollout_works_without_module_hooks(level: Any) -> None:
+    """Collect attention and its gradient by module name on a ViT, and compare with doing it by hand."""
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         hidden_size=16,
@@ -326,7 +326,7 @@ def test_story_attention_rollout_without_hooks_on_modules(level: Any) -> None:
     model = transformers.ViTForImageClassification(config)
     pixels = torch.randn(1, 3, 16, 16)
 
-    # By hand: the attention weights are what the model returns, and their gradients are asked for.
+    # By hand: the model returns its attention weights, and autograd is asked to retain their gradients.
     output = model(pixels, output_attentions=True)
     for attention in output.attentions:
         attention.retain_grad()
@@ -358,12 +358,12 @@ def test_story_attention_rollout_without_hooks_on_modules(level: Any) -> None:
     assert len(attentions) == 2
     for (name, (attention,)), (value, grad) in zip(sorted(attentions.items(), key=str), expected, strict=True):
         assert torch.equal(attention.reshape(value.shape), value)
-        # Backwards each module has two products; that with the values comes first.
+        # In backward each module has two products; the one with the values comes first.
         assert torch.equal(gradients[name][0].reshape(grad.shape), grad)
 
 
 @pytest.mark.parametrize("level", ["function", "dispatch"])
-def test_what_was_kept_stays_when_autograd_adds_the_next_gradient(level: Any) -> None:
+def test_a_kept_gradient_does_not_change_when_autograd_accumulates(level: Any) -> None:
     layer, gradients = torch.nn.Linear(2, 3, bias=False), hooks.Gradients()
     with intercept(gradients, level=level):
         for factor in (1.0, 10.0):
@@ -372,7 +372,7 @@ def test_what_was_kept_stays_when_autograd_adds_the_next_gradient(level: Any) ->
     assert kept == [[1.0], [10.0]]
 
 
-def test_an_alpha_of_another_interceptor_scales_nothing_here() -> None:
+def test_the_alpha_of_another_interceptor_is_not_applied() -> None:
     gradients = hooks.Gradients()
     for alpha in (2, 1):
         a, b, c = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True), torch.zeros(2, 2)

@@ -1,4 +1,4 @@
-"""`NonFinite`: the call that makes a NaN is found, and those that pass it on are not."""
+"""`NonFinite` finds the call that makes a NaN, and not those that pass it on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAN, INF = math.nan, math.inf
 
 
 def three_layers(broken: int | None = None, weight: float = 3e38) -> nn.Sequential:
-    """Three linear layers; the weight of one, if any, makes its output overflow."""
+    """Three linear layers, one of which may have a weight that makes its output overflow."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     if broken is not None:
         nn.init.constant_(model[broken].weight, weight)
@@ -43,7 +43,7 @@ def three_layers(broken: int | None = None, weight: float = 3e38) -> nn.Sequenti
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_layer_that_overflows_is_found_when_its_inf_has_become_nan(engine: dict[str, Any]) -> None:
+def test_the_layer_that_overflows_is_found_once_its_inf_becomes_nan(engine: dict[str, Any]) -> None:
     with pytest.raises(NonFiniteError, match=r"Inf is made by .* in module '2' .*from finite operands") as caught:
         with intercept(hooks.NonFinite(), **engine):
             three_layers(broken=2)(torch.ones(2, 4))
@@ -54,22 +54,22 @@ def test_the_layer_that_overflows_is_found_when_its_inf_has_become_nan(engine: d
     assert isinstance(caught.value, ArithmeticError)
 
 
-def test_an_overflow_is_found_at_once_if_inf_is_asked_for() -> None:
+def test_an_overflow_is_found_at_once_with_inf() -> None:
     with pytest.raises(NonFiniteError, match="Inf is made by aten::addmm in module '2'") as caught:
         with intercept(hooks.NonFinite(inf=True)):
             three_layers(broken=2)(torch.ones(2, 4))
     assert "it became" not in str(caught.value)
 
 
-def test_nothing_is_found_where_all_is_finite() -> None:
+def test_nothing_is_found_if_all_values_are_finite() -> None:
     nonfinite = hooks.NonFinite(inf=True)
     with intercept(nonfinite):
         three_layers()(torch.ones(2, 4)).sum().backward()
     assert (nonfinite.findings, nonfinite.passed_on) == ([], 0)
-    assert str(nonfinite) == "nothing that is not finite was made"
+    assert str(nonfinite) == "no call made a value that is not finite"
 
 
-def test_what_comes_in_is_told_apart_and_then_only_counted() -> None:
+def test_a_nan_that_comes_in_is_reported_as_such_and_then_only_counted() -> None:
     nonfinite = hooks.NonFinite(action="record")
     x = torch.ones(2, 4)
     x[0, 1] = NAN
@@ -79,10 +79,10 @@ def test_what_comes_in_is_told_apart_and_then_only_counted() -> None:
     assert (finding.kind, finding.record.module, finding.record.index) == ("came in", "0", 0)
     assert nonfinite.passed_on == 2
     assert "NaN comes into aten::addmm in module '0'" in str(finding)
-    assert "through lhs; no watched call before it has made it" in str(finding)
+    assert "through lhs; no call seen before made it" in str(finding)
 
 
-def test_a_second_origin_is_found_beside_what_is_passed_on() -> None:
+def test_a_second_origin_is_found_among_calls_that_pass_on() -> None:
     nonfinite = hooks.NonFinite(action="record", inf=True)
     with intercept(nonfinite):
         bad = torch.full((1, 2), 2e38) @ torch.full((2, 2), 1.0)
@@ -92,7 +92,7 @@ def test_a_second_origin_is_found_beside_what_is_passed_on() -> None:
     assert nonfinite.passed_on == 1
 
 
-def test_a_backward_pass_is_searched_too() -> None:
+def test_the_backward_pass_is_checked_too() -> None:
     x = torch.full((1, 2), 3e38)
     w = torch.full((2, 1), 1e-38, requires_grad=True)
     with pytest.raises(NonFiniteError, match=r"Inf is made by aten::mm in .* call 1 \(backward\)"):
@@ -101,7 +101,7 @@ def test_a_backward_pass_is_searched_too() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3, 100])
-def test_checks_that_are_put_off_find_the_same(every: int) -> None:
+def test_deferred_checks_find_the_same(every: int) -> None:
     nonfinite = hooks.NonFinite(action="record", every=every)
     model = three_layers(broken=0)
     with intercept(nonfinite):
@@ -111,7 +111,7 @@ def test_checks_that_are_put_off_find_the_same(every: int) -> None:
     assert first.operands["rhs"] == (pytest.approx(3e38), pytest.approx(3e38))
 
 
-def test_a_check_that_is_put_off_raises_when_the_block_ends() -> None:
+def test_a_deferred_check_raises_when_the_block_ends() -> None:
     with pytest.raises(NonFiniteError, match="in module '2'"):
         with intercept(hooks.NonFinite(every=1000)):
             three_layers(broken=2)(torch.ones(2, 4))
@@ -125,7 +125,7 @@ def test_the_programs_own_exception_is_not_replaced_by_a_late_finding() -> None:
     assert caught.value.args == ("mine",)
 
 
-def test_warn_warns_once_for_a_module_and_goes_on() -> None:
+def test_warn_warns_once_per_module_and_goes_on() -> None:
     model = three_layers(broken=2)
     with pytest.warns(OpInterceptWarning, match="in module '2'") as caught:
         with intercept(hooks.NonFinite(action="warn", inf=True)):
@@ -134,7 +134,7 @@ def test_warn_warns_once_for_a_module_and_goes_on() -> None:
     assert len(caught) == 1
 
 
-def test_breakpoint_stops_where_the_call_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_breakpoint_stops_in_a_frame_that_has_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def stop() -> None:
@@ -151,14 +151,14 @@ def test_breakpoint_stops_where_the_call_can_be_seen(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("allow", ["2", "[2-9]", lambda name: name == "2"], ids=["name", "glob", "test"])
-def test_modules_may_be_allowed_to(allow: Any) -> None:
+def test_allowed_modules_may_make_any_value(allow: Any) -> None:
     nonfinite = hooks.NonFinite(inf=True, action="record", allow=allow)
     with intercept(nonfinite):
         three_layers(broken=2)(torch.ones(2, 4))
     assert [(f.record.module, f.kind) for f in nonfinite.findings] in ([("4", "came in")], [])
 
 
-def test_a_mask_of_minus_inf_is_normal() -> None:
+def test_a_mask_of_minus_inf_is_no_finding() -> None:
     nonfinite = hooks.NonFinite()
     q = torch.randn(2, 4, 8)
     mask = torch.full((4, 4), -INF).triu(1)
@@ -167,7 +167,7 @@ def test_a_mask_of_minus_inf_is_normal() -> None:
     assert nonfinite.findings == []
 
 
-def test_an_operand_that_is_overwritten_is_judged_by_what_it_was() -> None:
+def test_an_overwritten_operand_is_judged_by_its_old_values() -> None:
     nonfinite = hooks.NonFinite(action="record", inf=True)
     c = torch.zeros(1, 1)
     with intercept(nonfinite):
@@ -178,7 +178,7 @@ def test_an_operand_that_is_overwritten_is_judged_by_what_it_was() -> None:
     assert nonfinite.passed_on == 1
 
 
-def test_save_writes_a_script_that_shows_it_again(tmp_path: Path) -> None:
+def test_save_writes_a_script_that_reproduces_it(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"to run it again: python .*call-0\.py") as caught:
         with intercept(hooks.NonFinite(inf=True, save=tmp_path / "found")):
             torch.addmm(torch.zeros(3), torch.full((2, 4), 3e38).T.contiguous().T, torch.ones(4, 3), beta=2, alpha=0.5)
@@ -188,7 +188,7 @@ def test_save_writes_a_script_that_shows_it_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == ["call-0.py", "call-0.safetensors"]
 
 
-def test_save_keeps_an_operand_as_it_was_before_it_was_overwritten(tmp_path: Path) -> None:
+def test_save_keeps_the_old_values_of_an_overwritten_operand(tmp_path: Path) -> None:
     c = torch.full((1, 1), 5.0)
     nonfinite = hooks.NonFinite(inf=True, action="record", save=tmp_path)
     with intercept(nonfinite):
@@ -199,7 +199,7 @@ def test_save_keeps_an_operand_as_it_was_before_it_was_overwritten(tmp_path: Pat
     assert next(iter(stored.values())).flatten().tolist() == [5.0]
 
 
-def test_save_that_cannot_write_keeps_the_finding_and_says_why(tmp_path: Path) -> None:
+def test_if_save_cannot_write_the_finding_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     nonfinite = hooks.NonFinite(inf=True, save=tmp_path / "file")
     with pytest.raises(
@@ -214,7 +214,7 @@ def test_save_that_cannot_write_keeps_the_finding_and_says_why(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("written", ["safetensors", "script"])
-def test_a_disk_that_fills_up_takes_no_finding_and_gets_no_part(
+def test_a_disk_that_fills_up_loses_no_finding_and_leaves_no_partial_file(
     tmp_path: Path, written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **options: Any) -> None:
@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_takes_no_finding_and_gets_no_part(
 
 
 @pytest.mark.parametrize("missing", ["numpy", "safetensors"])
-def test_save_needs_what_writes_it(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_needs_safetensors_and_numpy(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch" if missing == "safetensors" else missing, None)
     with pytest.raises(ImportError, match=f"save= needs {missing}; pip install"):
         hooks.NonFinite(save=tmp_path)
@@ -261,7 +261,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]),
     inf=st.booleans(),
 )
-def test_the_verdict_is_that_of_isfinite(values: list[float], dtype: torch.dtype, inf: bool) -> None:
+def test_findings_agree_with_isfinite(values: list[float], dtype: torch.dtype, inf: bool) -> None:
     lhs = torch.tensor(values, dtype=torch.float64).reshape(2, 3).to(dtype)
     rhs = torch.eye(3, dtype=dtype)
     nonfinite = hooks.NonFinite(action="record", inf=inf)
@@ -269,7 +269,7 @@ def test_the_verdict_is_that_of_isfinite(values: list[float], dtype: torch.dtype
         output = lhs @ rhs
     bad = bool(output.isnan().any()) or (inf and bool(output.isinf().any()))
     assert len(nonfinite.findings) == bad
-    # A NaN out of an Inf alone, which is what Inf * 0 gives, is made by this call.
+    # A call makes a NaN if only an Inf comes in, as in Inf * 0.
     came_in = bool(lhs.isnan().any()) or not bool(output.isnan().any())
     assert all(finding.kind == ("came in" if came_in else "made") for finding in nonfinite.findings)
 
@@ -295,7 +295,7 @@ def test_exotic_tensors_pass(program: Any, engine: dict[str, Any], every: int) -
     assert nonfinite.findings == []
 
 
-def test_the_program_is_as_without_bit_for_bit() -> None:
+def test_the_program_is_unchanged_bit_for_bit() -> None:
     def train() -> list[Tensor]:
         torch.manual_seed(1)
         model = three_layers()
@@ -323,13 +323,13 @@ def test_no_tensor_is_kept() -> None:
     assert len(nonfinite.findings) == 1
 
 
-def test_it_switches_itself_off_on_warn() -> None:
+def test_on_warn_it_is_switched_off_after_it_raised() -> None:
     with pytest.warns(OpInterceptWarning, match="switched off a hook that raised NonFiniteError"):
         with intercept(hooks.NonFinite(), on_error="warn"):
             three_layers(broken=2)(torch.ones(2, 4))
 
 
-def test_the_error_is_the_librarys() -> None:
+def test_its_error_is_an_opintercept_error() -> None:
     assert issubclass(NonFiniteError, OpInterceptError)
 
 
@@ -351,7 +351,7 @@ def test_a_planted_overflow_is_found_in_a_pretrained_model() -> None:
 
 @interrupts.needs_timer
 @pytest.mark.parametrize("every", [1, 3])
-def test_interrupts_leave_nothing_behind(every: int) -> None:
+def test_interrupts_leave_no_state_behind(every: int) -> None:
     model = three_layers(broken=2)
     nonfinite = hooks.NonFinite(action="record", inf=True, every=every)
 
@@ -372,7 +372,7 @@ def test_interrupts_leave_nothing_behind(every: int) -> None:
     assert nonfinite.findings
 
 
-def test_a_call_that_another_hook_stops_leaves_nothing_behind() -> None:
+def test_a_call_that_another_hook_stops_leaves_no_state_behind() -> None:
     def refuse(call: OpCall) -> None:
         raise LookupError("mine")
 
@@ -387,7 +387,7 @@ def test_a_call_that_another_hook_stops_leaves_nothing_behind() -> None:
 
 
 def found(program: Any, *, inf: bool = False, every: int = 1, **options: Any) -> list[tuple[str, str, tuple[str, ...]]]:
-    """What is found in a program: operators without their place, kinds, and what was not finite."""
+    """The findings in a program: operators without their namespace, kinds, and what was not finite."""
     nonfinite = hooks.NonFinite(action="record", inf=inf, every=every)
     with intercept(nonfinite, **options), torch.no_grad():
         program()
@@ -395,12 +395,12 @@ def found(program: Any, *, inf: bool = False, every: int = 1, **options: Any) ->
 
 
 def nan_of(*shape: int) -> Tensor:
-    """A tensor of NaN, made where torch does not see it."""
+    """A tensor of NaN, made outside torch."""
     return torch.from_numpy(np.full(shape, NAN, np.float32))
 
 
 def filled(tensor: Tensor, value: float) -> Tensor:
-    """The tensor with other values in its memory, written where torch does not see it."""
+    """The tensor, with other values written to its memory outside torch."""
     tensor.detach().numpy().fill(value)
     return tensor
 
@@ -411,7 +411,7 @@ ALL = pytest.mark.parametrize("options", [{}, {"level": "function"}], ids=["disp
 
 @EVERY
 @ALL
-def test_views_pass_on_and_what_reads_them_is_named(every: int, options: dict[str, Any]) -> None:
+def test_views_pass_on_and_the_call_that_reads_one_is_named(every: int, options: dict[str, Any]) -> None:
     def program() -> None:
         x = nan_of(2, 6)
         view = x.view(3, 4).unsqueeze(0).detach()
@@ -423,7 +423,7 @@ def test_views_pass_on_and_what_reads_them_is_named(every: int, options: dict[st
 
 @EVERY
 @ALL
-def test_memory_that_nothing_was_written_to_makes_nothing(every: int, options: dict[str, Any]) -> None:
+def test_allocating_memory_makes_no_finding(every: int, options: dict[str, Any]) -> None:
     def program() -> None:
         for make in (
             lambda x: torch.empty(64, 64),
@@ -443,7 +443,7 @@ def test_memory_that_nothing_was_written_to_makes_nothing(every: int, options: d
 
 
 def test_uninitialised_memory_that_holds_nan_is_no_finding() -> None:
-    # Torch itself fills it with NaN, for people to find where it is read.
+    # Torch fills it with NaN, so that people find code that reads it.
     torch.use_deterministic_algorithms(True)
     try:
         makers: list[Any] = [
@@ -461,7 +461,7 @@ def test_uninitialised_memory_that_holds_nan_is_no_finding() -> None:
 
 
 @EVERY
-def test_a_number_is_what_a_nan_comes_in_by(every: int) -> None:
+def test_a_nan_can_come_in_through_a_number(every: int) -> None:
     programs: dict[str, Any] = {
         "full fill_value": lambda x: torch.full((3,), NAN),
         "scalar_tensor s": lambda x: torch.ops.aten.scalar_tensor(NAN),
@@ -479,12 +479,12 @@ def test_a_number_is_what_a_nan_comes_in_by(every: int) -> None:
     with pytest.raises(NonFiniteError, match=r"NaN comes into aten::full in .*, through fill_value=nan\n") as caught:
         with intercept(nonfinite, ops="all"):
             torch.full((3,), NAN)
-    assert "no watched call" not in str(caught.value)
+    assert "no call seen before" not in str(caught.value)
 
 
 @EVERY
 @ALL
-def test_what_has_no_result_in_the_numbers_makes_a_nan(every: int, options: dict[str, Any]) -> None:
+def test_an_operation_without_a_defined_result_makes_a_nan(every: int, options: dict[str, Any]) -> None:
     def minus(x: Tensor) -> Tensor:
         return filled(torch.empty_like(x), -1.0)
 
@@ -497,7 +497,7 @@ def test_what_has_no_result_in_the_numbers_makes_a_nan(every: int, options: dict
 
 
 @EVERY
-def test_an_inf_that_no_call_made_is_named_by_the_call_that_makes_a_nan_of_it(every: int) -> None:
+def test_an_inf_that_no_call_made_is_reported_at_the_call_that_turns_it_into_nan(every: int) -> None:
     query = torch.ones(1, 2, 3, 8)
     mask = torch.zeros(3, 3)
     mask[1] = -INF  # a query that sees no key
@@ -509,7 +509,7 @@ def test_an_inf_that_no_call_made_is_named_by_the_call_that_makes_a_nan_of_it(ev
     assert found(eager, every=every, ops="all") == [("_softmax", "made", ("self",))]
     assert found(eager, every=every) == [("bmm", "came in", ("lhs",))]
 
-    def fused() -> None:  # torch gives zeros, and a log-sum-exp of -inf
+    def fused() -> None:  # torch returns zeros, and a log-sum-exp of -inf
         torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
     assert found(fused, every=every, ops="all") == found(fused, every=every) == []
@@ -525,23 +525,23 @@ def test_an_inf_that_no_call_made_is_named_by_the_call_that_makes_a_nan_of_it(ev
 
 
 def hooks_found(program: Any, **options: Any) -> hooks.NonFinite:
-    """The hook after a program."""
+    """Run a program under a hook and return the hook."""
     nonfinite = hooks.NonFinite(action="record")
     with intercept(nonfinite, **options):
         program()
     return nonfinite
 
 
-def test_an_overflow_does_not_explain_a_nan_that_came_from_elsewhere_where_all_is_seen() -> None:
+def test_with_all_operators_an_overflow_does_not_explain_a_nan_from_elsewhere() -> None:
     def program() -> None:
-        torch.zeros(3).log()  # -inf, and harmless
+        torch.zeros(3).log()  # -inf, but harmless
         torch.mm(nan_of(2, 2), torch.ones(2, 2))
 
     assert found(program, ops="all") == [("mm", "came in", ("lhs",))]
 
 
 @EVERY
-def test_in_place_and_out_forms_are_judged_by_what_was_there_before(every: int) -> None:
+def test_in_place_and_out_forms_are_judged_by_the_old_values(every: int) -> None:
     one = torch.ones(2, 2)
 
     def bad(program: Any, **options: Any) -> Any:
@@ -609,15 +609,15 @@ def test_a_packed_weight_is_read_where_torch_unpacks_it(every: int) -> None:
     assert (op, kind, bad) == ("linear_dynamic", "came in", ("W_prepack[1]",))
 
 
-def test_what_cannot_be_read_is_not_accused() -> None:
+def test_a_weight_that_cannot_be_read_is_not_blamed() -> None:
     record = hooks_found(lambda: torch.full((1, 2), INF) @ torch.zeros(2, 1)).findings[0].record
     finding = hooks.Finding(record, "came in", Extent(NAN, NAN), {}, unread=("weight",))
-    assert "it may have come in through weight, unreadable" in str(finding)
+    assert "it may have come in through weight, not readable" in str(finding)
     assert "weight could not be read" in str(finding)
 
 
 @pytest.mark.parametrize("options", [*ENGINES, {"ops": "all"}])
-def test_the_step_is_named(options: dict[str, Any]) -> None:
+def test_a_finding_names_the_step(options: dict[str, Any]) -> None:
     nonfinite = hooks.NonFinite()
     with pytest.raises(NonFiniteError, match=r", step 2, call \d+ \(forward\), through"):
         with intercept(nonfinite, **options) as interceptor:
@@ -628,7 +628,7 @@ def test_the_step_is_named(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
-def test_a_copy_goes_its_own_way(way: str) -> None:
+def test_a_copy_is_independent(way: str) -> None:
     nonfinite = hooks.NonFinite(action="record", allow="x.*", every=2)
     with intercept(nonfinite):
         nan_of(2, 2) @ torch.ones(2, 2)

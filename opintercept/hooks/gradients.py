@@ -1,4 +1,4 @@
-"""`Gradients`: what autograd computes for each call's operands and output, to keep, look at or replace."""
+"""`Gradients`: keeps, shows or replaces the gradients of each call's operands and output."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Gradient:
 
     Attributes:
         module: Qualified name of the forward call's module.
-        op: The forward call's operator; at dispatch level that of the backward call that computed it.
+        op: The forward call's operator; at dispatch level, the operator of the backward call that computed the
+            gradient.
         forward: The forward call's index.
         operand: `"lhs"`, `"rhs"`, `"bias"` or `"output"`.
-        value: The gradient, of the operand's shape.
+        value: The gradient, which has the operand's shape.
     """
 
     module: str | None
@@ -38,25 +39,25 @@ class Gradient:
 
 
 class Gradients:
-    """Hands the gradients of each call's operands and output to a function, or keeps them.
+    """Passes the gradients of each call's operands and output to a function, or keeps them.
 
-    At function level there are two identity nodes around each call, as `nn.Module.register_full_backward_hook` puts
-    them around a module: the gradients are those of this call alone, not of a tensor that is also used
-    elsewhere, and those of operands may be replaced. In-place forms are left out, and whoever tests an operand with
-    `is` finds a view of it.
+    At function level each call gets two identity nodes in the autograd graph, as a module does from
+    `nn.Module.register_full_backward_hook`. The gradients are those of this call alone, even if a tensor is also used
+    elsewhere, and the gradients of operands may be replaced. In-place forms are left out, and code that compares an
+    operand with `is` finds a view of it.
 
-    At dispatch level autograd is untouched: gradients are read from the matmuls of the backward pass that are
-    linked to a forward call, as they come, one operand at a time with the output's beside it. None can be
-    replaced there, and a bias has none, since that is a sum and no matmul.
+    At dispatch level autograd is unchanged. Gradients reads the matmuls of the backward pass that belong to a forward
+    call, as they run: each has the gradient of one operand, and of the output. No gradient can be replaced there, and
+    a bias has none, since its gradient is a sum and not a matmul.
 
     Args:
-        function: Called as `function(call, gradients)` with a dict of what there is: `"lhs"`, `"rhs"`, `"bias"`,
-            `"output"`. At function level `call` is the forward call with shapes and no values, and a dict that is
-            returned replaces operands' gradients; at dispatch level it is the backward call. Without a function,
-            `entries` keeps copies of the gradients.
+        function: Is called as `function(call, gradients)`, where `gradients` has some of the keys `"lhs"`, `"rhs"`,
+            `"bias"` and `"output"`. At function level `call` is the forward call, with shapes and no values, and the
+            function may return a dict of gradients for operands that replace the original ones. At dispatch level
+            `call` is the backward call. Without a function, `entries` keeps copies of the gradients.
 
     Raises:
-        TypeError: `function` cannot be called.
+        TypeError: `function` is not callable.
 
     Example:
         >>> import torch
@@ -77,16 +78,16 @@ class Gradients:
             raise TypeError(f"function must be callable as function(call, gradients), got {function!r}")
         self.entries: list[Gradient] = []
         self._function = function
-        self._scales: dict[int, Any] = {}  # of the calls with an alpha, which is applied after the product
+        self._scales: dict[int, Any] = {}  # alpha by call index, which autograd applies after the product
         self._last = threading.local()
 
     def __getitem__(self, module: str | Pattern[str] | Callable[[str], bool]) -> list[Gradient]:
-        """What was kept of the modules that a glob, a pattern or a test names, in order."""
+        """The gradients kept from modules that a glob, a pattern or a predicate matches, in order."""
         test = name_test(module)
         return [entry for entry in self.entries if entry.module is not None and test(entry.module)]
 
     def clear(self) -> None:
-        """Forget what was kept."""
+        """Forget all gradients."""
         self.entries.clear()
 
     def backward(
@@ -106,7 +107,7 @@ class Gradients:
             return None
         unknown = [role for role in replaced if role not in places]
         if unknown:
-            raise HookError(f"only gradients of operands can be replaced, {', '.join(places)} here, got {unknown}")
+            raise HookError(f"only the gradients of {', '.join(places)} can be replaced here, got {', '.join(unknown)}")
         gradients = list(grad_inputs)
         for role, gradient in replaced.items():
             gradients[places[role]] = gradient
@@ -119,7 +120,7 @@ class Gradients:
             if alpha != 1:
                 self._scales[call.index] = alpha
             elif self._scales:
-                self._scales.pop(call.index, None)  # of another interceptor, which has the same numbers
+                self._scales.pop(call.index, None)  # left by another interceptor, whose indexes are the same
             return
         forward, of = call.forward, call.grad_of
         gradient, output = call.gradient, call.grad_output
@@ -128,17 +129,17 @@ class Gradients:
         found = {of: gradient * self._scales[forward] if forward in self._scales else gradient, "output": output}
         last_forward, last_of = getattr(self._last, "seen", (None, None))
         if self._function is None and last_forward == forward and last_of != of:
-            del found["output"]  # kept with the other operand's
+            del found["output"]  # it was kept with the other operand's gradient
         replaced = self._take(call, forward, found)
-        self._last.seen = forward, of  # last, since an interrupt may come before anything was kept
+        self._last.seen = forward, of  # at the end, since an interrupt may come before anything is kept
         if replaced:
-            raise HookError("gradients can be replaced at function level only, got some at dispatch level; return None")
+            raise HookError("gradients can be replaced at function level only; at dispatch level return None")
 
     def _take(self, call: OpCall, forward: int, found: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
         if self._function is not None:
             return self._function(call, found)
         module = call.module
-        # Copies: autograd makes the tensor itself the `.grad` of a parameter, and adds the next gradient to it.
+        # Keep copies: autograd uses the tensor itself as `.grad` of a parameter and adds the next gradient to it.
         self.entries += [
             Gradient(module, call.op, forward, role, grad.detach().clone()) for role, grad in found.items()
         ]

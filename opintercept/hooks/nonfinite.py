@@ -1,4 +1,4 @@
-"""`NonFinite`: where the first NaN comes from, apart from all the calls that only pass it on."""
+"""`NonFinite`: finds the call that makes the first NaN, and not those that pass it on."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ Action = Literal["raise", "warn", "record", "breakpoint"]
 
 
 def _named(names: str) -> frozenset[str]:
-    """The operators of these names, and the functions."""
+    """The operators and functions with these names."""
     return frozenset(f"{place}{name}" for name in names.split() for place in ("aten::", "torch.", "torch.Tensor."))
 
 
-# Their output is memory that nothing has been written to.
+# They return uninitialised memory.
 _UNWRITTEN = _named(
     "empty empty_like empty_strided empty_permuted empty_quantized _empty_affine_quantized"
     " _empty_per_channel_affine_quantized new_empty new_empty_strided resize resize_ resize_as_ _resize_output"
     " _resize_output_ set set_"
 )
-# What they write to has been nothing to them before.
+# They do not read the tensor that they write to.
 _OVERWRITES = _named(
     "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_ _foreach_copy_"
     " _foreach_zero_"
 )
-# They write to the running statistics without saying so.
+# They write to the running statistics, which their schemas do not say.
 _UPDATES = _named("native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm") | {
     "torch.nn.functional.batch_norm",
     "torch.nn.functional.instance_norm",
 }
-# Only the first output is for the program. The others are for the backward pass, and -inf is in place there, and memory
+# Only their first output is for the program. The others serve the backward pass, and may rightly hold -inf and memory
 # that is never read.
 _FOR_BACKWARD = _named("_ctc_loss _cudnn_ctc_loss")
 
 
 class _Kind(NamedTuple):
-    """What is known of an operator, worked out once."""
+    """Properties of an operator, computed once."""
 
-    func: Any  # kept, so that its id stays its own
-    makes: bool  # something new: it is no view, and does more than allocate
-    writes: bool  # to its arguments, perhaps
-    other: bool  # than a matmul
+    func: Any  # keeps the operator alive, so that its id stays unique
+    makes: bool  # whether it computes values: it neither returns a view nor only allocates
+    writes: bool  # whether it may write to its arguments
+    other: bool  # whether it is something other than a matmul
 
 
 _kinds: dict[int, _Kind] = {}
@@ -71,7 +71,7 @@ def _kind(call: OpCall) -> _Kind:
     func = call.func
     known = _kinds.get(id(func))
     if known is None:
-        if len(_kinds) >= 4096:  # a program that makes functions without end
+        if len(_kinds) >= 4096:  # the program creates functions without end
             _kinds.clear()
         schema = getattr(func, "_schema", None)
         makes = not getattr(func, "is_view", False) and call.op not in _UNWRITTEN
@@ -81,19 +81,19 @@ def _kind(call: OpCall) -> _Kind:
 
 
 class Extent(NamedTuple):
-    """The range of a tensor: (0, 0) of an empty one, NaN if there is one in it."""
+    """The range of a tensor: NaN if it contains one, (0, 0) if it is empty."""
 
     min: float
     max: float
 
     @property
     def nan(self) -> bool:
-        """Whether there is a NaN."""
+        """Whether the tensor contains a NaN."""
         return math.isnan(self.min)
 
     @property
     def finite(self) -> bool:
-        """Whether all is finite."""
+        """Whether all values are finite."""
         return math.isfinite(self.min) and math.isfinite(self.max)
 
     def __str__(self) -> str:
@@ -102,20 +102,21 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Where values that are not finite were made, or first came by.
+    """The call that made values that are not finite, or the first one that received them.
 
     Attributes:
         record: The call.
-        kind: `"made"`: there is a NaN in its output and none in what it reads, or an Inf, and all that it reads is
-            finite. `"came in"`: what it reads was not finite, or could not be read, and no call that was seen had made
-            that: another operator has, or the data, or a weight, or a number that the program passes.
-        output: The range of the output; of several, all of them together.
-        operands: The ranges of all tensors that it reads, by the names of `OpCall.tensors`, and the numbers among
-            its arguments that are not finite. Of an in-place form, before it ran.
-        unread: The names of the arguments that hold values which cannot be read: a packed weight, say.
-        seen_at: The call whose NaN made this overflow worth telling; None where the call itself did.
-        saved: The script that runs the call again, if one was asked for.
-        unsaved: Why there is none although one was asked for.
+        kind: `"made"` if the call's output contains a NaN and its inputs contain none, or if its output contains an
+            Inf and its inputs are finite. `"came in"` if its inputs were not finite, or could not be read, and no
+            call that was seen had made such values: they come from another operator, the data, a weight or a number
+            that the program passes.
+        output: The range of the output; of several outputs, of all together.
+        operands: The ranges of all tensors that the call reads, by the names of `OpCall.tensors`, and those numbers
+            among its arguments that are not finite. In-place forms are read before they run.
+        unread: The names of the arguments whose values cannot be read, such as packed weights.
+        seen_at: The later call whose NaN led to this overflow; None if the call was reported at once.
+        saved: The script that runs the call again, if one was written.
+        unsaved: Why no script could be written.
     """
 
     record: CallRecord
@@ -130,7 +131,7 @@ class Finding:
 
     @property
     def bad(self) -> tuple[str, ...]:
-        """The names of the arguments that were not finite; those with a NaN alone if there are such."""
+        """The names of the arguments that were not finite; if some contained a NaN, only those."""
         names = tuple(name for name, extent in self.operands.items() if not extent.finite)
         return tuple(name for name in names if self.operands[name].nan) or names
 
@@ -142,11 +143,11 @@ class Finding:
         if self.kind == "made":
             text = f"{what} is made by {where}, from {f'Inf in {bad}' if bad else 'finite operands'}"
         elif not bad:
-            text = f"{what} comes out of {where}; it may have come in through {', '.join(self.unread)}, unreadable"
+            text = f"{what} comes out of {where}; it may have come in through {', '.join(self.unread)}, not readable"
         else:
             text = f"{what} comes into {where}, through {bad}"
             if not self.numbers.issuperset(self.bad):
-                text += "; no watched call before it has made it"
+                text += "; no call seen before made it"
         lines = [text, f"  {record}"]
         lines += [f"  {role} in {extent}" for role, extent in self.operands.items() if role not in self.numbers]
         lines += [f"  {role} could not be read" for role in self.unread]
@@ -160,7 +161,7 @@ class Finding:
         return "\n".join(lines)
 
     def _bound(self) -> str | None:
-        """How large the sums of products could have become: k times the largest magnitudes."""
+        """How large the sums of products could become: k times the largest magnitudes."""
         gemm, output = self.record.gemm, self.record.output
         lhs, rhs = self.operands.get("lhs"), self.operands.get("rhs")
         if self.kind != "made" or gemm is None or lhs is None or rhs is None or output is None:
@@ -181,15 +182,15 @@ def _place(record: CallRecord) -> str:
 
 
 class _Before(NamedTuple):
-    """What is known of a call that writes to tensors of the caller's, from before it ran."""
+    """What `pre` has read from a call that writes to its caller's tensors."""
 
     written: list[torch.Tensor]
-    ranges: dict[str, torch.Tensor | None]  # of operands that it is about to overwrite
-    copies: dict[str, torch.Tensor]  # of the same, to save them
+    ranges: dict[str, torch.Tensor | None]  # of the operands that the call overwrites
+    copies: dict[str, torch.Tensor]  # of the same operands, for `save`
 
 
 class _Read(NamedTuple):
-    """The ranges of what a call reads, where they are; by name."""
+    """The ranges of a call's inputs, by name; tensors stay on their device."""
 
     ranges: dict[str, torch.Tensor]
     numbers: dict[str, Extent]
@@ -197,30 +198,32 @@ class _Read(NamedTuple):
 
 
 class NonFinite(Copyable):
-    """Finds the first call that makes a NaN out of what has none, forward and backward.
+    """Finds the first call that makes a NaN from operands that have none, in forward and backward.
 
-    A check is one pass over the outputs for their range, which a NaN takes over; what the call reads is only looked
-    at where that is not finite, and then all of it: each tensor among the arguments, those in lists and packed
-    weights, and each number. In-place and `out=` forms are judged by what was there before, which takes a pass over
-    that. An Inf alone is no finding unless `inf` says so, since masks are made of it; but when a NaN comes up later,
-    the call that first made an Inf from finite operands is what is reported. A NaN out of an Inf of another origin,
-    of a mask that hides all, is made by the call that it first comes out of.
+    A check is one pass over the outputs for their range, which is NaN if they contain one. Only if that is not finite
+    does NonFinite read all inputs of the call: each tensor among the arguments, including those in lists and packed
+    weights, and each number. It reads tensors that in-place and `out=` forms write to before they run, which takes
+    another pass. An Inf alone is no finding unless `inf=True`, since masks contain it. But when a NaN turns up later,
+    NonFinite reports the call that first made an Inf from finite operands. If the Inf has another origin, such as a
+    mask that hides everything, it reports the call that first outputs the NaN.
 
-    Calls that pass on what comes in are counted in `passed_on`. With `ops="all"`, views pass on uncounted, and what
-    only allocates memory makes nothing. Of an attention only the first output is read.
+    Calls that pass on what they receive are counted in `passed_on`. With `ops="all"`, calls that return views are not
+    counted, and allocating memory is not making values. Of attention only the first output is read.
 
     Args:
         inf: Whether an Inf is a finding by itself.
-        action: `"raise"` a `NonFiniteError`; `"warn"`, once for each module, operator and pass; `"record"` in
-            `findings` only, as all do; `"breakpoint"`: stop in the debugger, in a frame that has the `call`.
-        allow: Modules that may make what they like: a glob, a compiled pattern or a test of the name.
-        every: Look at what the device has found every so many calls, and when the block ends. With 1, each
-            check waits for a device that is no CPU; with more, findings come late, and operands are read each time.
-        save: A folder that gets, for each call found, its arguments as safetensors and a script that runs it again.
-            Where that cannot be written, the finding says why.
+        action: `"raise"` raises a `NonFiniteError`. `"warn"` warns once for each module, operator and phase.
+            `"record"` only adds to `findings`, as all actions do. `"breakpoint"` stops in the debugger, in a frame
+            that has the `call`.
+        allow: Modules that may make any value: a glob, a compiled pattern or a predicate of the name.
+        every: Look at the results of the checks every this many calls, and when the block ends. With 1, each check
+            waits for the device. With more, findings come late, and each check reads the operands too.
+        save: A folder. For each finding, NonFinite writes the call's arguments as safetensors and a script that runs
+            the call again. If it cannot, the finding says why.
 
     Raises:
-        ValueError: An unknown action, `every` below 1, or `save` with `every` above 1: the operands are gone by then.
+        ValueError: The action is unknown, `every` is below 1, or `save` is given with `every` above 1: the operands
+            are gone by then.
         ImportError: `save` without safetensors or numpy.
 
     Example:
@@ -237,8 +240,8 @@ class NonFinite(Copyable):
         Inf is made by aten::addmm in module '1'
 
     Attributes:
-        passed_on: How many calls only passed on what came in.
-        skipped: How many calls a CUDA graph captured.
+        passed_on: How many calls only passed on values that are not finite.
+        skipped: How many calls were left out because a CUDA graph captured them.
     """
 
     reads = ("module", "record")
@@ -256,8 +259,8 @@ class NonFinite(Copyable):
         check_count("every", every)
         if save is not None:
             if every > 1:
-                raise ValueError(f"save needs every=1, got every={every}: later the operands are gone")
-            safetensors_for("save=")  # fail now, and not when it matters
+                raise ValueError(f"save needs every=1, got every={every}: the operands are gone when the check is read")
+            safetensors_for("save=")  # raises now, not when there is something to save
         if allow is not None:
             name_test(allow)
 
@@ -270,24 +273,24 @@ class NonFinite(Copyable):
         self._save = save
         self._overflow: Finding | None = None
         self._found: dict[tuple[str | None, str, str], Finding] = {}
-        self._sees_others = False  # and so whatever makes a NaN between two matmuls
+        self._sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
         self._before: Notes[_Before] = Notes()
         self._pending: deque[tuple[CallRecord, tuple[str, ...], _Read, torch.Tensor]] = deque()
         self._lock = threading.RLock()
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found, first things first; one for each module, operator and pass."""
+        """The findings in the order of the calls, one for each module, operator and phase."""
         with self._lock:
             return list(self._found.values())
 
     def pre(self, call: OpCall) -> None:
-        """Read what the operator is about to overwrite."""
+        """Read the tensors that the operator is about to overwrite."""
         if _kind(call).writes and (before := _before(call, copies=self._save is not None)) is not None:
             self._before.put(call, before)
 
     def error(self, call: OpCall, exception: BaseException) -> None:
-        """Forget a call that failed."""
+        """Forget a call that raised."""
         self._before.take(call)
 
     def post(self, call: OpCall) -> None:
@@ -321,7 +324,7 @@ class NonFinite(Copyable):
         return self._allow is not None and any(map(name_test(self._allow), call.aliases))
 
     def _judge(self, record: CallRecord, output: Extent, operands: dict[str, Extent], found: _Read) -> Finding | None:
-        """Tell a call that makes it from one that passes it on; the finding if it is a new one."""
+        """Decide whether a call makes the values or passes them on; return the finding if it is new."""
         finding = Finding(
             record,
             "made",
@@ -339,7 +342,7 @@ class NonFinite(Copyable):
                 self._overflow = self._overflow or finding
             return None
         if not nan and any(extent.nan for extent in found.numbers.values()):
-            finding = replace(finding, kind="came in")  # whatever came in before
+            finding = replace(finding, kind="came in")  # a NaN number is a new origin, whatever came in before
         elif bad and self._overflow is not None and not (nan and self._sees_others):
             first = self._overflow
             finding = replace(first, seen_at=record)
@@ -355,7 +358,7 @@ class NonFinite(Copyable):
         return finding if new else None
 
     def _explains_inf(self) -> bool:
-        """Whether one of the findings has made an Inf, from which later NaNs may come."""
+        """Whether a finding made an Inf, from which later NaNs may come."""
         return any(finding.kind == "made" and not finding.output.nan for finding in self._found.values())
 
     def _tell(self, finding: Finding, call: OpCall | None, before: _Before | None = None) -> None:
@@ -363,7 +366,7 @@ class NonFinite(Copyable):
             try:
                 copies = {} if before is None else before.copies
                 finding = replace(finding, saved=save_repro(call, self._save, copies))
-            except Exception as failure:  # a full disk must not take the finding with it
+            except Exception as failure:  # a full disk must not lose the finding
                 finding = replace(finding, unsaved=f"{type(failure).__name__}: {failure}")
             self._found[_key(finding)] = finding
         if self._action == "raise":
@@ -386,10 +389,10 @@ class NonFinite(Copyable):
             self.check()
 
     def check(self) -> None:
-        """Look now at what `every` has put off; waits for the device.
+        """Look now at the checks that `every` has put off; waits for the device.
 
         Raises:
-            NonFiniteError: As `action` says.
+            NonFiniteError: A value is not finite, with `action="raise"`.
         """
         with self._lock:
             pending, self._pending = self._pending, deque()
@@ -408,13 +411,13 @@ class NonFinite(Copyable):
             raise
 
     def exit(self) -> None:
-        """Look at what is left."""
+        """Look at the checks that are left."""
         self.check()
 
     def __str__(self) -> str:
         findings = self.findings
         if not findings:
-            return "nothing that is not finite was made"
+            return "no call made a value that is not finite"
         return "\n".join(map(str, findings))
 
 
@@ -423,7 +426,7 @@ def _key(finding: Finding) -> tuple[str | None, str, str]:
 
 
 def _before(call: OpCall, *, copies: bool) -> _Before | None:
-    """Read what the call is about to write to; None if there is no such thing."""
+    """Read the tensors that the call is about to write to; None if there are none."""
     written = list(_tensors(call.written))
     ranges: dict[str, torch.Tensor | None] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -442,7 +445,7 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
 
 
 def _operands(call: OpCall, before: _Before | None) -> _Read:
-    """Find the ranges of all that the call reads."""
+    """Compute the ranges of all inputs of the call."""
     ranges: dict[str, torch.Tensor] = {}
     numbers: dict[str, Extent] = {}
     unread: list[str] = []
@@ -450,7 +453,7 @@ def _operands(call: OpCall, before: _Before | None) -> _Read:
     options = call.options
     for name, tensor in call.tensors.items():
         if name == "bias" and options.get("beta") == 0:
-            continue  # not read
+            continue  # the operator does not read it
         if before is not None and call.op in _OVERWRITES and any(tensor is target for target in before.written):
             continue
         span = earlier[name] if name in earlier else _range(tensor)
@@ -476,7 +479,7 @@ def _may_hold(tensor: torch.Tensor) -> bool:
 
 
 def _unpacked(packed: Any) -> tuple[Any, ...] | None:
-    """The tensors in a packed weight; None if they cannot be told."""
+    """The tensors in a packed weight; None if torch cannot unpack it."""
     try:
         found = packed.unpack()
     except (AttributeError, RuntimeError, TypeError):
@@ -485,7 +488,7 @@ def _unpacked(packed: Any) -> tuple[Any, ...] | None:
 
 
 def _worst(value: Any) -> Extent | None:
-    """The range of a number, or a list of them, that is not finite; None for all else."""
+    """The range of a number or a list of numbers if it is not finite; otherwise None."""
     if isinstance(value, complex):
         value = abs(value)
     if isinstance(value, float):
@@ -497,7 +500,7 @@ def _worst(value: Any) -> Extent | None:
 
 
 def _outputs(call: OpCall, before: _Before | None) -> list[torch.Tensor]:
-    """What a program gets from the call, and what it wrote to."""
+    """The outputs that the program gets from the call, and the tensors that the call wrote to."""
     found = list(_tensors(call.output))
     if len(found) > 1 and (
         call.op in _FOR_BACKWARD or (row_of(call.func).family == "attention" and not call.op.endswith("_backward"))
@@ -517,7 +520,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_view(call: OpCall, before: _Before | None) -> bool:
-    """Whether the call has only handed on memory that it was given, which its schema does not always say."""
+    """Whether the call returned memory that it was given. Its schema does not always say so."""
     if before is not None and before.written:
         return False
     output = next(_tensors(call.output), None)
@@ -530,12 +533,12 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _range(tensor: Any) -> torch.Tensor | None:
-    """Minimum and maximum, `[2]`, where the tensor is; None for what cannot be other than finite, or not be read."""
+    """Minimum and maximum, `[2]`, on the tensor's device; None if it is always finite or cannot be read."""
     if not isinstance(tensor, torch.Tensor):
         return None
     try:
         if tensor.layout is not torch.strided and in_memory(tensor) and (parts := parts_of(tensor)):
-            tensor = parts[-1]  # in its dense form a sparse tensor may be too large for any memory
+            tensor = parts[-1]  # the dense form of a sparse tensor may not fit into memory
         if tensor.is_complex() and is_strided(tensor) and in_memory(tensor):  # the modulus of Inf + NaN i is Inf
             tensor = torch.view_as_real(tensor.detach().resolve_conj())
         values = stored_values(tensor)
@@ -549,7 +552,7 @@ def _range(tensor: Any) -> torch.Tensor | None:
 
 
 def _whole(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """The range of several tensors together."""
+    """The common range of several tensors."""
     spans = [span for span in map(_range, tensors) if span is not None]
     if len(spans) < 2:
         return spans[0] if spans else None
@@ -561,5 +564,5 @@ def _whole(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 def _read(span: torch.Tensor | None) -> Extent | None:
     try:
         return None if span is None else Extent(*span.tolist())
-    except RuntimeError:  # vmap: one value for a whole batch cannot be read
+    except RuntimeError:  # under vmap there is no single value to read for a whole batch
         return None
