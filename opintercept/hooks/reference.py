@@ -1,4 +1,4 @@
-"""`Reference`: what each matmul lost to rounding, by computing it again in a higher precision."""
+"""`Reference`: computes each matmul again in a higher precision, and measures what rounding cost."""
 
 from __future__ import annotations
 
@@ -26,41 +26,42 @@ from opintercept.hooks._values import in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
-# Elements that are compared at a time: 8 MiB of float64.
-_PIECE = 1 << 20
+PIECE = 1 << 20
+"""How many elements are compared at a time: 8 MiB of float64."""
 
 _TABLE_ROWS = 20
 
-_EXPONENT = 0x7FF0000000000000  # of a float64
+_EXPONENT = 0x7FF0000000000000  # the exponent bits of a float64
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRow:
-    """The error of one call: its output `y` against the reference `r`, element by element or as a whole.
+    """The error of one call: how far its output `y` is from the reference `r`.
 
-    An element that is not finite in either of them is left out of everything below if it is the same in both, NaN
-    and NaN or the same infinity. If not, which `nonfinite` counts, the three maxima are infinite and the `snr` is
-    minus infinity. A complex element is measured by its modulus, and the outputs of one call are taken together.
+    If an element is not finite but the same in `y` and `r` (both NaN, or the same infinity), it is left out of all
+    that follows. If it differs, `nonfinite` counts it, the three maxima are infinite and `snr` is minus infinity. The
+    modulus of a complex element is measured, and all outputs of a call are taken together.
 
     Attributes:
-        index: Number of the call in its interceptor.
+        index: The call's index in its interceptor.
         step: The interceptor's step.
         phase: `"forward"`, `"backward"` or `"recompute"`.
-        module: Qualified name of the module; None where it cannot be told.
-        source: The line, `"model.py:42 in forward"`.
+        module: Qualified name of the module; None if it is not known.
+        source: The line that made the call, `"model.py:42 in forward"`.
         op: The operator.
-        shape: The GEMM, `"[64, 128] @ [128, 32]"`; for an operator without one, its left operand's shape.
-        dtype: Of the output.
+        shape: The GEMM, `"[64, 128] @ [128, 32]"`; for an operator without one, the shape of its left operand.
+        dtype: The output's dtype.
         max_absolute: `max(abs(y - r))`.
-        max_relative: `max(abs(y - r) / abs(r))`; where `r` is zero, 0 if `y` is and infinite if not. Large where
-            products cancel, in any precision: Higham, Accuracy and Stability of Numerical Algorithms, 2002, 3.5.
-        max_ulp: `max(abs(y - r) / ulp(r))` in units in the last place of the output's dtype, `ulp(r) = eps *
-            2**floor(log2(abs(r)))` and no less than the smallest subnormal (Goldberg 1991; Muller, On the
-            definition of ulp(x), 2005). An output that is rounded once and correctly has at most 0.5.
-        cosine: `(y . r) / (norm(y) * norm(r))`; 1 if both are zero, 0 if one is.
-        snr: Signal to noise in decibels, `20 * log10(norm(r) / norm(y - r))`, as the SQNR of `torch.ao.ns`;
-            infinite for no error. A float32 product has about 140, one of bfloat16 about 50.
-        nonfinite: How many elements are NaN or infinite in one of the two and not the same in the other.
+        max_relative: `max(abs(y - r) / abs(r))`; where `r` is zero, 0 if `y` is zero too and otherwise infinite. It
+            is large where products cancel, in any precision (Higham, Accuracy and Stability of Numerical Algorithms,
+            2002, 3.5).
+        max_ulp: `max(abs(y - r) / ulp(r))`, in units in the last place of the output's dtype, where `ulp(r) = eps *
+            2**floor(log2(abs(r)))`, but at least the smallest subnormal (Goldberg 1991; Muller, On the definition of
+            ulp(x), 2005). A correctly rounded output has at most 0.5.
+        cosine: `(y . r) / (norm(y) * norm(r))`; 1 if both are zero, 0 if one of them is.
+        snr: Signal-to-noise ratio in decibels, `20 * log10(norm(r) / norm(y - r))`, as the SQNR of `torch.ao.ns`;
+            infinite if there is no error. A float32 product has about 140, a bfloat16 product about 50.
+        nonfinite: How many elements are NaN or infinite in `y` or `r` and not the same in the other.
     """
 
     index: int
@@ -80,33 +81,35 @@ class ReferenceRow:
 
 
 class Reference(Copyable):
-    """Runs each matmul again in a higher precision, or on another device, and measures the difference.
+    """Runs each matmul again in a higher precision or on another device, and measures the difference.
 
-    The same operands go in, so that each call answers for its own rounding only: what came in already
-    rounded is no error of its. At function level the operands are those of before autocast. The program's
-    result is what it was, and no random number is drawn.
+    The reference starts from the same operands, so each call answers only for its own rounding, not for rounding that
+    its operands have been through. At function level the operands are those before autocast. The program's results
+    stay the same, and no random number is drawn.
 
-    In-place and `out=` forms, complex and sparse operands, grouped and scaled (per tensor and per row) products
-    and attention, forward and backward, have a reference. What has none is counted in `skipped` with the reason:
-    integers, dropout, RNN layers, packed and quantised weights, block scales, what torch cannot do in that dtype.
+    In-place and `out=` forms, complex and sparse operands, grouped products, scaled products (per tensor and per
+    row) and attention have a reference, forward and backward. `skipped` counts calls without one, by reason: integers,
+    dropout, RNN layers, packed and quantised weights, block scales, and operators that torch lacks for the dtype.
 
-    It takes copies of the operands in the higher precision, waits for the device at each call and keeps a row of
-    it: choose calls with `when`. A hook that changes outputs is measured too if it comes first.
+    Reference copies the operands to the higher precision, waits for the device at each call, and keeps a row for each
+    call. Choose calls with `when`. It measures the changes of an earlier hook too.
 
     Args:
-        dtype: What to compute in: `torch.float64`, `torch.float32`, which is refused while float32 products may
-            be rounded to less, or None, the operands' own; complex operands in the complex dtype of that size.
-        device: Where to; the call's own if None.
-        max_relative: What `ReferenceRow.max_relative` may be at most.
-        max_ulp: The same for `ReferenceRow.max_ulp`.
-        min_snr: What `ReferenceRow.snr` must be at least; the one of the three that a single element in which
-            products cancel does not decide.
-        action: What to do about a call that is not within these: `"raise"` or `"warn"`.
+        dtype: The dtype to compute in: `torch.float64`, `torch.float32` or None for the operands' own dtype. Complex
+            operands use the complex dtype of that precision. Calls are skipped with `torch.float32` if torch may
+            round the operands of float32 products.
+        device: The device to compute on; None means that of the call.
+        max_relative: The upper limit of `ReferenceRow.max_relative`.
+        max_ulp: The upper limit of `ReferenceRow.max_ulp`.
+        min_snr: The lower limit of `ReferenceRow.snr`, the only one of the three that does not depend on a single
+            element in which products cancel.
+        action: What to do if a call exceeds a limit: `"raise"` or `"warn"`.
 
     Raises:
-        TypeError: A limit that is no number.
-        ValueError: Another dtype or action, a negative maximum, no dtype and no device, or a device without values.
-        OpInterceptError: While the program runs: a call is not within the limits.
+        TypeError: A limit is not a number.
+        ValueError: The dtype or action is unknown, a maximum is negative, neither dtype nor device is given, or the
+            device holds no values.
+        OpInterceptError: A call of the program exceeds a limit.
 
     Example:
         >>> import torch
@@ -134,18 +137,17 @@ class Reference(Copyable):
         if dtype not in (torch.float64, torch.float32, None):
             raise ValueError(f"dtype must be torch.float64, torch.float32 or None, got {dtype!r}")
         if dtype is None and device is None:
-            raise ValueError("a reference must differ from the call, got dtype=None and no device; give one of them")
+            raise ValueError("a reference needs another dtype or device than the call; give dtype= or device=")
         for name, value in (("max_relative", max_relative), ("max_ulp", max_ulp), ("min_snr", min_snr)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-            lowest = -math.inf if name == "min_snr" else 0
-            if value is not None and not value >= lowest:
-                raise ValueError(f"{name} must be at least {lowest}, got {value!r}")
+            if value is not None and (math.isnan(value) or (value < 0 and name != "min_snr")):
+                raise ValueError(f"{name} must not be NaN{'' if name == 'min_snr' else ' or negative'}, got {value!r}")
         check_choice("action", action, ("raise", "warn"))
         self.dtype = dtype
         self.device = None if device is None else torch.device(device)
         if self.device is not None and self.device.type == "meta":
-            raise ValueError("device must be one that holds values, got 'meta'; use 'cpu'")
+            raise ValueError("device='meta' holds no values; use device='cpu'")
         self.max_relative = max_relative
         self.max_ulp = max_ulp
         self.min_snr = min_snr
@@ -156,7 +158,7 @@ class Reference(Copyable):
         self._lock = threading.RLock()
 
     def pre(self, call: OpCall) -> None:
-        """Copy the operands that the call is going to overwrite."""
+        """Copy the operands that the call is about to overwrite."""
         written = call.written
         if written and _is_generic(call):
             _, args, kwargs = _functional(call)
@@ -168,14 +170,14 @@ class Reference(Copyable):
             self._saved.put(call, _Saved(call.args, copies))
 
     def post(self, call: OpCall) -> None:
-        """Compute the reference and note the error."""
+        """Compute the reference and keep a row with the error."""
         saved = self._saved.take(call)
         try:
             errors = self._compare(call, saved)
         except _NoReference as reason:
             self._skip(call, str(reason))
             return
-        except (RuntimeError, TypeError) as error:  # an operator or a device that does not have this dtype
+        except (RuntimeError, TypeError) as error:  # the operator or the device lacks this dtype
             self._skip(call, str(error).partition("\n")[0])
             return
         gemm, lhs = call.gemm, call.lhs
@@ -214,8 +216,8 @@ class Reference(Copyable):
         module = f" in {row.module}" if row.module else ""
         source = f" at {row.source}" if row.source else ""
         text = (
-            f"the output of {row.op} must be within {limit} of its reference, got {value:.4g} for "
-            f"{row.dtype} {row.shape} in call {row.index} ({row.phase}){module}{source}"
+            f"the output of {row.op} violates {limit}, got {value:.4g} for {row.dtype} {row.shape} "
+            f"in call {row.index} ({row.phase}){module}{source}"
         )
         if self.action == "raise":
             raise OpInterceptError(text)
@@ -225,10 +227,10 @@ class Reference(Copyable):
         """Compute the reference of a call and measure its output against it.
 
         Raises:
-            _NoReference: There is none, with the reason.
+            _NoReference: The call has no reference; the message says why.
         """
         if row_of(call.func).family == "other":
-            raise _NoReference("it is no matmul")
+            raise _NoReference("it is not a matmul")
         operands = [t for t in (call.lhs, call.rhs) if t is not None]
         if not operands:
             raise _NoReference("it has no reference")
@@ -237,11 +239,11 @@ class Reference(Copyable):
         if all(t.dtype == self._dtype(t) and t.device == (self.device or t.device) for t in operands):
             raise _NoReference(f"already {dtype_name(operands[0].dtype)}")
         if not all(map(in_memory, (*call.tensors.values(), *_tensors((call.output,))))):
-            raise _NoReference("its operands have no values: their memory was freed, or they stand for others")
+            raise _NoReference("its operands have no values: their memory was freed, or they wrap other tensors")
         if self.dtype == torch.float32 and _rounds_float32(self.device or operands[0].device):
-            raise _NoReference("float32 products may be rounded to less; torch.set_float32_matmul_precision")
+            raise _NoReference("torch may round float32 operands; see torch.set_float32_matmul_precision")
         if any(t.is_cuda for t in operands) and torch.cuda.is_current_stream_capturing():
-            raise _NoReference("a CUDA graph is being captured, and nothing can be read")
+            raise _NoReference("a CUDA graph is being captured, so no value can be read")
         return without_graph(self._measured, call, saved, self.device or operands[0].device)
 
     def _measured(self, call: OpCall, saved: _Saved | None, device: torch.device) -> Errors:
@@ -252,7 +254,7 @@ class Reference(Copyable):
                 if output.is_floating_point() or output.is_complex():
                     errors.add(output.detach(), reference)
         if not errors.dtype:
-            raise _NoReference("it has no output that rounds")
+            raise _NoReference("it has no floating-point output")
         return errors
 
     def _again(self, call: OpCall, saved: _Saved | None) -> tuple[Any, Any]:
@@ -260,7 +262,7 @@ class Reference(Copyable):
         if row_of(call.func).family == "attention":
             return self._attention(call)
         if "pinv" in call.op:
-            raise _NoReference("the singular values that it drops depend on the dtype")
+            raise _NoReference("the dtype decides which singular values it drops")
         formula = _FORMULAS.get(call.op)
         if formula is not None:
             bound = {name: self._raised(value) for name, value in arguments(call).items()}
@@ -270,7 +272,7 @@ class Reference(Copyable):
             raise _NoReference("it has no reference")
         copies: dict[int, torch.Tensor] = {}
         if call.written:
-            if saved is None or saved.args is not call.args:  # a later hook has put others in their place
+            if saved is None or saved.args is not call.args:  # a later hook has replaced them
                 raise _NoReference("its operands were overwritten before they could be copied")
             copies = saved.copies
         func, args, kwargs = _functional(call)
@@ -288,14 +290,14 @@ class Reference(Copyable):
         raised = Attention(*(self._raised(value) for value in attention))
         outputs = call.output if isinstance(call.output, tuple) else (call.output,)
         if attention.grad is not None:
-            gradients = zip(outputs, _gradients(raised), strict=False)  # one that is not needed is None
+            gradients = zip(outputs, _gradients(raised), strict=False)  # a gradient that is not needed is None
             outputs, references = zip(*((y, r) for y, r in gradients if isinstance(y, torch.Tensor)), strict=True)
             return outputs, references
         output = outputs[0].transpose(1, 2) if attention.heads_last else outputs[0]
         return output, _attend(raised).reshape(output.shape)
 
     def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """What to compute in with a tensor."""
+        """The dtype of a tensor in the reference."""
         if self.dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor.dtype
         return self.dtype.to_complex() if tensor.is_complex() else self.dtype
@@ -310,19 +312,19 @@ class Reference(Copyable):
         return value
 
     def rows(self) -> list[ReferenceRow]:
-        """A row a call, in the order in which the calls ended."""
+        """One row for each call, in the order in which the calls ended."""
         return list(self._rows)
 
     def worst(self, n: int = 10, by: Measure = "snr") -> list[ReferenceRow]:
-        """The `n` calls with the largest error, the worst first.
+        """The `n` calls with the largest errors, worst first.
 
         Args:
             n: How many.
-            by: `"snr"` or `"cosine"`, of the output as a whole, or the worst element's `"max_ulp"`,
-                `"max_relative"` or `"max_absolute"`.
+            by: `"snr"` and `"cosine"` measure the output as a whole, `"max_ulp"`, `"max_relative"` and
+                `"max_absolute"` its worst element.
 
         Raises:
-            ValueError: An unknown measure, or `n` below 1.
+            ValueError: The measure is unknown, or `n` is below 1.
         """
         check_choice("by", by, get_args(Measure))
         check_count("n", n)
@@ -330,11 +332,11 @@ class Reference(Copyable):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Calls without a row, by operator and reason, and how many there were."""
+        """How many calls have no row, by operator and reason."""
         return dict(self._skipped)
 
     def clear(self) -> None:
-        """Forget the rows and what was skipped."""
+        """Forget the rows and the counts in `skipped`."""
         self._rows.clear()
         self._skipped.clear()
 
@@ -379,24 +381,24 @@ def _rounds_float32(device: torch.device) -> bool:
     """Whether torch may round the operands of a float32 product to fewer bits."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # the program has set what has no name in these terms
+    except RuntimeError:  # the program has set precisions that this function has no name for
         backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
         return backend.matmul.fp32_precision not in ("ieee", "none")
 
 
 class _NoReference(Exception):
-    """A call cannot be computed again; the text says why."""
+    """A call has no reference; the message says why."""
 
 
 class _Saved(NamedTuple):
-    """The operands that a call overwrites, by their ids, and the arguments that they were among."""
+    """Copies of the operands that a call overwrites, by id, and the arguments that contained them."""
 
     args: tuple[Any, ...]
     copies: dict[int, torch.Tensor]
 
 
 class Errors:
-    """Adds up the errors of a call; see `ReferenceRow` for what they mean."""
+    """Adds up the errors of a call; `ReferenceRow` explains them."""
 
     def __init__(self) -> None:
         self.dtype = ""  # of the first output
@@ -405,15 +407,15 @@ class Errors:
         self._noise = self._signal = self._output = 0.0  # Euclidean norms of y - r, r and y
 
     def add(self, output: torch.Tensor, reference: torch.Tensor, ulp_of: torch.dtype | None = None) -> None:
-        """Add an output, in pieces; ULP are those of its dtype, or of another."""
+        """Add an output, in pieces. Its dtype defines the ULP, unless `ulp_of` is given."""
         info = torch.finfo(ulp_of or output.dtype)
         self.dtype = self.dtype or dtype_name(output.dtype)
         output, reference = _flat(output), _flat(reference)
         if output.numel() != reference.numel():
             raise _NoReference("its reference has another shape")
         wide = torch.complex128 if output.is_complex() else torch.float64
-        for first in range(0, output.numel(), _PIECE):
-            piece = slice(first, first + _PIECE)
+        for first in range(0, output.numel(), PIECE):
+            piece = slice(first, first + PIECE)
             self._add(output[piece].to(reference.device, wide), reference[piece].to(wide), info)
 
     def _add(self, output: torch.Tensor, reference: torch.Tensor, info: torch.finfo) -> None:
@@ -426,9 +428,10 @@ class Errors:
         ulp = error / (power.clamp(min=info.smallest_normal) * info.eps)
         figures = [(~alike).sum(), error.amax(), relative.amax(), ulp.amax()]
         for values in (error, size, output.abs()):
-            peak = values.amax().clamp(min=5e-324)  # squares of float64 leave its range
+            peak = values.amax().clamp(min=5e-324)  # scale, since squares of large or small float64 leave its range
             figures += [peak, torch.linalg.vector_norm(values / peak)]
-        wrong, *maxima, n, noise, s, signal, o, out = torch.stack([f.double() for f in figures]).tolist()  # waits once
+        # Wait for the device only once.
+        wrong, *maxima, n, noise, s, signal, o, out = torch.stack([f.double() for f in figures]).tolist()
         self.nonfinite += int(wrong)
         absolute, relative_, ulp_ = [math.inf] * 3 if wrong else maxima
         self.absolute = max(self.absolute, absolute)
@@ -440,6 +443,7 @@ class Errors:
 
     @property
     def snr(self) -> float:
+        """Signal-to-noise ratio in decibels."""
         if math.isinf(self.absolute):
             return -math.inf
         if not self._noise:
@@ -448,15 +452,16 @@ class Errors:
 
     @property
     def cosine(self) -> float:
+        """Cosine of the angle between outputs and references."""
         y, r, error = self._output, self._signal, self._noise
         if not y or not r:
             return 1.0 if y == r else 0.0
-        # The law of cosines keeps what 1 - cosine loses in y . r: its error is that of the squared noise.
+        # Computing 1 - cosine from y . r would cancel. The law of cosines has only the error of the squared noise.
         return min(1.0, max(-1.0, 1 + (y - r - error) / y * ((y - r + error) / r) / 2))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements, with the zeros of a sparse tensor."""
+    """The elements in one dimension, including the zeros of a sparse tensor."""
     if tensor.is_nested:
         return torch.cat([part.flatten() for part in tensor.unbind()])
     if tensor.layout != torch.strided:
@@ -473,12 +478,12 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 def _is_generic(call: OpCall) -> bool:
-    """Whether the operator itself computes the reference from longer operands."""
+    """Whether the operator itself can compute the reference from operands of higher precision."""
     return row_of(call.func).family in ("gemm", "sparse") and call.op.rpartition("::")[0] in ("aten", "")
 
 
 def _functional(call: OpCall) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The call without `out=` and `out_dtype=`, which are about the output's tensor and dtype."""
+    """The call without `out=` and `out_dtype=`, which would decide where and in which dtype the reference is."""
     func = call.func
     if not hasattr(func, "_schema"):
         args = tuple(value for value in call.args if not isinstance(value, torch.dtype))
@@ -495,7 +500,7 @@ def _functional(call: OpCall) -> tuple[Callable[..., Any], tuple[Any, ...], dict
 
 
 def _attend(attention: Attention) -> torch.Tensor:
-    """The output of an attention, `[*b, h, s_q, d_v]`."""
+    """The output of attention, `[*b, h, s_q, d_v]`."""
     query, value = attention.query, attention.value
     heads, rows = range(query.shape[-3]), range(query.shape[-2])
     output = query.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -506,9 +511,9 @@ def _attend(attention: Attention) -> torch.Tensor:
 
 
 def _gradients(attention: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value (Dao et al., FlashAttention, 2022, B.2).
+    """The gradients of query, key and value, from the output of the forward pass.
 
-    As the kernels do it, from the output that the forward pass had.
+    The kernels compute them in the same way (Dao et al., FlashAttention, 2022, B.2).
     """
     query, key, value, grad, out = attention.query, attention.key, attention.value, attention.grad, attention.out
     if grad is None or out is None:
@@ -529,23 +534,23 @@ def _gradients(attention: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def _scaled_mm(bound: dict[str, Any]) -> torch.Tensor:
-    """`(a * scale_a) @ (b * scale_b) + bias` with a scale a tensor, a row of `a`, or a column of `b`."""
+    """`(a * scale_a) @ (b * scale_b) + bias`, where scales are per tensor, or per row of `a` and column of `b`."""
     lhs, rhs, bias = bound["self"], bound["mat2"], bound["bias"]
     scales = bound["scale_a"], bound["scale_b"]
     if bound.get("scale_result") is not None:
-        raise _NoReference("scale_result is given, which devices apply in different ways")
+        raise _NoReference("devices apply scale_result in different ways")
     if bound.get("contraction_dim") or any(r > 1 for r in (*bound.get("recipe_a", ()), *bound.get("recipe_b", ()))):
-        raise _NoReference("its scales are those of blocks")
+        raise _NoReference("it has a scale for each block")
     scale_a, scale_b = (scale[0] if isinstance(scale, (list, tuple)) else scale for scale in scales)
     shapes = (lhs.shape[0], 1), (1, rhs.shape[1])
     if any(s.numel() != 1 and s.shape != shape for s, shape in zip((scale_a, scale_b), shapes, strict=True)):
-        raise _NoReference("its scales are those of blocks")
+        raise _NoReference("it has a scale for each block")
     product: torch.Tensor = (lhs * scale_a) @ (rhs * scale_b)
     return product if bias is None else product + bias
 
 
 def _grouped_mm(bound: dict[str, Any]) -> torch.Tensor:
-    """A product a group; `offs` has the ends of the groups along the dimension that they share."""
+    """One product for each group; `offs` holds the ends of the groups along their common dimension."""
     lhs, rhs = bound["self"], bound["mat2"]
     if bound["bias"] is not None:
         raise _NoReference("it has no reference with a bias")
