@@ -1,4 +1,4 @@
-"""What every ready-made hook must hold, whatever it looks at and whenever it is interrupted."""
+"""What holds for every ready-made hook, whatever tensors it meets and whenever it is interrupted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from opintercept import hooks, intercept
 
 
 class Constants(nn.Module):
-    """Products whose values and shapes tell the modules apart: all of `m3` are 3 * 4, of shape `[2, 4]`."""
+    """Modules whose products have their own values and shapes: those of `m3` are `[2, 4]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def check_stats(stats: hooks.Stats) -> None:
         size = {"lhs": 6, "rhs": 3 * (number + 1), "output": 2 * (number + 1)}[row.operand]
         value = {"lhs": 1.0, "rhs": float(number), "output": 3.0 * number}[row.operand]
         assert (row.min, row.max, row.count) == (value, value, row.calls * size)
-        if number == 5:  # each of these adds everything up
+        if number == 5:  # once is enough, since this reads all rows
             assert sum(stats.histogram(row.module, row.operand).values()) == row.count
     assert stats.channels("m5").tolist() == [1.0] * 3
 
@@ -80,7 +80,7 @@ class Lines(logging.Handler):
 
 
 class Run:
-    """A writer of `Scalars` that checks what it is given."""
+    """A writer for `Scalars` that checks what it gets."""
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -152,7 +152,7 @@ INTERRUPTED = {
 
 @needs_timer
 @pytest.mark.parametrize("name", INTERRUPTED)
-def test_an_interrupt_in_a_hook_gives_no_value_to_another_module(name: str) -> None:
+def test_an_interrupt_in_a_hook_mixes_up_no_modules(name: str) -> None:
     model = Constants()
     hook, check = INTERRUPTED[name]()
 
@@ -166,7 +166,7 @@ def test_an_interrupt_in_a_hook_gives_no_value_to_another_module(name: str) -> N
 
 @needs_timer
 @pytest.mark.parametrize("level", ["function", "dispatch"])
-def test_an_interrupt_in_gradients_gives_no_value_to_another_module(level: str) -> None:
+def test_an_interrupt_in_gradients_mixes_up_no_modules(level: str) -> None:
     model = Constants()
     gradients = hooks.Gradients()
 
@@ -178,7 +178,7 @@ def test_an_interrupt_in_gradients_gives_no_value_to_another_module(level: str) 
             if level == "dispatch" and entry.operand == "rhs":
                 shape = shape[::-1]
             assert tuple(entry.value.shape) == shape
-            # Each output is one of 2 * (number + 1) in a mean, and a weight meets two rows of ones.
+            # The mean is over 2 * (number + 1) outputs, and each weight meets two rows of ones.
             exact = (1 if entry.operand == "output" else 2) / (2 * (number + 1))
             torch.testing.assert_close(entry.value, torch.full_like(entry.value, exact))
             assert entry.operand not in seen[entry.forward]
@@ -189,7 +189,7 @@ def test_an_interrupt_in_gradients_gives_no_value_to_another_module(level: str) 
 
 
 class Attentions(nn.Module):
-    """Attentions whose weights tell them apart: of the part `m3`, each is 1 / 4."""
+    """Attention modules with their own weights: those of `m3` are 1 / 4 each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Attention(nn.Module):
 
 @needs_timer
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_interrupt_in_attention_weights_gives_no_value_to_another_module(eager: bool) -> None:
+def test_an_interrupt_in_attention_weights_mixes_up_no_modules(eager: bool) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     weights = hooks.AttentionWeights()
@@ -265,14 +265,14 @@ HANDLER = """
     ],
     ids=["Stats.rows", "Stats.step", "Profile.rows", "Recorder.records"],
 )
-def test_a_signal_handler_may_multiply_and_read_while_the_hook_is_read(hook: str, read: str, calls: str) -> None:
+def test_a_signal_handler_may_call_and_read_the_hook_while_it_is_read(hook: str, read: str, calls: str) -> None:
     program = textwrap.dedent(HANDLER).format(hook=hook, read=read, calls=calls)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 class Odd(Tensor):
-    """A tensor that does not say its dtype."""
+    """A tensor whose dtype raises."""
 
     @property
     def dtype(self) -> Any:  # type: ignore[override]
@@ -373,7 +373,7 @@ class Quiet:
 
 
 def outcome(program: Callable[[], Any]) -> str:
-    """What a program sees, in words."""
+    """The result of a program, or its error, as text."""
 
     def words(value: Any) -> str:
         if isinstance(value, (list, tuple)):
@@ -386,14 +386,14 @@ def outcome(program: Callable[[], Any]) -> str:
     try:
         return words(program())
     except Exception as exception:
-        return f"{type(exception).__name__}: {str(exception)[:200]}"  # some go on to list the kernels, ours with them
+        return f"{type(exception).__name__}: {str(exception)[:200]}"  # some go on to list all kernels, ours included
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own of prototypes, and AttentionWeights' of what has no values
+@pytest.mark.filterwarnings("ignore")  # torch warns about prototypes, AttentionWeights about tensors without values
 @pytest.mark.parametrize("level", ["function", "dispatch"])
 @pytest.mark.parametrize("program", UNUSUAL)
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_a_program_of_unusual_tensors_sees_what_it_sees_without_a_hook(name: str, program: str, level: Any) -> None:
+def test_a_program_with_unusual_tensors_is_unchanged_under_a_hook(name: str, program: str, level: Any) -> None:
     bare = outcome(UNUSUAL[program])
 
     def watched() -> Any:
@@ -402,13 +402,13 @@ def test_a_program_of_unusual_tensors_sees_what_it_sees_without_a_hook(name: str
 
     hook = OBSERVERS[name]()
     assert outcome(watched) == bare
-    for read in ("rows", "records", "entries", "calls"):  # nor is reading it an error
+    for read in ("rows", "records", "entries", "calls"):  # reading the hook raises no error either
         value = getattr(hook, read, None)
         repr(value() if callable(value) else value)
 
 
 class Named(nn.Module):
-    """A module of any name."""
+    """A module that contains a linear layer of any name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("make", [hooks.Profile, hooks.Stats, lambda: hooks.Print(io.StringIO())])
-def test_a_module_name_of_a_megabyte_with_control_characters_makes_a_short_table(make: Callable[[], Any]) -> None:
+def test_a_long_module_name_with_control_characters_makes_a_short_printable_table(make: Callable[[], Any]) -> None:
     hook = make()
     with intercept(hook):
         Named("\x1b[2J" + "a" * 1_000_000 + "\n\u202e")(torch.ones(2, 3)).sum().backward()
@@ -431,9 +431,7 @@ def test_a_module_name_of_a_megabyte_with_control_characters_makes_a_short_table
 
 
 @pytest.mark.parametrize("make", [hooks.Profile, hooks.Stats])
-def test_csv_of_modules_named_like_formulas_and_half_surrogates_is_written(
-    make: Callable[[], Any], tmp_path: Path
-) -> None:
+def test_csv_escapes_module_names_that_are_formulas_or_half_surrogates(make: Callable[[], Any], tmp_path: Path) -> None:
     hook = make()
     with intercept(hook):
         for name in ('=HYPERLINK("http://x")', "a\udc80"):
@@ -451,7 +449,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 def seen_by(hook: Any) -> str:
-    """What a hook holds, in words."""
+    """The contents of a hook, as text."""
     for name in ("rows", "records", "entries", "calls"):
         if hasattr(hook, name):
             value = getattr(hook, name)
@@ -461,7 +459,7 @@ def seen_by(hook: Any) -> str:
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", sorted(OBSERVERS.keys() - {"Scalars"}))
-def test_a_hook_can_be_copied_and_pickled_and_goes_on(name: str, way: str) -> None:
+def test_a_hook_can_be_copied_and_pickled_and_its_copy_goes_on(name: str, way: str) -> None:
     hook = OBSERVERS[name]() if "Log" not in name else hooks.Log("opintercept.tests", values="sample")
     x = torch.ones(1, 2, 3, 4)
 
@@ -485,6 +483,6 @@ def test_a_hook_can_be_copied_and_pickled_and_goes_on(name: str, way: str) -> No
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_scalars_with_their_open_writer_refuse_to_be_copied(way: str) -> None:
-    with pytest.raises(TypeError, match=r"Scalars cannot be copied or pickled, since its writer .* stays open; make"):
+def test_scalars_cannot_be_copied(way: str) -> None:
+    with pytest.raises(TypeError, match=r"Scalars cannot be copied or pickled, since it writes to an open .*; make"):
         COPIES[way](hooks.Scalars(Quiet()))

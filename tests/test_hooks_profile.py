@@ -1,4 +1,4 @@
-"""`Profile`: counts, work, totals by module and pass, the audit of precisions."""
+"""`Profile`: counts, work, totals by module and phase, and the audit of precisions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def profiled(steps: int = 1) -> hooks.Profile:
     return profile
 
 
-def test_rows_tell_module_operator_shape_dtype_and_pass() -> None:
+def test_rows_are_by_module_operator_shape_dtype_and_phase() -> None:
     rows = profiled(steps=3).rows()
     assert {(r.module, r.op, r.shape, r.dtype, r.phase, r.calls, r.flops) for r in rows} == {
         ("body.0", "aten::addmm", "[2, 8] @ [8, 16]", "float32", "forward", 3, 3 * 512),
@@ -56,7 +56,7 @@ def test_rows_tell_module_operator_shape_dtype_and_pass() -> None:
         assert row.precision == torch.get_float32_matmul_precision()
 
 
-def test_bytes_are_those_of_operands_and_output() -> None:
+def test_bytes_count_operands_and_output() -> None:
     row = next(r for r in profiled().rows() if (r.module, r.phase) == ("head", "forward"))
     assert row.bytes == 4 * (2 * 8 + 8 * 4 + 4 + 2 * 4)
 
@@ -72,7 +72,7 @@ def test_totals_are_those_of_the_calls(op_calls: OpCalls) -> None:
         op_calls.expect(phase=phase, count=total.calls, max_flops=total.flops)
 
 
-def test_totals_of_a_module_include_what_is_in_it() -> None:
+def test_totals_of_a_module_include_its_submodules() -> None:
     profile = profiled()
     rows, totals = profile.rows(), profile.by_module()
     assert set(totals) == {"", "body", "body.0", "body.2", "head"}
@@ -84,7 +84,7 @@ def test_totals_of_a_module_include_what_is_in_it() -> None:
     assert totals[""].seconds == pytest.approx(phases["forward"].seconds + phases["backward"].seconds)
 
 
-def test_opaque_operators_count_their_own_work() -> None:
+def test_opaque_operators_have_their_own_work() -> None:
     profile = hooks.Profile()
     q = torch.randn(1, 2, 8, 4)
     lstm = nn.LSTM(6, 5)
@@ -121,7 +121,7 @@ def test_work_equals_what_the_flop_counter_counts(name: str) -> None:
     assert sum(ours.values()) >= sum(counted.values())
 
 
-def test_audit_finds_a_layer_outside_of_autocast_and_mixed_passes() -> None:
+def test_audit_finds_a_layer_outside_autocast() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,11 +164,11 @@ def test_audit_finds_a_backward_pass_in_another_dtype() -> None:
     assert profile.audit() == ["Net: forward in float32, backward in float16"]
 
 
-def test_audit_of_a_sound_run_is_empty() -> None:
+def test_audit_of_a_consistent_run_is_empty() -> None:
     assert profiled().audit() == []
 
 
-def test_the_table_has_a_line_a_row_the_slowest_first() -> None:
+def test_the_table_has_one_line_per_row_slowest_first() -> None:
     profile = profiled()
     head, *lines = str(profile).splitlines()
     words = "module op shape dtype phase calls MFLOP MB ms share GFLOP/s FLOP/B"
@@ -188,7 +188,7 @@ def test_csv_has_every_row(tmp_path: Path) -> None:
     ]
 
 
-def test_a_failing_call_leaves_no_clock_behind() -> None:
+def test_a_failing_call_leaves_no_event_behind() -> None:
     profile = hooks.Profile()
     with intercept(profile), pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         torch.mm(torch.ones(2, 3), torch.ones(2, 3))
@@ -197,7 +197,7 @@ def test_a_failing_call_leaves_no_clock_behind() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_time_on_cuda_is_the_devices_and_waits_for_nothing() -> None:
+def test_time_on_cuda_is_the_devices_and_no_call_waits() -> None:
     profile = hooks.Profile()
     a = torch.randn(512, 512, device="cuda")
     torch.mm(a, a)
@@ -213,7 +213,7 @@ def test_time_on_cuda_is_the_devices_and_waits_for_nothing() -> None:
     assert 0 < row.seconds < 1
 
 
-def test_newer_precision_settings_beside_the_old_flags_are_read_and_raise_nothing() -> None:
+def test_newer_precision_settings_are_read_beside_the_old_flags() -> None:
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     profile = hooks.Profile()

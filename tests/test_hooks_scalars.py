@@ -1,4 +1,4 @@
-"""`Scalars`: what is written, when, and to whom; TensorBoard's files are read back."""
+"""`Scalars`: what it writes, when, and to which writer; TensorBoard's files are read back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from opintercept.hooks import StatsRow
 
 
 class Run:
-    """What `wandb.init` returns, as far as `Scalars` looks."""
+    """The part of a W&B run that `Scalars` uses."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -61,21 +61,21 @@ def product(value: float, size: int = 2) -> Tensor:
 
 
 def call(output: Any = None, step: int = 0, **other: Any) -> Any:
-    """All of a call that `Scalars` looks at."""
+    """The part of a call that `Scalars` reads."""
     known = {"module": "", "op": "aten::mm", "phase": "forward", "lhs": None}
     return SimpleNamespace(**(known | other), output=output, step=step)
 
 
 @pytest.fixture
 def tensorboard(tmp_path: Path) -> Iterator[Any]:
-    """A module's own `SummaryWriter`, with the files under `folder`."""
+    """A `SummaryWriter` that writes to `folder`."""
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(tmp_path)
     yield writer
     writer.close()
-    with intercept():  # the writer's thread kept the kernels of the block before
+    with intercept():  # the writer's thread kept the kernels of the block before installed
         pass
 
 
@@ -131,9 +131,9 @@ def test_tensorboard_takes_values_that_are_not_finite(tensorboard: Any, tmp_path
     assert math.isnan(found["-/mm/output/forward/max"][0][1])
 
 
-def test_a_closed_tensorboard_writer_is_an_error_and_no_new_file(tensorboard: Any, tmp_path: Path) -> None:
+def test_a_closed_tensorboard_writer_raises_and_makes_no_new_file(tensorboard: Any, tmp_path: Path) -> None:
     scalars = hooks.Scalars(tensorboard)
-    with pytest.raises(OpInterceptError, match=r"the writer of Scalars must be open, got .* closed; close it later"):
+    with pytest.raises(OpInterceptError, match=r"the writer .* of Scalars is closed; close it after the block"):
         with intercept(scalars):
             product(3.0)
             tensorboard.close()
@@ -148,9 +148,9 @@ def test_a_closed_tensorboard_writer_is_an_error_and_no_new_file(tensorboard: An
     assert files_read(tmp_path)["-/mm/output/forward/mean"] == [(0, 4.0)]
 
 
-def test_a_writer_that_is_closed_in_the_middle_stops_at_the_next_step(tensorboard: Any) -> None:
+def test_a_writer_closed_inside_the_block_raises_at_the_next_step(tensorboard: Any) -> None:
     scalars = hooks.Scalars(tensorboard)
-    with pytest.warns(OpInterceptWarning, match="the writer of Scalars must be open"):
+    with pytest.warns(OpInterceptWarning, match="the writer .* of Scalars is closed"):
         with intercept(scalars, on_error="warn") as interceptor:
             product(1.0)
             tensorboard.close()
@@ -159,7 +159,9 @@ def test_a_writer_that_is_closed_in_the_middle_stops_at_the_next_step(tensorboar
 
 
 @pytest.mark.parametrize("writer", [Run, Mlflow])
-def test_a_step_is_written_when_the_next_one_begins_and_the_last_on_leaving(writer: type[Run | Mlflow]) -> None:
+def test_a_step_is_written_when_the_next_one_begins_and_the_last_when_the_block_ends(
+    writer: type[Run | Mlflow],
+) -> None:
     run = writer()
     with intercept(hooks.Scalars(run, values=["mean", "calls"])) as interceptor:
         product(1.0)
@@ -172,7 +174,7 @@ def test_a_step_is_written_when_the_next_one_begins_and_the_last_on_leaving(writ
     assert run.logged[1:] == [(1, {"-/mm/output/forward/mean": 5.0, "-/mm/output/forward/calls": 1})]
 
 
-def test_add_scalar_gets_one_value_at_a_time_and_goes_before_log() -> None:
+def test_add_scalar_gets_one_value_at_a_time_and_is_preferred_to_log() -> None:
     class Both(Writer, Run):
         def __init__(self) -> None:
             Writer.__init__(self)
@@ -193,7 +195,7 @@ def test_add_scalar_gets_one_value_at_a_time_and_goes_before_log() -> None:
         (100, [(6, 7)]),
     ],
 )
-def test_every_so_many_steps_are_written_together(every: int, written: list[tuple[int, int]]) -> None:
+def test_every_writes_several_steps_together(every: int, written: list[tuple[int, int]]) -> None:
     run = Run()
     with intercept(hooks.Scalars(run, values=["calls"], every=every)) as interceptor:
         for _ in range(7):
@@ -215,7 +217,7 @@ def test_steps_without_a_call_write_nothing() -> None:
     assert len(run.logged) == 2
 
 
-def test_an_operand_of_the_next_step_is_not_written_with_the_last() -> None:
+def test_an_operand_of_the_next_step_is_not_written_with_the_last_one() -> None:
     run = Run()
     with intercept(hooks.Scalars(run, ("lhs", "output"), ["mean"])) as interceptor:
         for value in (1.0, 2.0):
@@ -224,7 +226,7 @@ def test_an_operand_of_the_next_step_is_not_written_with_the_last() -> None:
     assert [values["-/mm/lhs/forward/mean"] for _, values in run.logged] == [1.0, 2.0]
 
 
-def test_what_was_seen_before_an_exception_is_written() -> None:
+def test_calls_before_an_exception_are_written() -> None:
     run = Run()
     with pytest.raises(ZeroDivisionError, match="division"):
         with intercept(hooks.Scalars(run, values=["mean"])):
@@ -233,7 +235,7 @@ def test_what_was_seen_before_an_exception_is_written() -> None:
     assert run.logged == [(0, {"-/mm/output/forward/mean": 4.0})]
 
 
-def test_a_second_block_begins_anew() -> None:
+def test_a_second_block_starts_again() -> None:
     run = Run()
     scalars = hooks.Scalars(run, values=["mean"], every=5)
     interceptor = intercept(scalars)
@@ -257,14 +259,14 @@ def test_values_that_are_not_finite_are_written_as_they_are() -> None:
     }
 
 
-def test_shares_of_a_target_are_written_where_there_is_one() -> None:
+def test_underflow_and_overflow_are_written_with_a_target() -> None:
     run = Run()
     with intercept(hooks.Scalars(run, values=["underflow", "overflow"], for_dtype=torch.float16)):
         torch.tensor([[1e9], [1e-9], [1.0], [0.0]]) @ torch.ones(1, 1)
     assert run.logged == [(0, {"-/mm/output/forward/underflow": 0.25, "-/mm/output/forward/overflow": 0.25})]
 
 
-def test_a_module_that_is_not_known_has_a_name_that_every_writer_takes() -> None:
+def test_an_unknown_module_has_a_name_that_every_writer_accepts() -> None:
     run = Mlflow()
     scalars = hooks.Scalars(run, values=["mean"])
     for module in (None, "", "encoder.layers.0"):
@@ -275,7 +277,7 @@ def test_a_module_that_is_not_known_has_a_name_that_every_writer_takes() -> None
     ]
 
 
-def test_names_at_function_level_are_those_of_the_functions() -> None:
+def test_names_at_function_level_contain_the_function() -> None:
     run = Mlflow()
     with intercept(hooks.Scalars(run, values=["count"]), level="function"):
         nn.Sequential(nn.Linear(2, 3))(torch.ones(4, 2))
@@ -304,7 +306,7 @@ def test_threads_write_each_step_once() -> None:
     assert sum(values.get("-/mm/lhs/forward/calls", 0) for _, values in run.logged) == 160
 
 
-def test_an_error_of_the_writer_says_on_which_call_and_passes() -> None:
+def test_an_error_of_the_writer_is_raised_and_names_the_call() -> None:
     class Broken(Run):
         def log(self, data: dict[str, float], step: int | None = None) -> None:
             raise OSError("no space left on device")
@@ -324,14 +326,16 @@ def test_a_writer_that_cannot_write_is_refused(writer: Any) -> None:
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, "2", None])
-def test_a_step_of_less_than_one_is_refused(every: Any) -> None:
+def test_every_below_one_is_refused(every: Any) -> None:
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got"):
         hooks.Scalars(Run(), every=every)
 
 
 @pytest.mark.parametrize("values", [(), "mean", ["mean", "median"], ["module"], [3]])
 def test_unknown_values_are_refused(values: Any) -> None:
-    with pytest.raises(ValueError, match="values must be some of calls, count, nan, inf, min, max, mean, std, rms"):
+    with pytest.raises(
+        ValueError, match="values must be one or more of calls, count, nan, inf, min, max, mean, std, rms"
+    ):
         hooks.Scalars(Run(), values=values)
 
 
@@ -343,7 +347,7 @@ def test_unknown_operands_and_targets_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["underflow", "overflow"])
-def test_shares_of_no_target_are_refused(value: str) -> None:
+def test_underflow_and_overflow_without_a_target_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="underflow and overflow need for_dtype, got"):
         hooks.Scalars(Run(), values=["mean", value])
 

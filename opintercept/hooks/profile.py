@@ -1,4 +1,4 @@
-"""`Profile`: what every module's matmuls cost, and in which precision they ran."""
+"""`Profile`: adds up what each module's matmuls cost, and tells in which precision they ran."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from opintercept._text import aligned, write_csv
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """The calls that agree in everything up to `precision`.
+    """All calls that agree in the fields up to `precision`.
 
     Attributes:
-        module: Qualified name; None where a backward call cannot be attributed.
+        module: Qualified name of the module; None if it is not known.
         op: The operator.
-        shape: The GEMM, `"[64, 128] @ [128, 32]"`; for an operator without one, its left operand's shape.
-        dtype: Of the operands, `"bfloat16"`, or both if they differ, `"bfloat16, float32"`.
+        shape: The GEMM, `"[64, 128] @ [128, 32]"`; for an operator without one, the shape of its left operand.
+        dtype: The operands' dtype, `"bfloat16"`, or both if they differ, `"bfloat16, float32"`.
         phase: `"forward"`, `"backward"` or `"recompute"`.
         autocast: The dtype that autocast ran the calls in, or None.
-        precision: What torch may do to float32 and to sums: `torch.get_float32_matmul_precision()`, and on a
-            CUDA device the flags for reduced-precision reductions that are on. Where the program has set torch's
-            newer `fp32_precision`, that of the device's backend.
-        calls: How many.
-        flops: Floating-point operations; None if there is no formula for the operator.
-        bytes: Of operands and outputs; None if a layout has no plain size.
-        seconds: Host time on a CPU, time on the device on CUDA.
+        precision: How torch may round float32 operands and sums: `torch.get_float32_matmul_precision()`, or the
+            `fp32_precision` of the device's backend if the program has set that; on CUDA also the flags for
+            reduced-precision reductions that are on.
+        calls: How many calls.
+        flops: Their floating-point operations; None if there is no formula for the operator.
+        bytes: Bytes of their operands and outputs; None if a layout has no plain size.
+        seconds: Their time: on a CPU the host's, on CUDA the device's.
     """
 
     module: str | None
@@ -50,23 +50,23 @@ class ProfileRow:
 
     @property
     def flops_per_second(self) -> float | None:
-        """Achieved work; None if the work or the time is unknown."""
+        """FLOP per second; None if the work or the time is unknown."""
         return self.flops / self.seconds if self.flops is not None and self.seconds else None
 
     @property
     def intensity(self) -> float | None:
-        """Arithmetic intensity in FLOP a byte; None if one of them is unknown."""
+        """Arithmetic intensity in FLOP per byte; None if the work or the size is unknown."""
         return self.flops / self.bytes if self.flops is not None and self.bytes else None
 
 
 _Key = tuple[str | None, str, str, str, str, str | None, str]
-# Calls, FLOP, bytes and seconds of a row: replaced as a whole, so an interrupt leaves no half of a call.
+# Calls, FLOP, bytes and seconds of a row. It is replaced as a whole, so that an interrupt cannot add half a call.
 _Sum = tuple[int, int | None, int | None, float]
 _NOTHING: _Sum = (0, 0, 0, 0.0)
 
 
 class _Pending(NamedTuple):
-    """A call whose time is between two events that the device has not reached yet."""
+    """A call between two events that the device may not have reached yet."""
 
     key: _Key
     flops: int | None
@@ -76,10 +76,10 @@ class _Pending(NamedTuple):
 
 
 class Profile:
-    """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and pass.
+    """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and phase.
 
-    On a CPU the time is the host's. On CUDA it is between two events on the stream, taken from a pool and
-    read when the profile is, so that no call waits for the device. `str(profile)` is a table.
+    On a CPU, Profile measures host time. On CUDA it measures the time between two events on the stream, which it
+    reads when you read the profile, so that no call waits for the device. `str(profile)` is a table.
 
     Example:
         >>> import torch
@@ -98,19 +98,19 @@ class Profile:
 
     def __init__(self) -> None:
         self._sums: dict[_Key, _Sum] = {}
-        # A signal's handler or a finalizer may come back to it from anywhere in the same thread.
+        # Reentrant, since a signal handler or a finalizer may call the hook from anywhere in the same thread.
         self._lock = threading.RLock()
-        self._started: dict[int, Any] = {}  # call to its first event
+        self._started: dict[int, Any] = {}  # the first event of a call, by its id
         self._pending: deque[_Pending] = deque()
         self._pool: list[Any] = []
 
     def pre(self, call: OpCall) -> None:
-        """Start the clock of a device that has its own."""
+        """Record the first event of a call on CUDA."""
         lhs = call.operand("lhs")
         if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._started[id(call)] = self._event()
         elif self._started:
-            self._started.pop(id(call), None)  # of a call that was interrupted, whose place in memory this one has
+            self._started.pop(id(call), None)  # left by an interrupted call that had the same id
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
@@ -129,14 +129,14 @@ class Profile:
         if started is None:
             self._add(key, flops, size, call.elapsed or 0.0)
         else:
-            self._sums.setdefault(key, _NOTHING)  # in the order of the calls
+            self._sums.setdefault(key, _NOTHING)  # keeps the rows in the order of the calls
             pending = _Pending(key, flops, size, started, self._event())
             self._pending.append(pending)
 
     def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float) -> None:
         with self._lock:
             calls, all_flops, all_bytes, all_seconds = self._sums.get(key, _NOTHING)
-            # From here on nothing is called, so no handler of a signal can add to the row meanwhile.
+            # No function is called from here on, so no signal handler can add to the row in between.
             self._sums[key] = (
                 calls + 1,
                 None if flops is None or all_flops is None else all_flops + flops,
@@ -145,7 +145,7 @@ class Profile:
             )
 
     def error(self, call: OpCall, exception: BaseException) -> None:
-        """Forget the clock of a call that failed."""
+        """Forget the event of a call that raised."""
         self._started.pop(id(call), None)
 
     def _event(self) -> Any:
@@ -160,7 +160,7 @@ class Profile:
         for _ in range(len(self._pending)):
             try:
                 pending = self._pending.popleft()
-            except IndexError:  # a handler of a signal has read them meanwhile
+            except IndexError:  # a signal handler has read the rest
                 return
             try:
                 pending.ended.synchronize()
@@ -172,18 +172,18 @@ class Profile:
             self._pool += (pending.started, pending.ended)
 
     def rows(self) -> list[ProfileRow]:
-        """The rows, in the order in which they first came up; waits for the device's events."""
+        """The rows in the order of their first calls; waits for the device."""
         with self._lock:
             self._read_events()
             sums = list(self._sums.items())
         return [ProfileRow(*key, *total) for key, total in sums if total[0]]
 
     def by_phase(self) -> dict[str, ProfileRow]:
-        """Totals of each pass."""
+        """Totals by phase."""
         return self._totals(lambda row: [row.phase], lambda name: {"phase": name})
 
     def by_module(self) -> dict[str, ProfileRow]:
-        """Totals of each module with all that is in it; `""` is the whole program."""
+        """Totals by module, including its submodules; `""` is the whole program."""
 
         def ancestors(row: ProfileRow) -> list[str]:
             if not row.module:
@@ -213,10 +213,10 @@ class Profile:
         }
 
     def audit(self) -> list[str]:
-        """What stands out in the precisions, a line each; empty if nothing does.
+        """Findings about precision, one line each; empty if there are none.
 
-        Lines are about modules whose backward pass multiplied in another dtype than their forward pass, about
-        float32 products of more than one row while autocast was on for others, and about mixed operands.
+        A finding is a module whose backward pass has another dtype than its forward pass, a product that ran in
+        float32 while autocast cast others, or a product of operands with different dtypes.
         """
         findings = []
         passes: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -236,7 +236,7 @@ class Profile:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            self._read_events()  # events stay in their process
+            self._read_events()  # events cannot leave the process
             return {"_sums": dict(self._sums)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ class Profile:
 def _precision(lhs: torch.Tensor | None) -> str:
     try:
         words = [torch.get_float32_matmul_precision()]
-    except RuntimeError:  # the program has set the fp32_precision of single backends
+    except RuntimeError:  # the program has set the fp32_precision of a backend
         backend: Any = torch.backends.cuda if lhs is not None and lhs.is_cuda else torch.backends.mkldnn
         words = [backend.matmul.fp32_precision]
     if lhs is not None and lhs.is_cuda:

@@ -1,4 +1,4 @@
-"""`Scalars`: statistics of every step as curves in TensorBoard, Weights & Biases or MLflow."""
+"""`Scalars`: writes the statistics of each step to TensorBoard, Weights & Biases or MLflow."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ _VALUES = tuple(name for name in StatsRow.__slots__ if name not in ("module", "o
 
 
 class Scalars:
-    """Writes statistics of each step under `module/op/operand/phase/value`, `encoder.0/mm/output/forward/std`.
+    """Writes the statistics of each step under names such as `encoder.0/mm/output/forward/std`.
 
-    The module is `-` outside of all and `unknown` where it cannot be told: MLflow takes no `?` in a name.
-    A step ends when the interceptor's `step()` has been called and the next call comes, and when the block is left.
-    What is behind `writer` is told by what it can do: `add_scalar(tag, value, step)` as of TensorBoard's
-    `SummaryWriter`, `log(dict, step=)` as of a run of W&B, `log_metrics(dict, step=)` as of `mlflow`.
+    A name is `module/op/operand/phase/value`. The module is `-` for calls outside all modules and `unknown` if it is
+    not known, since MLflow does not accept `?` in a name. A step ends with the first call after the interceptor's
+    `step()`, or with the block. Scalars calls the first of these methods that the writer has:
+    `add_scalar(tag, value, step)`, as TensorBoard's `SummaryWriter`; `log_metrics(dict, step=)`, as `mlflow`;
+    `log(dict, step=)`, as a W&B run.
 
     Args:
-        writer: Where to; stays open.
-        of: As of `Stats`, which does the work.
-        values: Any of the numbers of a `StatsRow`.
-        for_dtype: As of `Stats`; the values `"underflow"` and `"overflow"` need it.
-        every: Write once in so many steps, for all that came in them.
+        writer: The writer. Scalars does not close it.
+        of: Which tensors to look at, as for `Stats`, which does the work.
+        values: Any of the numbers in a `StatsRow`.
+        for_dtype: As for `Stats`; the values `"underflow"` and `"overflow"` need it.
+        every: Write once every this many steps, for all calls of these steps.
 
     Raises:
-        TypeError: The writer can do none of that, or `for_dtype` is none.
-        ValueError: An unknown operand or value, or `every` below 1.
-        OpInterceptError: On writing, if the writer has been closed.
+        TypeError: The writer has none of these methods, or `for_dtype` is not a signed floating-point dtype.
+        ValueError: An operand or value is unknown, or `every` is below 1.
+        OpInterceptError: In a call, if the writer has been closed.
 
     Example:
         >>> import torch
@@ -64,16 +65,16 @@ class Scalars:
         check_count("every", every)
         self._values = tuple(values)
         if isinstance(values, str) or not self._values or any(value not in _VALUES for value in self._values):
-            raise ValueError(f"values must be some of {', '.join(_VALUES)}, got {values!r}")
+            raise ValueError(f"values must be one or more of {', '.join(_VALUES)}, got {values!r}")
         if for_dtype is None and not {"underflow", "overflow"}.isdisjoint(self._values):
             raise ValueError(f"underflow and overflow need for_dtype, got values={self._values!r} without it")
         self._writer = writer
         self._write = _method(writer)
         self._every = every
         self._stats = Stats(of, for_dtype=for_dtype)
-        self._first: int | None = None  # step of what has not been written
+        self._first: int | None = None  # the first step that has not been written
         self._last = 0
-        self._lock = threading.RLock()  # the writer may multiply, and so come back
+        self._lock = threading.RLock()  # reentrant, since the writer may make matmuls and so call the hook
         if hasattr(self._stats, "pre"):
             self.pre = self._pre
 
@@ -82,7 +83,7 @@ class Scalars:
         self._stats.pre(call)
 
     def post(self, call: OpCall) -> None:
-        """Add the call, after writing what is due."""
+        """Write the step that has ended, if any, then add the call."""
         self._turn(call.step)
         self._stats.post(call)
 
@@ -96,16 +97,16 @@ class Scalars:
             self._last = step
 
     def exit(self) -> None:
-        """Write what is left."""
+        """Write the last step."""
         with self._lock:
             if self._first is not None:
                 rows, last, self._first = self._ended(), self._last, None
                 self._send(rows, last)
 
     def _ended(self) -> list[StatsRow]:
-        # A closed SummaryWriter would open another file without a word.
+        # A closed SummaryWriter would silently open another file.
         if getattr(self._writer, "all_writers", self) is None:
-            raise OpInterceptError(f"the writer of Scalars must be open, got {self._writer!r} closed; close it later")
+            raise OpInterceptError(f"the writer {self._writer!r} of Scalars is closed; close it after the block")
         return self._stats.step()
 
     def _send(self, rows: list[StatsRow], step: int) -> None:
@@ -122,8 +123,8 @@ class Scalars:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"Scalars cannot be copied or pickled, since its writer {self._writer!r} stays open; "
-            "make another one with a writer of its own"
+            f"Scalars cannot be copied or pickled, since it writes to an open {self._writer!r}; "
+            "make another one with its own writer"
         )
 
 
