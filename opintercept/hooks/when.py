@@ -1,4 +1,4 @@
-"""`when`: a hook for some calls only."""
+"""`when`: calls a hook for some calls only."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from opintercept._hook import Hook, Read, is_hook, reads_of
 from opintercept._record import CallRecord, Phase
 from opintercept._tensors import TensorMeta, dtype_name, dtype_of
 
-_MOST_NAMES = 1024  # of modules, to find those that a pattern may have meant
-_MOST_GLANCES = 10_000  # at modules of calls that other filters leave out
+MOST_NAMES = 1024
+"""How many module names a filter keeps, to suggest one if its own pattern matches none."""
+_MOST_GLANCES = 10_000  # how many calls that other filters leave out are asked for their module
 
 
 def when(
@@ -38,28 +39,31 @@ def when(
     steps: int | Container[int] | None = None,
     predicate: Callable[[OpCall], bool] | None = None,
 ) -> Hook:
-    """Return `hook` for those calls only that pass every filter given.
+    """Return a hook that calls `hook` only for calls that pass every filter given.
 
-    The verdict falls once a call, before it runs if the hook has a `pre`, and holds for all its methods.
+    The filters decide once for each call and for all methods of the hook: before the operator runs if the hook has a
+    `pre`. The result declares what `hook` declares, and `reads` names if `module` is given. A hook or predicate
+    without a declaration leaves the result without one.
 
     Args:
         hook: Any hook, also another `when`.
         op: One or more operators: `"mm"`, `"aten::mm"`, `"torch.nn.functional.linear"` or `"linear"`.
-        module: The module's qualified name: a glob, `"encoder.*.attn"`, in which `*` also stands for dots; a
-            compiled pattern, which must match the whole name; or any test of the name. A module with several
-            names passes if one of them does; a call of no known module does not. A block that ends before any
-            name has matched a glob or a pattern says so in a warning, once, with the names that are closest.
+        module: The module's qualified name: a glob such as `"encoder.*.attn"`, in which `*` also matches dots; a
+            compiled pattern, which must match the whole name; or any predicate of the name. A module with several
+            names passes if one of them does; a call without a known module does not pass. If a block ends and no
+            name has matched the glob or pattern so far, `when` warns once and suggests names.
         phase: `"forward"`, `"backward"` or `"recompute"`.
-        dtype: Of the left or the right operand, `torch.bfloat16` or `"bfloat16"`.
-        min_numel: The larger operand has at least so many elements.
-        every: The first of so many calls, counted after the filters above and `predicate`.
-        first: Only so many calls, counted after `every`.
-        steps: The step, or a container of steps: `range(100, 200)`.
-        predicate: Any test of the call.
+        dtype: The dtype of the left or the right operand, `torch.bfloat16` or `"bfloat16"`.
+        min_numel: How many elements the larger operand must have at least.
+        every: Pass one call in this many, starting with the first; counts the calls that pass the filters above and
+            `predicate`.
+        first: Pass only this many calls, counted after `every`.
+        steps: The interceptor's step, or a container of steps such as `range(100, 200)`.
+        predicate: Any predicate of the call.
 
     Raises:
-        TypeError: `hook` is no hook, `predicate` cannot be called, or a filter of the wrong type.
-        ValueError: An unknown phase, or a count below 1.
+        TypeError: `hook` is not a hook, `predicate` is not callable, or a filter has the wrong type.
+        ValueError: The phase is unknown, or a count is below 1.
 
     Example:
         >>> import torch
@@ -70,12 +74,12 @@ def when(
         1 forward aten::bmm float32[2, 3, 3] @ float32[2, 3, 3] -> float32[2, 3, 3] | min 3 max 3 mean 3 std 0
     """
     if not is_hook(hook) or isinstance(hook, type):
-        raise TypeError(f"when must be given a hook, got {hook!r}")
+        raise TypeError(f"when needs a hook, got {hook!r}")
     return _When(hook, CallFilter(op, module, phase, dtype, min_numel, every, first, steps, predicate))
 
 
 class CallFilter:
-    """The filters of `when`, for calls and for records of them; arguments as there."""
+    """The filters of `when`, which take the same arguments. They work for calls and for records of calls."""
 
     def __init__(
         self,
@@ -97,14 +101,14 @@ class CallFilter:
             if value is not None:
                 check_count(name, value)
         if not (steps is None or isinstance(steps, int) or _is_container(steps)):
-            raise TypeError(f"steps must be a number or a container of numbers, range(100, 200) say, got {steps!r}")
+            raise TypeError(f"steps must be a number or a container of numbers, such as range(100, 200), got {steps!r}")
         names: tuple[Read, ...] = () if module is None else ("module",)
         if (reads := reads_of(() if predicate is None else (predicate,), names)) is not None:
             self.reads = reads
         self._ops = None if op is None else _op_names(op)
         self._module = None if module is None else name_test(module)
-        self._pattern = module if _says_what_is_there(module) else None
-        self._missed: set[str] | None = None  # names, until one matches, if `watch_names` has been called
+        self._pattern = module if _should_match(module) else None
+        self._missed: set[str] | None = None  # names that did not match; None after a match, or if nothing watches
         self._glances = 0
         self._phase = phase
         self._dtype = None if dtype is None else checked_dtype(dtype)
@@ -124,7 +128,7 @@ class CallFilter:
         vars(self).update(state, _lock=threading.RLock())
 
     def admits(self, call: OpCall | CallRecord) -> bool:
-        """Whether the call passes; counts it for `every` and `first`, so ask once a call."""
+        """Whether the call passes. Counts it for `every` and `first`, so ask only once for each call."""
         return self._passes(call) and self._counted()
 
     def _passes(self, call: OpCall | CallRecord) -> bool:
@@ -137,21 +141,21 @@ class CallFilter:
         ):
             if self._missed is not None and self._glances < _MOST_GLANCES:
                 self._glances += 1
-                self._is_there(_modules(call))
+                self._matches(_modules(call))
             return False
         return (self._module is None or self._in_module(_modules(call))) and (
             self._predicate is None or bool(self._predicate(call))
         )
 
     def _in_module(self, names: tuple[str, ...]) -> bool:
-        if self._is_there(names):
+        if self._matches(names):
             return True
         missed = self._missed
-        if missed is not None and len(missed) < _MOST_NAMES:
+        if missed is not None and len(missed) < MOST_NAMES:
             missed.update(names)
         return False
 
-    def _is_there(self, names: tuple[str, ...]) -> bool:
+    def _matches(self, names: tuple[str, ...]) -> bool:
         for name in names:
             if self._module(name):  # type: ignore[misc]
                 self._missed = None
@@ -159,20 +163,20 @@ class CallFilter:
         return False
 
     def watch_names(self) -> bool:
-        """Note names until one matches, if `unmatched` may then have something to say."""
+        """Keep names that do not match, so that `unmatched` can warn; return whether that makes sense here."""
         if self._pattern is not None:
             self._missed = set()
         return self._pattern is not None
 
     def unmatched(self) -> str | None:
-        """What to tell, once, if calls were asked for their module and none had one that matches."""
+        """The text of a warning, once, if some calls were asked for their module and no name matched."""
         missed = self._missed
         if not missed or self._pattern is None:
             return None
         self._missed = None
         return (
-            f"module must match the name of a module that calls come from, got {self._pattern!r}, which matches none "
-            f"so far; {_meant(self._pattern, sorted(missed))}"
+            f"no call so far comes from a module that matches module={self._pattern!r}; "
+            f"{_suggestion(self._pattern, sorted(missed))}"
         )
 
     def _in_steps(self, step: int) -> bool:
@@ -189,7 +193,10 @@ class CallFilter:
 
 
 class _When:
-    """Has those methods that the hook has, so that the pipeline asks for no others; none refers back to it."""
+    """Has the methods that the hook has and no others, so that the pipeline calls nothing in vain.
+
+    None of the methods refers back to the object, so that it goes without the garbage collector.
+    """
 
     def __init__(self, hook: Hook, filters: CallFilter) -> None:
         self.hook = hook
@@ -207,7 +214,7 @@ class _When:
             self.wants_gradients = partial(_wants, filters, getattr(hook, "wants_gradients", None))
         if callable(enter := getattr(hook, "enter", None)):
             self.enter = enter
-        # A filter behind another sees only what that lets through, and says nothing.
+        # A filter inside another one sees only what that lets through, so it must not warn.
         leave = hook._leave if isinstance(hook, _When) else getattr(hook, "exit", None)
         self._leave: Callable[[], Any] | None = leave if callable(leave) else None
         leave = partial(_exit, filters, self._leave) if filters.watch_names() else self._leave
@@ -245,14 +252,14 @@ def _wants(filters: CallFilter, wants: Callable[[OpCall], bool] | None, call: Op
 
 
 def checked_dtype(dtype: Any) -> str:
-    """The dtype's name.
+    """Return the name of a dtype.
 
     Raises:
-        TypeError: It is neither a dtype of torch nor the name of one.
+        TypeError: `dtype` is neither a `torch.dtype` nor the name of one.
     """
     name = dtype_name(dtype)
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype or its name, 'bfloat16' say, got {dtype!r}")
+        raise TypeError(f"dtype must be a torch.dtype or its name, such as 'bfloat16', got {dtype!r}")
     return name
 
 
@@ -261,48 +268,56 @@ def _is_container(value: Any) -> bool:
 
 
 def name_test(module: Any) -> Callable[[str], Any]:
+    """Return a predicate of module names.
+
+    Args:
+        module: A glob, a compiled pattern, or the predicate itself.
+
+    Raises:
+        TypeError: `module` is something else.
+    """
     if isinstance(module, str):
         return re.compile(fnmatch.translate(module)).fullmatch
     if isinstance(module, re.Pattern):
         return module.fullmatch
     if callable(module):
         return module  # type: ignore[no-any-return]
-    raise TypeError(f"module must be a glob, a compiled pattern or a test of the name, got {module!r}")
+    raise TypeError(f"module must be a glob, a compiled pattern or a predicate of the name, got {module!r}")
 
 
-def _says_what_is_there(module: Any) -> TypeGuard[str | re.Pattern[str]]:
-    """Whether to match nothing is a mistake; it is not for a test, for what tells names to leave out, or for `""`."""
+def _should_match(module: Any) -> TypeGuard[str | re.Pattern[str]]:
+    """Whether matching nothing is a mistake: not for a predicate, a pattern that excludes names, or `""`."""
     if isinstance(module, re.Pattern):
         return isinstance(module.pattern, str) and "(?!" not in module.pattern and "(?<!" not in module.pattern
     return isinstance(module, str) and module != "" and "[!" not in module
 
 
-def _meant(module: str | re.Pattern[str], names: list[str]) -> str:
-    """What to write instead of a module that matches none of `names`."""
+def _suggestion(module: str | re.Pattern[str], names: list[str]) -> str:
+    """Suggest what to write instead of a module that matches none of `names`."""
     if isinstance(module, re.Pattern):
         if (name := next(filter(module.search, names), None)) is not None:
             return f"it must match the whole of {name!r}"
         module = module.pattern
     else:
-        # A call's module is the innermost one, and its name begins at the outermost one that ran.
+        # The module of a call is the innermost one, and its name starts below the outermost one that ran.
         for wider in (f"{module}.*", f"*.{module}", f"*.{module}.*"):
             if any(map(name_test(wider), names)):
                 return f"did you mean {wider!r}"
     if close := difflib.get_close_matches(module, names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(map(repr, close))}"
-    shown = [repr(name) if name else "'' (outside of all modules)" for name in names[:3]]
+    shown = [repr(name) if name else "'' (outside all modules)" for name in names[:3]]
     return f"calls come from {', '.join(shown)}{', ...' if len(names) > 3 else ''}"
 
 
 def _op_names(op: Any) -> frozenset[str]:
     names = [op] if isinstance(op, str) else list(op) if isinstance(op, Iterable) else []
     if not names or isinstance(op, torch._ops.OpOverloadPacket) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"op must be the name of an operator, 'mm' or 'aten::mm', or several names, got {op!r}")
+        raise TypeError(f"op must be one or more names of operators, such as 'mm' or 'aten::mm', got {op!r}")
     return frozenset(names)
 
 
 def _names(op: str) -> tuple[str, str]:
-    """The full name and the short one."""
+    """The full name of an operator and its short name."""
     return op, op.rpartition("::")[2].rpartition(".")[2]
 
 
@@ -320,7 +335,7 @@ def _numel(operand: Any) -> int:
 
 
 def _modules(call: OpCall | CallRecord) -> tuple[str, ...]:
-    """Every name of the module; a record has the first one only."""
+    """All names of the module; a record has only the first."""
     if isinstance(call, CallRecord):
         return () if call.module is None else (call.module,)
     return call.aliases
