@@ -1,11 +1,8 @@
-"""Copies of tensors that outlive their call, which of them safetensors can store, and copies of hooks."""
+"""Copies of tensors that outlive their call, and which of them safetensors can store."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from contextlib import nullcontext
-from copy import copy
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -71,18 +68,3 @@ def can_store(dtype: torch.dtype) -> bool:
         raise
     except Exception:  # a KeyError, a SafetensorError, or torch's own error for the dtype
         return False
-
-
-class Copyable:
-    """Base class of hooks that can be copied and pickled. Each copy gets its own containers and its own lock."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name != "_lock"}
-        return {name: copy(value) if isinstance(value, _CONTAINERS) else value for name, value in state.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.RLock()
-
-
-_CONTAINERS = (dict, list, set, deque)

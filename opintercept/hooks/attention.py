@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -21,6 +21,7 @@ from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._record import Phase
 from opintercept._text import printable
 from opintercept.hooks._attention import Attention, attention_of, product_of, take, without_autocast
+from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._values import captured, is_freed, stored_values
 
 Of = Literal["probabilities", "scores", "entropy"]
@@ -56,7 +57,7 @@ class AttentionCall:
     values: torch.Tensor
 
 
-class AttentionWeights:
+class AttentionWeights(Copyable):
     """Keeps the weights of every attention, fused or eager.
 
     **Fused** attention is every `scaled_dot_product_attention`, whichever kernel computes it. The kernel runs as
@@ -111,6 +112,7 @@ class AttentionWeights:
     """
 
     reads = ("module",)
+    fresh: ClassVar = {"_lock": threading.RLock, "_shapes": dict}
 
     def __init__(
         self,
@@ -277,15 +279,6 @@ class AttentionWeights:
                 f"skipped: {self.skipped or 'none'}"
             )
         return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            state = vars(self) | {"calls": [*self.calls], "_skipped": Counter(self._skipped), "_shapes": {}}
-        del state["_lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock())
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -24,7 +24,8 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._hook import Level
 from opintercept._record import Phase
 from opintercept._tensors import describe, is_strided
-from opintercept.hooks._copies import Copyable, can_store, copied, safetensors_for
+from opintercept.hooks._copies import can_store, copied, safetensors_for
+from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._roles import Generators, checked_roles
 from opintercept.hooks._values import captured, first_output, in_memory, parts_of
 

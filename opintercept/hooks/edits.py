@@ -19,7 +19,7 @@ from opintercept._errors import OpInterceptError
 from opintercept._hook import Read
 from opintercept._record import Phase
 from opintercept._tensors import describe, dtype_name, is_strided
-from opintercept.hooks._copies import Copyable
+from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._roles import Generators, checked_roles, checked_seed
 from opintercept.hooks._values import first_output, in_memory, without_graph
 

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from re import Pattern
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from opintercept._call import OpCall
 from opintercept._errors import HookError
 from opintercept._tensors import tensors_of
+from opintercept.hooks._copyable import Copyable
 from opintercept.hooks.when import name_test
 
 Function = Callable[[OpCall, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
@@ -38,7 +39,7 @@ class Gradient:
     value: torch.Tensor
 
 
-class Gradients:
+class Gradients(Copyable):
     """Passes the gradients of each call's operands and output to a function, or keeps them.
 
     At function level each call gets two identity nodes in the autograd graph, as a module does from
@@ -72,6 +73,7 @@ class Gradients:
 
     reads = ("module", "forward", "gradients")
     levels = ("function", "dispatch")
+    fresh: ClassVar = {"_last": threading.local}
 
     def __init__(self, function: Function | None = None) -> None:
         if function is not None and not callable(function):
@@ -144,9 +146,3 @@ class Gradients:
             Gradient(module, call.op, forward, role, grad.detach().clone()) for role, grad in found.items()
         ]
         return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_last"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _last=threading.local())

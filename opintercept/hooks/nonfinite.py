@@ -20,7 +20,8 @@ from opintercept._errors import NonFiniteError, OpInterceptWarning
 from opintercept._ops.table import row_of
 from opintercept._record import CallRecord
 from opintercept._tensors import is_strided, share_memory
-from opintercept.hooks._copies import Copyable, safetensors_for
+from opintercept.hooks._copies import safetensors_for
+from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._notes import Notes
 from opintercept.hooks._repro import save_repro
 from opintercept.hooks._values import captured, in_memory, parts_of, stored_values

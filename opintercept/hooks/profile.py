@@ -7,13 +7,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from opintercept._call import OpCall
 from opintercept._tensors import dtype_name
 from opintercept._text import aligned, write_csv
+from opintercept.hooks._copyable import Copyable
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class _Pending(NamedTuple):
     ended: Any
 
 
-class Profile:
+class Profile(Copyable):
     """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and phase.
 
     On a CPU, Profile measures host time. On CUDA it measures the time between two events on the stream, which it
@@ -95,6 +96,7 @@ class Profile:
     """
 
     reads = ("module", "autocast")
+    fresh: ClassVar = {"_lock": threading.RLock, "_started": dict, "_pending": deque, "_pool": list}
 
     def __init__(self) -> None:
         self._sums: dict[_Key, _Sum] = {}
@@ -237,11 +239,7 @@ class Profile:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             self._read_events()  # events cannot leave the process
-            return {"_sums": dict(self._sums)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        vars(self).update(state)
+            return super().__getstate__()
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the rows with a header line."""

@@ -20,7 +20,7 @@ from opintercept._record import Phase
 from opintercept._tensors import dtype_name, shape_of, share_memory
 from opintercept._text import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
-from opintercept.hooks._copies import Copyable
+from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._notes import Notes
 from opintercept.hooks._values import in_memory, without_graph
 

@@ -20,6 +20,7 @@ from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._hook import Hook, Read, is_hook, reads_of
 from opintercept._record import CallRecord, Phase
 from opintercept._tensors import TensorMeta, dtype_name, dtype_of
+from opintercept.hooks._copyable import Copyable
 
 MOST_NAMES = 1024
 """How many module names a filter keeps, to suggest one if its own pattern matches none."""
@@ -78,7 +79,7 @@ def when(
     return _When(hook, CallFilter(op, module, phase, dtype, min_numel, every, first, steps, predicate))
 
 
-class CallFilter:
+class CallFilter(Copyable):
     """The filters of `when`, which take the same arguments. They work for calls and for records of calls."""
 
     def __init__(
@@ -120,12 +121,6 @@ class CallFilter:
         self._passed = 0
         self._admitted = 0
         self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock())
 
     def admits(self, call: OpCall | CallRecord) -> bool:
         """Whether the call passes. Counts it for `every` and `first`, so ask only once for each call."""

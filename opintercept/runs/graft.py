@@ -17,7 +17,7 @@ import torch
 from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._tensors import describe
-from opintercept.hooks._copies import Copyable
+from opintercept.hooks._copyable import Copyable
 from opintercept.hooks.when import CallFilter
 from opintercept.runs._ranks import rank_and_world_size
 from opintercept.runs.codec import StoredCall
