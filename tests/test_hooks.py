@@ -20,7 +20,7 @@ import torch
 from interrupts import interrupt, needs_timer
 from torch import Tensor, nn
 
-from opintercept import hooks, intercept
+from opintercept import OpCall, hooks, intercept
 
 
 class Constants(nn.Module):
@@ -405,6 +405,79 @@ def test_a_program_with_unusual_tensors_is_unchanged_under_a_hook(name: str, pro
     for read in ("rows", "records", "entries", "calls"):  # reading the hook raises no error either
         value = getattr(hook, read, None)
         repr(value() if callable(value) else value)
+
+
+READ_BY = {
+    "module": "module",
+    "aliases": "module",
+    "source": "source",
+    "forward": "forward",
+    "grad_of": "forward",
+    "gradient": "gradients",
+    "grad_output": "gradients",
+    "autocast": "autocast",
+    "record": "record",
+    "note": "record",
+}
+
+DECLARED: dict[str, Callable[[], Any]] = {
+    "AttentionWeights": hooks.AttentionWeights,
+    "BitFlip": hooks.BitFlip,
+    "Capture": hooks.Capture,
+    "Capture of gradients": lambda: hooks.Capture("grad_rhs"),
+    "FakeQuantize": hooks.FakeQuantize,
+    "Gradients": hooks.Gradients,
+    "Log": lambda: hooks.Log(quiet()),
+    "NonFinite": lambda: hooks.NonFinite(action="record", allow="other"),
+    "Noise": lambda: hooks.Noise(0.1),
+    "Print": lambda: hooks.Print(io.StringIO()),
+    "Profile": hooks.Profile,
+    "Recorder": hooks.Recorder,
+    "Reference": hooks.Reference,
+    "Scalars": lambda: hooks.Scalars(Quiet()),
+    "Stats": hooks.Stats,
+    "when": lambda: hooks.when(hooks.Stats(), op=("mm", "linear"), every=2),
+    "when with a module": lambda: hooks.when(hooks.Recorder(), module="*"),
+}
+
+
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The words for everything that hooks read of their calls from now on."""
+    found: set[str] = set()
+
+    def watched(read: Callable[[OpCall], Any], word: str) -> Callable[[OpCall], Any]:
+        def reading(call: OpCall) -> Any:
+            found.add(word)
+            return read(call)
+
+        return reading
+
+    for name, word in READ_BY.items():
+        member = vars(OpCall)[name]
+        is_property = isinstance(member, property)
+        read = watched(member.fget if is_property else member, word)
+        monkeypatch.setattr(OpCall, name, property(read) if is_property else read)
+    return found
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_hook_reads_what_it_declares_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = watch_reads(monkeypatch)
+    hook = DECLARED[name]()
+    for level in getattr(hook, "levels", ("function", "dispatch")):
+        with intercept(hook, level=level):
+            x, w = torch.ones(1, 2, 3, 4), torch.ones(4, 3, requires_grad=True)
+            nn.functional.scaled_dot_product_attention(x, x, x)
+            (torch.ones(2, 4) @ w).sum().backward()
+            torch.full((2, 2), float("inf")) @ torch.zeros(2, 2)
+    assert found == set(hook.reads)
+
+
+def test_every_ready_made_hook_is_held_to_its_declaration() -> None:
+    made = {type(make()).__name__ for name, make in DECLARED.items() if not name.startswith("when")}
+    methods = ("pre", "post", "error", "backward")
+    public = {name for name in hooks.__all__ if any(hasattr(getattr(hooks, name), method) for method in methods)}
+    assert made == public
 
 
 class Named(nn.Module):

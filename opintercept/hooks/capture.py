@@ -21,7 +21,7 @@ import torch
 from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._hook import Level
+from opintercept._hook import Level, Read
 from opintercept._record import Phase
 from opintercept._tensors import describe, is_strided
 from opintercept.hooks._copies import can_store, copied, safetensors_for
@@ -150,8 +150,6 @@ class Capture(Copyable):
         [<output of call 0, aten::addmm in 0: float32[5, 4]>, <output of call 1, aten::addmm in 2: float32[5, 2]>]
     """
 
-    reads = ("module", "forward", "gradients")
-
     def __init__(
         self,
         of: str | Iterable[str] = ("lhs", "output"),
@@ -178,7 +176,8 @@ class Capture(Copyable):
         self.folder = _folder(to, folder)
         self._operands = [role for role in self.of if role in ("lhs", "rhs", "bias")]
         self._gradients = [role for role in self.of if role.startswith("grad_")]
-        self.levels: tuple[Level, ...] = ("dispatch",) if self._gradients else get_args(Level)
+        self.reads: tuple[Read, ...] = ("module", "forward", "gradients") if self._gradients else ("module", "forward")
+        self.levels: tuple[Level, ...] = ("dispatch",) if self._gradients else ("function", "dispatch")
         self._lock = threading.RLock()
         self._entries: deque[Captured] = deque()
         self._files = 0

@@ -26,7 +26,7 @@ class Print:
         0 forward aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4] | min 3 max 3 mean 3 std 0
     """
 
-    reads = ("module", "record")
+    reads = ("record",)
 
     def __init__(self, file: TextIO | None = None) -> None:
         self.file = file
@@ -35,7 +35,8 @@ class Print:
         """Print the line."""
         summary = summarize(first_output(call.output))
         values = f" | {summary}" if summary is not None else ""
-        module = f" in {printable(call.module, 200)}" if call.module else ""
-        line = f"{call.index} {call.phase} {call.record()}{module}{values}\n"
+        record = call.record()
+        module = f" in {printable(record.module, 200)}" if record.module else ""
+        line = f"{call.index} {call.phase} {record}{module}{values}\n"
         # One write, so that neither an interrupt nor another thread can split the line.
         print(line, end="", file=sys.stdout if self.file is None else self.file)

@@ -51,7 +51,7 @@ class Scalars:
         1 {'-/mm/output/forward/mean': 2.0}
     """
 
-    reads = ("module",)
+    reads = Stats.reads
 
     def __init__(
         self,
