@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
-from opintercept.hooks import _values
 from opintercept.hooks import capture as capture_module
 from opintercept.hooks.capture import Captured
 
@@ -826,7 +825,6 @@ def test_reading_waits_for_the_copy() -> None:
 
 def test_calls_that_a_cuda_graph_captures_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(_values, "_warned", set())
     call: Any = SimpleNamespace(lhs=SimpleNamespace(is_cuda=True), phase="forward")
     capture = hooks.Capture(of="lhs")
     with pytest.warns(OpInterceptWarning, match="Capture leaves out calls that a CUDA graph captures"):
@@ -889,8 +887,7 @@ def test_same_keeps_tensors_on_the_device_and_draws_samples_there(device: torch.
 
 
 @cuda
-def test_a_cuda_graph_can_be_captured_under_the_hook(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_values, "_warned", set())
+def test_a_cuda_graph_can_be_captured_under_the_hook(device: torch.device) -> None:
     lhs = torch.randn(8, 8, device=device)
     expected = lhs @ lhs
     graph = torch.cuda.CUDAGraph()

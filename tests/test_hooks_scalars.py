@@ -340,7 +340,7 @@ def test_unknown_values_are_refused(values: Any) -> None:
 
 
 def test_unknown_operands_and_targets_are_refused() -> None:
-    with pytest.raises(ValueError, match="operands must be some of lhs, rhs, bias, output, got 'weight'"):
+    with pytest.raises(ValueError, match="of must be one or more of 'lhs', 'rhs', 'bias', 'output', got 'weight'"):
         hooks.Scalars(Run(), "weight")
     with pytest.raises(TypeError, match="for_dtype must be a floating-point"):
         hooks.Scalars(Run(), for_dtype=torch.int8)

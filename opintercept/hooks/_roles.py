@@ -12,7 +12,7 @@ import torch
 
 
 def checked_roles(of: str | Iterable[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the roles named in `of`, without repeats, in the order of `allowed`.
+    """Return the roles named in `of`, without repeats.
 
     Raises:
         TypeError: `of` is neither a string nor an iterable of strings.
@@ -24,7 +24,7 @@ def checked_roles(of: str | Iterable[str], allowed: tuple[str, ...]) -> tuple[st
     unknown = [role for role in roles if role not in allowed]
     if unknown or not roles:
         raise ValueError(f"of must be one or more of {', '.join(map(repr, allowed))}, got {of!r}")
-    return tuple(role for role in allowed if role in roles)
+    return tuple(dict.fromkeys(roles))
 
 
 def checked_seed(seed: Any) -> int:

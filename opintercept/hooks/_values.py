@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from operator import mul
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -169,7 +170,7 @@ def summarize(tensor: Any) -> Summary | None:
         return None
 
 
-_ROW = 1 << 10
+ROW = 1 << 10
 """How many float32 values `moments` squares and sums in one row."""
 
 
@@ -179,11 +180,11 @@ def moments(values: torch.Tensor) -> tuple[float, float]:
     The squares of float32 values are summed in rows. Torch sums them one after the other, and the norm of 2**24
     values is off by 5e-4 (pytorch issue 169237).
     """
-    whole = values.numel() // _ROW * _ROW if values.dtype is torch.float32 else 0
+    whole = values.numel() // ROW * ROW if values.dtype is torch.float32 else 0
     squares = 0.0
     if whole:
         rows = values if whole == values.numel() else values[:whole]
-        norms = torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1).tolist()
+        norms = torch.linalg.vector_norm(rows.view(-1, ROW), dim=1).tolist()
         squares = sum(map(mul, norms, norms))
     if whole < values.numel():
         norm = float(torch.linalg.vector_norm(values[whole:], dtype=torch.float64))
@@ -198,7 +199,7 @@ def all_finite(tensor: Any) -> torch.Tensor | None:
     """Whether every value is finite, as a tensor that the device may still be computing; None if none can be read."""
     if not isinstance(tensor, torch.Tensor) or not in_memory(tensor):
         return None
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if in_graph_capture(tensor):
         return None  # the check would become part of the graph
     try:
         if tensor.dtype in _FLOATS and is_strided(tensor):
@@ -222,18 +223,23 @@ def sample(tensor: Any, count: int, generator: torch.Generator) -> list[float]:
         return []
 
 
-_warned: set[str] = set()
+def in_graph_capture(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is capturing the call. Its tensors have no values before the graph is replayed."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def captured(values: torch.Tensor, hook: str) -> bool:
-    """Whether a CUDA graph is capturing the call, which has no values until the graph is replayed; warns once."""
-    if not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+_warned: WeakSet[object] = WeakSet()  # hooks that have left out a call
+
+
+def leaves_out_captured(tensor: torch.Tensor, hook: object) -> bool:
+    """Whether a hook must leave out a call because a CUDA graph captures it. Warns once for each hook."""
+    if not in_graph_capture(tensor):
         return False
     if hook not in _warned:
         _warned.add(hook)
         text = (
-            f"{hook} leaves out calls that a CUDA graph captures, since they have no values before the graph is "
-            "replayed; run them once without the graph"
+            f"{type(hook).__name__} leaves out calls that a CUDA graph captures, since they have no values before the "
+            "graph is replayed; run them once without the graph"
         )
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
     return True

@@ -22,7 +22,7 @@ from opintercept._record import Phase
 from opintercept._text import printable
 from opintercept.hooks._attention import Attention, attention_of, product_of, take, without_autocast
 from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._values import captured, is_freed, stored_values
+from opintercept.hooks._values import in_graph_capture, is_freed, leaves_out_captured, stored_values
 
 Of = Literal["probabilities", "scores", "entropy"]
 
@@ -188,7 +188,7 @@ class AttentionWeights(Copyable):
         named = self._named_like_attention(call)
         shapes = self._shapes.setdefault((threading.get_ident(), call.module, call.phase), deque(maxlen=_SHAPES))
         shape = tuple(lhs.shape)
-        found = _weights_in(lhs, named) if shape in shapes and not captured(lhs, "AttentionWeights") else None
+        found = _weights_in(lhs, named) if shape in shapes and not leaves_out_captured(lhs, self) else None
         if shape in shapes:
             shapes.remove(shape)  # this operand was made of those scores, whether or not it is weights
         if found is None:
@@ -235,7 +235,7 @@ class AttentionWeights(Copyable):
         heads, rows, reason = self._places(query.shape[-3], query.shape[-2])
         if reason:
             return reason
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        if in_graph_capture(query):
             return "a CUDA graph is being captured, so no value can be read"
         try:
             with without_autocast(query.device):

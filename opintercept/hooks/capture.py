@@ -27,7 +27,7 @@ from opintercept._tensors import describe, is_strided
 from opintercept.hooks._copies import can_store, copied, safetensors_for
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._roles import Generators, checked_roles
-from opintercept.hooks._values import captured, first_output, in_memory, parts_of
+from opintercept.hooks._values import first_output, in_memory, leaves_out_captured, parts_of
 
 Role = Literal["lhs", "rhs", "bias", "output", "grad_lhs", "grad_rhs"]
 Keep = Literal["cpu", "same", "disk"]
@@ -174,7 +174,7 @@ class Capture(Copyable):
         self.when_full = when_full
         self._generators = Generators(seed)
         self.folder = _folder(to, folder)
-        self._operands = [role for role in self.of if role in ("lhs", "rhs", "bias")]
+        self._operands = [role for role in ("lhs", "rhs", "bias") if role in self.of]
         self._gradients = [role for role in self.of if role.startswith("grad_")]
         self.reads: tuple[Read, ...] = ("module", "forward", "gradients") if self._gradients else ("module", "forward")
         self.levels: tuple[Level, ...] = ("dispatch",) if self._gradients else ("function", "dispatch")
@@ -247,7 +247,7 @@ class Capture(Copyable):
             self._keep(call, "output", output)
 
     def _keep(self, call: OpCall, role: str, tensor: torch.Tensor) -> None:
-        if captured(tensor, "Capture"):
+        if leaves_out_captured(tensor, self):
             return
         if not in_memory(tensor):
             with self._lock:

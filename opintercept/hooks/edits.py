@@ -21,7 +21,7 @@ from opintercept._record import Phase
 from opintercept._tensors import describe, dtype_name, is_strided
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._roles import Generators, checked_roles, checked_seed
-from opintercept.hooks._values import first_output, in_memory, without_graph
+from opintercept.hooks._values import first_output, in_graph_capture, in_memory, without_graph
 
 _ROLES = ("lhs", "rhs", "bias", "output")
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -41,7 +41,7 @@ class _Edit(Copyable):
 
     def __init__(self, of: str | Iterable[str]) -> None:
         self.of = checked_roles(of, _ROLES)
-        self._operands = [role for role in self.of if role != "output"]
+        self._operands = [role for role in ("lhs", "rhs", "bias") if role in self.of]
 
     def pre(self, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Replace the operands asked for."""
@@ -81,7 +81,7 @@ def _straight_through(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tenso
 
 
 def _refuse_in_graph(tensor: torch.Tensor, hook: str) -> None:
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if in_graph_capture(tensor):
         raise OpInterceptError(
             f"{hook} draws anew for each call, but a CUDA graph would capture one draw and repeat it; capture the "
             "graph outside the block"

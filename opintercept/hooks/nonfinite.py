@@ -22,9 +22,9 @@ from opintercept._record import CallRecord
 from opintercept._tensors import is_strided, share_memory
 from opintercept.hooks._copies import safetensors_for
 from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._notes import Notes
+from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._repro import save_repro
-from opintercept.hooks._values import captured, in_memory, parts_of, stored_values
+from opintercept.hooks._values import in_memory, leaves_out_captured, parts_of, stored_values
 from opintercept.hooks.when import name_test
 
 Action = Literal["raise", "warn", "record", "breakpoint"]
@@ -275,7 +275,7 @@ class NonFinite(Copyable):
         self._overflow: Finding | None = None
         self._found: dict[tuple[str | None, str, str], Finding] = {}
         self._sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
-        self._before: Notes[_Before] = Notes()
+        self._before: PerCall[_Before] = PerCall()
         self._pending: deque[tuple[CallRecord, tuple[str, ...], _Read, torch.Tensor]] = deque()
         self._lock = threading.RLock()
 
@@ -305,7 +305,7 @@ class NonFinite(Copyable):
         span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
         if span is None:
             return
-        if captured(span, "NonFinite"):
+        if leaves_out_captured(span, self):
             self.skipped += 1
             return
         if self._every > 1:

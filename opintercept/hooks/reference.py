@@ -21,8 +21,8 @@ from opintercept._tensors import dtype_name, shape_of, share_memory
 from opintercept._text import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._notes import Notes
-from opintercept.hooks._values import in_memory, without_graph
+from opintercept.hooks._per_call import PerCall
+from opintercept.hooks._values import in_graph_capture, in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
@@ -154,7 +154,7 @@ class Reference(Copyable):
         self.action = action
         self._rows: list[ReferenceRow] = []
         self._skipped: Counter[str] = Counter()
-        self._saved: Notes[_Saved] = Notes()
+        self._saved: PerCall[_Saved] = PerCall()
         self._lock = threading.RLock()
 
     def pre(self, call: OpCall) -> None:
@@ -242,7 +242,7 @@ class Reference(Copyable):
             raise _NoReference("its operands have no values: their memory was freed, or they wrap other tensors")
         if self.dtype == torch.float32 and _rounds_float32(self.device or operands[0].device):
             raise _NoReference("torch may round float32 operands; see torch.set_float32_matmul_precision")
-        if any(t.is_cuda for t in operands) and torch.cuda.is_current_stream_capturing():
+        if any(map(in_graph_capture, operands)):
             raise _NoReference("a CUDA graph is being captured, so no value can be read")
         return without_graph(self._measured, call, saved, self.device or operands[0].device)
 

@@ -27,9 +27,9 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._record import Summary
 from opintercept._tensors import is_strided, share_memory
 from opintercept.hooks._copies import can_store, copied, safetensors_for
-from opintercept.hooks._notes import Notes
+from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._repro import plain_arguments
-from opintercept.hooks._values import captured
+from opintercept.hooks._values import leaves_out_captured
 from opintercept.runs._claim import LOCK, Claim
 from opintercept.runs._content import Content, content_of
 from opintercept.runs._ranks import rank_and_world_size
@@ -118,7 +118,7 @@ class RunRecorder:
         self._entered = 0
         self._last: deque[Entry] = deque(maxlen=self.flight)
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
-        self._before: Notes[dict[str, tuple[Content | None, torch.Tensor]]] = Notes()
+        self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
         self._places: dict[Any, torch.Tensor] = {}
         self._shapes: dict[int, tuple[Summary, str, bool]] = {}
         self._lock = threading.RLock()
@@ -251,7 +251,7 @@ class RunRecorder:
     def pre(self, call: OpCall) -> None:
         """Read the operands that the operator is about to overwrite."""
         written = call.written
-        if not written or self.tensors == "none" or captured(written[0], "RunRecorder"):
+        if not written or self.tensors == "none" or leaves_out_captured(written[0], self):
             return
         before = {}
         for role, tensor in call.tensors.items():
@@ -310,7 +310,7 @@ class RunRecorder:
         keeps = self._keeps(failed=failed)
         places: dict[int, int] = {}
         for role, tensor in _tensors(call, has_more):
-            if captured(tensor, "RunRecorder"):
+            if leaves_out_captured(tensor, self):
                 return
             if role in before:
                 content, tensor = before[role]

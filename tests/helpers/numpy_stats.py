@@ -1,4 +1,4 @@
-"""What NumPy makes of the values that `Stats` reads, and the ways in which it reads them."""
+"""The statistics that NumPy computes of the values that `Stats` reads, and the ways in which it reads them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opintercept import hooks
-from opintercept.hooks import StatsRow, _values, stats
+from opintercept.hooks import StatsRow, _sums, _values, stats
 
-# Small tensors are read many together, larger ones in pieces, those of other devices there: all with small pieces.
+# Small tensors are read many at a time, large ones in pieces, those on other devices there; the pieces are small.
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
-    "in pieces": {"_SMALL": 0, "_CHUNK": 8, "_ROW": 4},
-    "on a device": {"_ON_HOST": (), "_PIECE": 7},
+    "in pieces": {"SMALL": 0, "CHUNK": 8, "ROW": 4},
+    "on a device": {"ON_HOST": (), "PIECE": 7},
 }
 
 
@@ -46,10 +46,10 @@ TARGETS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *TINY_FL
 
 @contextmanager
 def read(way: str, **sizes: int) -> Iterator[None]:
-    """Have values read in one of the ways, with pieces of other sizes."""
+    """Read values in one of the ways, with pieces of other sizes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (WAYS[way] | sizes).items():
-            patch.setattr(_values if name == "_ROW" else stats, name, value)
+            patch.setattr({"ROW": _values, "CHUNK": _sums, "PIECE": _sums}.get(name, stats), name, value)
         yield
 
 
