@@ -1,4 +1,4 @@
-"""The README's commands are those that continuous integration runs; its Python blocks run in conftest.py."""
+"""README: continuous integration runs its commands, and its layout is complete. conftest.py runs its Python blocks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,19 @@ def test_every_block_of_the_readme_is_checked() -> None:
     assert len(languages) * 2 == len(re.findall(r"^```", readme, re.MULTILINE))
 
 
+def test_the_layout_names_every_file_and_folder_of_the_package() -> None:
+    (drawing,) = re.findall(r"^opintercept/\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    named = {word for line in drawing.splitlines() for word in re.findall(r"\S+", line.partition("   ")[0].strip())}
+    found = {path.name for path in (ROOT / "opintercept").glob("[_a-z]*.py")} - {"__init__.py", "__main__.py"}
+    found |= {f"{path.parent.name}/" for path in (ROOT / "opintercept").glob("*/__init__.py")}
+    assert named == found
+
+
 def test_the_commands_on_runs_do_what_the_readme_says(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(script)
-    statuses = {"diff": 1, "replay": 1}  # they differ, which is what is shown
+    statuses = {"diff": 1, "replay": 1}  # the example shows a difference
     shown = re.findall(r"^```sh\n(.*?)^```$(?:\n```text\n(.*?)^```$)?", readme, re.MULTILINE | re.DOTALL)
     assert sum(len(commands.splitlines()) for commands, _ in shown) == 7
     for commands, expected in shown:
