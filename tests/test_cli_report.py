@@ -60,7 +60,7 @@ def test_a_torn_file_gives_a_one_line_warning(run: Path, tmp_path: Path, capsys:
         file.write('{"index": 1, "op')
     assert main(["report", str(run), str(run), "-o", str(tmp_path / "page.html")]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"opintercept report: warning: {run}/calls.jsonl has 1 lines that are no calls, which were")
+    assert line.startswith(f"opintercept report: warning: skipped 1 unreadable line in {run}/calls.jsonl; a program")
 
 
 def test_report_without_tensors_does_not_import_torch(run: Path, tmp_path: Path) -> None:

@@ -229,8 +229,8 @@ def test_a_torn_file_gives_a_one_line_warning(options: list[str], run: str, caps
     out, err = capsys.readouterr()
     assert ("calls     20 calls" in out) is not options
     assert err == (
-        f"opintercept show: warning: {run}/calls.jsonl has 1 lines that are no calls, which were skipped; one that is "
-        "torn at the end is what is left where a program was killed\n"
+        f"opintercept show: warning: skipped 1 unreadable line in {run}/calls.jsonl; "
+        "a program that is killed can leave its last line torn\n"
     )
 
 

@@ -219,5 +219,5 @@ def test_a_warning_says_what_was_skipped(tmp_path: Path) -> None:
     a = write(tmp_path / "a", chain("a"))
     with (tmp_path / "a" / "calls.jsonl").open("a") as file:
         file.write("{torn")
-    with pytest.warns(OpInterceptWarning, match=r"1 lines that are no calls"):
+    with pytest.warns(OpInterceptWarning, match=r"skipped 1 unreadable line"):
         assert runs.diff(a, write(tmp_path / "b", chain("a"))).equal

@@ -80,7 +80,7 @@ def test_ranks_of_a_run_before_are_left_out_where_no_new_one_has_come(
     with monkeypatch.context() as later:
         later.setattr("time.strftime", lambda form: "2126-01-01T00:00:00+0000")
         record(monkeypatch, tmp_path, 2.0, [1], 2, overwrite=True)
-    with pytest.warns(OpInterceptWarning, match=r"ranks 0 in .* are of an older run, of 4 processes instead of 2"):
+    with pytest.warns(OpInterceptWarning, match=r"skipped rank0 in .* older run of 4 processes instead of 2"):
         run = open_run(tmp_path)
     assert [call.values["lhs"].max for call in run.calls()] == [2.0]
     assert run.ranks == (1,)

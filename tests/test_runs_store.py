@@ -196,7 +196,7 @@ def test_a_line_with_any_change_is_a_call_or_is_skipped(path: tuple[Any, ...], v
         check_types(call)
         for name in (*call.tensors.values(), value):
             if isinstance(name, str):
-                with pytest.raises(OpInterceptError, match=r"a tensor must have a name|a run's file must be there"):
+                with pytest.raises(OpInterceptError, match=r"a tensor must have a name|is missing$"):
                     run.load(0, name)
         str(call.record).encode()
         json.dumps(call.record.as_dict())
@@ -257,7 +257,7 @@ def test_a_torn_line_is_skipped_with_one_warning(tmp_path: Path) -> None:
     line = json.dumps(CALL).encode()
     for cut in (1, len(line) // 2, len(line)):
         run = open_run(make(tmp_path, CALL, b"no call\n", line[:cut]))
-        with pytest.warns(OpInterceptWarning, match=r"calls.jsonl has 2 lines that are no calls") as caught:
+        with pytest.warns(OpInterceptWarning, match=r"^skipped 2 unreadable lines in .*calls.jsonl;") as caught:
             assert len(list(run.calls())) == 1
         assert len(caught) == 1
 
@@ -332,7 +332,7 @@ def test_half_a_surrogate_pair_does_not_reach_who_prints_it(tmp_path: Path) -> N
 def test_a_run_json_that_is_none_is_refused(info: bytes, tmp_path: Path) -> None:
     make(tmp_path, CALL)
     (tmp_path / "run.json").write_bytes(info)
-    with pytest.raises(OpInterceptError, match=r"^(run.json must|a run must have schema 1, got) "):
+    with pytest.raises(OpInterceptError, match=r"run.json must (hold a JSON object|have (schema 1, got|a valid '))"):
         open_run(tmp_path)
 
 
@@ -363,7 +363,7 @@ def test_what_is_no_plain_file_is_refused(name: str, kind: str, tmp_path: Path) 
     else:
         real.symlink_to("/dev/zero")
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    with pytest.raises(OpInterceptError, match="a run's file must be a plain file, got "):
+    with pytest.raises(OpInterceptError, match=r"(as|must be) a plain file[:;]"):
         list(open_run(folder).calls())
     if before:
         assert len(os.listdir("/proc/self/fd")) == before
@@ -374,7 +374,7 @@ def test_a_run_without_calls_has_none(tmp_path: Path) -> None:
     (folder / "calls.jsonl").unlink()
     run = open_run(folder)
     assert list(run.calls()) == []
-    with pytest.raises(OpInterceptError, match=r"a run must not change while it is read, got no "):
+    with pytest.raises(OpInterceptError, match=r"calls.jsonl is gone; a run must not change while it is read$"):
         run.at(0, 0)
 
 
@@ -394,13 +394,13 @@ def test_ranks_are_folders_and_no_links(tmp_path: Path) -> None:
 def test_places_are_those_of_the_calls(tmp_path: Path) -> None:
     lines = [changed(CALL, ("index",), index) for index in range(5)]
     run = open_run(make(tmp_path, lines[0], b"broken\n", *lines[1:]))
-    with pytest.warns(OpInterceptWarning, match="has 1 lines that are no calls"):
+    with pytest.warns(OpInterceptWarning, match="skipped 1 unreadable line in"):
         places = list(run.located(0))
     with run.reader(0) as at:
         for position, call in reversed(places):
             assert at(position) == run.at(0, position) == call
         for wrong in (1, places[1][0] - 3, 10**9):
-            with pytest.raises(OpInterceptError, match="a run must not change while it is read, got another"):
+            with pytest.raises(OpInterceptError, match=r"calls.jsonl has no call at byte \d+; a run must"):
                 at(wrong)
 
 
@@ -429,9 +429,9 @@ def test_a_tensor_is_read_unless_it_is_larger_than_the_limit(run: Run) -> None:
     assert stored is not None
     assert torch.equal(stored, torch.arange(9.0).reshape(3, 3))
     assert run.tensor(call, "bias") is None
-    with pytest.raises(OpInterceptError, match="a tensor must have at most 35 bytes, got 36 for"):
+    with pytest.raises(OpInterceptError, match=r"has 36 bytes, more than the limit of 35$"):
         run.tensor(call, "rhs", limit=35)
-    with pytest.raises(OpInterceptError, match="a tensor must have a name such as"):
+    with pytest.raises(OpInterceptError, match="rank must be one of 0, got 1"):
         run.load(1, call.tensors["rhs"])
 
 
@@ -470,7 +470,7 @@ def test_a_tensors_file_that_is_none_is_refused(kind: str, run: Run, tmp_path: P
         (tmp_path / "real").rename(path)
         (run.path / "tensors").rename(tmp_path / "elsewhere")
         (run.path / "tensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OpInterceptError, match=r"a run must be made of plain files|a run's file must be there"):
+    with pytest.raises(OpInterceptError, match=r"must be a plain (file|folder); remove it|is missing"):
         run.load(0, name)
 
 
@@ -487,7 +487,7 @@ def test_a_pickle_is_not_executed(run: Run, tmp_path: Path, monkeypatch: pytest.
     name = name_in(run)
     for write in (lambda: path.write_bytes(pickle.dumps(Boom())), lambda: torch.save({"x": Boom()}, path)):
         write()
-        with pytest.raises(OpInterceptError, match="a tensor must be in its file, got "):
+        with pytest.raises(OpInterceptError, match="cannot read tensor "):
             run.load(0, name)
     assert not (tmp_path / "unpickled").exists()
 
@@ -523,7 +523,7 @@ def test_a_hostile_head_is_refused(case: str, run: Run) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 36)
     tracemalloc.start()
     try:
-        with pytest.raises(OpInterceptError, match="a tensor must be in its file, got "):
+        with pytest.raises(OpInterceptError, match="cannot read tensor "):
             run.load(0, name)
         assert tracemalloc.get_traced_memory()[1] < 50 << 20
     finally:
@@ -564,7 +564,7 @@ def test_a_sparse_file_of_many_gigabytes_is_not_read(run: Run) -> None:
             file.truncate(8 + len(text) + size)
     except OSError:
         pytest.skip("no room for sparse files")
-    with pytest.raises(OpInterceptError, match="a tensor must have at most 4294967296 bytes, got 5368709120 for"):
+    with pytest.raises(OpInterceptError, match=r"has 5368709120 bytes, more than the limit of 4294967296$"):
         run.load(0, name)
 
 

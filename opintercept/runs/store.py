@@ -1,7 +1,7 @@
-"""A run as a folder: `run.json`, `calls.jsonl`, `tensors/*.safetensors`; here are its format and its reader.
+"""A run on disk, and its reader: a folder with `run.json`, `calls.jsonl` and `tensors/*.safetensors`.
 
-Invariant: a folder is untrusted. Nothing in it is executed, no path is taken from it, and what it says of sizes is
-checked before memory is asked for; what cannot be used is skipped with a warning.
+Invariant: anyone may have written the folder. Nothing in it is executed, no path is taken from it, and sizes that it
+gives are checked before memory is asked for. A call that cannot be read is skipped with a warning.
 Must not import torch: a run without tensors is read without it.
 """
 
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept.runs._untrusted import WRONG, field_checks, integer, items, parsed, reader
+from opintercept._text import counted
+from opintercept.runs._untrusted import WRONG, checked, field_checks, integer, items, parsed
 from opintercept.runs.codec import MAX_LINE, TENSOR_NAME, StoredCall, decode
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 INFO, CALLS, TENSORS = "run.json", "calls.jsonl", "tensors"
 STARTED = "%Y-%m-%dT%H:%M:%S%z"
-MAX_INFO = 1 << 20
+MAX_INFO = 1 << 20  # bytes of `run.json`
 MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 
@@ -39,16 +40,16 @@ Kept = Literal["none", "stats", "sample", "full"]
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a run says of itself, `run.json`; texts are as the program's machine gave them.
+    """The description of a run, or of one process of it: `run.json`.
 
     Attributes:
         argv: The program's command line.
         started: Local time, ISO 8601.
-        finished: Whether the block was left and all was written.
+        finished: Whether the block was left and everything was written.
         tensors: What was kept of tensors.
-        rank: Of this process.
-        world_size: Number of processes.
-        versions: Of `"opintercept"`, `"torch"`, `"python"`, and of CUDA where there is one.
+        rank: The rank of this process.
+        world_size: The number of processes.
+        versions: Versions of `"opintercept"`, `"torch"`, `"python"`, and of CUDA if there is one.
         devices: Names of the accelerators.
         flags: Settings that decide how products are computed.
     """
@@ -64,17 +65,17 @@ class RunInfo:
     flags: Mapping[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the fields as plain data."""
         return {"schema": SCHEMA} | {name: getattr(self, name) for name in self.__slots__}
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a run's folder, or one that holds a folder `rank0`, `rank1`, ... for each process.
 
-    Ranks that an older run has left, one of another number of processes, are left out with a warning.
+    Ranks left over from an older run with another number of processes are skipped with a warning.
 
     Raises:
-        OpInterceptError: There is no run, or it cannot be used.
+        OpInterceptError: There is no run, or it cannot be read.
     """
     folder = Path(path)
     parts = {0: folder}
@@ -94,16 +95,16 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _of_one_run(folder: Path, infos: dict[int, RunInfo]) -> dict[int, RunInfo]:
-    """Those of the newest run: a rank that never began to record has not replaced what was there."""
+    """The descriptions of the newest run: a rank that never began to record has not replaced an older one."""
     sizes = {info.world_size for info in infos.values()}
     if len(sizes) == 1:
         return infos
     size = max(infos.values(), key=_began).world_size
-    older = [str(rank) for rank, info in infos.items() if info.world_size != size]
+    older = [f"rank{rank}" for rank, info in infos.items() if info.world_size != size]
     others = " or ".join(map(str, sorted(sizes - {size})[:16]))
     warnings.warn(
-        f"ranks {', '.join(older[:16])} in {folder} are of an older run, of {others} processes instead of {size}, and "
-        "were left out; remove them",
+        f"skipped {', '.join(older[:16])} in {folder}, left over from an older run of {others} processes instead of "
+        f"{size}; remove that run",
         OpInterceptWarning,
         stacklevel=3,
     )
@@ -113,25 +114,25 @@ def _of_one_run(folder: Path, infos: dict[int, RunInfo]) -> dict[int, RunInfo]:
 def _began(info: RunInfo) -> float:
     try:
         return datetime.strptime(info.started, STARTED).timestamp()
-    except (ValueError, OverflowError):  # written by somebody else
+    except (ValueError, OverflowError):  # another program wrote it
         return -math.inf
 
 
 def rank_folders(folder: Path) -> list[tuple[int, Path]]:
-    """The folders of processes; a link to one may lead anywhere."""
+    """The folders of processes, without links, which may lead anywhere."""
     try:
         found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := _RANK.fullmatch(entry.name))]
         return sorted((rank, entry) for rank, entry in found if entry.is_dir() and not entry.is_symlink())
-    except (OSError, ValueError):  # of a NUL in the path
+    except (OSError, ValueError):  # a ValueError for a NUL in the path
         return []
 
 
 class Run:
-    """A recorded run. Its calls are read from the disk whenever they are asked for, one at a time.
+    """A recorded run. Its calls are read from disk one at a time, each time that they are asked for.
 
     Attributes:
         path: The folder.
-        infos: What the run of each process says of itself, by rank.
+        infos: The descriptions of the processes, by rank.
 
     Example:
         >>> import tempfile, torch
@@ -151,30 +152,30 @@ class Run:
 
     @property
     def info(self) -> RunInfo:
-        """That of the first process."""
+        """The description of the first process."""
         return next(iter(self.infos.values()))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The processes."""
+        """The ranks of the processes."""
         return tuple(self.infos)
 
     @property
     def alone(self) -> bool:
-        """Whether the folder is that of one process, and not one that holds `rank0`, `rank1`, ..."""
+        """Whether the folder is that of one process, and does not hold `rank0`, `rank1`, ..."""
         return self.path in self._parts.values()
 
     def calls(self, rank: int | None = None) -> Iterator[StoredCall]:
-        """The calls in the order in which they ended, process by process; those of one for `rank`.
+        """The calls in the order in which they ended, process by process; with `rank`, those of one process.
 
-        A line that is torn or is no call is skipped; one warning for each process says how many.
+        Lines that are not calls are skipped, and one warning for each process counts them.
         """
         for number in self.ranks if rank is None else (rank,):
             for _, call in self.located(number):
                 yield call
 
     def located(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
-        """The calls of one process, each with its place for `at`."""
+        """The calls of one process, each with its position for `at`."""
         path = self._parts[rank] / CALLS
         skipped = 0
         try:
@@ -187,7 +188,7 @@ class Run:
                 size = len(line)
                 whole = line.endswith(b"\n")
                 while not line.endswith(b"\n") and (line := file.readline(MAX_LINE)):
-                    size += len(line)  # too long: read to its end, and drop it
+                    size += len(line)  # a line that is too long is read to its end, and dropped
                 call = decode(line, rank) if whole else None
                 if call is None:
                     skipped += 1
@@ -196,14 +197,14 @@ class Run:
                 position += size
         if skipped:
             warnings.warn(
-                f"{path} has {skipped} lines that are no calls, which were skipped; one that is torn at the end is "
-                "what is left where a program was killed",
+                f"skipped {counted(skipped, 'unreadable line')} in {path}; a program that is killed can leave its last "
+                "line torn",
                 OpInterceptWarning,
                 stacklevel=3,
             )
 
     def at(self, rank: int, position: int) -> StoredCall:
-        """The call at a place that `located` gave.
+        """The call at a position that `located` gave.
 
         Raises:
             OpInterceptError: The file has changed since.
@@ -213,42 +214,46 @@ class Run:
 
     @contextmanager
     def reader(self, rank: int) -> Iterator[Callable[[int], StoredCall]]:
-        """`at` for many calls of one process, whose file stays open."""
+        """`at` for many calls of one process: its file stays open."""
         path = self._parts[rank] / CALLS
         try:
             file = _open(path)
         except FileNotFoundError as missing:
-            raise OpInterceptError(f"a run must not change while it is read, got no {path}") from missing
+            raise OpInterceptError(f"{path} is gone; a run must not change while it is read") from missing
         with file:
 
             def at(position: int) -> StoredCall:
                 file.seek(position)
                 call = decode(file.readline(MAX_LINE), rank)
                 if call is None:
-                    raise OpInterceptError(f"a run must not change while it is read, got another {path}")
+                    raise OpInterceptError(
+                        f"{path} has no call at byte {position}; a run must not change while it is read"
+                    )
                 return call
 
             yield at
 
     def tensor(self, call: StoredCall, role: str, limit: int = MAX_TENSOR) -> torch.Tensor | None:
-        """The values that were kept, on the CPU and contiguous; a sample of them in one dimension.
+        """The recorded values, on the CPU and contiguous; a sample has one dimension.
 
         Args:
-            call: One of this run's.
-            role: As in `call.tensors`; None is returned for one that is not there.
-            limit: Bytes that a tensor may have.
+            call: A call of this run.
+            role: A role in `call.tensors`; for any other the result is None.
+            limit: The most bytes that the tensor may have.
 
         Raises:
-            OpInterceptError: The file is missing or not what the call says, or the tensor is larger than `limit`.
+            OpInterceptError: The file is missing or does not hold the tensor, or the tensor is larger than `limit`.
             ImportError: safetensors is not installed.
         """
         return self.load(call.rank, call.tensors[role], limit) if role in call.tensors else None
 
     def load(self, rank: int, name: str, limit: int = MAX_TENSOR) -> torch.Tensor:
-        """The same by the tensor's name, for those in `given`."""
+        """The same by the tensor's name, for tensors in `StoredCall.given`."""
         match = TENSOR_NAME.fullmatch(name)
-        if match is None or rank not in self._parts:
+        if match is None:
             raise OpInterceptError(f"a tensor must have a name such as '0/0123456789abcdef-0', got {name!r}")
+        if rank not in self._parts:
+            raise OpInterceptError(f"rank must be one of {', '.join(map(str, self.ranks))}, got {rank}")
         path = self._parts[rank] / TENSORS / f"{int(match[1]):08d}.safetensors"
         safe_open = _safe_open()
         _refuse_special(path)
@@ -258,34 +263,34 @@ class Run:
                 if size <= limit:
                     tensor: torch.Tensor = file.get_tensor(match[2])
                     return tensor
-        except Exception as broken:  # a SafetensorError, an OSError, a KeyError of an unknown dtype
-            raise OpInterceptError(f"a tensor must be in its file, got {name!r} of {path}: {broken}") from broken
-        raise OpInterceptError(f"a tensor must have at most {limit} bytes, got {size} for {name!r} of {path}")
+        except Exception as broken:  # a SafetensorError, an OSError, a KeyError for an unknown dtype
+            raise OpInterceptError(f"cannot read tensor {name!r} from {path}: {broken}") from broken
+        raise OpInterceptError(f"tensor {name!r} in {path} has {size} bytes, more than the limit of {limit}")
 
 
 def _safe_open() -> Any:
     try:
         from safetensors import safe_open
     except ImportError as missing:
-        raise ImportError("a run's tensors need safetensors, got none; pip install 'opintercept[cli]'") from missing
+        raise ImportError("reading tensors of a run needs safetensors; pip install 'opintercept[cli]'") from missing
     return safe_open
 
 
 def _size_of(part: Any) -> int:
-    """Bytes of a tensor that safetensors has found to be within its file."""
+    """The bytes of a tensor, whose file is large enough for it, as safetensors checks."""
     bits = re.search("[0-9]+", part.get_dtype())  # "F32", "F8_E4M3"
     return math.prod(map(integer, items(part.get_shape()))) * (int(bits[0]) if bits else 8) // 8
 
 
 def _refuse_special(path: Path) -> None:
-    """No link leads out of the folder, and no pipe keeps a reader waiting."""
+    """Refuse a link, which may lead out of the folder, and a pipe, which keeps its reader waiting."""
     for part in (path.parent, path):
         try:
             mode = os.lstat(part).st_mode
         except OSError as missing:
-            raise OpInterceptError(f"a run's file must be there, got none at {str(path)!r}") from missing
+            raise OpInterceptError(f"{str(path)!r} is missing") from missing
         if not (stat.S_ISREG(mode) if part == path else stat.S_ISDIR(mode)):
-            raise OpInterceptError(f"a run must be made of plain files and folders, got {str(part)!r}; remove it")
+            raise OpInterceptError(f"{str(part)!r} must be a plain {'file' if part == path else 'folder'}; remove it")
 
 
 def _open(path: Path) -> BufferedReader:
@@ -295,46 +300,48 @@ def _open(path: Path) -> BufferedReader:
         FileNotFoundError: There is none.
         OpInterceptError: It is a link, a pipe or the like, or cannot be read.
     """
-    # Not waiting for somebody who writes to a pipe, and not through a link; Windows has neither flag.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        descriptor = os.open(path, flags)
+        # Does not follow a link, and does not wait for a process to write to a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as failed:  # a ValueError of a NUL in the path
-        raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}: {failed}") from failed
+    except (OSError, ValueError) as failed:  # a ValueError for a NUL in the path
+        raise OpInterceptError(f"cannot open {str(path)!r} as a plain file: {failed}") from failed
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OpInterceptError(f"a run's file must be a plain file, got {str(path)!r}; remove it")
+        raise OpInterceptError(f"{str(path)!r} must be a plain file; remove it")
     return os.fdopen(descriptor, "rb")
 
 
 def read_info(folder: Path) -> RunInfo:
-    """What the run of one process says of itself.
+    """Read the description of one process.
 
     Raises:
         FileNotFoundError: There is none.
-        OpInterceptError: It cannot be used.
+        OpInterceptError: It cannot be read.
     """
-    with _open(folder / INFO) as file:
+    path = folder / INFO
+    with _open(path) as file:
         read = file.read(MAX_INFO + 1)
     members = _parsed(read) if len(read) <= MAX_INFO else None
     if not isinstance(members, dict):
-        raise OpInterceptError(f"{INFO} must be a JSON object of at most {MAX_INFO} bytes, got another in {folder}")
+        raise OpInterceptError(f"{path} must hold a JSON object of at most {MAX_INFO:,} bytes")
     if members.get("schema") != SCHEMA:
         raise OpInterceptError(
-            f"a run must have schema {SCHEMA}, got {_shown(members.get('schema'))} in {folder}; read it with the "
-            "version of opintercept that wrote it"
+            f"{path} must have schema {SCHEMA}, got {_shown(members.get('schema'))}; read it with the version of "
+            "opintercept that wrote it"
         )
-    try:
-        return _read_members(members)
-    except WRONG as wrong:
-        raise OpInterceptError(
-            f"{INFO} must have the fields of RunInfo, got a wrong one in {folder}: {wrong}"
-        ) from None
+    values = {}
+    for name, checks in _INFO_CHECKS.items():
+        try:
+            values[name] = checked(members.get(name), checks)
+        except WRONG:
+            shown = _shown(members[name]) if name in members else "none"
+            raise OpInterceptError(f"{path} must have a valid {name!r}, got {shown}") from None
+    return RunInfo(**values)
 
 
-_read_members: Callable[[dict[str, Any]], RunInfo] = reader(field_checks(RunInfo), RunInfo)
+_INFO_CHECKS = field_checks(RunInfo)
 
 
 def _parsed(read: bytes) -> Any:
@@ -345,5 +352,5 @@ def _parsed(read: bytes) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Few characters of a value that may be nested deeper than Python writes."""
+    """The beginning of a value; `repr` fails for one that is nested too deep."""
     return f"{value!r:.40}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
