@@ -74,8 +74,8 @@ def starts_at_once(make: Callable[[], Any], number: int, answers: Path, *, threa
 
 
 REFUSED = (
-    r"path must be written by one recorder at a time, got .* writes; name another folder"
-    r"|path must not have a run in it, got .*; name another folder, or pass overwrite=True"
+    r"process .* is recording to .*; name another folder"
+    r"|.* already holds a run; name another folder, or pass overwrite=True"
 )
 
 
@@ -133,7 +133,7 @@ def claim_elsewhere(folder: Path) -> None:
 
 def test_a_recorder_on_another_machine_is_ended_only_if_asked(tmp_path: Path) -> None:
     claim_elsewhere(tmp_path)
-    with pytest.raises(OpInterceptError, match=r"to which process 1 on 'elsewhere' writes; .* if that has ended"):
+    with pytest.raises(OpInterceptError, match=r"process 1 on 'elsewhere' is recording to .* if that process has"):
         runs.RunRecorder(tmp_path).enter()
     with intercept(runs.RunRecorder(tmp_path, overwrite=True)):
         torch.eye(2) @ torch.eye(2)
@@ -142,7 +142,7 @@ def test_a_recorder_on_another_machine_is_ended_only_if_asked(tmp_path: Path) ->
 
 def test_a_recorder_that_is_ended_from_elsewhere_says_so_and_leaves_the_folder_alone(tmp_path: Path) -> None:
     recorder = runs.RunRecorder(tmp_path / "run", "full")
-    with pytest.warns(OpInterceptWarning, match=r"has stopped after 0 calls: the folder was deleted or taken over by"):
+    with pytest.warns(OpInterceptWarning, match=r"after 0 calls: the folder was deleted or taken over by"):
         with intercept(recorder):
             writer.remove_run(tmp_path / "run", claimed=True)
             claim_elsewhere(tmp_path / "run")
@@ -157,7 +157,7 @@ def test_a_recorder_that_is_ended_from_elsewhere_says_so_and_leaves_the_folder_a
 @pytest.mark.parametrize("what", ["tensors", ".", "calls.jsonl"])
 def test_files_that_are_deleted_during_the_run_are_told(what: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with pytest.warns(OpInterceptWarning, match=r"has stopped after 1 calls: .* (was|were) deleted"):
+    with pytest.warns(OpInterceptWarning, match=r"after 1 call: .* (was|were) deleted"):
         with intercept(runs.RunRecorder(path, "full")):
             torch.eye(2) @ torch.eye(2)
             while not (path / "calls.jsonl").stat().st_size:
@@ -175,7 +175,7 @@ def test_a_recorder_does_not_go_on_in_the_run_of_another(tmp_path: Path) -> None
         torch.eye(2) @ torch.eye(2)
     with intercept(runs.RunRecorder(tmp_path / "run", overwrite=True)):
         pass
-    with pytest.raises(OpInterceptError, match="path must hold the run that this recorder has begun, got another or"):
+    with pytest.raises(OpInterceptError, match="no longer holds the run that this recorder began; make"):
         with intercept(recorder):
             pytest.fail("entered")
 
@@ -193,12 +193,12 @@ def test_any_name_will_do(name: str, tmp_path: Path) -> None:
 def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.eye(2) @ torch.eye(2)
-    with pytest.raises(ValueError, match=r"path must not have a run in it, got .*run'; name another folder, or pass"):
+    with pytest.raises(ValueError, match=r"run' already holds a run; name another folder, or pass"):
         runs.RunRecorder(tmp_path / "run")
     later = runs.RunRecorder(tmp_path / "other")
     with intercept(runs.RunRecorder(tmp_path / "other")):
         pass
-    with pytest.raises(ValueError, match="path must not have a run in it"):
+    with pytest.raises(ValueError, match="already holds a run"):
         with intercept(later):
             pytest.fail("entered")
     (tmp_path / "run/notes.txt").write_text("mine")
@@ -221,7 +221,7 @@ def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
 def test_what_is_no_run_is_left_alone(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/calls.csv").write_text("mine")
-    with pytest.raises(ValueError, match="path must be a new or an empty folder, or a run, got"):
+    with pytest.raises(ValueError, match="path must be a new folder, an empty one or a run, got"):
         runs.RunRecorder(tmp_path / "run", overwrite=overwrite)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["calls.csv"]
 
@@ -230,7 +230,7 @@ def test_the_run_json_of_another_program_is_left_alone(tmp_path: Path) -> None:
     for name in ("run.json", "tensors/00000000.safetensors", "calls.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"schema": 1}')
-    with pytest.raises(OpInterceptError, match="what is overwritten must be a run, got other files in"):
+    with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files"):
         with intercept(runs.RunRecorder(tmp_path, overwrite=True)):
             pytest.fail("entered")
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3

@@ -58,7 +58,7 @@ def test_no_rank_adds_to_a_run_that_is_there(
 ) -> None:
     record(monkeypatch, tmp_path, 1.0, range(old)[-1:], old)
     later = files_in(tmp_path)
-    with pytest.raises(ValueError, match=r"path must not have a run in it, got .*; name another folder, or pass"):
+    with pytest.raises(ValueError, match=r"already holds a run; name another folder, or pass overwrite=True"):
         record(monkeypatch, tmp_path, 2.0, [rank], 2)
     assert files_in(tmp_path) == later
 
@@ -88,7 +88,7 @@ def test_ranks_of_a_run_before_are_left_out_where_no_new_one_has_come(
 
 def test_no_rank_replaces_what_another_program_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.json").write_text('{"schema": 1}')
-    with pytest.raises(OpInterceptError, match="what is overwritten must be a run, got other files in"):
+    with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files"):
         record(monkeypatch, tmp_path, 2.0, [0], 2, overwrite=True)
     assert files_in(tmp_path) == ["run.json"]
 

@@ -31,7 +31,7 @@ def test_max_bytes_is_kept_with_one_warning(tmp_path: Path) -> None:
                 torch.randn(32, 32) @ torch.randn(32, 32)
     messages = [str(w.message) for w in caught if w.category is OpInterceptWarning]
     assert len(messages) == 1
-    assert "has stopped after" in messages[0]
+    assert messages[0].startswith("stopped recording to ")
     assert "max_bytes=100000" in messages[0]
     assert 50_000 < sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 100_000
     run = open_run(tmp_path / "run")
@@ -60,7 +60,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_program(tmp_path: Path) -> 
     assert [call.record.index for call in found] == list(range(len(found)))
     assert 100 < len(found) < 3000
     (told,) = (tmp_path / "told").read_text().splitlines()
-    assert f"has stopped after {len(found)} calls: OSError: [Errno 27] File too large" in told
+    assert f"after {len(found):,} calls: OSError: [Errno 27] File too large" in told
 
 
 @pytest.mark.parametrize("fails", ["_save", "_append"])
@@ -73,7 +73,7 @@ def test_a_disk_that_fails_is_told_once(fails: str, tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer.Writer, fails, full)
-    with pytest.warns(OpInterceptWarning, match=r"has stopped after 1 calls: OSError: \[Errno 28\] No space") as caught:
+    with pytest.warns(OpInterceptWarning, match=r"^stopped recording .* after 1 call: OSError: \[Errno 28\]") as caught:
         for _ in range(3):
             with intercept(recorder):
                 torch.eye(3) @ torch.eye(3)
@@ -109,7 +109,7 @@ def test_a_program_killed_at_any_time_can_be_read(tmp_path: Path) -> None:
     for name in range(8):
 
         def child(path: Path = tmp_path / str(name)) -> None:
-            writer._INTERVAL = 0.001
+            writer.INTERVAL = 0.001
             with intercept(runs.RunRecorder(path, "full")):
                 while True:
                     torch.randn(8, 8) @ torch.eye(8)
@@ -193,7 +193,7 @@ def test_an_interrupt_while_the_rest_is_written_loses_nothing(tmp_path: Path, mo
 
 
 def test_a_slow_disk_makes_the_program_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_CALLS", 8)
+    monkeypatch.setattr(writer, "BATCH_CALLS", 8)
     write, most = writer.Writer._write, []
 
     def slow(self: Any, batch: Any) -> None:
@@ -210,5 +210,5 @@ def test_a_slow_disk_makes_the_program_wait(tmp_path: Path, monkeypatch: pytest.
         for thread in threads:
             thread.join()
     assert time.monotonic() - started > 0.5
-    assert max(most) <= 8 * writer._QUEUED
+    assert max(most) <= 8 * writer.QUEUED_BATCHES
     assert len(calls_of(tmp_path / "run")) == 450

@@ -126,7 +126,7 @@ def test_decorated_generators_and_coroutines(tmp_path: Path) -> None:
 
 
 def test_a_signals_handler_may_run_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_CALLS", 4)
+    monkeypatch.setattr(writer, "BATCH_CALLS", 4)
     handled = []
 
     def handler(number: int, frame: Any) -> None:

@@ -97,8 +97,8 @@ def test_a_line_is_what_the_record_says(started: Writer, tmp_path: Path) -> None
 
 
 def test_calls_are_written_in_the_order_in_which_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_INTERVAL", 0.0005)  # intervals end while batches are handed over
-    monkeypatch.setattr(writer, "_CALLS", 7)
+    monkeypatch.setattr(writer, "INTERVAL", 0.0005)  # intervals end while batches are handed over
+    monkeypatch.setattr(writer, "BATCH_CALLS", 7)
     thread = Writer(tmp_path / "run", INFO, None)
     thread.start()
     for index in range(3000):
@@ -110,7 +110,7 @@ def test_calls_are_written_in_the_order_in_which_they_came(tmp_path: Path, monke
 
 def test_calls_are_on_the_disk_after_an_interval(started: Writer, tmp_path: Path) -> None:
     started.put(entry(0, torch.ones(2)))
-    end = time.monotonic() + 3 * writer._INTERVAL
+    end = time.monotonic() + 3 * writer.INTERVAL
     while not calls_in(tmp_path / "run") and time.monotonic() < end:
         time.sleep(0.05)
     run = runs.open_run(tmp_path / "run")
@@ -122,9 +122,9 @@ def test_calls_are_on_the_disk_after_an_interval(started: Writer, tmp_path: Path
 
 
 def test_much_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_INTERVAL", 60.0)
+    monkeypatch.setattr(writer, "INTERVAL", 60.0)
     time.sleep(1.1)  # it may be waiting for the interval as it was
-    for calls, tensors in ((1, [torch.empty(writer._BYTES // 4)]), (writer._CALLS, [])):
+    for calls, tensors in ((1, [torch.empty(writer.BATCH_BYTES // 4)]), (writer.BATCH_CALLS, [])):
         before = started.calls
         for index in range(calls):
             started.put(entry(index, *tensors))
@@ -135,7 +135,7 @@ def test_much_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: p
 
 
 def test_a_slow_disk_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_BYTES", 4000)
+    monkeypatch.setattr(writer, "BATCH_BYTES", 4000)
     gate = threading.Event()
     monkeypatch.setattr(Writer, "_save", lambda self, tensors: gate.wait(10))
     thread = Writer(tmp_path / "run", INFO, None)
@@ -147,7 +147,7 @@ def test_a_slow_disk_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.Monke
     program.start()
     time.sleep(0.5)
     assert program.is_alive()
-    assert len(done) <= 2 * 4 * writer._QUEUED + 1  # of 1000 bytes each: in the thread's hands, waiting, and the next
+    assert len(done) <= 2 * 4 * writer.QUEUED_BATCHES + 1  # those being written, those waiting, the next
     gate.set()
     program.join(20)
     assert not program.is_alive()
@@ -156,7 +156,7 @@ def test_a_slow_disk_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_thread_that_has_died_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_CALLS", 1)
+    monkeypatch.setattr(writer, "BATCH_CALLS", 1)
     monkeypatch.setattr(threading, "excepthook", lambda *args: None)
 
     def die(self: Any, batch: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_writer_goes_on_after_another(tmp_path: Path) -> None:
 def test_names_are_forgotten_before_they_are_too_many(
     started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_NAMES", 10)
+    monkeypatch.setattr(writer, "MAX_NAMES", 10)
     for index in range(100):
         started.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
         if index % 7 == 0:
@@ -281,7 +281,7 @@ def test_only_a_run_is_removed(tmp_path: Path) -> None:
         "rank1/mine",
         *(f"rankle/{name}" for name in ("calls.jsonl", "run.json", "tensors/00000000.safetensors")),
     ]
-    with pytest.raises(OpInterceptError, match="what is overwritten must be a run, got other files in"):
+    with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files than those of a run"):
         remove_run(tmp_path / "run")
 
 

@@ -1,14 +1,14 @@
-"""Who writes to a run's folder: one recorder at a time, by a file in it that names the process.
+"""`Claim`: one recorder at a time writes to a run's folder, where a file names its process.
 
-Invariant: a claim is made by creating that file, which one of any number of processes and threads can do, on any file
-system. Where a process has died with its claim, the next one on the same machine takes its place.
+Invariant: creating that file makes the claim, which only one of several processes and threads can do, on any file
+system. If a process has died with its claim, the next one on the same machine takes over.
 Must not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import fcntl
 import json
 import os
 import platform
@@ -16,26 +16,24 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from opintercept._errors import OpInterceptError
 
 LOCK = "recording.lock"
 _MOST = 4096  # bytes of the file
-_PATIENCE = 5.0  # seconds for which another process may look at a claim
-_fcntl: Any = None if os.name == "nt" else importlib.import_module("fcntl")
-_held: set[str] = set()  # tokens of this process; a claim of this process that is not in here was broken off
+_PATIENCE = 5.0  # seconds to wait while another process looks at a claim
+_held: set[str] = set()  # tokens of this process; a claim of this process without one was interrupted
 
 
 class Claim:
     """The right to write to a folder, until `release`.
 
     Args:
-        folder: Is there.
-        takes_over: Whether the claim of a process on another machine, of which nothing can be known, is ended.
+        folder: An existing folder.
+        takes_over: Whether to end the claim of a process on another machine, which may have died.
 
     Raises:
-        OpInterceptError: Another recorder writes there, or may do so.
+        OpInterceptError: Another recorder writes to the folder, or may do so.
         OSError: The folder cannot be written.
     """
 
@@ -48,7 +46,7 @@ class Claim:
         try:
             with _one_at_a_time(folder):
                 end_others(folder, takes_over=takes_over)
-                # Whole at once: a reader would take an empty one for that of a process that has died.
+                # Put in place whole: a reader would take an empty file for the claim of a dead process.
                 part = self._path.with_name(f"{LOCK}.{self._token}")
                 part.write_text(json.dumps(plain), encoding="ascii")
                 try:
@@ -62,11 +60,11 @@ class Claim:
             raise
 
     def holds(self) -> bool:
-        """Whether nobody has ended the claim."""
+        """Whether no other recorder has ended the claim."""
         return _read(self._path).get("token") == self._token
 
     def release(self) -> None:
-        """Let others write; may be called again, and by a child does nothing."""
+        """Let others write. May be called again; does nothing in a forked child."""
         if self._process == os.getpid():
             with contextlib.suppress(OSError):
                 if self.holds():
@@ -75,10 +73,10 @@ class Claim:
 
 
 def end_others(folder: Path, *, takes_over: bool) -> None:
-    """Remove the claim of a process that has ended, or with `takes_over` of one that nothing can be known of.
+    """Remove the claim of a process that has ended, and with `takes_over` that of one on another machine.
 
     Raises:
-        OpInterceptError: The process goes on, or may do so.
+        OpInterceptError: The process still runs, or may do so.
     """
     path = folder / LOCK
     if os.path.lexists(path):
@@ -91,15 +89,13 @@ def end_others(folder: Path, *, takes_over: bool) -> None:
 def _refusal(folder: Path, other: dict[str, object]) -> OpInterceptError:
     remedy = "name another folder"
     if not _machine().items() <= other.items():
-        remedy += ", or pass overwrite=True if that has ended"
+        remedy += ", or pass overwrite=True if that process has ended"
     who = f"process {other.get('pid')!r:.20} on {other.get('host')!r:.80}"
-    return OpInterceptError(
-        f"path must be written by one recorder at a time, got {str(folder)!r}, to which {who} writes; {remedy}"
-    )
+    return OpInterceptError(f"{who} is recording to {str(folder)!r}; {remedy}")
 
 
 def _machine() -> dict[str, object]:
-    """Where a process's number says which one it is: containers of one name number theirs on their own."""
+    """Where a process number means one process: each container numbers its own, whatever its host name."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -108,7 +104,7 @@ def _machine() -> dict[str, object]:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What a claim says; empty if there is none, or another program's file."""
+    """The content of a claim; empty if there is no claim, or another program's file."""
     try:
         with open(path, "rb") as file:
             plain = json.loads(file.read(_MOST))
@@ -118,7 +114,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _is_over(other: dict[str, object]) -> bool:
-    """Whether the process of this machine that made the claim has ended, or has broken off."""
+    """Whether the process, which is on this machine, has ended, or was interrupted as it made the claim."""
     pid = other.get("pid")
     if not isinstance(pid, int) or pid <= 0:
         return True
@@ -128,13 +124,13 @@ def _is_over(other: dict[str, object]) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # somebody else's process
+    except OSError:  # another user's process
         pass
-    return other.get("began") != _began(pid)  # else another process has got its number
+    return other.get("began") != _began(pid)  # otherwise another process has got its number
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in a form of the system's; None where that is not told."""
+    """When a process began, in units of the system; None if the system does not say it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[19].decode()
@@ -143,7 +139,7 @@ def _began(pid: int) -> str | None:
 
 
 def _link(part: Path, path: Path) -> None:
-    """Give a file its name unless that is taken."""
+    """Give a file its name, unless another has it."""
     try:
         os.link(part, path)
     except FileExistsError:
@@ -155,16 +151,14 @@ def _link(part: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Keep others of this machine from looking at a claim while it is ended and made anew, where the system can."""
-    if _fcntl is None:
-        yield
-        return
+    """Keep other processes of this machine from looking at a claim that is ended and made anew, if the system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        end = time.monotonic() + _PATIENCE  # then the file itself has to do: a signal's handler may be here again
+        # After that the file alone decides. A signal handler may run this while its own thread holds the lock.
+        end = time.monotonic() + _PATIENCE
         while time.monotonic() < end:
             try:
-                _fcntl.flock(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.005)
@@ -173,5 +167,5 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            _fcntl.flock(descriptor, _fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked in the meantime has the descriptor, too
         os.close(descriptor)

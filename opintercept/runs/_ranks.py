@@ -1,4 +1,4 @@
-"""Which of several processes of one program this is."""
+"""The rank of this process among those of its program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Of the process group; before there is one, as torchrun tells its processes; `(0, 1)` where there is neither."""
+    """Those of the process group; before there is one, those that torchrun sets; `(0, 1)` without either."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")

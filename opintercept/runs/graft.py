@@ -1,4 +1,4 @@
-"""`Graft`: feeds recorded outputs of another run into this one, to tell where an error is added."""
+"""`Graft`: replaces outputs by those of a recorded run, to find where an error is added."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 
 from opintercept._call import OpCall
 from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept._hook import reads_of
 from opintercept._tensors import describe
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks.when import CallFilter
@@ -29,30 +30,30 @@ _Key = tuple[str | None, str, str, str | None]
 class Graft(Copyable):
     """Replaces the outputs of chosen calls by those that the same calls had in a recorded run.
 
-    A call's counterpart is the one of the same module, operator and pass with the same number among those, so all
-    calls must be seen: choose here, and not with `when`. Where the error of a run is gone after a graft, it was added
-    there or before; where it is still there, behind. As with any replaced output, autograd differentiates the
-    operator that ran, not what was put in its place.
+    The counterpart of a call has the same module, operator and phase, and the same number among the calls that share
+    these. `Graft` counts all calls for that: choose calls with its arguments and not with `when`. If a graft removes
+    an error, the error was added by the chosen calls or before them; if the error stays, it was added after them. As
+    with any replaced output, autograd differentiates the operator that ran, not the output that replaces it.
+
+    A call raises `OpInterceptError` if its counterpart's output has another shape. An output of another dtype or on
+    another device is converted.
 
     Args:
         run: A run that was recorded with `tensors="full"`, or its folder.
-        op: As in `when`, and so are the others.
+        op: As for `when`, as are the other arguments.
         module: The module's name, a glob, a pattern or a test.
         phase: `"forward"`, `"backward"` or `"recompute"`.
         steps: The step, or a container of steps.
         predicate: Any test of the call.
 
     Attributes:
-        grafted: How many calls got another output.
+        grafted: How many calls got a recorded output.
         missing: How many chosen calls have no counterpart in the run; the first of them warns.
 
     Raises:
         OpInterceptError: There is no run, or it has no outputs.
-        TypeError: An argument of the wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An unknown phase.
-
-    A call raises `OpInterceptError` if its counterpart's output has another shape. One of another dtype or on another
-    device is converted.
 
     Example:
         >>> import tempfile, torch
@@ -68,8 +69,6 @@ class Graft(Copyable):
         True
     """
 
-    reads = ("module", "forward")
-
     def __init__(
         self,
         run: Run | str | os.PathLike[str],
@@ -83,10 +82,11 @@ class Graft(Copyable):
         self.run = run if isinstance(run, Run) else open_run(run)
         if self.run.info.tensors != "full":
             raise OpInterceptError(
-                f"a run must have all outputs to be grafted, got one with tensors={self.run.info.tensors!r} at "
-                f'{str(self.run.path)!r}; record it with tensors="full"'
+                f"{str(self.run.path)!r} was recorded with tensors={self.run.info.tensors!r}, without whole outputs; "
+                'record it with tensors="full"'
             )
         self._filter = CallFilter(op, module, phase, steps=steps, predicate=predicate)
+        self.reads = reads_of((self._filter,), ("module", "forward"))
         rank = rank_and_world_size()[0]
         self._rank = rank if rank in self.run.ranks else self.run.ranks[0]
         self._places: dict[_Key, array[int]] = defaultdict(partial(array, "q"))
@@ -98,7 +98,7 @@ class Graft(Copyable):
         self.missing = 0
 
     def post(self, call: OpCall) -> Any:
-        """Put the recorded output in the place of the call's."""
+        """Return the recorded output of the call."""
         key = (call.module, call.op, call.phase, call.grad_of)
         with self._lock:
             number = self._seen[key]
@@ -129,9 +129,9 @@ class Graft(Copyable):
             return None
         if recorded.shape != output.shape:
             raise OpInterceptError(
-                f"a grafted output must have the shape of the call's, got {describe(recorded)} of call "
-                f"{then.record.index} for {describe(output)} of {call.op} in {call.module!r}; choose calls that both "
-                "runs made alike"
+                f"a grafted output must have the shape of the output that it replaces, got {describe(recorded)} of "
+                f"call {then.record.index} for {describe(output)} of {call.op} in {call.module!r}; choose calls that "
+                "are the same in both runs"
             )
         return recorded.to(output.device, output.dtype)
 
@@ -140,10 +140,12 @@ class Graft(Copyable):
             self.missing += 1
             first = self.missing == 1
         if first:
-            text = (
-                f"{call.op} in {call.module!r} ({call.phase}) has no output in {str(self.run.path)!r}; it keeps its own"
+            warnings.warn(
+                f"{str(self.run.path)!r} has no output for {call.op} in {call.module!r} ({call.phase}), which keeps "
+                "its own; `missing` counts such calls",
+                OpInterceptWarning,
+                stacklevel=2,
             )
-            warnings.warn(f"{text}, and so do others that `missing` counts", OpInterceptWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"Graft({str(self.run.path)!r}, grafted={self.grafted}, missing={self.missing})"

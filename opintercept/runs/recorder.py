@@ -1,4 +1,4 @@
-"""`RunRecorder`: writes a run to a folder, to be shown, compared with another and replayed."""
+"""`RunRecorder`: records a run to a folder, which can be shown, compared with another and replayed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._record import Summary
 from opintercept._tensors import is_strided, share_memory
+from opintercept._text import counted
 from opintercept.hooks._copies import can_store, copied, safetensors_for
 from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._repro import plain_arguments
@@ -39,44 +40,46 @@ from opintercept.runs.store import Kept as Keep
 from opintercept.runs.writer import Entry, Kept, Writer, key_of, leftovers, remove_leftovers, remove_run
 
 _OPERANDS = ("lhs", "rhs", "bias", "value")
-_SHAPES = 4096  # of calls whose options are remembered
-_MOST_TENSORS, _MOST_OPTIONS = 1000, 100  # of one call, without its operands and outputs
+_MOST_SUMMARIES = 4096  # whose options are remembered
+_MOST_TENSORS = 1000  # of one call, besides its operands and outputs
+_MOST_OPTIONS = 100  # of one call
 _MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
+_MOST_COUNTS = 1024  # of elements, for which the places of a sample are remembered
 
 
 class RunRecorder:
     """Writes every call to a folder: its record, its arguments, statistics and a content hash of its tensors.
 
-    A thread writes, at least once a second; where the disk is slower than the program, the program waits. What is
-    written is there even if the program is killed. A disk that is full stops the recording with one warning. Where
-    there are several processes, as under `torchrun`, each writes `rank0`, `rank1`, ... in the folder. A forked
-    child's calls are not written. Wrap it in `when` to record some calls only.
+    A thread writes at least once a second. If the disk is slower than the program, the program waits. Calls that are
+    written stay readable if the program is killed. A full disk stops the recording with one warning. If the program
+    has several processes, as under `torchrun`, each writes to a folder of its own, `rank0`, `rank1`, ... Calls of a
+    forked child are not written. Wrap the recorder in `when` to record some calls only.
 
-    On a CPU the values are read where the operator runs; from CUDA they come without the program waiting.
+    On a CPU, values are read while the operator's call runs. From CUDA, they are copied and the program does not wait.
 
     Args:
         path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
             does `runs.open_run`.
-        tensors: `"none"`: records and the arguments that are no tensors. `"stats"`: also statistics and hashes of
+        tensors: `"none"` keeps records and the arguments that are not tensors. `"stats"` adds statistics and hashes of
             operands, outputs, masks, states and any other tensor that the operator reads, see `runs.Values`.
-            `"sample"`: also some values of each tensor, the same places in every run. `"full"`: also all values,
-            each content once, so that a call can be run again; those of a dtype or layout that safetensors cannot
-            hold are left out.
-        overwrite: Whether a run that is there is deleted when the block is entered.
+            `"sample"` adds some values of each tensor, from the same places in every run. `"full"` adds all values,
+            each content once, so that a call can be run again, except those of a dtype or layout that safetensors
+            cannot hold.
+        overwrite: Whether to delete a run that the folder holds when the block is entered.
         sample: How many values a sample has.
-        flight: Keeps the last so many calls in memory and writes them when an exception leaves the block, with
-            the operands of the call that raised it; nothing is written otherwise.
-        max_bytes: What the folder may take; the recording stops there, with one warning.
+        flight: If given, the recorder keeps this many last calls in memory. It writes them if an exception leaves the
+            block, with the operands of the call that raised it, and otherwise writes nothing.
+        max_bytes: The most bytes that the folder may take; the recording stops there with one warning.
 
     Attributes:
         path: The folder.
-        calls: How many calls are on the disk; all of them once the block has been left.
-        nbytes: What the folder takes; of several processes, this one's.
+        calls: How many calls are on disk: all of them, once the block has been left.
+        nbytes: How many bytes the folder takes; only those of this process if there are several.
 
     Raises:
-        TypeError: An argument of the wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An unknown choice, a count below 1, or a folder that is not empty.
-        ImportError: Tensors are to be kept, and safetensors or numpy is not installed.
+        ImportError: Keeping tensors needs safetensors and numpy, and one is not installed.
 
     Example:
         >>> import tempfile, torch
@@ -112,7 +115,7 @@ class RunRecorder:
         self._overwrite = overwrite
         self._check_free()
         self._writer: Writer | None = None
-        self._closed: Writer | None = None  # of the block before
+        self._closed: Writer | None = None  # that of the last block
         self._info: RunInfo | None = None
         self._folder = self.path
         self._entered = 0
@@ -120,14 +123,14 @@ class RunRecorder:
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
         self._places: dict[Any, torch.Tensor] = {}
-        self._shapes: dict[int, tuple[Summary, str, bool]] = {}
+        self._options: dict[int, tuple[Summary, str, bool]] = {}
         self._lock = threading.RLock()
         self._outside: BaseException | None = None
         self._process = os.getpid()
         self._told = False
 
     def _check_free(self) -> None:
-        """Refuse a folder with something in it, in the place of this process or where readers would add it to ours."""
+        """Refuse a folder that holds something already, or an older run that readers would mix with this one."""
         folder, _, world_size = _own(self.path)
         names = _others(folder)
         if not self._overwrite:
@@ -135,41 +138,38 @@ class RunRecorder:
             if world_size > 1:
                 found += leftovers(self.path, world_size)
             if found:
-                run = str(found[0])
-                raise ValueError(
-                    f"path must not have a run in it, got {run!r}; name another folder, or pass overwrite=True"
-                )
+                raise ValueError(f"{str(found[0])!r} already holds a run; name another folder, or pass overwrite=True")
         only_ranks = self._overwrite and all(name.startswith("rank") for name in names)
         if names and INFO not in names and not only_ranks:
-            raise ValueError(f"path must be a new or an empty folder, or a run, got {str(folder)!r}")
+            raise ValueError(f"path must be a new folder, an empty one or a run, got {str(folder)!r}")
 
     @property
     def calls(self) -> int:
-        """How many calls are on the disk; all of them once the block has been left."""
+        """How many calls are on disk: all of them, once the block has been left."""
         writer = self._writer or self._closed
         return 0 if writer is None else writer.calls
 
     @property
     def nbytes(self) -> int:
-        """What the folder takes; of several processes, this one's."""
+        """How many bytes the folder takes; only those of this process if there are several."""
         writer = self._writer or self._closed
         return 0 if writer is None else writer.nbytes
 
     def enter(self) -> None:
-        """Make the folder and start to write, or go on where this recorder's last block ended."""
+        """Make the folder and start to write, or continue the run of this recorder's last block."""
         if self._process != os.getpid():
             if self._entered or self._info is not None:
-                return  # in a child: the run is the parent's
+                return  # in a forked child: the run belongs to the parent
             self._process, self._lock = os.getpid(), threading.RLock()
         with self._lock:
-            if not self._entered:  # else the block of another interceptor
+            if not self._entered:  # otherwise another interceptor's block is active
                 self._outside = sys.exception()
                 if self.flight is None:
                     self._start()
             self._entered += 1
 
     def _start(self) -> None:
-        self._stop()  # what an interrupt may have left of the block before
+        self._stop()  # if an interrupt has kept the last block from doing so
         if self._closed is not None and self._closed.failure is not None:
             return  # the recording has stopped
         folder, rank, world_size = _own(self.path)
@@ -180,13 +180,12 @@ class RunRecorder:
             folder = self._folder
             if self._closed is None or not self._closed.is_there():
                 raise OpInterceptError(
-                    f"path must hold the run that this recorder has begun, got another or none in {str(folder)!r}; "
-                    "make a new RunRecorder"
+                    f"{str(folder)!r} no longer holds the run that this recorder began; make a new RunRecorder"
                 )
         claim = Claim(folder, takes_over=self._overwrite)
         try:
             if self._info is None:
-                self._check_free()  # again: now no other can come
+                self._check_free()  # again: from here on no other recorder can begin a run
                 if _others(folder) and self._overwrite:
                     remove_run(folder, claimed=True)
                 if self._overwrite and world_size > 1:
@@ -211,7 +210,7 @@ class RunRecorder:
         atexit.register(self._stop)
 
     def exit(self) -> None:
-        """Write what is left; with `flight`, if an exception is what ends the block."""
+        """Write what is left; with `flight`, write the last calls if an exception ends the block."""
         if self._process != os.getpid():
             return
         with self._lock:
@@ -234,7 +233,7 @@ class RunRecorder:
         writer = self._writer
         if writer is None or self._process != os.getpid():
             return
-        writer.close()  # again at the end of the program if an exception breaks in here
+        writer.close()  # called again at the end of the program if an exception interrupts it
         self._writer, self._closed = None, writer
         atexit.unregister(self._stop)
         self._tell(writer)
@@ -243,7 +242,7 @@ class RunRecorder:
         if writer.failure is not None and not self._told:
             self._told = True
             warnings.warn(
-                f"the recording to {str(self.path)!r} has stopped after {writer.calls} calls: {writer.failure}",
+                f"stopped recording to {str(self.path)!r} after {counted(writer.calls, 'call')}: {writer.failure}",
                 OpInterceptWarning,
                 stacklevel=3,
             )
@@ -262,11 +261,11 @@ class RunRecorder:
         self._before.put(call, before)
 
     def post(self, call: OpCall) -> None:
-        """Take the call."""
+        """Record the call."""
         self._take(call, None)
 
     def error(self, call: OpCall, exception: BaseException) -> None:
-        """Take a call that raised, with its operands if tensors are kept or the last calls are."""
+        """Record a call that raised, with its operands if tensors are kept or `flight` is given."""
         self._take(call, exception)
 
     def _keeps(self, *, failed: bool) -> bool:
@@ -292,14 +291,17 @@ class RunRecorder:
             writer.put(entry)
 
     def _arguments(self, call: OpCall, summary: Summary) -> tuple[str, bool]:
-        """The options as JSON, and whether the call has tensors beside its operands: once for calls that look alike."""
-        known = self._shapes.get(id(summary))
+        """The options as JSON, and whether the call has tensors besides its operands.
+
+        Both are found once for all calls that look alike.
+        """
+        known = self._options.get(id(summary))
         if known is None:
             has_more = any(role not in _OPERANDS for role in call.tensors)
-            if len(self._shapes) >= _SHAPES:
-                self._shapes.clear()
-            # Kept alive, so that no other gets its address.
-            known = self._shapes[id(summary)] = (summary, _options(call), has_more)
+            if len(self._options) >= _MOST_SUMMARIES:
+                self._options.clear()
+            # The summary is kept alive, so that no other gets its address.
+            known = self._options[id(summary)] = (summary, _options(call), has_more)
         return known[1:]
 
     def _add_values(
@@ -323,7 +325,7 @@ class RunRecorder:
                 entry.roles[role] = places[id(tensor)] = len(entry.kept)
                 entry.kept.append(kept)
         if full:
-            # `plain_arguments` finds the operands that the operator has overwritten, here are the other tensors.
+            # `plain_arguments` restores operands that the operator has overwritten; other tensors are restored here.
             old = {id(tensor): before[role][1] for role, tensor in _more(call) if role in before} if before else {}
 
             def keep(tensor: torch.Tensor) -> int:
@@ -333,7 +335,7 @@ class RunRecorder:
                     content = content_of(tensor)
                     kept = None if content is None else self._kept(tensor, content, True)
                     if kept is None:
-                        raise TypeError("a tensor that cannot be stored")
+                        raise TypeError("safetensors cannot store the tensor")
                     place = places[id(tensor)] = len(entry.kept)
                     entry.kept.append(kept)
                 return place
@@ -341,11 +343,11 @@ class RunRecorder:
             operands = {role: tensor for role, (_, tensor) in before.items() if role in ("lhs", "rhs", "bias")}
             try:
                 entry.given = plain_arguments(call, operands, keep)
-            except TypeError:  # the call cannot be run again from the disk
+            except TypeError:  # the call cannot be run again
                 entry.given = None
 
     def _kept(self, tensor: torch.Tensor, content: Content, full: bool) -> Kept | str | None:
-        """What is to be written, or its name if that is written already, or None if it cannot be."""
+        """The tensor to be written; its name if it is written already; None if it cannot be written."""
         if not is_strided(tensor) or tensor.is_quantized or not can_store(tensor.dtype):
             return None
         tensor = tensor.detach()
@@ -367,14 +369,14 @@ class RunRecorder:
             clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
         try:
             clone.data_ptr()
-        except RuntimeError:  # a transform of torch.func has wrapped it
+        except RuntimeError:  # a torch.func transform has wrapped it
             return None
         if key is not None:
             self._clones[key] = clone
         return Kept(clone, ready, content, not full)
 
     def _sampled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Values at places that depend on their number alone."""
+        """Some values, at places that depend only on the number of elements."""
         count, device = tensor.numel(), tensor.device
         if count <= self.sample:
             return tensor.reshape(-1)
@@ -383,7 +385,7 @@ class RunRecorder:
             drawn = sorted(random.Random(count).choices(range(count), k=self.sample))
             places = torch.tensor(drawn, device="cpu").to(device)
             with self._lock:
-                if len(self._places) >= 1024:
+                if len(self._places) >= _MOST_COUNTS:
                     self._places.clear()
                 self._places[count, device] = places
         return tensor[torch.unravel_index(places, tensor.shape)]
@@ -393,9 +395,9 @@ class RunRecorder:
 
 
 def _tensors(call: OpCall, has_more: bool) -> list[tuple[str, torch.Tensor]]:
-    """Arguments and outputs by role, else by the name of the parameter."""
+    """Operands and outputs by role, other tensors by the name of the parameter."""
     found = [(role, tensor) for role in _OPERANDS[:3] if (tensor := getattr(call, role)) is not None]
-    if (value := call.operand("value")) is not None:  # of an attention
+    if (value := call.operand("value")) is not None:  # an attention has one
         found.append(("value", value))
     if has_more:
         found += _more(call)
@@ -407,12 +409,12 @@ def _tensors(call: OpCall, has_more: bool) -> list[tuple[str, torch.Tensor]]:
 
 
 def _more(call: OpCall) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that are no operands: masks, states, the weights of an LSTM."""
+    """The tensors besides the operands: masks, states, the weights of an LSTM."""
     return [(name, tensor) for name, tensor in call.tensors.items() if name not in _OPERANDS][:_MOST_TENSORS]
 
 
 def _options(call: OpCall) -> str:
-    """The arguments that are no tensors and have a plain form, as JSON; readers take no more than this."""
+    """The arguments that are not tensors and have a plain form, as JSON, within the limits of the reader."""
     found = {}
     for name, value in list(call.options.items())[:_MOST_OPTIONS]:
         with contextlib.suppress(TypeError):
@@ -421,10 +423,10 @@ def _options(call: OpCall) -> str:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """An option as JSON has it.
+    """An option as plain data.
 
     Raises:
-        TypeError: It has no plain form, or a long one.
+        TypeError: It has no plain form, or its plain form is long.
     """
     if value is None or isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
@@ -438,7 +440,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _others(folder: Path) -> list[str]:
-    """What is in the folder, without what is there while a recorder begins."""
+    """The names in the folder, without the files of a recorder that is about to begin."""
     try:
         return [entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK, f"{INFO}.part"))]
     except (FileNotFoundError, NotADirectoryError):
@@ -464,7 +466,7 @@ def _devices() -> tuple[str, ...]:
     return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
-# Settings that decide how products are computed.
+# Settings that decide how products are computed, and how to read them.
 FLAGS: dict[str, Callable[[], Any]] = {
     "default_dtype": torch.get_default_dtype,
     "float32_matmul_precision": torch.get_float32_matmul_precision,
@@ -490,14 +492,14 @@ FLAGS: dict[str, Callable[[], Any]] = {
 
 
 def _flags() -> dict[str, str]:
-    """The values of `FLAGS`, of those that this torch has."""
+    """The values of those `FLAGS` that this torch has."""
     found = {}
     for name, ask in FLAGS.items():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some are about to be renamed
+            warnings.simplefilter("ignore")  # torch is renaming some of them
             try:
                 found[name] = str(ask())
-            except (AttributeError, RuntimeError):  # not in this torch, or set in a way that has no old name
+            except (AttributeError, RuntimeError):  # not in this torch, or set to a value without an old name
                 continue
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"):
         if name in os.environ:

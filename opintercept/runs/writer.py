@@ -1,8 +1,8 @@
-"""Writes a run's folder from a thread of its own, with a bounded queue: the program waits rather than lose a call.
+"""Writes the folder of a run, in a thread with a bounded queue: if the queue is full, the program waits.
 
-Invariant: a line is written after the tensors that it names, and whole, so that what is there when the program is
-killed can be read. What cannot be written stops the recording, never the program.
-Must not import torch, and its thread runs no operator that is watched: the kernel engine counts on that.
+Invariant: a line is written whole, and after the tensors that it names, so that the run of a killed program can be
+read. A failure to write stops the recording, never the program.
+Must not import torch. The thread runs no operator, which the kernel engine relies on.
 """
 
 from __future__ import annotations
@@ -23,22 +23,30 @@ from opintercept.runs._claim import Claim, end_others
 from opintercept.runs.codec import MAX_LINE, Encoder, Values
 from opintercept.runs.store import CALLS, INFO, TENSORS, RunInfo, rank_folders, read_info
 
-_INTERVAL = 1.0  # seconds after which what there is is written
-_CALLS, _BYTES = 512, 1 << 25  # so much is written at once
-_QUEUED = 4  # times as much may wait to be written
-_NAMES = 1 << 16
+INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
+BATCH_CALLS = 512  # calls that make a full batch
+BATCH_BYTES = 1 << 25  # bytes of tensors that make a full batch
+QUEUED_BATCHES = 4  # full batches that may wait to be written
+MAX_NAMES = 1 << 16  # names of written tensors that are remembered
 _STORED = re.compile(r"[0-9]{8,}\.(safetensors|part)", re.ASCII)
 
 
 class Reading(Protocol):
-    """Values that may have to be waited for."""
+    """Statistics and hash that a device may still be computing; `read` waits for them."""
 
     def read(self) -> Values: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor to be written: contiguous, on the CPU once `ready` has come, and what tells it from others."""
+    """A tensor to be written.
+
+    Attributes:
+        tensor: A contiguous tensor, on the CPU after `ready`.
+        ready: The event after which its values are there; None if they are there already.
+        content: Its hash, by which it is written only once; None if it has none.
+        sample: Whether it is a sample of the values.
+    """
 
     tensor: Any
     ready: Any
@@ -51,13 +59,13 @@ class Entry:
     """A call to be written.
 
     Attributes:
-        note: Its record.
-        values: By role.
-        kept: Tensors, or the names of such as have been written already.
-        roles: Which of `kept` is what.
-        arguments: JSON text of an object: every argument that is no tensor, by the name of its parameter.
-        given: As `_repro.plain_arguments` makes them, with places in `kept` for tensors.
-        error: What it raised.
+        note: What its record is made of.
+        values: Statistics and hashes, by role.
+        kept: Tensors, or the names of tensors that have been written already.
+        roles: The place in `kept` of the tensor in each role.
+        arguments: JSON text of an object: every argument that is not a tensor, by the name of its parameter.
+        given: All arguments as `_repro.plain_arguments` makes them, with places in `kept` for tensors.
+        error: What the call raised.
     """
 
     note: Note
@@ -70,25 +78,25 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """What its tensors take."""
+        """The bytes of its tensors."""
         return sum(k.tensor.numel() * k.tensor.element_size() for k in self.kept if isinstance(k, Kept))
 
 
 class Writer(threading.Thread):
-    """The thread. Everything but `put`, `close` and the attributes is its own business.
+    """The thread that writes a run. Other threads call `put` and `close` and read the attributes.
 
     Args:
-        folder: Is made, with what leads there.
-        info: For `run.json`, which says that it is not finished until `close`.
-        max_bytes: What all files may take; None for as much as there is.
-        after: Whose run goes on; it has been closed.
-        claim: To the folder; released at the end.
+        folder: Where to write; made if it is missing, with its parents.
+        info: For `run.json`, which has `finished` false until `close`.
+        max_bytes: The most bytes that all files may have; None for no limit.
+        after: The closed writer of the same run, which this one continues.
+        claim: The claim to the folder, which is released at the end.
 
     Attributes:
-        calls: How many are on the disk.
-        nbytes: What the files take.
+        calls: How many calls are on disk.
+        nbytes: The bytes of all files.
         failure: Why the recording has stopped, or None.
-        names: Of the tensors that are on the disk, by content.
+        names: The names of tensors on disk, by `key_of` their content.
 
     Raises:
         OSError: The folder cannot be made or written.
@@ -115,47 +123,47 @@ class Writer(threading.Thread):
         self._files: int = after._files if after else 0
         self._tensors: int = after._tensors if after else 0
         self._encoder = Encoder()
-        # A signal's handler may run operators while it is held. Taken by itself: an interrupt may come between
-        # Condition's own `__enter__` and the block behind it, which would never give it back.
+        # Reentrant: a signal handler may run operators while this thread holds it. The code takes this lock and not
+        # `_changed`: an interrupt between `Condition.__enter__` and its block would leave the lock held.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._waiting: list[Entry] = []
-        self._size = 0  # bytes of the tensors in there
+        self._size = 0  # bytes of the waiting tensors
         self._closing = self._done = False
         self._claim = claim
-        self._left = (0, 0, 0)  # device, number and size of the calls
+        self._left = (0, 0, 0)  # device, inode and size of the file of calls when this last looked
         folder.mkdir(parents=True, exist_ok=True)
         self._write_info(finished=False)
         self._file = open(folder / CALLS, "ab", buffering=0)  # noqa: SIM115 - closed by the thread
 
     def put(self, entry: Entry) -> None:
-        """Take a call; waits where the disk is slower than the program."""
+        """Take a call to be written; waits if the queue is full."""
         with self._mutex:
-            while self._is_full(_QUEUED) and self.is_alive():
-                self._changed.wait(_INTERVAL)
+            while self._is_full(QUEUED_BATCHES) and self.is_alive():
+                self._changed.wait(INTERVAL)
             self._waiting.append(entry)
             self._size += entry.nbytes
             if self._is_full(1):
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what is left and end the thread; may be called again where an exception broke in."""
+        """Write what is left and end the thread; call it again if an exception interrupts it."""
         with self._mutex:
             self._closing = True
             self._changed.notify_all()
-            # Not by `join`: once interrupted, that of Python 3.11 takes the thread for dead.
+            # Not `join`, which in Python 3.11 takes the thread for dead once it has been interrupted.
             while not self._done and self.is_alive():
-                self._changed.wait(_INTERVAL)
+                self._changed.wait(INTERVAL)
         self.join()
 
     def _is_full(self, times: int) -> bool:
-        return len(self._waiting) >= times * _CALLS or self._size >= times * _BYTES
+        return len(self._waiting) >= times * BATCH_CALLS or self._size >= times * BATCH_BYTES
 
     def _next(self) -> list[Entry]:
-        """What there is after an interval, or sooner if it is much; empty when all is done."""
+        """The waiting calls, after an interval or when they make a full batch; empty when all are written."""
         with self._mutex:
             while True:
-                self._changed.wait_for(lambda: self._closing or self._is_full(1), _INTERVAL)
+                self._changed.wait_for(lambda: self._closing or self._is_full(1), INTERVAL)
                 if self._waiting or self._closing:
                     batch, self._waiting, self._size = self._waiting, [], 0
                     self._changed.notify_all()
@@ -187,7 +195,7 @@ class Writer(threading.Thread):
                 self.failure = str(exception) if known else f"{type(exception).__name__}: {exception}"
 
     def is_there(self) -> bool:
-        """Whether the run is as it was left."""
+        """Whether the file of calls is as this writer left it."""
         try:
             found = os.stat(self._folder / CALLS)
         except OSError:
@@ -195,12 +203,12 @@ class Writer(threading.Thread):
         return (found.st_dev, found.st_ino, found.st_size) == self._left
 
     def _check(self) -> None:
-        """Refuse to go on where what was written has gone, or is about to be mixed with what another writes."""
+        """Stop if files that were written are gone, or if another recorder has taken over the folder."""
         mine = os.fstat(self._file.fileno())
         self._left = mine.st_dev, mine.st_ino, mine.st_size
         if not self.is_there() or not (self._claim is None or self._claim.holds()):
             raise OpInterceptError(
-                "the folder was deleted or taken over by another recorder, and what was in it is lost"
+                "the folder was deleted or taken over by another recorder; the calls written so far are lost"
             )
         try:
             names = set(os.listdir(self._folder / TENSORS)) if self._files else set()
@@ -209,7 +217,7 @@ class Writer(threading.Thread):
         lost = [number for number in range(self._files) if f"{number:08d}.safetensors" not in names]
         if lost:
             raise OpInterceptError(
-                f"{len(lost)} of {self._files} files in {TENSORS}/ were deleted, their tensors are lost"
+                f"{len(lost)} of {self._files} files in {TENSORS}/ were deleted; their tensors are lost"
             )
 
     def _write_info(self, finished: bool = True) -> None:
@@ -229,7 +237,7 @@ class Writer(threading.Thread):
             own: dict[str, Any] = {}
             names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
             line = self._line(entry, names)
-            if len(line) > MAX_LINE:  # of a list with very many tensors
+            if len(line) > MAX_LINE:  # an argument is a list of very many tensors
                 entry.given, entry.arguments = None, "{}"
                 line = self._line(entry, names)
             total += len(line) + sum(_stored_bytes(tensor) for tensor in own.values())
@@ -241,14 +249,17 @@ class Writer(threading.Thread):
         if tensors:
             self._save(tensors)
         self._append(b"".join(lines))
-        if len(self.names) + len(new) > _NAMES:
+        if len(self.names) + len(new) > MAX_NAMES:
             self.names.clear()
         self.names |= new
         if full:
-            self.failure = f"max_bytes={self._max_bytes}, got {full} bytes with the next call; raise it, or keep less"
+            self.failure = (
+                f"the next call would make {full} bytes, more than max_bytes={self._max_bytes}; raise max_bytes, or "
+                "keep less of each tensor"
+            )
 
     def _named(self, kept: Kept, own: dict[str, Any], new: dict[Any, str]) -> str:
-        """The tensor's name, that of one with the same content if there is one; else it goes into `own`."""
+        """The name of a written tensor with this content, or a new name, under which the tensor goes into `own`."""
         digits = None if kept.content is None else kept.content.read().hash
         key = None if digits is None else key_of(digits, str(kept.tensor.dtype), tuple(kept.tensor.shape), kept.sample)
         name = None if key is None else new.get(key) or self.names.get(key)
@@ -280,7 +291,7 @@ class Writer(threading.Thread):
         self.nbytes += path.stat().st_size
 
     def _append(self, text: bytes) -> None:
-        """Write lines, as many whole ones as there is room for."""
+        """Write lines; if the disk gets full, only the whole ones."""
         start, view, written = self._file.seek(0, os.SEEK_END), memoryview(text), 0
         try:
             while written < len(text):
@@ -305,7 +316,7 @@ class Writer(threading.Thread):
 
 
 def key_of(digits: str, dtype: str, shape: tuple[int, ...], sample: bool) -> Any:
-    """What tensors that are written once share."""
+    """What two tensors have in common if only one of them is written."""
     return digits, dtype, shape, sample
 
 
@@ -318,19 +329,19 @@ def _with_names(plain: Any, names: list[str]) -> Any:
 
 
 def _stored_bytes(tensor: Any) -> int:
-    """What a tensor takes in its file, at most: the values and their entry in the head."""
+    """The most bytes that a tensor takes in its file: the values and their entry in the head."""
     return int(tensor.numel() * tensor.element_size() + 160 + 20 * tensor.dim())
 
 
 def remove_run(folder: Path, claimed: bool = False) -> None:
-    """Delete what a run consists of, and nothing else.
+    """Delete the files of a run, and nothing else.
 
     Args:
-        folder: Of the run.
+        folder: The folder of the run.
         claimed: Whether the caller has a claim to it.
 
     Raises:
-        OpInterceptError: The folder holds something that is no run, or is written to.
+        OpInterceptError: The folder holds no run, or a recorder writes to it.
     """
     parts = [part for part in (*(entry for _, entry in rank_folders(folder)), folder) if _is_run(part)]
     if not parts:
@@ -340,10 +351,10 @@ def remove_run(folder: Path, claimed: bool = False) -> None:
 
 
 def leftovers(folder: Path, world_size: int) -> list[Path]:
-    """What readers would take for the run in `folder`, or a part of it, and none of its several processes writes.
+    """Parts of an older run that readers would take for parts of a new one, which has several processes.
 
-    A run of one process, which readers prefer, and ranks that there are no more. They are older whenever a process
-    looks, so that each may refuse or remove them without knowing how far the others are.
+    These are a run of one process, which readers prefer, and ranks from `world_size` on. No process of the new run
+    writes them, so each may refuse or remove them at any time.
     """
     further = [entry for rank, entry in rank_folders(folder) if rank >= world_size]
     return [part for part in (*further, folder) if os.path.lexists(part / INFO)]
@@ -353,12 +364,12 @@ def remove_leftovers(folder: Path, world_size: int) -> None:
     """Delete `leftovers`; several processes may do so at once.
 
     Raises:
-        OpInterceptError: One is no run, or is written to.
+        OpInterceptError: One is not a run, or a recorder writes to it.
     """
     for part in leftovers(folder, world_size):
         if _is_run(part):
             _remove(part, folder)
-        elif os.path.lexists(part / INFO):  # else another process was faster
+        elif os.path.lexists(part / INFO):  # otherwise another process was faster
             raise _no_run(part)
 
 
@@ -371,7 +382,7 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(stored)
     found = [stored / name for name in names if _STORED.fullmatch(name)]
-    for path in (part / CALLS, *found, part / f"{INFO}.part", part / INFO):  # while there is one, it is a run
+    for path in (part / CALLS, *found, part / f"{INFO}.part", part / INFO):  # a folder with INFO is a run: it goes last
         path.unlink(missing_ok=True)
     for empty in (stored, part):
         if empty != folder:
@@ -380,11 +391,11 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
 
 
 def _no_run(folder: Path) -> OpInterceptError:
-    return OpInterceptError(f"what is overwritten must be a run, got other files in {str(folder)!r}; remove them")
+    return OpInterceptError(f"cannot overwrite {str(folder)!r}: it holds other files than those of a run; remove them")
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether the folder has what a writer begins with; other programs have a `run.json`, too."""
+    """Whether the folder has the file that a writer begins with; other programs write a `run.json`, too."""
     try:
         read_info(folder)
     except (OSError, OpInterceptError):
