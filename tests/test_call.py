@@ -101,6 +101,7 @@ def test_a_bias_is_its_own_operand() -> None:
 
 A, B, C = torch.full((2, 2), 2.0), torch.full((2, 2), 3.0), torch.full((2, 2), 5.0)
 OTHER = torch.full((2, 2), 7.0)
+Q = torch.ones(2, 3, 5, 8)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_an_operand_is_replaced_under_the_name_it_was_passed_by() -> None:
 
 
 @pytest.mark.parametrize("sequence", [list, tuple])
-def test_an_operand_in_einsums_list_is_replaced(sequence: type) -> None:
+def test_an_operand_in_einsums_list_is_replaced(sequence: Any) -> None:
     operands = sequence((A, B))
     (equation, replaced), _ = call_of(torch.einsum, "ij,jk->ik", operands).replace(rhs=OTHER)
     assert equation == "ij,jk->ik"
@@ -205,7 +206,8 @@ def test_conjugate_operands_are_resolved(feed: dict[str, Any]) -> None:
 def test_what_reads_no_values_copies_no_operand(feed: dict[str, Any]) -> None:
     # At function level a resolved operand would also be a node of autograd's.
     lhs, rhs = (torch.randn(3, 3, dtype=torch.complex64, requires_grad=True).conj() for _ in range(2))
-    looking = [hooks.Recorder(), hooks.Profile(), hooks.when(print, dtype="float32", min_numel=100)]
+    recorder = hooks.Recorder()
+    looking: list[Any] = [recorder, hooks.Profile(), hooks.when(print, dtype="float32", min_numel=100)]
     found = []
     for watch in (nullcontext(), intercept(looking, **feed)):
         number = torch._C._autograd._get_sequence_nr()
@@ -214,7 +216,8 @@ def test_what_reads_no_values_copies_no_operand(feed: dict[str, Any]) -> None:
         copies = [event.name for event in profiler.events() if event.name in ("aten::resolve_conj", "aten::clone")]
         found.append((sorted(copies), torch._C._autograd._get_sequence_nr() - number))
     assert found[0] == found[1]
-    assert looking[0].records[0].lhs.stride == lhs.stride()  # type: ignore[union-attr]
+    assert recorder.records[0].lhs is not None
+    assert recorder.records[0].lhs.stride == lhs.stride()
 
 
 def test_a_record_of_a_linear_leaves_no_node_to_autograd() -> None:
@@ -314,7 +317,7 @@ def test_a_record_survives_json() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda: F.scaled_dot_product_attention(*(torch.ones(2, 3, 5, 8) for _ in range(3))),
+        lambda: F.scaled_dot_product_attention(Q, Q, Q),
         lambda: torch.sparse.mm(torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
         lambda: torch.einsum("ij,jk,kl->il", torch.ones(2, 3), torch.ones(3, 4), torch.ones(4, 5)),
         lambda: torch.nn.LSTM(4, 6)(torch.ones(5, 3, 4)),
@@ -336,7 +339,7 @@ def test_any_record_can_be_written_as_json(function: Callable[[], Any], feed: di
 
 
 def test_a_record_of_several_outputs_has_them_all() -> None:
-    [record] = records_of(lambda: F.scaled_dot_product_attention(*(torch.ones(2, 3, 5, 8) for _ in range(3))))
+    [record] = records_of(lambda: F.scaled_dot_product_attention(Q, Q, Q))
     assert isinstance(record.output, tuple)
     assert [meta and meta.shape for meta in record.output] == [(2, 3, 5, 8), (2, 3, 5)]
     assert record.opaque
@@ -352,7 +355,7 @@ def test_a_record_is_plain_frozen_data() -> None:
     assert hash(record) == hash(copy.deepcopy(record))
     assert str(record) == "aten::addmm float32[2, 3] @ float32[3, 4] + float32[4] -> float32[2, 4]"
     with pytest.raises(FrozenInstanceError, match="cannot assign to field 'op'"):
-        record.op = "aten::mm"
+        record.op = "aten::mm"  # type: ignore[misc]
 
 
 def test_the_func_of_a_record_is_the_overload_or_the_public_name() -> None:

@@ -149,7 +149,7 @@ def test_operands_and_outputs_with_nan_are_named(shown: Any) -> None:
 
 def test_a_missing_rank_is_named_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     same = chain("a", "b")
-    folders = {
+    folders: dict[str, list[Any]] = {
         "four": [same] * 4,
         "two": [same, same, None, None],
         "empty": [same, [], same, same],

@@ -68,6 +68,6 @@ def test_report_without_tensors_does_not_import_torch(run: Path, tmp_path: Path)
         "import sys\nfrom opintercept.cli import main\n"
         "assert main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
     )
-    arguments = ["report", run, run, "-o", tmp_path / "page.html"]
+    arguments = ["report", str(run), str(run), "-o", str(tmp_path / "page.html")]
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

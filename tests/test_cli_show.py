@@ -227,7 +227,7 @@ def test_a_torn_file_gives_a_one_line_warning(options: list[str], run: str, caps
         file.write('{"index": 20, "op')
     assert main(["show", run, *options]) == 0
     out, err = capsys.readouterr()
-    assert ("calls     20 calls" in out) is not options
+    assert ("calls     20 calls" in out) is (not options)
     assert err == (
         f"opintercept show: warning: skipped 1 unreadable line in {run}/calls.jsonl; "
         "a program that is killed can leave its last line torn\n"

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def test_kernel_engine_watches_any_operator_by_name(name: str) -> None:
 
 def test_kernel_engine_passes_numbers_on_as_numbers() -> None:
     # A number does not promote a tensor of integers to float64, a tensor would.
+    programs: list[Callable[[torch.Tensor], torch.Tensor]]
     programs = [lambda x: x + 1.5, lambda x: 2 * x, lambda x: x.float().mul_(3), lambda x: x.add(1, alpha=2)]
     x = torch.arange(3)
     expected = [program(x) for program in programs]
@@ -121,7 +123,7 @@ def test_tensors_without_values_pass_unseen(engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("engine", BELOW)
 def test_a_wrapper_subclass_gives_a_call_for_each_product_that_runs(engine: dict[str, Any]) -> None:
     recorder = hooks.Recorder()
-    pair = TwoTensor(A, A + 1)
+    pair: Any = TwoTensor(A, A + 1)
     with intercept(recorder, **engine):
         out = pair @ pair
     assert torch.equal(out.b, (A + 1) @ (A + 1))
@@ -154,12 +156,14 @@ def test_compile_makes_the_same_graph_once(engine: dict[str, Any], first: str) -
     assert all(graph == graphs[0] for graph in graphs)
 
 
-@torch.compiler.disable(recursive=False)
-def multiply_uncompiled(x: torch.Tensor) -> torch.Tensor:
+def multiply(x: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, A)
 
 
-def after_a_graph_break(x: torch.Tensor) -> torch.Tensor:
+multiply_uncompiled: Callable[[torch.Tensor], torch.Tensor] = torch.compiler.disable(multiply, recursive=False)
+
+
+def after_a_graph_break(x: torch.Tensor) -> Any:
     y = x.sin()
     torch._dynamo.graph_break()
     return torch.linalg.matrix_exp(y).to_sparse().to_dense()
@@ -181,13 +185,16 @@ def test_dynamo_leaves_hooks_alone(model: Any, engine: dict[str, Any]) -> None:
     def hook(call: OpCall) -> None:
         call.output.cos()
 
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend)(A)
+    def compile_and_run() -> None:
+        torch._dynamo.reset()
+        compiled: Callable[..., Any] = torch.compile(model, backend=backend)
+        compiled(A)
+
+    compile_and_run()
     plain = list(frames)
     frames.clear()
-    torch._dynamo.reset()
     with intercept(hook, **engine):
-        torch.compile(model, backend=backend)(A)
+        compile_and_run()
     assert frames == plain
 
 
@@ -255,6 +262,8 @@ def test_function_level_replacement_is_differentiated() -> None:
         torch.mm(x, A).sum().backward()
     expected = A.clone().requires_grad_()
     (torch.mm(expected, A) * 3).sum().backward()
+    assert x.grad is not None
+    assert expected.grad is not None
     assert torch.equal(x.grad, expected.grad)
 
 
@@ -262,21 +271,22 @@ def test_dispatch_level_replacement_is_a_straight_through_edit() -> None:
     def triple_forward(call: OpCall) -> torch.Tensor | None:
         return call.output * 3 if call.phase == "forward" else None
 
-    x, expected = A.clone().requires_grad_(), A.clone().requires_grad_()
     for engine in ("kernel", "mode"):
-        x.grad = expected.grad = None
-        with intercept(triple_forward, engine=engine, ops="mm"):  # type: ignore[arg-type]
+        x, expected = A.clone().requires_grad_(), A.clone().requires_grad_()
+        with intercept(triple_forward, engine=engine, ops="mm"):
             out = torch.mm(x, A)
             out.sum().backward()
         torch.mm(expected, A).sum().backward()
         assert torch.equal(out, torch.mm(A, A) * 3)
+        assert x.grad is not None
+        assert expected.grad is not None
         assert torch.equal(x.grad, expected.grad)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["plain", "out", "in place"])
 def test_a_replacement_reaches_the_tensor_that_the_caller_reads(engine: dict[str, Any], form: str) -> None:
-    def transpose_and_shift(call: OpCall) -> torch.Tensor:
+    def transpose_and_shift(call: OpCall) -> Any:
         return call.output.t()  # a view of what it goes into
 
     expected = torch.addmm(A, A, A).t()
@@ -365,7 +375,8 @@ def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
 
 
 def test_an_interceptor_may_be_made_while_another_thread_installs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    impl, installing, made = torch.library.Library.impl, threading.Event(), []
+    impl: Callable[..., Any] = torch.library.Library.impl
+    installing, made = threading.Event(), []
 
     def slow(*args: Any, **kwargs: Any) -> None:
         impl(*args, **kwargs)

@@ -119,4 +119,4 @@ def test_an_engine_that_torch_cannot_serve_says_what_is_missing(toy: Toy) -> Non
 )
 def test_what_an_engine_does_not_offer_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        intercept(engine="toy", **options)
+        intercept(engine="toy", **options)  # type: ignore[arg-type]

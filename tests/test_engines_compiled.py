@@ -197,7 +197,7 @@ def test_what_a_hook_changes_has_the_same_effect_as_in_python(name: str, hook: C
     op, program = CALLS[name]
     results = {}
     for engine in "kernel", "compiled":
-        with intercept(hook(), ops=op, engine=engine):  # type: ignore[arg-type]
+        with intercept(hook(), ops=op, engine=engine):
             results[engine] = shape_of(program())
     assert results["compiled"] == results["kernel"]
 
@@ -314,7 +314,7 @@ def test_autograd_and_inference_mode_are_seen_as_by_kernels_in_python() -> None:
     seen: dict[str, list[Any]] = {}
     for engine in "kernel", "compiled":
         recorder = hooks.Recorder()
-        with intercept(recorder, engine=engine):  # type: ignore[arg-type]
+        with intercept(recorder, engine=engine):
             torch.utils.checkpoint.checkpoint(model, A, use_reentrant=False).sum().backward()
             with torch.inference_mode():
                 model(A)
@@ -365,7 +365,11 @@ class _Closure(nn.Module):
         self.leaf = _Leaf()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [lambda: self.leaf(x), lambda: self.leaf.forward(x), lambda: torch.mm(x, x)]
+        parts: list[Callable[[], torch.Tensor]] = [
+            lambda: self.leaf(x),
+            lambda: self.leaf.forward(x),
+            lambda: torch.mm(x, x),
+        ]
         each = [part() for part in parts] + list(map(self.leaf, [x]))
         return torch.stack([*each, *(self.leaf(y) for y in (x, x))]).sum(0)
 
@@ -495,8 +499,8 @@ class _Odd:
     def __init__(self, kind: type[Exception], message: str, every: int = 1) -> None:
         self.kind, self.message, self.every, self.asked = kind, message, every, 0
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         self.asked += 1
         if self.asked % self.every == 0:
             raise self.kind(self.message)
@@ -522,9 +526,9 @@ def test_the_walk_keeps_nothing() -> None:
                 found.append(walk())
         found.clear()
 
-    walk, found = compiled.load().walk, []
+    walk, found = compiled.load().walk, list[Any]()
     # The last one is asked as the outermost module when the innermost one has been taken.
-    objects = [_Leaf(), object(), _Odd(_OwnError, "always"), _Odd(_OwnError, "the second time", every=2)]
+    objects: list[Any] = [_Leaf(), object(), _Odd(_OwnError, "always"), _Odd(_OwnError, "the second time", every=2)]
     leaf, *others = objects
     programs = [leaf, leaf.forward, *(under(first, function) for first in others for function in (leaf, leaf.forward))]
     before = [sys.getrefcount(each) for each in objects]
@@ -603,8 +607,8 @@ def test_the_walk_holds_a_module_that_goes_when_asked_for_its_class() -> None:
     class Goes:
         asked = 0
 
-        @property
-        def __class__(self) -> type:  # type: ignore[override]
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
             self.asked += 1
             if self.asked == 2:  # when the walk has told it and takes it
                 drop[0]()
@@ -618,7 +622,7 @@ def test_the_walk_holds_a_module_that_goes_when_asked_for_its_class() -> None:
         drop.append(drop_it)
         torch.mm(A, B)
 
-    def hook(walk: Callable[[], stack.Walked]) -> None:
+    def hook(walk: Callable[[], Any]) -> None:
         module, root, *_ = walk()
         found.append((module is gone(), module is not None, root))
 

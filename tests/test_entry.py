@@ -267,7 +267,7 @@ def test_an_exit_leaves_the_block_of_its_own_with_statement() -> None:
 @pytest.mark.parametrize("collected", [False, True], ids=["closed", "collected"])
 @pytest.mark.parametrize("options", [{}, COMPILED])
 def test_a_generator_that_ends_in_another_thread_leaves_its_block(options: dict[str, Any], collected: bool) -> None:
-    hook, seen = Framed(), []
+    hook, seen = Framed(), list[Any]()
 
     def generate() -> Iterator[int]:
         with intercept([hook, seen.append], **options):

@@ -141,7 +141,7 @@ def private_names_of_classes(source: str) -> set[str]:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 found.add(statement.name)
             elif isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__slots__":
-                found.update(node.value for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
+                found.update(str(node.value) for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
         for node in ast.walk(kind):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
                 found.add(node.attr)

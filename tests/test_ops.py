@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from opintercept import OpCall, intercept
+from opintercept._hook import Level
 from opintercept._ops import table
 from opintercept._ops.rules import broadcast
 from opintercept._ops.select import select
@@ -75,7 +76,7 @@ def is_composite(overload: torch._ops.OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"))
 
 
-def calls_of(function: Callable[[], Any], level: str = "dispatch") -> list[tuple[str, Any, int | None]]:
+def calls_of(function: Callable[[], Any], level: Level = "dispatch") -> list[tuple[str, Any, int | None]]:
     """Operator, GEMM as (batch, m, n, k) and FLOPs of each call that `function` makes."""
     seen: list[tuple[str, Any, int | None]] = []
 
@@ -552,7 +553,7 @@ def test_select_at_dispatch_level(ops: Any, names: set[str]) -> None:
     ids=["public name", "module path", "short name", "operator name", "no matmul", "function", "mixed"],
 )
 def test_select_at_function_level(ops: Any, functions: set[Any]) -> None:
-    assert select(ops, "function") == functions
+    assert select(ops, "function") == frozenset(functions)
 
 
 @pytest.mark.parametrize("level", ["dispatch", "function"])
@@ -652,7 +653,7 @@ def matmul_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes that `torch.matmul` takes, vectors, broadcast batches and empty sides among them."""
     m, n, k = (draw(st.integers(0, 3)) for _ in range(3))
     batch = draw(st.lists(st.integers(1, 3), max_size=3))
-    sides = []
+    sides: list[tuple[int, ...]] = []
     for matrix, vector in (((m, k), (k,)), ((k, n), (k,))):
         if draw(st.integers(0, 3)) == 0:
             sides.append(vector)

@@ -17,7 +17,7 @@ from opintercept._pipeline import Pipeline, _pipelines, run
 
 
 class Spec:
-    """An operator of the table, as far as the pipeline knows one."""
+    """What the pipeline asks of an operator's row in the table."""
 
     name = "test::op"
     opaque = False
@@ -33,6 +33,11 @@ class Spec:
 
     def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return None
+
+
+def operator(*written: Callable[..., list[Any]]) -> Any:
+    """An operator that writes to what `written` says, or to none of its arguments."""
+    return Spec(*written)
 
 
 class FakeTensor:
@@ -72,7 +77,9 @@ def add(a: float, b: float = 0) -> float:
 
 
 def call_add(*pipelines: Pipeline, a: Any = 1, b: Any = 2, function: Any = add, spec: Any = None) -> Any:
-    return run(pipelines, spec or Spec(), function, "forward", lambda head, *args: function(*args), None, (a, b), {})
+    return run(
+        pipelines, spec or operator(), function, "forward", lambda head, *args: function(*args), None, (a, b), {}
+    )
 
 
 def test_run_without_hooks_returns_what_the_operator_returns() -> None:
@@ -82,7 +89,7 @@ def test_run_without_hooks_returns_what_the_operator_returns() -> None:
 def test_run_passes_the_head_to_the_operator_alone() -> None:
     seen: list[Any] = []
     pipeline = Pipeline([lambda call: seen.append(call.args)])
-    assert run((pipeline,), Spec(), add, "forward", lambda *a: a, "head", (1,), {}) == ("head", 1)
+    assert run((pipeline,), operator(), add, "forward", lambda *a: a, "head", (1,), {}) == ("head", 1)
     assert seen == [(1,)]
 
 
@@ -182,21 +189,21 @@ def test_pre_that_returns_something_else_is_refused(inputs: Any) -> None:
 def test_post_at_function_level_returns_its_replacement() -> None:
     old, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new], level="function")
-    assert run((pipeline,), Spec(), None, "forward", lambda head: old, None, (), {}) is new
+    assert run((pipeline,), operator(), None, "forward", lambda head: old, None, (), {}) is new
     assert old.values == [1.0]
 
 
 def test_post_at_dispatch_level_copies_into_the_output() -> None:
     old, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new])
-    assert run((pipeline,), Spec(), None, "forward", lambda head: old, None, (), {}) is old
+    assert run((pipeline,), operator(), None, "forward", lambda head: old, None, (), {}) is old
     assert old.values == [2.0]
 
 
 def test_post_in_place_at_function_level_copies_into_the_tensor_of_the_caller() -> None:
     mine, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new], level="function")
-    spec = Spec(lambda func, args, kwargs: [mine])
+    spec = operator(lambda func, args, kwargs: [mine])
     assert run((pipeline,), spec, None, "forward", lambda head, x: x, None, (mine,), {}) is mine
     assert mine.values == [2.0]
 
@@ -204,7 +211,7 @@ def test_post_in_place_at_function_level_copies_into_the_tensor_of_the_caller() 
 def test_pre_in_place_brings_the_result_back_to_the_tensor_of_the_caller() -> None:
     mine, other = FakeTensor([1.0]), FakeTensor([5.0])
     pipeline = Pipeline([SimpleNamespace(pre=lambda call: ((other,), {}))])
-    spec = Spec(lambda func, args, kwargs: [args[0]])
+    spec = operator(lambda func, args, kwargs: [args[0]])
     assert run((pipeline,), spec, None, "forward", lambda head, x: x, None, (mine,), {}) is mine
     assert mine.values == [5.0]
 
@@ -213,7 +220,7 @@ def test_a_later_hook_sees_the_replaced_output() -> None:
     seen: list[Any] = []
     new = FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new, lambda call: seen.append(call.output)], level="function")
-    run((pipeline,), Spec(), None, "forward", lambda head: FakeTensor([1.0]), None, (), {})
+    run((pipeline,), operator(), None, "forward", lambda head: FakeTensor([1.0]), None, (), {})
     assert seen == [new]
 
 
@@ -230,7 +237,7 @@ def test_post_with_an_unlike_replacement_is_refused(replacement: Any, message: s
     with pytest.raises(HookError, match=message):
         run(
             (Pipeline([lambda call: replacement]),),
-            Spec(),
+            operator(),
             None,
             "forward",
             lambda head: FakeTensor([1.0]),
@@ -243,14 +250,14 @@ def test_post_with_an_unlike_replacement_is_refused(replacement: Any, message: s
 def test_parts_of_a_tuple_are_replaced_one_by_one() -> None:
     out, lse = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: (FakeTensor([3.0]), call.output[1])])
-    assert run((pipeline,), Spec(), None, "forward", lambda head: (out, lse), None, (), {}) == (out, lse)
+    assert run((pipeline,), operator(), None, "forward", lambda head: (out, lse), None, (), {}) == (out, lse)
     assert (out.values, lse.values) == ([3.0], [2.0])
 
 
 def test_a_tuple_of_another_length_is_refused() -> None:
     pipeline = Pipeline([lambda call: (call.output[0],)])
     with pytest.raises(HookError, match="a replaced output must be a tuple of 2 parts like the operator's"):
-        run((pipeline,), Spec(), None, "forward", lambda head: (FakeTensor([1.0]), FakeTensor([2.0])), None, (), {})
+        run((pipeline,), operator(), None, "forward", lambda head: (FakeTensor([1.0]), FakeTensor([2.0])), None, (), {})
 
 
 def fail(*_: Any) -> None:
@@ -287,7 +294,7 @@ def test_on_error_warn_covers_a_bad_replacement() -> None:
     pipeline = Pipeline([lambda call: FakeTensor([1.0, 2.0])], on_error="warn")
     out = FakeTensor([1.0])
     with pytest.warns(OpInterceptWarning, match="switched off a hook that raised HookError"):
-        assert run((pipeline,), Spec(), None, "forward", lambda head: out, None, (), {}) is out
+        assert run((pipeline,), operator(), None, "forward", lambda head: out, None, (), {}) is out
 
 
 def test_keyboard_interrupt_in_a_hook_gets_through_on_warn() -> None:
@@ -387,6 +394,9 @@ class Lifecycle:
         self.log.append(f"{what}{self.name}")
         if self.fails == what:
             fail()
+
+    def post(self, call: OpCall) -> None:
+        pass
 
     def enter(self) -> None:
         self._note("enter")

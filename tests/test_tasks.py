@@ -205,7 +205,7 @@ def test_backward_in_a_task_is_that_task_s() -> None:
         with intercept(recorder):
             loss = (torch.ones(rows, 3) @ weight).sum()
             await asyncio.sleep(0)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             await asyncio.sleep(0)
         return [(record.phase, record.forward) for record in recorder.records]
 
@@ -360,7 +360,7 @@ def test_a_thousand_tasks_with_random_awaits_and_cancellations_see_exactly_their
         rows = number + 1
         await asyncio.sleep(choose.random() / 100)
         product(rows)  # outside
-        options = choose.choice([{}, {}, {}, {"level": "function"}, {"engine": "mode"}])
+        options: dict[str, Any] = choose.choice([{}, {}, {}, {"level": "function"}, {"engine": "mode"}])
         with intercept(seen[number], **options):
             for _ in range(choose.randrange(5)):
                 product(rows)
