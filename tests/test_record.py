@@ -103,7 +103,8 @@ def record(**fields: Any) -> CallRecord:
     known: dict[str, Any] = {"index": 0, "step": 0, "op": "aten::mm", "func": "aten.mm.default", "phase": "forward"}
     known |= {"lhs": meta, "rhs": meta, "output": (meta, None), "gemm": gemm, "opaque": False}
     names = ("module", "source", "forward", "grad_of", "bias", "flops", "bytes", "autocast", "elapsed")
-    return CallRecord(**dict.fromkeys(names) | known | fields)
+    absent: dict[str, Any] = dict.fromkeys(names)
+    return CallRecord(**absent | known | fields)
 
 
 def test_as_dict_is_plain_data() -> None:
@@ -125,4 +126,4 @@ def test_as_dict_is_plain_data() -> None:
 
 def test_a_record_is_made_by_keyword_only() -> None:
     with pytest.raises(TypeError, match="positional argument"):
-        CallRecord(0, 0, "aten::mm")  # type: ignore[misc, call-arg]
+        CallRecord(0, 0, "aten::mm")  # type: ignore[call-arg, arg-type]

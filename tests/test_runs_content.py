@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -226,7 +227,7 @@ def test_statistics_are_those_of_the_finite_values(
         assert (got.min, got.max, got.mean, got.rms) == (None, None, None, None)
         return
     # Sums of 1200 float32 values: some roundings of 2**-24; moduli of complex64 are rounded, too.
-    near = {"rel": 1e-5, "abs": 1e-6}
+    near: dict[str, Any] = {"rel": 1e-5, "abs": 1e-6}
     assert got.min == pytest.approx(low, **near)
     assert got.max == pytest.approx(high, **near)
     assert got.mean == pytest.approx(mean, **near)
@@ -346,15 +347,14 @@ def test_a_dimension_of_one_may_have_any_stride(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_what_has_not_changed_is_hashed_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[Any] = []
-    hash_all = _content._hash
-    monkeypatch.setattr(_content, "_hash", lambda *args: (hashed.append(1), hash_all(*args))[1])
+    hashed = Mock(wraps=_content._hash)
+    monkeypatch.setattr(_content, "_hash", hashed)
     weight = torch.nn.Parameter(torch.randn(16, 16, dtype=dtype))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
             assert hash_of(weight) == hash_of(weight.clone())
             assert hash_of(weight.t()) == hash_of(weight.t().clone())
-    assert len(hashed) == 2 + 6  # the weight, its transpose, and each clone
+    assert hashed.call_count == 2 + 6  # the weight, its transpose, and each clone
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -372,14 +372,13 @@ def test_values_of_16_bits_that_are_odd_in_pairs_are_read_again_when_they_change
 
 
 def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    on_host = _content._on_host
-    monkeypatch.setattr(_content, "_on_host", lambda *args: (read.append(1), on_host(*args))[1])
+    read = Mock(wraps=_content._on_host)
+    monkeypatch.setattr(_content, "_on_host", read)
     monkeypatch.setattr(_content, "_alike", {})
     tensor = torch.randn(16, 16)
     for same in (tensor, tensor.clone(), tensor.t().contiguous().t()):
         assert values(same) == values(tensor)
-    assert len(read) == 1
+    assert read.call_count == 1
     # Other numbers with the same bits.
     assert values(tensor.view(torch.int32)).max == tensor.view(torch.int32).max().item()
     assert values(tensor.view(16, 8, 2)).hash != values(tensor).hash

@@ -7,8 +7,9 @@ import math
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hypothesis.strategies as st
 import minilm
@@ -19,6 +20,9 @@ from made_runs import ATTENTION, attention, call, chain, kinds, ranked, values, 
 from torch._inductor import config as inductor
 
 from opintercept import OpInterceptError, intercept, runs
+
+# Of a difference much is None where there is nothing to tell, which each test knows.
+diff: Callable[..., Any] = runs.diff
 
 
 @pytest.fixture
@@ -352,29 +356,29 @@ def test_one_process_is_compared_with_each_of_several(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path / "two" / f"rank{rank}", chain("a", "b", of="b" * rank), rank=rank, world_size=2)
     two = runs.open_run(tmp_path / "two")
-    found = runs.diff(one, two)
+    found = diff(one, two)
     assert (found.ranks, found.calls, found.pairs) == (((0, 0), (0, 1)), (4, 4), 4)
     assert (found.first.b.rank, [row.ranks for row in found.modules]) == (1, [(0, 1)])
     assert ("world size", "1", "2") in found.settings
-    assert runs.diff(two, one).ranks == ((0, 0), (1, 0))
-    assert runs.diff(two, two).equal
+    assert diff(two, one).ranks == ((0, 0), (1, 0))
+    assert diff(two, two).equal
 
 
 def test_a_rank_that_only_one_run_has_is_a_difference(tmp_path: Path) -> None:
     same = chain("a", "b")
     four = ranked(tmp_path / "four", same, same, same, same)
     two = ranked(tmp_path / "two", same, same, None, None)
-    found = runs.diff(four, two)
+    found = diff(four, two)
     assert not found.equal
     assert (found.first, found.ranks, found.calls) == (None, ((0, 0), (1, 1)), (8, 4))
     assert found.absent == (runs.Absent("b", 2, False, 2), runs.Absent("b", 3, False, 2))
     assert {(row.run, row.rank, row.module) for row in found.unmatched} == {("a", r, m) for r in (2, 3) for m in "ab"}
     assert json.loads(json.dumps(found.as_dict()))["absent"][0] == {"run": "b", "rank": 2, "empty": False, "calls": 2}
-    assert [each.run for each in runs.diff(two, four).absent] == ["a", "a"]
-    assert runs.diff(two, two).equal
+    assert [each.run for each in diff(two, four).absent] == ["a", "a"]
+    assert diff(two, two).equal
     # One folder is left, which is still one of several processes and no run of one.
     one = ranked(tmp_path / "one", same, None, world_size=2)
-    assert runs.diff(ranked(tmp_path / "pair", same, same), one).absent == (runs.Absent("b", 1, False, 2),)
+    assert diff(ranked(tmp_path / "pair", same, same), one).absent == (runs.Absent("b", 1, False, 2),)
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["empty file", "no file"])
@@ -383,12 +387,13 @@ def test_a_rank_without_calls_is_a_difference(tmp_path: Path, written: bool) -> 
     full, empty = ranked(tmp_path / "full", same, same), ranked(tmp_path / "empty", same, [])
     if not written:
         (tmp_path / "empty" / "rank1" / "calls.jsonl").unlink()
-    for found, side in ((runs.diff(full, empty), "b"), (runs.diff(empty, full), "a")):
+    sides: list[tuple[Any, Literal["a", "b"]]] = [(diff(full, empty), "b"), (diff(empty, full), "a")]
+    for found, side in sides:
         assert not found.equal
         assert found.absent == (runs.Absent(side, 1, True, 2),)
         assert sum(found.unmatched_calls) == 2
     # Neither has calls of it, as where one process alone is recorded.
-    assert runs.diff(empty, empty).equal
+    assert diff(empty, empty).equal
 
 
 def test_an_empty_run_is_a_difference(compare: Any) -> None:
@@ -409,7 +414,7 @@ def test_the_first_divergence_of_several_processes_is_that_of_the_first_step(tmp
 
     a = ranked(tmp_path / "a", program(0, 99, "'"), program(1, 99, "'"))
     b = ranked(tmp_path / "b", program(0, 48, "'"), program(1, 32, "'"))
-    found = runs.diff(a, b, limit=4)
+    found = diff(a, b, limit=4)
     first = found.first
     assert first is not None
     assert (first.a.rank, first.a.record.step, first.a.record.index, first.kind) == (1, 2, 32, "added")
@@ -420,14 +425,14 @@ def test_the_first_divergence_of_several_processes_is_that_of_the_first_step(tmp
 def test_the_batch_of_a_rank_may_be_smaller(tmp_path: Path) -> None:
     one = write(tmp_path / "one", [call(m, f"x{m}", f"w{m}", f"y{m}", shape=[8, 4]) for m in "aab"])
     two = write(tmp_path / "two", [call(m, f"x{m}'", f"w{m}", f"y{m}'", shape=[4, 4]) for m in "aab"])
-    assert runs.diff(one, two).pairs == 3
+    assert diff(one, two).pairs == 3
 
 
 def test_settings_that_differ_are_listed_flags_first(tmp_path: Path) -> None:
     a = write(tmp_path / "a", chain("a"), versions={"torch": "2.12"}, flags={"threads": "1"})
     flags, argv = {"threads": "2", "tf32": "True"}, ["train.py", "--fast"]
     b = write(tmp_path / "b", chain("a"), argv=argv, versions={"torch": "2.13"}, flags=flags)
-    assert runs.diff(a, b).settings == (
+    assert diff(a, b).settings == (
         ("flag threads", "1", "2"),
         ("flag tf32", "", "True"),
         ("version of torch", "2.12", "2.13"),
@@ -476,7 +481,7 @@ def test_memory_is_some_tens_of_bytes_for_each_call(tmp_path: Path) -> None:
         )
         tracemalloc.start()
         try:
-            assert runs.diff(a, b, limit=10).kinds == {"equal": 11, "added": calls - 11}
+            assert diff(a, b, limit=10).kinds == {"equal": 11, "added": calls - 11}
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -519,7 +524,7 @@ def test_whatever_a_run_says_the_comparison_ends_with_an_answer_or_an_error(tmp_
         (folder / name / "calls.jsonl").write_bytes(text.encode("utf-8", "surrogatepass"))
         both.append(run)
     try:
-        found = runs.diff(*both, rtol=data.draw(st.sampled_from([0.0, 0.1])))
+        found = diff(*both, rtol=data.draw(st.sampled_from([0.0, 0.1])))
     except OpInterceptError as error:
         assert "calls in common" in str(error)  # noqa: PT017 - either is right
     else:
@@ -538,8 +543,8 @@ def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(5, 6), torch.randn(6, 7)
     other = w + torch.randn(6, 7) * 1e-3
-    a, b = (record(tmp_path / name, lambda w=w: x @ w, tensors) for name, w in (("a", w), ("b", other)))
-    found = runs.diff(a, b)
+    a, b = (record(tmp_path / name, partial(torch.mm, x, w), tensors) for name, w in (("a", w), ("b", other)))
+    found = diff(a, b)
     assert found.first.changed == ("rhs",)
     for role, one, two in (("rhs", w, other), ("output", x @ w, x @ other)):
         (got,) = (entry for entry in found.first.roles if entry.role == role)
@@ -555,9 +560,9 @@ def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
         assert got.max_relative == (gap / one.double().abs()).max()
         assert got.cosine == pytest.approx(torch.cosine_similarity(one.flatten(), two.flatten(), 0).item(), abs=1e-6)
         assert got.max_ulp > 1
-    assert runs.diff(a, b, tensors=False).first.output.by == "hash"
-    assert runs.diff(a, b, rtol=1e-2).equal
-    assert runs.diff(a, a).equal
+    assert diff(a, b, tensors=False).first.output.by == "hash"
+    assert diff(a, b, rtol=1e-2).equal
+    assert diff(a, a).equal
 
 
 @pytest.mark.parametrize("tensors", ["stats", "sample", "full"])
@@ -568,7 +573,7 @@ def test_nan_counts_whatever_else_was_recorded(tmp_path: Path, tensors: str, rto
     broken[1, :60] = math.nan  # few of them, which a sample can miss
     a = record(tmp_path / "a", lambda: x @ w, tensors)
     b = record(tmp_path / "b", lambda: x @ broken, tensors)
-    found = runs.diff(a, b, rtol=rtol)
+    found = diff(a, b, rtol=rtol)
     assert found.first is not None
     assert (found.first.kind, found.first.changed) == ("changed operand", ("rhs",))
     for role in found.first.roles[1:]:
@@ -579,11 +584,11 @@ def test_nan_counts_whatever_else_was_recorded(tmp_path: Path, tensors: str, rto
 
 
 def test_a_sample_bounds_an_error_from_below_as_statistics_do(tmp_path: Path) -> None:
-    x = torch.ones(100, 100)
+    x, ones = torch.ones(100, 100), torch.ones(1, 100)
     far = x.clone()
     far[17, 23] = 1e4
-    a, b = (record(tmp_path / n, lambda w=w: torch.ones(1, 100) @ w, "sample") for n, w in (("a", x), ("b", far)))
-    rhs = next(role for role in runs.diff(a, b).first.roles if role.role == "rhs")
+    a, b = (record(tmp_path / n, partial(torch.mm, ones, w), "sample") for n, w in (("a", x), ("b", far)))
+    rhs = next(role for role in diff(a, b).first.roles if role.role == "rhs")
     assert (rhs.by, rhs.max_absolute) == ("sample", 9999.0)
 
 
@@ -593,26 +598,26 @@ def test_ulp_are_those_of_the_coarser_dtype(tmp_path: Path) -> None:
     a = record(tmp_path / "a", lambda: x @ w, "full")
     b = record(tmp_path / "b", lambda: x.bfloat16() @ w.bfloat16(), "full")
     for one, two in ((a, b), (b, a)):
-        found = runs.diff(one, two)
+        found = diff(one, two)
         assert [entry.equal for entry in found.first.roles] == [False] * 3
         # Rounding to bfloat16 is right to half a unit; seen from there, the exact value can be in the next binade.
         assert 0.4 < next(entry.max_ulp for entry in found.first.roles if entry.role == "lhs") <= 1
-        assert runs.diff(one, two, rtol=2**-6).equal
+        assert diff(one, two, rtol=2**-6).equal
 
 
 def test_tensors_that_are_lost_leave_statistics(tmp_path: Path) -> None:
     x = torch.ones(4, 4)
-    a, b = (record(tmp_path / n, lambda f=f: x @ (x * f), "full") for n, f in (("a", 1.0), ("b", 2.0)))
+    a, b = (record(tmp_path / n, partial(torch.mm, x, x * f), "full") for n, f in (("a", 1.0), ("b", 2.0)))
     for path in (tmp_path / "b" / "tensors").iterdir():
         path.write_bytes(b"no tensors")
-    output = runs.diff(a, b).first.output
+    output = diff(a, b).first.output
     assert (output.equal, output.by, output.max_absolute, output.cosine) == (False, "hash", 4.0, None)
 
 
 def test_integers_have_no_ulp(tmp_path: Path) -> None:
     x = torch.ones(4, 4, dtype=torch.int32)
-    a, b = (record(tmp_path / n, lambda f=f: x @ (x * f), "full") for n, f in (("a", 1), ("b", 2)))
-    output = runs.diff(a, b).first.output
+    a, b = (record(tmp_path / n, partial(torch.mm, x, x * f), "full") for n, f in (("a", 1), ("b", 2)))
+    output = diff(a, b).first.output
     assert (output.max_absolute, output.relative, output.max_ulp, output.cosine) == (4.0, 1.0, None, 1.0)
 
 
@@ -643,18 +648,18 @@ def test_eager_and_compiled_are_the_same_calls(tmp_path: Path, training: bool) -
     a = record(tmp_path / "a", lambda: step(net().train(training)))
     with inductor.patch(compile_threads=1):
         b = record(tmp_path / "b", lambda: step(torch.compile(net().train(training))))
-    found = runs.diff(a, b, rtol=1e-5, limit=1000)
+    found = diff(a, b, rtol=1e-5, limit=1000)
     assert found.equal, found
     assert found.pairs == found.calls[0] == found.calls[1] > 10
     # Compiled calls have the modules' names. In backward it is not known of them which operand's gradient they are.
     assert found.pairings == ({"ordinal": 16, "family": 22} if training else {"ordinal": 16})
-    exact = runs.diff(a, b, limit=1000)
+    exact = diff(a, b, limit=1000)
     assert not exact.equal
-    changed = net().train(training)
+    changed: Any = net().train(training)
     changed[3].weight.data = changed[3].weight.data.bfloat16().float()
     with inductor.patch(compile_threads=1):
         c = record(tmp_path / "c", lambda: step(torch.compile(changed)))
-    found = runs.diff(a, c, rtol=1e-5, limit=1000)
+    found = diff(a, c, rtol=1e-5, limit=1000)
     assert (found.first.a.record.module, found.first.kind, found.first.changed) == ("3", "changed operand", ("rhs",))
     assert "added" not in found.kinds
 
@@ -684,7 +689,7 @@ def test_a_layer_of_a_pretrained_model_that_is_rounded_is_named(tmp_path: Path, 
     with inductor.patch(compile_threads=1):
         b = record(tmp_path / "b", lambda: encode(torch.compile(model) if compiled else model, tokenizer))
     started = time.perf_counter()
-    found = runs.diff(a, b, rtol=1e-5 if compiled else 0.0)
+    found = diff(a, b, rtol=1e-5 if compiled else 0.0)
     assert time.perf_counter() - started < 10
     assert found.pairs == found.calls[0] == found.calls[1] == 5 * 43
     assert found.first.a.record.module == f"{layer}.attention.self.query"
@@ -735,10 +740,10 @@ def test_a_changed_argument_of_a_program_is_named(
     tmp_path: Path, a: Any, b: Any, argument: tuple[str, Any, Any], tensors: str
 ) -> None:
     one, other = record(tmp_path / "a", a, tensors), record(tmp_path / "b", b, tensors)
-    first = runs.diff(one, other).first
+    first = diff(one, other).first
     assert first is not None
     assert (first.kind, first.arguments, first.changed) == ("changed argument", (argument,), ())
-    assert runs.diff(one, one).equal
+    assert diff(one, one).equal
 
 
 def test_a_changed_dropout_of_a_program_is_named(tmp_path: Path) -> None:
@@ -748,7 +753,7 @@ def test_a_changed_dropout_of_a_program_is_named(tmp_path: Path) -> None:
             torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, dropout_p=dropout)
         return runs.open_run(tmp_path / name)
 
-    first = runs.diff(recorded("a", 0.1), recorded("b", 0.2)).first
+    first = diff(recorded("a", 0.1), recorded("b", 0.2)).first
     assert first is not None
     assert (first.kind, first.arguments) == ("changed argument", (("dropout_p", 0.1, 0.2),))
 
@@ -769,17 +774,17 @@ def test_a_changed_mask_or_state_of_a_program_is_named(
     tmp_path: Path, a: Any, b: Any, operand: str, tensors: str
 ) -> None:
     one, other = record(tmp_path / "a", a, tensors), record(tmp_path / "b", b, tensors)
-    first = runs.diff(one, other).first
+    first = diff(one, other).first
     assert first is not None
     assert (first.kind, first.arguments) == ("changed operand", ())
     (name,) = first.changed
     # Without MKL-DNN both states of an LSTM are in one list.
     assert name.startswith(operand) or (operand == "cx" and name == "hx[1]")
-    assert runs.diff(one, one).equal
+    assert diff(one, one).equal
 
 
 def test_a_mask_of_a_run_without_values_is_named_if_one_run_has_it(tmp_path: Path) -> None:
     one, other = (record(tmp_path / n, attend(attn_mask=m), "none") for n, m in (("a", None), ("b", MASK)))
-    first = runs.diff(one, other).first
+    first = diff(one, other).first
     assert first is not None
     assert first.arguments == (("attn_mask", None, "(not recorded)"),)

@@ -77,7 +77,7 @@ def test_full_brings_back_what_each_operand_was_before_the_call(program: Program
     with program.context(), intercept([copies, runs.RunRecorder(tmp_path / "run", "full")]):
         function(*inputs)
     run = open_run(tmp_path / "run")
-    seen = {}
+    seen: dict[tuple[int, str], Any] = {}
     for call in run.calls():
         for role in call.tensors:
             seen[call.record.index, role] = run.tensor(call, role)
@@ -256,6 +256,7 @@ def test_arguments_of_a_function_are_recorded_with_those_that_have_no_tensor(tmp
         F.linear(x, torch.ones(4, 3))
         torch.full((2, 3), 1j, dtype=torch.complex64, device="cpu")
         F.layer_norm(x, [3])
+    of: dict[str, Any]
     of = {call.record.op.rpartition(".")[2]: call.arguments for call in calls_of(tmp_path / "run")}
     assert of["linear"] == {"bias": None}
     assert of["layer_norm"] == {"normalized_shape": [3], "weight": None, "bias": None, "eps": 1e-05}

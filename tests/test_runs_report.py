@@ -135,7 +135,7 @@ def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]
         heat = report._Heat()
         for module, step, forward in places:
             record = replace(CALL, module=str(module), step=step, phase="forward" if forward else "backward")
-            row = heat.add(report.StoredCall(record, 0, {}, {}, None, None, None))
+            row = heat.add(runs.StoredCall(record, 0, {}, {}, None, None, None))
             assert row is None or list(heat.modules)[row] == str(module)
         shown = heat.as_dict()
     bounds.undo()
@@ -150,7 +150,7 @@ def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]
 
 
 def test_steps_far_apart_have_a_column_each(tmp_path: Path) -> None:
-    calls = [(replace(CALL, step=step), {}) for step in range(0, 15_000, 100)]
+    calls: list[Any] = [(replace(CALL, step=step), {}) for step in range(0, 15_000, 100)]
     heat = report.summary(open_run(folder(tmp_path / "run", *calls)))["heat"]
     assert heat["width"] == 1
     assert heat["steps"] == list(range(0, 15_000, 100))
@@ -161,7 +161,7 @@ def test_products_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
 ) -> None:
     monkeypatch.setattr(report, "ROWS_ADDED_UP", 3)
     monkeypatch.setattr(report, "ROWS", 2)
-    calls = [(replace(CALL, module=f"encoder.{i}.conv1.2d", elapsed=1.0), {}) for i in range(5)]
+    calls: list[Any] = [(replace(CALL, module=f"encoder.{i}.conv1.2d", elapsed=1.0), {}) for i in range(5)]
     calls += [(replace(CALL, op=f"aten::{op}", elapsed=elapsed), {}) for op, elapsed in (("a", 0.5), ("b", 2.0))]
     calls += [
         (replace(CALL, op="aten::c", elapsed=elapsed, flops=None), {}) for elapsed in (math.nan, -1.0, None, 0.25)
@@ -268,12 +268,12 @@ def test_the_page_needs_plotly_and_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def recorded(tmp_path: Path) -> Callable[..., Path]:
     """Records three layers forward and backward for some steps; `change` gives the second layer other weights."""
     pytest.importorskip("safetensors")
     torch = pytest.importorskip("torch")
 
-    def record(name: str, tensors: str, steps: int = 1, change: float = 0.0) -> Path:
+    def record(name: str, tensors: Any, steps: int = 1, change: float = 0.0) -> Path:
         generator = torch.Generator().manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
         with torch.no_grad():
@@ -297,7 +297,7 @@ def test_histograms_are_of_the_values_that_were_recorded(recorded: Callable[...,
     for each in shown["shown"]:
         assert [one["steps"] for one in each["drawn"]] == [[0, 0], [2, 2]]
     outputs = [call for call in run.calls() if call.record.module == "1" and call.record.phase == "forward"]
-    tensors = [run.tensor(call, "output") for call in (outputs[0], outputs[-1])]
+    tensors: list[Any] = [run.tensor(call, "output") for call in (outputs[0], outputs[-1])]
     (drawn,) = (each for each in shown["shown"] if (each["module"], each["phase"]) == (1, "forward"))
     low, high = drawn["edges"]
     assert low == min(float(tensor.min()) for tensor in tensors)
@@ -379,7 +379,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     """Of a run of six modules and five steps, the last of which has NaN and Inf."""
-    calls = []
+    calls: list[Any] = []
     for step in range(5):
         for layer in range(6):
             forward = replace(CALL, index=len(calls), step=step, module=f"layers.{layer}", elapsed=1e-6 * (layer + 1))
@@ -477,7 +477,7 @@ def test_products_are_sorted_and_filtered(browser: Browser, page: Path) -> None:
 
 def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
     many = [(replace(CALL, module=f"layers.{i}", op=f"aten::{i}"), {"output": values(nan=i)}) for i in range(450)]
-    bounds = {
+    bounds: dict[str, list[Any]] = {
         "empty": [],
         "bare": [(replace(CALL, module=None, lhs=None, gemm=None, flops=None, bytes=None, elapsed=None), {})],
         "work": [(replace(CALL, step=step), {}) for step in range(3)],
@@ -531,7 +531,7 @@ def test_two_runs_are_compared_and_either_is_shown(
     assert browser.evaluate(steps) == 3
     assert browser.evaluate("document.documentElement.scrollWidth") == 400
     # Nothing in common: still a page.
-    others = {
+    others: dict[str, list[Any]] = {
         "No call has a counterpart: nothing was compared.\n\nRank 0 is without calls in B: nothing of it was": [],
         "two runs must have calls in common, got none": [(replace(CALL, phase="recompute", module="else"), {})],
     }
