@@ -35,7 +35,7 @@ class Kept(logging.Handler):
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """A logger of the test's own, at INFO, that hands nothing up."""
+    """A logger of this test alone, at INFO, that does not propagate."""
     logger = logging.getLogger("opintercept.test")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -65,7 +65,7 @@ def multiply() -> torch.Tensor:
     return torch.mm(torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4))
 
 
-def test_shapes_only(logger: logging.Logger, kept: Kept) -> None:
+def test_by_default_only_shapes_are_logged(logger: logging.Logger, kept: Kept) -> None:
     with intercept(hooks.Log(logger)):
         multiply()
     [record] = kept.records
@@ -76,18 +76,18 @@ def test_shapes_only(logger: logging.Logger, kept: Kept) -> None:
     assert record.values is None
 
 
-def test_stats(logger: logging.Logger, kept: Kept) -> None:
+def test_stats_of_the_output_are_logged(logger: logging.Logger, kept: Kept) -> None:
     with intercept(hooks.Log(logger, values="stats")):
         torch.mm(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, float("nan")]]).nan_to_num(6.0))
     [record] = kept.records
-    # The values are 1, 2, 3 and 6: 14 / 4 is the mean square deviation from 3.
+    # The values are 1, 2, 3 and 6; their mean square deviation from 3 is 14 / 4.
     assert record.values == {"min": 1.0, "max": 6.0, "mean": 3.0, "std": 3.5**0.5, "nonfinite": 0}
     assert record.getMessage() == (
         "0 forward aten::mm float32[2, 2] @ float32[2, 2] -> float32[2, 2] | min 1 max 6 mean 3 std 1.87"
     )
 
 
-def test_a_sample_is_values_of_the_output(logger: logging.Logger, kept: Kept) -> None:
+def test_a_sample_is_drawn_from_the_output(logger: logging.Logger, kept: Kept) -> None:
     with intercept(hooks.Log(logger, values="sample", size=5)):
         product = multiply()
     [record] = kept.records
@@ -176,7 +176,7 @@ def test_a_record_can_be_pickled(values: Any, logger: logging.Logger, kept: Kept
     assert copy.getMessage() == record.getMessage()
 
 
-def test_a_queue_takes_the_writing_to_another_thread(logger: logging.Logger, tmp_path: Path) -> None:
+def test_a_queue_hands_the_records_to_another_thread(logger: logging.Logger, tmp_path: Path) -> None:
     path = tmp_path / "calls.log"
     file, far = logging.FileHandler(path), Kept()
     file.setFormatter(logging.Formatter("%(name)s %(message)s"))
@@ -192,7 +192,7 @@ def test_a_queue_takes_the_writing_to_another_thread(logger: logging.Logger, tmp
         listener.stop()
         file.close()
     with intercept():
-        pass  # the listener's thread has kept the kernels in place; this exit finds it gone
+        pass  # the listener's thread kept the kernels installed; this exit finds it gone and removes them
     assert path.read_text("utf-8").splitlines() == [
         f"opintercept.test {index} forward aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4]"
         " | min 20 max 92 mean 49.2 std 26.6"
@@ -204,7 +204,7 @@ def test_a_queue_takes_the_writing_to_another_thread(logger: logging.Logger, tmp
 
 
 @pytest.mark.parametrize(("values", "reader"), [("stats", "summarize"), ("sample", "sample")], ids=["stats", "sample"])
-def test_a_logger_that_drops_the_call_costs_no_reading(
+def test_if_the_logger_drops_the_message_no_value_is_read(
     values: Any, reader: str, logger: logging.Logger, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[str] = []

@@ -1,4 +1,4 @@
-"""`Print`: its line for every kind of output, and where it goes."""
+"""`Print`: its line for every kind of output, and where it prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def line_of(output: Any) -> str:
-    """What is printed of a product that came out as `output`."""
+    """The values that are printed for a product with this output."""
     func, file = torch.ops.aten.mm.default, io.StringIO()
     call = OpCall(Pipeline(()), row_of(func), func, "forward", (torch.ones(2, 3), torch.ones(3, 4)), {})
     call.output = output
@@ -100,7 +100,7 @@ def test_moments_of_large_values_do_not_overflow_their_dtype() -> None:
     )
 
 
-def test_lines_are_numbered_and_name_their_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_begin_with_index_and_phase(capsys: pytest.CaptureFixture[str]) -> None:
     x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 1)
     with intercept(hooks.Print()):
         (x @ w).sum().backward()
@@ -150,7 +150,7 @@ def test_a_file_gets_the_lines_instead_of_standard_output(capsys: pytest.Capture
     assert capsys.readouterr().out == ""
 
 
-def test_looking_changes_neither_the_output_nor_the_gradient(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printing_changes_neither_the_output_nor_the_gradient(capsys: pytest.CaptureFixture[str]) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
         x = torch.rand(3, 4, generator=generator, requires_grad=True)

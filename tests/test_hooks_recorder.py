@@ -1,4 +1,4 @@
-"""`Recorder`: one record a call, in order, and no tensor."""
+"""`Recorder`: one record per call, in order, and no tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_records_are_in_the_order_in_which_calls_ended() -> None:
     ]
 
 
-def test_records_are_a_list_to_clear_and_outlive_the_block() -> None:
+def test_records_can_be_cleared_and_outlive_the_block() -> None:
     recorder = hooks.Recorder()
     for _ in range(2):
         with intercept(recorder):
@@ -100,7 +100,7 @@ def test_no_output_and_several_outputs() -> None:
     assert one.shape == (4,)
 
 
-def test_two_recorders_in_one_block_agree_and_do_not_share() -> None:
+def test_two_recorders_in_one_block_agree_and_share_nothing() -> None:
     first, second = hooks.Recorder(), hooks.Recorder()
     with intercept([first, second]):
         torch.mm(torch.ones(2, 3), torch.ones(3, 4))

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_a_step_returns_what_came_in_it_and_the_totals_keep_all() -> None:
+def test_a_step_returns_its_own_rows_and_the_totals_keep_all() -> None:
     found = hooks.Stats(histogram=True)
     lots = [torch.randn(3, 5) for _ in range(4)]
     assert found.step() == []
@@ -67,7 +67,9 @@ def test_a_step_returns_what_came_in_it_and_the_totals_keep_all() -> None:
 @ways
 @settings(deadline=None)
 @given(mine=st.lists(tensors(), max_size=4), theirs=st.lists(tensors(), max_size=4), after=st.booleans())
-def test_merging_two_is_one_over_both(way: str, mine: list[Tensor], theirs: list[Tensor], after: bool) -> None:
+def test_merging_two_gives_the_statistics_of_both(
+    way: str, mine: list[Tensor], theirs: list[Tensor], after: bool
+) -> None:
     asked: dict[str, Any] = {"histogram": True, "for_dtype": torch.float16}
     with read(way):
         first, second, both = seen(*mine, **asked), seen(*theirs, **asked), seen(*mine, *theirs, **asked)
@@ -86,7 +88,7 @@ def test_merging_two_is_one_over_both(way: str, mine: list[Tensor], theirs: list
     assert repr(second.rows()) == repr(second_rows)
 
 
-def test_merging_adds_what_was_skipped_and_may_be_with_oneself() -> None:
+def test_merging_adds_skipped_and_works_with_itself() -> None:
     first, second = hooks.Stats(channels="output"), hooks.Stats(channels="output")
     first.post(call(torch.ones(2, 3)))
     second.post(call(torch.full((1, 3), 2.0)))
@@ -102,7 +104,7 @@ def test_merging_adds_what_was_skipped_and_may_be_with_oneself() -> None:
 @pytest.mark.parametrize(
     "other", [{"of": "lhs"}, {"for_dtype": torch.float16}, {"histogram": True}, {"channels": "output"}]
 )
-def test_merging_what_was_made_otherwise_is_refused(other: dict[str, Any]) -> None:
+def test_merging_with_other_arguments_is_refused(other: dict[str, Any]) -> None:
     found = seen(torch.ones(2))
     with pytest.raises(ValueError, match=r"only Stats that were made with the same arguments can be merged, got"):
         found.merge(hooks.Stats(**other))
@@ -110,7 +112,7 @@ def test_merging_what_was_made_otherwise_is_refused(other: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("duplicate", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy])
-def test_statistics_go_to_another_process_whole(duplicate: Callable[[hooks.Stats], hooks.Stats]) -> None:
+def test_statistics_can_be_sent_to_another_process(duplicate: Callable[[hooks.Stats], hooks.Stats]) -> None:
     found = hooks.Stats(("lhs", "output"), histogram=True, channels="lhs", for_dtype=torch.float16)
     for _ in range(3):
         found.pre(call(lhs=torch.randn(2, 3)))
@@ -181,7 +183,7 @@ print("well")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_two_ranks_get_what_one_would_have_seen(tmp_path: Path) -> None:
+def test_two_ranks_get_the_statistics_of_a_single_process(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     ranks = [
@@ -204,7 +206,7 @@ def test_all_reduce_without_ranks_says_what_to_call() -> None:
         hooks.Stats().all_reduce()
 
 
-def test_threads_add_up() -> None:
+def test_calls_of_all_threads_add_up() -> None:
     found = hooks.Stats(("lhs", "output"), histogram=True)
     start = threading.Barrier(8)
 
@@ -232,7 +234,7 @@ def test_threads_add_up() -> None:
     assert found.skipped == 2400
 
 
-def test_every_thread_of_a_block_for_all_is_counted() -> None:
+def test_all_threads_of_a_block_for_all_threads_are_counted() -> None:
     found = hooks.Stats(("lhs", "output"))
     a = torch.randn(8, 8)
 
@@ -257,11 +259,11 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_gpu_adds_up_what_the_host_does_without_a_wait(dtype: torch.dtype) -> None:
+def test_a_gpu_adds_up_the_same_as_the_host_without_waiting(dtype: torch.dtype) -> None:
     a, b = torch.randn(300, 200).to("cuda", dtype), torch.randn(200, 100).to("cuda", dtype)
     asked: dict[str, Any] = {"of": ("lhs", "output"), "histogram": True, "channels": "lhs", "for_dtype": torch.float16}
     found, host = hooks.Stats(**asked), hooks.Stats(**asked)
-    a @ b  # cuBLAS sets itself up
+    a @ b  # initialises cuBLAS
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -308,7 +310,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("engine", LEVELS[:2])
-def test_rows_are_by_module_operand_and_pass(engine: dict[str, Any]) -> None:
+def test_rows_are_by_module_operand_and_phase(engine: dict[str, Any]) -> None:
     net, x = Net(), torch.randn(5, 6)
     found = hooks.Stats(("lhs", "rhs", "bias", "output"))
     with intercept(found, **engine):
@@ -357,7 +359,7 @@ def test_operands_are_read_before_the_operator_overwrites_them(engine: dict[str,
         ("addmm_", "bias", 7.0),
         ("addmm_", "output", pytest.approx(7 + 1 / 3)),
         ("mm", "lhs", third),
-        ("mm", "output", a.mean().item()),  # torch clears what it writes to first, so 0
+        ("mm", "output", a.mean().item()),  # torch clears the output first, so 0
     ]
 
 
@@ -370,12 +372,12 @@ def test_under_autocast_the_values_are_those_of_the_operator(engine: dict[str, A
     assert output.dtype is torch.bfloat16
     rows = {row.operand: row for row in found.rows()}
     assert_row_is(rows["output"], float64(output))
-    # What the program passed, above autocast, or what the operator got, below it.
+    # Above autocast the operands are those that the program passed, below it those that the operator got.
     assert_row_is(rows["lhs"], float64(x if "level" in engine else x.bfloat16()))
 
 
 @pytest.mark.parametrize("engine", LEVELS)
-def test_under_inference_mode_nothing_is_different(engine: dict[str, Any]) -> None:
+def test_rows_are_the_same_under_inference_mode(engine: dict[str, Any]) -> None:
     layer, x = nn.Linear(6, 3), torch.randn(4, 6)
     found = hooks.Stats(("lhs", "output"))
     with intercept(found, **engine):
@@ -390,7 +392,7 @@ def test_under_inference_mode_nothing_is_different(engine: dict[str, Any]) -> No
             assert_row_is(row, float64(torch.cat([tensor] * row.calls)))
 
 
-def test_vmapped_tensors_have_no_values_of_their_own_and_leave_no_row() -> None:
+def test_vmapped_tensors_leave_no_row() -> None:
     x, w = torch.randn(4, 2, 3), torch.randn(3, 5)
     found, below = hooks.Stats(("lhs", "output"), histogram=True, channels="lhs"), hooks.Stats()
     with intercept(found, level="function"), intercept(below):
@@ -411,7 +413,7 @@ def test_fake_tensors_are_skipped(engine: dict[str, Any]) -> None:
     assert found.rows() == []
 
 
-def test_of_several_outputs_it_is_the_first() -> None:
+def test_the_first_of_several_outputs_is_read() -> None:
     q = torch.randn(1, 2, 8, 4)
     found = hooks.Stats()
     with intercept(found), torch.no_grad():
@@ -420,7 +422,7 @@ def test_of_several_outputs_it_is_the_first() -> None:
     assert_row_is(row, float64(output))
 
 
-def test_an_operand_that_a_call_has_not_is_left_out() -> None:
+def test_an_operand_that_a_call_lacks_is_left_out() -> None:
     found = hooks.Stats(("bias", "output"))
     with intercept(found):
         torch.ones(2, 2) @ torch.ones(2, 2)
@@ -428,7 +430,7 @@ def test_an_operand_that_a_call_has_not_is_left_out() -> None:
     assert found.skipped == 0
 
 
-def test_a_hook_of_outputs_costs_nothing_before_the_call() -> None:
+def test_a_hook_that_reads_outputs_only_has_no_pre() -> None:
     assert not hasattr(hooks.Stats(), "pre")
     assert hasattr(hooks.Stats("lhs"), "pre")
 
@@ -447,7 +449,7 @@ class Transformer(nn.Module):
 
 
 def trained(hook: Any, engine: dict[str, Any]) -> dict[str, Tensor]:
-    """Everything that three steps of training leave behind."""
+    """All results of three training steps."""
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -467,7 +469,7 @@ def trained(hook: Any, engine: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("engine", LEVELS)
 @pytest.mark.parametrize("way", ["together", "on a device"])
-def test_training_is_the_same_to_the_bit(engine: dict[str, Any], way: str) -> None:
+def test_training_is_unchanged_bit_for_bit(engine: dict[str, Any], way: str) -> None:
     found = hooks.Stats(("lhs", "rhs", "bias", "output"), histogram=True, for_dtype=torch.float8_e4m3fn)
     with read(way, PIECE=1 << 23):
         observed = trained(found, engine)
@@ -553,7 +555,7 @@ def test_csv_has_every_number_to_the_last_digit(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """An open file that takes so many characters."""
+    """An open file with room for a number of characters."""
 
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
@@ -620,7 +622,7 @@ def test_a_target_without_a_floating_point_range_is_refused(dtype: Any) -> None:
         hooks.Stats(for_dtype=dtype)
 
 
-def test_what_was_not_asked_for_or_seen_is_told() -> None:
+def test_reading_what_was_not_asked_for_or_not_seen_raises() -> None:
     found = seen(torch.ones(2))
     with pytest.raises(ValueError, match="has no histograms; make it with histogram=True"):
         found.histogram("m")

@@ -1,4 +1,4 @@
-"""How `Stats` reads values: every number against NumPy in float64, in every way, and within bounded memory."""
+"""How `Stats` reads values: its numbers agree with NumPy in float64, however they are read, in bounded memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings(
 @ways
 @settings(deadline=None)
 @given(tensor=tensors())
-def test_every_number_is_numpys(way: str, tensor: Tensor) -> None:
+def test_every_number_agrees_with_numpy(way: str, tensor: Tensor) -> None:
     with read(way):
         row = one_row(tensor)
     assert_row_is(row, float64(tensor), narrow=tensor.element_size() <= 2)
@@ -56,7 +56,7 @@ def test_every_number_is_numpys(way: str, tensor: Tensor) -> None:
 @ways
 @settings(deadline=None)
 @given(several=st.lists(tensors(), min_size=2, max_size=5))
-def test_calls_add_up_to_what_all_their_values_together_are(way: str, several: list[Tensor]) -> None:
+def test_several_calls_give_the_statistics_of_all_their_values(way: str, several: list[Tensor]) -> None:
     with read(way):
         row = one_row(*several)
     assert_row_is(row, np.concatenate([float64(tensor) for tensor in several]), narrow=True)
@@ -66,7 +66,7 @@ def test_calls_add_up_to_what_all_their_values_together_are(way: str, several: l
 @pytest.mark.parametrize("count", [1, 8191, 8192, 8193, 9 * 1024, 2**19, 2**19 + 3, 2**20 + 1024])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("broken", [False, True])
-def test_every_size_is_read_whole(count: int, dtype: torch.dtype, broken: bool) -> None:
+def test_tensors_of_every_size_are_read_whole(count: int, dtype: torch.dtype, broken: bool) -> None:
     tensor = torch.randn(count).to(dtype)
     tensor[tensor.abs() < 0.1] = 0.0
     if broken:
@@ -92,7 +92,7 @@ def test_a_large_mean_costs_no_digits(way: str, dtype: torch.dtype, mean: float)
 
 @ways
 @pytest.mark.parametrize("mean", [0.0, 1e4])
-def test_a_default_device_is_not_where_values_are_read(way: str, mean: float) -> None:
+def test_the_default_device_does_not_matter(way: str, mean: float) -> None:
     tensor = torch.randn(40) + mean
     expected = one_row(tensor)
     with read(way), torch.device("meta"):
@@ -102,7 +102,7 @@ def test_a_default_device_is_not_where_values_are_read(way: str, mean: float) ->
 
 
 @ways
-def test_float64_keeps_the_spread_of_values_that_differ_in_their_last_digits_only(way: str) -> None:
+def test_float64_keeps_the_spread_of_values_that_differ_only_in_their_last_digits(way: str) -> None:
     with read(way):
         row = one_row(torch.randn(300, dtype=torch.float64) + 1e9)
         constant = one_row(torch.full((300,), 0.1), torch.full((2, 7), 0.1))
@@ -113,7 +113,7 @@ def test_float64_keeps_the_spread_of_values_that_differ_in_their_last_digits_onl
 
 @ways
 @pytest.mark.parametrize("means", [(0, 1e4, -3e4, 0.1), range(-1000, 2000, 7)], ids=["a few", "many"])
-def test_calls_of_other_means_are_spread_around_the_common_one(way: str, means: Iterable[float]) -> None:
+def test_the_spread_of_calls_with_different_means_is_around_the_common_mean(way: str, means: Iterable[float]) -> None:
     lots = [torch.randn(50) + mean for mean in means]
     lots[1:1] = [torch.empty(0), torch.full((3,), math.nan)]
     with read(way):
@@ -139,8 +139,8 @@ def test_a_spread_that_float64_cannot_hold_is_infinite_and_not_zero() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.1, 0.37, 1.9921875])
-def test_bfloat16_signs_add_up_without_a_drift(scale: float) -> None:
-    # Equal squares, the worst for a sum in float32: each addition rounds the same way.
+def test_squares_of_bfloat16_signs_add_up_without_drift(scale: float) -> None:
+    # Equal squares are the worst case of a sum in float32: each addition rounds in the same direction.
     signs = torch.randn(2**20).sign().bfloat16() * scale
     assert_row_is(one_row(signs), float64(signs), narrow=True)
 
@@ -185,7 +185,9 @@ def test_a_tensor_in_another_order_is_read_without_a_copy() -> None:
 @ways
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *TINY_FLOATS], ids=str)
-def test_what_a_target_cannot_hold_is_what_a_cast_loses(way: str, target: torch.dtype, dtype: torch.dtype) -> None:
+def test_underflow_and_overflow_agree_with_a_cast_to_the_target(
+    way: str, target: torch.dtype, dtype: torch.dtype
+) -> None:
     values = every_value(dtype)
     lost = (values.to(torch.float32) != 0) & (values.to(torch.float32).to(target).to(torch.float32) == 0)
     beyond = values.to(torch.float64).abs() > torch.finfo(target).max
@@ -194,7 +196,7 @@ def test_what_a_target_cannot_hold_is_what_a_cast_loses(way: str, target: torch.
         below_limits = one_row(values[values.to(torch.float32).abs() < 1e14], for_dtype=target)
     assert row.underflow == int(lost.sum()) / values.numel()
     assert row.overflow == int(beyond.sum()) / values.numel()
-    # Without NaN and huge values the narrow way of 16 bits is taken.
+    # Without NaN and huge values, 16-bit values are read in float32.
     few = values.to(torch.float32).abs() < 1e14
     assert below_limits.underflow == int(lost[few].sum()) / int(few.sum())
     assert below_limits.overflow == int(beyond[few].sum()) / int(few.sum())
@@ -209,7 +211,7 @@ def test_there_is_no_underflow_without_a_target() -> None:
 
 @ways
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
-def test_the_histogram_is_that_of_the_floor_of_the_logarithm(way: str, dtype: torch.dtype) -> None:
+def test_the_histogram_agrees_with_the_floor_of_the_logarithm(way: str, dtype: torch.dtype) -> None:
     values = every_value(dtype)
     with read(way, CHUNK=1 << 14, PIECE=1 << 13):
         found = seen(values, values[:300], histogram=True)
@@ -217,7 +219,7 @@ def test_the_histogram_is_that_of_the_floor_of_the_logarithm(way: str, dtype: to
     assert found.histogram("m") == expected
 
 
-def test_the_ends_of_the_histogram_stand_for_all_beyond() -> None:
+def test_the_ends_of_the_histogram_include_all_values_beyond() -> None:
     found = seen(
         torch.tensor([1e-300, 5e-324, 2.0**-149, 2.0**127, 1e300, 0.0, math.inf], dtype=torch.float64), histogram=True
     )
@@ -225,7 +227,7 @@ def test_the_ends_of_the_histogram_stand_for_all_beyond() -> None:
     assert seen(torch.zeros(3), histogram=True).histogram("m") == {}
 
 
-def test_a_histogram_adds_up_the_operators_of_a_module_and_keeps_passes_apart() -> None:
+def test_a_histogram_adds_up_the_operators_of_a_module_and_keeps_phases_apart() -> None:
     found = hooks.Stats(histogram=True)
     found.post(call(torch.tensor([1.0])))
     found.post(call(torch.tensor([4.0]), op="aten::bmm"))
@@ -244,13 +246,13 @@ def test_channels_are_the_largest_magnitudes_along_the_last_dimension(way: str, 
     with read(way):
         found = hooks.Stats(channels="lhs")
         found.pre(call(lhs=tensor))
-    # NaN stays NaN, in torch as in NumPy.
+    # NaN stays NaN, in torch and in NumPy.
     expected = np.abs(float64(tensor)).reshape(-1, tensor.shape[-1]).max(0)
     assert np.array_equal(found.channels("m").numpy(), expected, equal_nan=True)
     assert found.channels("m").dtype is torch.float64
 
 
-def test_channels_of_the_rhs_are_those_of_the_output_and_of_a_whole_linear_those_of_the_input() -> None:
+def test_channels_of_the_rhs_are_output_channels_but_input_channels_for_a_linear() -> None:
     layer = nn.Linear(3, 2)
     below, above = hooks.Stats(channels="rhs"), hooks.Stats(channels="rhs")
     with intercept(below), intercept(above, level="function"):
@@ -271,7 +273,7 @@ def test_channels_of_nested_tensors_are_those_of_their_parts(layout: torch.layou
     assert found.skipped == 0
 
 
-def test_channels_that_change_their_number_are_an_error_that_keeps_what_was_seen() -> None:
+def test_a_changed_number_of_channels_raises_and_keeps_the_rows() -> None:
     found = hooks.Stats(channels="output")
     found.post(call(torch.ones(2, 3)))
     with pytest.raises(HookError, match=r"last dimension stays the same .* got 4 channels after 3; choose calls with"):
@@ -284,7 +286,7 @@ def test_channels_that_change_their_number_are_an_error_that_keeps_what_was_seen
 
 
 class Waits(TorchDispatchMode):
-    """Keeps the operators that make the host wait for a device."""
+    """Finds the operators that make the host wait for a device."""
 
     WAITING = frozenset(
         [
@@ -312,7 +314,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_waits_for_a_device_until_somebody_looks() -> None:
+def test_no_call_waits_for_a_device_and_reading_does() -> None:
     found = hooks.Stats(("lhs", "output"), histogram=True, channels="lhs", for_dtype=torch.float16)
     broken = torch.tensor([[1.0, math.nan], [math.inf, 0.0]])
     with read("on a device"):
@@ -325,12 +327,12 @@ def test_nothing_waits_for_a_device_until_somebody_looks() -> None:
         assert waits.ran > 100
     with read("in pieces"), Waits() as waits:
         hooks.Stats().post(call(torch.randn(5, 5)))
-    assert "aten._local_scalar_dense.default" in waits.found  # as it is for a host's tensors
+    assert "aten._local_scalar_dense.default" in waits.found  # the host reads the sums now
     assert {row.operand: row.calls for row in found.rows()} == {"lhs": 3, "output": 6}
 
 
 @ways
-def test_sums_begun_in_inference_mode_go_on_outside_of_it(way: str) -> None:
+def test_sums_started_in_inference_mode_go_on_outside_it(way: str) -> None:
     found = hooks.Stats(histogram=True, channels="output", for_dtype=torch.float16)
     tensor = torch.randn(30, 10)
     with read(way):
@@ -345,7 +347,7 @@ def test_sums_begun_in_inference_mode_go_on_outside_of_it(way: str) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that the process holds now."""
+    """Resident memory of the process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -365,17 +367,17 @@ def test_memory_is_flat_over_many_calls_of_any_size(way: str) -> None:
                 found.step()
         grown = resident() - before
         rows = found.rows()
-    # What waits is at most a million values of 8 bytes, and is let go once a thousand calls.
+    # At most a million values of 8 bytes wait, and they are read about every thousand calls.
     assert grown < 24 << 20
     assert sum(row.count for row in rows) == sum(counts)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
-def test_what_waits_to_be_read_together_is_bounded() -> None:
+def test_the_number_of_waiting_values_is_bounded() -> None:
     found = hooks.Stats()
     source = torch.randn(8192)
     before = resident()
-    for size in range(8192, 4096, -1):  # all different: none ever has company
+    for size in range(8192, 4096, -1):  # all sizes differ, so that no tensor finds others of its size
         for _ in range(3):
             found.post(call(source[:size]))
         assert found._state.held <= stats.WAITING
@@ -383,7 +385,7 @@ def test_what_waits_to_be_read_together_is_bounded() -> None:
     assert found.rows()[0].calls == 3 * 4096
 
 
-def test_a_real_block_takes_no_memory_either() -> None:
+def test_many_steps_of_a_block_take_no_memory() -> None:
     found = hooks.Stats(("lhs", "output"))
     a = torch.randn(4, 4)
     with intercept(found) as interceptor:
@@ -396,7 +398,7 @@ def test_a_real_block_takes_no_memory_either() -> None:
 
 
 class Unstacked(Tensor):
-    """A wrapper whose values can be read one by one, and which has no `stack` and little else."""
+    """A subclass without `stack` and `cat`, whose tensors can be read one by one."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -418,7 +420,7 @@ def test_values_that_cannot_be_stacked_are_read_one_by_one(histogram: bool) -> N
     assert found.skipped == 0
 
 
-def test_a_failed_allocation_skips_one_tensor_and_moves_no_value_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_skips_single_tensors_and_mixes_up_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     real_read, real_stack, reads = _sums.Reader.read, torch.stack, iter(range(1000))
 
     def stack(tensors: Any, *more: Any) -> Tensor:
@@ -443,7 +445,7 @@ def test_a_failed_allocation_skips_one_tensor_and_moves_no_value_to_another(monk
         assert (row.calls, row.count, row.min, row.max) == (1, 4, row.mean, row.mean)
 
 
-def test_a_batch_of_one_size_and_tensors_of_others_come_in_the_order_of_the_calls() -> None:
+def test_rows_keep_the_order_of_the_calls_whatever_the_sizes() -> None:
     found = hooks.Stats()
     for number in range(200):
         size = 10_000 if number % 7 == 0 else number % 5 + 1
@@ -452,7 +454,7 @@ def test_a_batch_of_one_size_and_tensors_of_others_come_in_the_order_of_the_call
     assert [row.mean for row in found.rows()] == [float(number) for number in range(200)]
 
 
-def test_an_empty_nested_operand_leaves_torch_its_own_error() -> None:
+def test_an_empty_nested_operand_raises_torchs_own_error() -> None:
     empty = torch.nested.nested_tensor([])
     with pytest.raises(RuntimeError, match=r"\w") as bare:
         nn.functional.linear(empty, torch.ones(2, 3))

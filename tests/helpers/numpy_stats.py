@@ -54,7 +54,7 @@ def read(way: str, **sizes: int) -> Iterator[None]:
 
 
 def call(output: Any = None, **other: Any) -> Any:
-    """All of a call that `Stats` looks at."""
+    """The part of a call that `Stats` reads."""
     known = {"module": "m", "op": "aten::mm", "phase": "forward", "lhs": None, "rhs": None, "bias": None}
     return SimpleNamespace(**(known | other), output=output)
 
@@ -72,16 +72,16 @@ def one_row(*outputs: Tensor, **arguments: Any) -> StatsRow:
 
 
 def float64(tensor: Tensor) -> np.ndarray:
-    """The values for NumPy, of complex ones the moduli, in the tensor's precision as torch has them."""
+    """The values for NumPy; of complex values the moduli, which torch computes in the tensor's precision."""
     return (tensor.abs() if tensor.is_complex() else tensor).detach().to(torch.float64).numpy().ravel()
 
 
 def assert_row_is(row: StatsRow, values: np.ndarray, narrow: bool = False) -> None:
     """Compare with NumPy: counts, range and shares exactly, mean and standard deviation to 1e-5.
 
-    A mean of values that cancel has fewer digits than they: it is right to the rounding of the sum, relative to
-    the mean magnitude, which is that of float32 where rows of 16-bit values are added up in it. A standard deviation
-    below the rounding of the values, in float64, is nothing but that.
+    If values cancel, their mean is accurate only to the rounding error of their sum, relative to the mean magnitude:
+    that of float32 if `narrow`, where it adds up rows of 16-bit values. A standard deviation below the rounding error
+    of the values, in float64, is not compared.
     """
     finite = values[np.isfinite(values)]
     assert row.count == values.size
@@ -102,7 +102,7 @@ def assert_row_is(row: StatsRow, values: np.ndarray, narrow: bool = False) -> No
     assert row.rms == pytest.approx(np.sqrt(np.square(finite).mean()), rel=1e-5)
 
 
-# Their squares neither overflow nor vanish in float64; what happens then has a test of its own.
+# Their squares neither overflow nor vanish in float64; another test covers those that do.
 _reals = st.one_of(
     st.floats(-1e100, 1e100).filter(lambda x: x == 0 or abs(x) > 1e-100),
     st.floats(width=32),
@@ -145,7 +145,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
-    """All of 16 bits and fewer; of more those around which targets begin and end, and their neighbours."""
+    """All values of dtypes up to 16 bits; of wider ones the limits of the targets and their neighbours."""
     if dtype.itemsize == 1:
         return torch.arange(256, dtype=torch.uint8).view(dtype)
     if dtype.itemsize == 2:
@@ -168,5 +168,5 @@ def sizes(rows: list[StatsRow]) -> dict[str | None, tuple[int, int]]:
 
 
 def parts_of(rows: list[StatsRow]) -> list[tuple[Any, ...]]:
-    """What must be equal to the bit, however values were added up; the rest is rounded."""
+    """The numbers that must be equal bit for bit, however values were added up; the others are rounded."""
     return [(*dataclasses.astuple(r)[:9], r.absmax, r.zeros, r.underflow, r.overflow) for r in rows]
