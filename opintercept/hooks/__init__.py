@@ -1,4 +1,7 @@
-"""Ready-made hooks. Each is also an example of how to write one: begin with `recorder`, `print` and `log`."""
+"""Ready-made hooks. Each is also an example of how to write one: begin with `recorder`, `print` and `log`.
+
+Each says in `reads` what it reads of its calls, and in `levels` where it works, if not everywhere.
+"""
 
 from __future__ import annotations
 

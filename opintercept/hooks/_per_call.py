@@ -32,7 +32,3 @@ class PerCall(Generic[_Kept]):
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    def __reduce__(self) -> tuple[type[PerCall[_Kept]], tuple[()]]:
-        """Make copies start empty, since the calls are not copied."""
-        return type(self), ()

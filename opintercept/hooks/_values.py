@@ -35,7 +35,7 @@ def without_graph(compute: Callable[..., _Result], *args: Any) -> _Result:
             torch.set_grad_enabled(enabled)
 
 
-class Summary(NamedTuple):
+class ValueSummary(NamedTuple):
     """Range and moments of a tensor's finite values; of a complex tensor, those of the moduli.
 
     Attributes:
@@ -154,7 +154,7 @@ def real_values(tensor: Any) -> torch.Tensor | None:
         return None
 
 
-def summarize(tensor: Any) -> Summary | None:
+def summarize(tensor: Any) -> ValueSummary | None:
     """Summarise a tensor's values; None if it has none that can be read."""
     values = real_values(tensor)
     if values is None or values.numel() == 0:
@@ -163,9 +163,9 @@ def summarize(tensor: Any) -> Summary | None:
         finite = values[torch.isfinite(values)]
         nonfinite = values.numel() - finite.numel()
         if finite.numel() == 0:
-            return Summary(float("nan"), float("nan"), float("nan"), float("nan"), nonfinite)
+            return ValueSummary(float("nan"), float("nan"), float("nan"), float("nan"), nonfinite)
         low, high = torch.aminmax(finite)
-        return Summary(low.item(), high.item(), finite.mean().item(), finite.std(correction=0).item(), nonfinite)
+        return ValueSummary(low.item(), high.item(), finite.mean().item(), finite.std(correction=0).item(), nonfinite)
     except RuntimeError:  # under vmap there is no single value to read for a whole batch
         return None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from re import Pattern
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -246,6 +246,7 @@ class NonFinite(Copyable):
     """
 
     reads = ("module", "record")
+    fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall}
 
     def __init__(
         self,

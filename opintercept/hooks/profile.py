@@ -15,6 +15,7 @@ from opintercept._call import OpCall
 from opintercept._tensors import dtype_name
 from opintercept._text import aligned, write_csv
 from opintercept.hooks._copyable import Copyable
+from opintercept.hooks._per_call import PerCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,13 @@ class Profile(Copyable):
     """
 
     reads = ("module", "autocast")
-    fresh: ClassVar = {"_lock": threading.RLock, "_started": dict, "_pending": deque, "_pool": list}
+    fresh: ClassVar = {"_lock": threading.RLock, "_started": PerCall, "_pending": deque, "_pool": list}
 
     def __init__(self) -> None:
         self._sums: dict[_Key, _Sum] = {}
         # Reentrant, since a signal handler or a finalizer may call the hook from anywhere in the same thread.
         self._lock = threading.RLock()
-        self._started: dict[int, Any] = {}  # the first event of a call, by its id
+        self._started: PerCall[Any] = PerCall()  # the first event of each call on CUDA
         self._pending: deque[_Pending] = deque()
         self._pool: list[Any] = []
 
@@ -110,13 +111,11 @@ class Profile(Copyable):
         """Record the first event of a call on CUDA."""
         lhs = call.operand("lhs")
         if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._started[id(call)] = self._event()
-        elif self._started:
-            self._started.pop(id(call), None)  # left by an interrupted call that had the same id
+            self._started.put(call, self._event())
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
-        summary, autocast = call.summary, call.autocast  # worked out once for calls that look alike
+        summary, autocast = call.summary, call.autocast  # computed once for calls that look alike
         gemm, flops, size = summary.gemm, summary.flops, summary.bytes
         key = (
             call.module,
@@ -127,7 +126,7 @@ class Profile(Copyable):
             None if autocast is None else dtype_name(autocast),
             _precision(call.operand("lhs")),
         )
-        started = self._started.pop(id(call), None)
+        started = self._started.take(call)
         if started is None:
             self._add(key, flops, size, call.elapsed or 0.0)
         else:
@@ -148,7 +147,7 @@ class Profile(Copyable):
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Forget the event of a call that raised."""
-        self._started.pop(id(call), None)
+        self._started.take(call)
 
     def _event(self) -> Any:
         try:

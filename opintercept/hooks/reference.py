@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -123,6 +123,7 @@ class Reference(Copyable):
     """
 
     reads = ("module", "source")
+    fresh: ClassVar = {"_lock": threading.RLock, "_saved": PerCall}
 
     def __init__(
         self,
