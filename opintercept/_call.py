@@ -1,48 +1,32 @@
-"""What a hook is given: `OpCall`, one operator call while it runs.
+"""`OpCall`, the operator call that hooks receive.
 
-Invariant: building an OpCall computes nothing. Must not import torch: the pipeline is tested without it.
+Invariant: making an OpCall computes nothing. Must not import torch, so that the pipeline can be tested without it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from opintercept._errors import OpInterceptError
-
-if TYPE_CHECKING:
-    import torch
 from opintercept._origin.place import Place
 from opintercept._record import CallRecord, Gemm, Note, Phase, Summary, summary_of, taken_of
 from opintercept._tensors import describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
 
+if TYPE_CHECKING:
+    import torch
+
+    from opintercept._ops.op import Op
+
 T = TypeVar("T")
 
 
-class OpSpec(Protocol):
-    """What the op table knows of one operator; `_ops.Op` is the implementation."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def opaque(self) -> bool: ...
-    @property
-    def roles(self) -> Mapping[str, tuple[int, str]]: ...
-    def argument(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def replaced(
-        self, role: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-    def arguments(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
-    def summed(self, role: str) -> int | None: ...
-    def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gemm | None: ...
-    def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None: ...
-    def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
-
-
 class Origin(Protocol):
-    """Where calls come from; `_origin.Origin` is the implementation."""
+    """Tells where calls come from. `_origin.origin.Origin` implements it.
+
+    `read` is what the hook reads, as in `HookDeclaration.reads`, for a warning if no hook declares it.
+    """
 
     @property
     def links(self) -> Any: ...
@@ -52,7 +36,7 @@ class Origin(Protocol):
 
 
 class Owner(Protocol):
-    """What a call knows of the interceptor that it belongs to; `_pipeline.Pipeline` is the implementation."""
+    """What a call uses of its interceptor. `_pipeline.Pipeline` implements it."""
 
     next_index: Callable[[], int]
     steps: int
@@ -61,24 +45,24 @@ class Owner(Protocol):
 
 
 class OpCall:
-    """One operator call while it runs. Everything but `phase` and the counters is computed when asked for.
+    """One operator call while it runs. Properties are computed when they are read.
 
-    A hook may read any attribute; to change the call it returns a value instead of assigning one.
-    Keep `call.record()`, not the call, beyond the hook: a call holds its tensors.
+    A hook may read every attribute. It assigns none: to change the call, it returns a value.
+    Keep `call.record()` rather than the call, which keeps its tensors alive.
 
     Attributes:
-        func: What torch handed over: an `OpOverload`, or the function the program called.
+        func: What torch called: an `OpOverload` at dispatch level, at function level the program's function.
         args: Positional arguments, as the operator gets them.
         kwargs: Keyword arguments, as the operator gets them.
         output: What the operator returned; None in `pre` and `error`.
-        phase: `"forward"`; `"backward"` while an autograd graph runs; `"recompute"` where a checkpoint runs a
-            forward call again in there.
+        phase: `"forward"`; `"backward"` while autograd runs a graph; `"recompute"` while a checkpoint repeats a
+            forward call during backward.
         index: 0-based number of the call in its interceptor, in the order in which calls started.
         step: The interceptor's step when the call started.
-        elapsed: Host time of the operator in seconds; None before it has returned. Says nothing about
-            work that is queued on a device.
-        place: Where the call comes from, once that is known; hooks read `module` and `source`.
-        owner: The pipeline that runs the hooks; None when the call is over.
+        elapsed: Host time of the operator in seconds; None before it has returned. Does not include
+            work that the operator queued on a device.
+        place: Where the call comes from, or None if nothing has read that yet. Hooks read `module` and `source`.
+        owner: The pipeline that runs the hooks; None once the call is over.
     """
 
     __slots__ = (
@@ -103,7 +87,7 @@ class OpCall:
     def __init__(
         self,
         owner: Owner,
-        spec: OpSpec,
+        spec: Op,
         func: Any,
         phase: Phase,
         args: tuple[Any, ...],
@@ -124,39 +108,40 @@ class OpCall:
 
     @property
     def op(self) -> str:
-        """The operator without its overload, `"aten::addmm"`, or the function's public name."""
+        """The operator without its overload, `"aten::addmm"`; at function level the function's public name."""
         return self._spec.name
 
     @property
     def opaque(self) -> bool:
-        """Whether the operator hides matmuls that cannot be seen one by one."""
+        """Whether the operator multiplies inside, where no single product can be seen."""
         return self._spec.opaque
 
     @property
     def lhs(self) -> torch.Tensor | None:
-        """The left operand, `[*b, m, k]`; the query of an attention; None where the table names none."""
+        """The left operand, `[*b, m, k]`, or an attention's query; None if the operator table names none."""
         return self._resolved("lhs")
 
     @property
     def rhs(self) -> torch.Tensor | None:
-        """The right operand, `[*b, k, n]`; a linear's weight is `[n, k]`; the key of an attention."""
+        """The right operand, `[*b, k, n]`, a linear's weight, `[n, k]`, or an attention's key; None as for `lhs`."""
         return self._resolved("rhs")
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """What is added to the product, or None."""
+        """The tensor that is added to the product, or None."""
         return self._resolved("bias")
 
     def operand(self, role: str) -> torch.Tensor | None:
-        """The operand as the operator gets it, for a hook that reads no values.
+        """Return the operand as the operator gets it, for a hook that does not read its values.
 
-        `lhs`, `rhs` and `bias` resolve views with a lazy conjugation or negation, and that is a copy. This does not.
+        Torch may conjugate or negate a view lazily. `lhs`, `rhs` and `bias` copy such a view so that its values are
+        right; this does not.
 
         Args:
-            role: `"lhs"`, `"rhs"`, `"bias"`, or another role of the operator: `"value"` of an attention.
+            role: `"lhs"`, `"rhs"` or `"bias"`; an attention also has a `"value"`.
 
         Returns:
-            The tensor, or None where the operator has no such role or the caller passed no tensor.
+            The tensor; None if the operator has no such role or the program passed no tensor there.
         """
         tensor: torch.Tensor | None = self._spec.operand(role, self.args, self.kwargs)
         return tensor
@@ -166,21 +151,22 @@ class OpCall:
         return None if tensor is None else unflipped(tensor)
 
     def summed(self, role: str) -> int | None:
-        """The dimension of each matrix in `role` that the product sums over: -1 of the lhs and -2 of the rhs of a `mm`.
+        """Return the dimension of an operand's matrices that the product sums over, or None if the operator fixes none.
 
-        None where the operator does not fix it.
+        Args:
+            role: `"lhs"`, for which `mm` has -1, or `"rhs"`, for which it has -2.
         """
         return self._spec.summed(role)
 
     def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return `(args, kwargs)` with other operands, for a `pre` to return; the call stays as it is.
+        """Return `(args, kwargs)` with other operands, for a `pre` hook to return. The call itself does not change.
 
         Args:
-            operands: By role: `lhs`, `rhs`, `bias`.
+            operands: The new tensors by role: `lhs`, `rhs`, `bias`.
 
         Raises:
-            TypeError: A role of another name.
-            ValueError: The call has no tensor in that role, or a list of them.
+            TypeError: There is no role of that name.
+            ValueError: The call has no tensor in that role, or has a list.
 
         Example:
             >>> import torch
@@ -195,26 +181,27 @@ class OpCall:
         args, kwargs = self.args, self.kwargs
         for role, value in operands.items():
             if role not in ("lhs", "rhs", "bias"):
-                raise TypeError(f"an operand must be one of 'lhs', 'rhs', 'bias', got {role!r}")
+                raise TypeError(f"replace takes lhs=, rhs= and bias=, got {role}=")
             args, kwargs = self._spec.replaced(role, value, args, kwargs)
         return args, kwargs
 
     @property
     def gemm(self) -> Gemm | None:
-        """The matrix product's shape, or None where there is no single one."""
+        """The shape of the matrix product, or None if the call is not a single product."""
         return self._spec.gemm(self.args, self.kwargs)
 
     @property
     def flops(self) -> int | None:
-        """Floating-point operations of the products, 2 a multiply-add, sparse operands as if dense.
+        """Floating-point operations of the products, or None if no formula is known.
 
-        None where no formula is known. Bias and scaling are not counted, as in `FlopCounterMode`.
+        A multiply-add counts as 2, and a sparse operand as if it were dense. As in torch's `FlopCounterMode`, bias and
+        scaling do not count.
         """
         return self._spec.flops(self.args, self.kwargs)
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the operands and the output; None where a layout has no plain size."""
+        """Bytes of the operands and the output, or None if a layout has no fixed size per element."""
         sizes = [nbytes(t) for t in (*self._inputs(), *tensors_in(self.output))]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
@@ -227,9 +214,9 @@ class OpCall:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor that the operator reads, by role where it has one, else by the name of its parameter.
+        """Every tensor that the operator reads, by its role or, without a role, by the name of its parameter.
 
-        A tensor in a list has its place in the name, `"weights[0]"`. Tensors of `out=` are not read.
+        The name of a tensor in a list ends in its position, `"weights[0]"`. Tensors passed as `out=` are left out.
 
         Example:
             >>> import torch
@@ -240,7 +227,7 @@ class OpCall:
             lhs rhs value attn_mask
         """
         arguments = self._spec.arguments(self.func, self.args, self.kwargs)
-        roles: dict[int, list[str]] = {}  # of each tensor by identity: one may be both operands
+        roles: dict[int, list[str]] = {}  # by the tensor's identity; one tensor may be both operands
         for role in self._spec.roles:
             roles.setdefault(id(self.operand(role)), []).append(role)
         found: dict[str, torch.Tensor] = {}
@@ -252,22 +239,22 @@ class OpCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every argument that is no tensor, by the name of its parameter, defaults included: `alpha`, `is_causal`."""
+        """Every other argument by the name of its parameter, defaults included: `alpha`, `is_causal`."""
         arguments = self._spec.arguments(self.func, self.args, self.kwargs)
         return {name: value for name, value in arguments.items() if not any(named_tensors(name, value))}
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """The caller's tensors that the operator writes its result to, of `out=` and in-place forms; mostly none."""
+        """The program's tensors that the operator writes to: those of `out=` and in-place forms, otherwise none."""
         tensors: list[torch.Tensor] = self._spec.written(self.func, self.args, self.kwargs)
         return tensors
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype that autocast runs this call in, or None.
+        """The dtype in which autocast runs this call, or None.
 
         Raises:
-            OpInterceptError: The call is over, and with it the state that this reads.
+            OpInterceptError: The call is over.
         """
         dtype: torch.dtype | None = self._live("autocast").origin.autocast(self)
         return dtype
@@ -276,31 +263,31 @@ class OpCall:
     def module(self) -> str | None:
         """Qualified name of the innermost `nn.Module`, `"encoder.layers.0.linear1"`; `""` outside of all modules.
 
-        The outermost module is called by its class, `"Net"`. If the program runs several models, the names in the
-        first one stay as they are, and those in the others begin with the class, `"Critic.linear1"`, numbered where
-        several of a class live, `"Critic#2.linear1"`. What torch wraps around a model is not part of a name.
+        The outermost module goes by its class, `"Net"`. If the program runs several models, the first one has plain
+        names. Names in the others begin with the class, `"Critic.linear1"`, and with a number if several models of
+        the class are alive, `"Critic#2.linear1"`. Wrappers that torch puts around a model are not part of a name.
 
-        In backward the name is that of the forward call whose gradient is computed; None where that cannot be told.
-        If a module is registered in several places, this is the first of its names; see `aliases`.
+        A backward call has the name of the forward call whose gradient it computes, or None if that is unknown.
+        A module that is registered in several places has several names; this is the first, and `aliases` has all.
 
         Raises:
-            OpInterceptError: The call is over, and with it the stack that this reads.
+            OpInterceptError: The call is over.
         """
         return self._where("module").module
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Every name of the module, `module` first; raises as `module` does."""
+        """Every name of the module, `module` first. Raises as `module` does."""
         return self._where("module").aliases
 
     @property
     def source(self) -> str | None:
-        """The line that made the call, `"model.py:42 in forward"`, outside of torch; else as `module`."""
+        """The program's line that made the call, `"model.py:42 in forward"`; in backward, and raising, as `module`."""
         return self._where("source").source
 
     @property
     def forward(self) -> int | None:
-        """In backward, the index of the forward call whose gradient this computes; else, and if unknown, None.
+        """Of a backward call, the index of the forward call whose gradient it computes; None if unknown.
 
         Raises:
             OpInterceptError: The call is over.
@@ -309,16 +296,15 @@ class OpCall:
 
     @property
     def grad_of(self) -> Literal["lhs", "rhs"] | None:
-        """In backward, the operand of `forward` whose gradient this is; None if that cannot be told."""
+        """Of a backward call, the operand of `forward` whose gradient it computes; None if unknown."""
         return self._relation("forward")[1]  # type: ignore[return-value]
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """In backward after the operator ran, the gradient with respect to `grad_of`; None if that cannot be told.
+        """Of a backward call, in `post`, the gradient with respect to the operand `grad_of`; None if unknown.
 
-        It is `output`, or a view of it that is transposed to the operand's shape, as the operator of `forward`
-        got that operand: before autograd multiplies it by `alpha` or sums over what was broadcast. Raises as
-        `forward` does.
+        It is `output`, or a view of it, transposed to the shape that the operand had in `forward`. Autograd may still
+        multiply it by `alpha` or sum it over broadcast dimensions. Raises as `forward` does.
         """
         _, operand, transposed = self._relation("gradients")
         if operand is None or not is_tensor(self.output):
@@ -327,7 +313,7 @@ class OpCall:
 
     @property
     def grad_output(self) -> torch.Tensor | None:
-        """In backward, the gradient with respect to the output of `forward`, likewise; None if that cannot be told."""
+        """Of a backward call, the gradient with respect to the output of `forward`; None if unknown."""
         _, operand, transposed = self._relation("gradients")
         if operand is None:
             return None
@@ -347,29 +333,29 @@ class OpCall:
     def _live(self, read: str) -> Owner:
         if self.owner is None:
             raise OpInterceptError(
-                f"{read} can only be read while the operator runs, got a call that is over; "
+                f"{read} can only be read while the operator runs, and this call is over; "
                 "keep call.record() instead of the call"
             )
         return self.owner
 
     def once(self, key: Hashable, compute: Callable[[OpCall], T]) -> T:
-        """Return `compute(call)`, computed the first time that the call is asked with this key.
+        """Return `compute(call)`, computed only the first time for each key.
 
-        For a hook that decides something in `pre` and needs the answer again in `post`.
+        This lets a hook decide in `pre` and look the decision up in `post`.
         """
         try:
             kept = self._kept
-        except AttributeError:  # most calls are never asked
+        except AttributeError:  # most calls need no dict
             kept = self._kept = {}
         if key not in kept:
             kept[key] = compute(self)
         return kept[key]  # type: ignore[no-any-return]
 
     def without_values(self, shape_only: Callable[[Any], Any]) -> OpCall:
-        """The call for a later time: where it came from, and tensors with a shape and no values.
+        """Return a copy to keep after the call is over: with its origin, and with tensors that have no values.
 
         Args:
-            shape_only: Makes such a tensor.
+            shape_only: Makes a tensor without values from one with values.
         """
 
         def strip(value: Any) -> Any:
@@ -385,11 +371,19 @@ class OpCall:
         return later
 
     def record(self) -> CallRecord:
-        """Summarise the call as plain data that may be kept and written as JSON."""
+        """Return a summary of the call as plain data, to keep or to write as JSON.
+
+        Raises:
+            OpInterceptError: The call is over.
+        """
         return self.note().record()
 
     def note(self) -> Note:
-        """What `record` needs, taken now and put together later, for those who keep many."""
+        """Return what `record` needs, to put together later: a hook that keeps many records keeps notes instead.
+
+        Raises:
+            OpInterceptError: The call is over.
+        """
         owner = self._live("record")
         forward, grad_of, _ = self._relation("record") if self.phase == "backward" else (None, None, False)
         return Note(
@@ -407,9 +401,12 @@ class OpCall:
 
     @property
     def summary(self) -> Summary:
-        """The fields of a record that all calls with arguments of the same look share.
+        """The fields of a record that calls share if their arguments and outputs look alike.
 
-        They are computed once for all these calls: a model has many calls and few shapes.
+        They are computed once for all these calls, since a model makes many calls with few shapes.
+
+        Raises:
+            OpInterceptError: The call is over.
         """
         return summary_of(self, self._live("summary").look)
 

@@ -1,4 +1,4 @@
-"""What a hook may be, and one registration of it.
+"""What a hook may have, what it may declare, and `Handle`, one registration of a hook.
 
 Must not import torch.
 """
@@ -18,29 +18,29 @@ Read = Literal["module", "source", "forward", "gradients", "autocast", "record"]
 
 
 class PreHook(Protocol):
-    """Runs before the operator; may return `(args, kwargs)` to run it with instead."""
+    """Runs before the operator. May return `(args, kwargs)`, which the operator then gets instead."""
 
     def pre(self, call: OpCall, /) -> tuple[Sequence[Any], Mapping[str, Any]] | None: ...
 
 
 class PostHook(Protocol):
-    """Runs after the operator; may return an output to take the place of `call.output`."""
+    """Runs after the operator. May return an output, which replaces `call.output`."""
 
     def post(self, call: OpCall, /) -> Any: ...
 
 
 class ErrorHook(Protocol):
-    """Runs when the operator raised; the exception goes on to the program in any case."""
+    """Runs after the operator raised. The program gets the exception in any case."""
 
     def error(self, call: OpCall, exception: BaseException, /) -> None: ...
 
 
 class BackwardHook(Protocol):
-    """Runs when autograd has the gradients of a call at function level; may return others for its inputs.
+    """Runs when autograd has computed the gradients of a call at function level. May return others for its inputs.
 
-    `call` has shapes and no values by then. `grad_inputs` has an entry for each tensor among the call's
-    arguments, None for one that needs no gradient, `grad_outputs` one for each output. A tensor that is passed
-    twice has its whole gradient where it comes first, and None where it comes again.
+    The tensors of `call` have shapes but no values by then. `grad_inputs` has one entry for each tensor among the
+    arguments, None for a tensor that needs no gradient. `grad_outputs` has one entry for each output. If the program
+    passes a tensor twice, its whole gradient is in the first entry and None in the second.
     """
 
     def backward(
@@ -49,24 +49,31 @@ class BackwardHook(Protocol):
 
 
 class HookDeclaration(Protocol):
-    """What a hook may say of itself. Each of these may be left out; a function can have the first two as attributes.
+    """What a hook may declare. Everything here is optional, and a hook that declares nothing gets right answers.
+
+    A hook sets `reads` and `levels` on its class, on itself or, if it is a function, on the function.
 
     Attributes:
-        reads: What the hook reads of its calls; if left out, it may read everything. `"module"` stands for
-            `call.module` and `call.aliases`, `"source"` for `call.source`, `"forward"` for `call.forward` and
-            `call.grad_of`, `"gradients"` for `call.gradient` and `call.grad_output`, `"autocast"` for
-            `call.autocast`, and `"record"` for all that `call.record()` and `call.note()` hold. What is not in this
-            list, such as shapes and values, is free to read.
+        reads: What the hook reads of its calls; everything, if it does not say. The words are
 
-            In a forward call all of it can be read at any time. A backward call finds the rest, all but autocast,
-            in what its forward call has noted, so at dispatch level each forward call that autograd records notes it
-            if one hook of the interceptor reads any: 25 us with kernels in Python, 4 us with compiled ones.
-            `reads = ()` saves that. If no hook declares what a hook then reads in a backward call, it gets None, and
-            one `OpInterceptWarning` says what to declare.
+            - `"module"`: `call.module` and `call.aliases`
+            - `"source"`: `call.source`
+            - `"forward"`: `call.forward` and `call.grad_of`
+            - `"gradients"`: `call.gradient` and `call.grad_output`
+            - `"autocast"`: `call.autocast`
+            - `"record"`: `call.record()` and `call.note()`
 
-            A hook that declares `"module"`, `"source"` or `"record"` has calls under `no_grad` named as they come,
-            too, so that several models get their names in the order in which they run. Others pay nothing there.
-        levels: The levels at which the hook works; if left out, both, with a `backward` method only `"function"`.
+            The rest of a call, such as its operands and shapes, needs no word. A backward call is at another place of
+            the stack than its forward call. So if any hook of an interceptor reads any of these except `"autocast"`,
+            each forward call that autograd records notes where it comes from. That takes about 25 us with kernels in
+            Python and 4 us with compiled kernels; `reads = ()` saves it. A backward call for which nothing was noted
+            answers None, and one `OpInterceptWarning` per interceptor says what to declare.
+
+            A hook that declares `"module"`, `"source"` or `"record"` has calls under `no_grad` and `inference_mode`
+            named too, whether or not it reads their names. This keeps the names of several models the same from run
+            to run. For other hooks such calls note nothing.
+        levels: The levels at which the hook works. Both, if it does not say; only `"function"` if it has a `backward`
+            method.
 
     Example:
         >>> import torch
@@ -90,16 +97,16 @@ class HookDeclaration(Protocol):
     levels: Collection[Level]
 
     def wants_gradients(self, call: OpCall, /) -> bool:
-        """Whether a hook with `backward` wants the gradients of a call; if left out, it wants those of every call.
+        """Whether a hook with a `backward` method wants the gradients of this call; every call's, if it does not say.
 
-        Asked at function level before the operator runs. Each call whose gradients are wanted gets two nodes in
-        autograd's graph.
+        The pipeline asks at function level, before the operator runs. Each call whose gradients are wanted adds two
+        nodes to autograd's graph.
         """
         ...
 
 
 Hook: TypeAlias = PreHook | PostHook | ErrorHook | BackwardHook | Callable[[OpCall], Any]
-"""An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable, which is a `post`."""
+"""An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable that runs as `post`."""
 _RUNS = ("pre", "post", "error", "backward")
 _PHASES = (*_RUNS, "enter", "exit")
 _NAMED: frozenset[Read] = frozenset(("module", "source", "record"))
@@ -107,7 +114,7 @@ _TRACKED: frozenset[Read] = _NAMED | {"forward", "gradients"}
 
 
 class Registry(Protocol):
-    """What a handle was registered with; `_pipeline.Pipeline` is the implementation."""
+    """What a handle takes its hook out of. `_pipeline.Pipeline` implements it."""
 
     def remove(self, handle: Handle, /) -> None: ...
 
@@ -115,8 +122,15 @@ class Registry(Protocol):
 class Handle:
     """One registration of a hook. `remove()` ends it, as with `torch.utils.hooks.RemovableHandle`.
 
-    Removing twice is fine, and as a context manager the handle removes on the way out. A hook that was
-    registered twice has two handles, and each removes its own.
+    Removing twice does no harm. As a context manager, the handle removes the hook on exit. A hook that is registered
+    twice has two handles, and each removes its own registration.
+
+    Attributes:
+        hook: The hook.
+        removed: Whether `remove` has run.
+        tracks: Whether forward calls must note where they come from for the hook to read it in backward calls.
+        names_all: Whether calls that autograd does not record must be named as well.
+        wants: The hook's `wants_gradients`, or None.
     """
 
     __slots__ = (
@@ -135,22 +149,24 @@ class Handle:
     )
 
     def __init__(self, pipeline: Registry, hook: Hook) -> None:
-        self._pipeline = weakref.ref(pipeline)  # no cycle: hooks, and what they hold, go with the last block
+        self._pipeline = weakref.ref(pipeline)  # no cycle, so that hooks and what they hold are freed at once
         self.hook = hook
         self.removed = False
         found = {name: _method(hook, name) for name in _PHASES}
         if not any(found[name] for name in _RUNS) and callable(hook):
             found["post"] = hook
         self.pre, self.post, self.error, self.backward, self.enter, self.exit = (found[name] for name in _PHASES)
-        self.enter, self.exit = self.enter or bool, self.exit or bool  # which does nothing, and is no Python
-        # Whether a call is to have gradients, which takes two nodes in its graph: a filter knows.
+        self.enter, self.exit = (
+            self.enter or bool,
+            self.exit or bool,
+        )  # `bool()` does nothing, and no signal can interrupt it
         self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
         reads = reads_of((hook,))
-        self.tracks = reads is None or not _TRACKED.isdisjoint(reads)  # forward calls note where they come from
-        self.names_all = reads is not None and not _NAMED.isdisjoint(reads)  # calls without gradients, too
+        self.tracks = reads is None or not _TRACKED.isdisjoint(reads)
+        self.names_all = reads is not None and not _NAMED.isdisjoint(reads)
 
     def remove(self) -> None:
-        """Take the hook out; it is not called again, not even later in the call that is running."""
+        """Take the hook out. It is not called again, not even later in the call that is running."""
         pipeline = self._pipeline()
         if pipeline is not None:
             pipeline.remove(self)
@@ -170,14 +186,14 @@ def _method(hook: Hook, name: str) -> Any:
 
 
 def reads_of(hooks: Iterable[Any], also: Iterable[Read] = ()) -> frozenset[Read] | None:
-    """What a hook reads that is made of others.
+    """Return what a hook that wraps others should declare as `reads`.
 
     Args:
-        hooks: The others, declared or not.
-        also: What the hook reads beside them.
+        hooks: The others. A predicate counts as one.
+        also: What the wrapping hook itself reads.
 
     Returns:
-        What to declare; None to declare nothing, since one of `hooks` may read anything.
+        The words; None if it should declare nothing, because one of `hooks` may read everything.
     """
     declared = [getattr(hook, "reads", None) for hook in hooks]
     together: frozenset[Read] = frozenset(also).union(*(reads for reads in declared if reads is not None))
@@ -187,16 +203,16 @@ def reads_of(hooks: Iterable[Any], also: Iterable[Read] = ()) -> frozenset[Read]
 
 
 def is_hook(value: Any) -> bool:
-    """Whether `value` can be registered as it is."""
+    """Whether `value` can be registered as a hook."""
     return callable(value) or any(_method(value, name) for name in _PHASES)
 
 
 def check_hook(hook: Any, level: Level) -> None:
-    """Refuse what is not a hook, or not one for this level.
+    """Check that `hook` is a hook, that it works at `level`, and that its declaration is valid.
 
     Raises:
-        TypeError: It has nothing to call, is a class instead of an instance, or declares a single word.
-        ValueError: It does not work at this level, or declares an unknown word.
+        TypeError: `hook` has nothing to call or is a class, or `reads` or `levels` is not a collection.
+        ValueError: `hook` does not work at `level`, or `reads` or `levels` has an unknown word.
     """
     if isinstance(hook, type):
         raise TypeError(f"a hook must be an instance, got the class {hook.__name__}; pass {hook.__name__}(...)")
@@ -208,9 +224,9 @@ def check_hook(hook: Any, level: Level) -> None:
     levels = _check_words(hook, "levels", get_args(Level))
     if levels is None and level == "dispatch" and _method(hook, "backward"):
         raise ValueError(
-            f"a hook with a backward method works at function level, got {hook!r} for level='dispatch'; use "
-            "level='function'. At dispatch level pre and post see the calls of autograd, with call.phase 'backward'; "
-            "a hook for both levels declares levels = ('function', 'dispatch')"
+            f"a hook with a backward method works at function level only, got {hook!r} for level='dispatch'; use "
+            "level='function'. At dispatch level, pre and post see the calls that autograd makes, with "
+            "call.phase == 'backward'"
         )
     if levels is not None and level not in levels:
         raise ValueError(f"{hook!r} works at level={' or '.join(map(repr, levels))} only, got level={level!r}")
@@ -226,5 +242,5 @@ def _check_words(hook: Any, name: str, known: tuple[str, ...]) -> Collection[str
     for word in words:
         if word not in known:
             choices = ", ".join(map(repr, known))
-            raise ValueError(f"{name} of a hook must be some of {choices}, got {word!r} on {hook!r}; correct the word")
+            raise ValueError(f"{name} of a hook must be some of {choices}, got {word!r} on {hook!r}")
     return words

@@ -1,8 +1,7 @@
-"""Hooks, their order, and the loop that runs them around an operator.
+"""The hooks of one interceptor, and the loop that runs them around an operator.
 
-Invariant: no context manager, closure or formatting on the way of a call that goes well,
-and the tuples of hooks are replaced, never mutated, so that hooks may come and go while they run.
-Pure Python: must not import torch.
+Invariants: a call that succeeds meets no context manager, closure or formatting, and tuples of hooks are replaced,
+never mutated, so that hooks may come and go while they run. Must not import torch.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, itemgetter
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opintercept._call import OpCall, OpSpec, Origin
+from opintercept._call import OpCall, Origin
 from opintercept._errors import HookError, OpInterceptWarning
 from opintercept._fork import in_child
 from opintercept._hook import Handle, Hook, Level, OnError
@@ -27,6 +26,9 @@ from opintercept._origin.place import NOWHERE, Place
 from opintercept._record import Phase, look
 from opintercept._replace import check_alike, check_replacement, checked_inputs, written_back
 from opintercept._tensors import copy_into
+
+if TYPE_CHECKING:
+    from opintercept._ops.op import Op
 
 _ENTER, _EXIT, _FIRST = attrgetter("enter"), attrgetter("exit"), itemgetter(0)
 
@@ -36,12 +38,12 @@ def _raised_here(exception: BaseException) -> bool:
 
 
 def _never_began(function: Any, exception: BaseException) -> bool:
-    """Whether an interrupt came up at the first instruction of a function in Python, before it did anything."""
+    """Whether an interrupt stopped a Python function at its first instruction, before it did anything."""
     code = getattr(function, "__code__", None)
     trace = exception.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
-    # Below it may be the frame of a signal's handler.
+    # The frame of a signal handler may follow it.
     return trace is not None and trace.tb_lasti <= 2 * trace.tb_frame.f_code.co_code[::2].index(_RESUME)
 
 
@@ -49,7 +51,7 @@ _RESUME = opcode.opmap["RESUME"]
 
 
 class NoOrigin:
-    """Knows nothing of any call."""
+    """An `Origin` that knows nothing of any call."""
 
     links = None
 
@@ -67,13 +69,16 @@ class Pipeline:
     """The ordered hooks of one interceptor, with its counters.
 
     Args:
-        hooks: Checked already, see `check_hook`.
+        hooks: Hooks that `check_hook` has accepted.
         level: Decides how a replaced output reaches the program.
-        on_error: `"raise"`, or `"warn"`: switch a failing hook off with one warning.
-        origin: Answers where calls come from; injected, since it needs torch.
-        tap: Makes what gets at the gradients of one call, see `_engines.gradients.Tap`; likewise. None at
-            dispatch level.
-        look: `_call.look`, or what does the same.
+        on_error: `"raise"` lets the exception of a hook through; `"warn"` switches the hook off with one warning.
+        origin: Tells where calls come from. Injected, since it needs torch.
+        tap: `_engines.gradients.Tap`, which gets at the gradients of one call; None at dispatch level. Injected too.
+        look: `_record.look` or a function with the same results.
+
+    Attributes:
+        steps: How often the interceptor's `step` was called.
+        opaque: How many calls of each opaque operator have run, by name.
     """
 
     __slots__ = (
@@ -119,7 +124,7 @@ class Pipeline:
         self.opaque: Counter[str] = Counter()
         self._lock = threading.RLock()
         self._entered_by: set[object] = set()
-        self._inside: deque[Handle] = deque()  # whose hooks have entered and not exited
+        self._inside: deque[Handle] = deque()  # handles of hooks that have entered and not exited
         self._handles: tuple[Handle, ...] = ()
         self.pre: tuple[Handle, ...] = ()
         self.post: tuple[Handle, ...] = ()
@@ -132,15 +137,15 @@ class Pipeline:
     @property
     def calls(self) -> int:
         """How many calls there have been."""
-        return int(repr(self._count)[len("count(") : -1])  # a count tells in no other way
+        return int(repr(self._count)[len("count(") : -1])  # the only way to read a count
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The hooks, in their order."""
+        """The hooks in order."""
         return tuple(handle.hook for handle in self._handles)
 
     def register(self, hook: Hook) -> Handle:
-        """Append a hook; while the interceptor is active its `enter` runs at once."""
+        """Append a hook. If the interceptor is active, the hook's `enter` runs at once."""
         handle = Handle(self, hook)
         try:
             with self._lock:
@@ -153,7 +158,7 @@ class Pipeline:
         return handle
 
     def remove(self, handle: Handle) -> None:
-        """Remove by identity; does nothing the second time."""
+        """Remove a hook by its handle. A second time does nothing."""
         failure = self._take_out(handle)
         if failure is not None:
             raise failure
@@ -181,7 +186,7 @@ class Pipeline:
             self.links.names_all |= any(h.names_all for h in handles)
 
     def enter(self, user: object) -> None:
-        """Run the hooks' `enter` if this is the first block in; `exit` undoes it, also if one of them fails."""
+        """Run the hooks' `enter` if this is the first block. `exit` undoes it, also if an `enter` has failed."""
         with self._lock:
             first = not self._entered_by
             self._entered_by.add(user)
@@ -189,8 +194,7 @@ class Pipeline:
                 self._enter_hooks(self._handles)
 
     def _enter_hooks(self, handles: Sequence[Handle]) -> None:
-        # Each hook that has entered is put down in the same call of C, with no instruction of Python in between
-        # at which an interrupt could come up.
+        # C code runs each `enter` and notes the handle, so that no interrupt can come between the two.
         entered = zip(handles, map(operator.call, map(_ENTER, handles)), strict=True)
         before = len(self._inside)
         try:
@@ -201,13 +205,13 @@ class Pipeline:
             raise
 
     def exit(self, user: object, failed: BaseException | None) -> None:
-        """Run the hooks' `exit` if this is the last block out; every one of them, whatever one raises.
+        """Run the hooks' `exit` if this is the last block. All of them run, even if one raises.
 
-        Can be repeated, after an interrupt.
+        After an interrupt it may be called again.
 
         Args:
-            user: What entered.
-            failed: The program's exception that is on its way, and must not be replaced.
+            user: The same object as in `enter`.
+            failed: The exception of the program that leaves the block, which no other may replace; or None.
         """
         failures: list[BaseException] = []
         with self._lock:
@@ -220,7 +224,7 @@ class Pipeline:
                     failures.append(failure)
         for failure in failures:
             if not isinstance(failure, Exception):
-                raise failure  # an interrupt, or an exit of the program
+                raise failure  # an interrupt or SystemExit
         if failed is not None:
             for failure in failures:
                 _warn_beside(failed, f"a hook failed on exit: {failure!r}")
@@ -231,14 +235,14 @@ class Pipeline:
             raise failures[0]
 
     def _exit_next(self) -> BaseException | None:
-        """Run the `exit` of the hook that entered first; what it raises."""
+        """Run the `exit` of the hook that entered first, and return what it raised."""
         handle = None
         try:
             handle = self._inside[0]
-            next(map(operator.call, map(_EXIT, iter(self._inside.popleft, None))))  # in one call, as above
+            next(map(operator.call, map(_EXIT, iter(self._inside.popleft, None))))  # in C, as in `_enter_hooks`
         except BaseException as exception:
             if isinstance(exception, IndexError) and not self._inside and _raised_here(exception):
-                return None  # a signal's handler has left a block meanwhile, and run them all
+                return None  # a signal handler has left a block meanwhile, and so has run them all
             if handle is None or (self._inside and self._inside[0] is handle):
                 raise  # an interrupt before the call
             if _never_began(handle.exit, exception):
@@ -249,27 +253,27 @@ class Pipeline:
         return None
 
     def tap(self, call: OpCall) -> Any:
-        """What gets at the gradients of this call; None if no hook wants them."""
+        """Return a `Tap` for the gradients of this call, or None if no hook wants them."""
         handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
         return self._tap(self, call, handles) if handles and self._tap is not None else None
 
     def count_opaque(self, name: str) -> None:
-        """Count an operator that was seen but not into."""
+        """Count a call of an opaque operator."""
         with self._lock:
             self.opaque[name] += 1
 
     def survives(self, handle: Handle, phase: str, call: OpCall, exception: Exception) -> bool:
-        """Deal with a hook that raised: say where in a note, or switch it off and go on."""
+        """Handle an exception of a hook: add a note that says where, or switch the hook off and return True."""
         try:
             shown = str(call)
-        except Exception:  # an exotic tensor must not hide what the hook raised
+        except Exception:  # an unusual tensor must not hide what the hook raised
             shown = call.op
         where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {shown}"
         if self.on_error == "raise":
             exception.add_note(f"opintercept: raised by {where}")
             if isinstance(exception, TypeError):
-                # `a @ b` takes one to mean that it cannot multiply these, and nobody would read what it says.
-                raise HookError(f"a hook must not raise TypeError, got {exception}; from {where}") from exception
+                # Python takes a TypeError in `a @ b` to mean that `a` cannot multiply `b`, and discards its message.
+                raise HookError(f"a hook raised TypeError: {exception}; raised by {where}") from exception
             return False
         failure = self._take_out(handle)
         if failure is not None:
@@ -284,7 +288,7 @@ class Pipeline:
 
 def run(
     pipelines: tuple[Pipeline, ...],
-    spec: OpSpec,
+    spec: Op,
     func: Any,
     phase: Phase,
     invoke: Callable[..., Any],
@@ -294,15 +298,25 @@ def run(
 ) -> Any:
     """Run `invoke(head, *args, **kwargs)` with the hooks of all `pipelines` around it.
 
-    Each pipeline gets a call of its own, so that each counts for itself; a replacement by one is what the
-    next one sees.
+    Each pipeline gets an `OpCall` of its own, since each numbers its calls. What the hooks of one pipeline replace,
+    those of the next one see.
+
+    Args:
+        pipelines: At least one, in the order in which they run.
+        spec: The operator's row of the table.
+        func: What torch called, for `OpCall.func`.
+        phase: The pass of the call.
+        invoke: Runs the operator.
+        head: The first argument of `invoke`, which is no argument of the operator.
+        args: The operator's positional arguments.
+        kwargs: The operator's keyword arguments.
     """
     if len(pipelines) > 1:
         try:
             return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
         finally:
             del args, kwargs  # as below
-    # What follows is _run_several for one, without its lists, which cost half a microsecond.
+    # The same as _run_several for one pipeline, without its lists, which cost half a microsecond.
     (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
     call = OpCall(pipeline, spec, func, phase, args, kwargs)
@@ -332,13 +346,13 @@ def run(
         return output if tap is None else tap.output(output)
     finally:
         call.owner = None
-        # The frame lives on in the traceback of an exception, which the program may keep.
+        # An exception's traceback keeps this frame, and the program may keep the exception.
         del call, args, kwargs, given_args, given_kwargs
 
 
 def _run_several(
     pipelines: tuple[Pipeline, ...],
-    spec: OpSpec,
+    spec: Op,
     func: Any,
     phase: Phase,
     invoke: Callable[..., Any],
@@ -388,7 +402,7 @@ def _run_several(
 
 
 def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run the pre hooks and return the inputs to go on with."""
+    """Run the pre hooks and return the inputs for the operator."""
     for handle in pipeline.pre:
         if handle.removed:
             continue
@@ -406,18 +420,18 @@ def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str
 
 
 def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give the call the inputs that a hook has put in place of its own."""
+    """Give the call the inputs with which a hook has replaced its own."""
     if args is call.args and kwargs is call.kwargs:
         return
     if call.phase == "backward" and pipeline.links is not None and pipeline.links.wanted:
-        _ = call.forward  # found by where the operands that autograd has saved lie in memory
+        _ = call.forward  # now: it is found by the addresses of the original operands
     call.args, call.kwargs = args, kwargs
 
 
 def _after(
-    pipeline: Pipeline, call: OpCall, spec: OpSpec, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]
+    pipeline: Pipeline, call: OpCall, spec: Op, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]
 ) -> Any:
-    """Run the post hooks and return the output to go on with."""
+    """Run the post hooks and return the output for the program."""
     for handle in pipeline.post:
         if handle.removed:
             continue
@@ -426,10 +440,10 @@ def _after(
             if replacement is not None and replacement is not call.output:
                 check_replacement(call.output, replacement)
                 if getattr(call.func, "is_view", False):
-                    raise HookError(f"the output of {call.op} cannot be replaced, it is a view of an input")
+                    raise HookError(f"the output of {call.op} is a view of an input and cannot be replaced")
                 if pipeline.level == "dispatch" or spec.written(call.func, given_args, given_kwargs):
-                    # Below autograd, and for out= and in-place forms, the caller keeps the tensor that it
-                    # has; the new values go into it, and its strides and aliases stay.
+                    # Below autograd, and with out= and in-place forms, the caller already has the output tensor.
+                    # The new values are copied into it, so that its strides and aliases stay.
                     copy_into(call.output, replacement)
                 else:
                     call.output = replacement
@@ -440,7 +454,7 @@ def _after(
 
 
 def _report(pipelines: tuple[Pipeline, ...], calls: list[OpCall], exception: BaseException) -> None:
-    # The program's exception must get through, so a failing error hook can only be reported.
+    # The program must get its own exception, so an error hook that fails only causes a warning.
     for pipeline, call in zip(pipelines, calls, strict=True):
         for handle in pipeline.error:
             if handle.removed:
@@ -454,7 +468,7 @@ def _report(pipelines: tuple[Pipeline, ...], calls: list[OpCall], exception: Bas
 
 
 def _warn_beside(exception: BaseException | None, text: str) -> None:
-    """Warn without taking the place of the program's exception, also where warnings are errors."""
+    """Warn without replacing the program's exception, even if warnings are errors."""
     try:
         warnings.warn(text, OpInterceptWarning, stacklevel=4)
     except OpInterceptWarning:
@@ -462,7 +476,7 @@ def _warn_beside(exception: BaseException | None, text: str) -> None:
             exception.add_note(f"opintercept: {text}")
 
 
-# For forked children. A WeakSet would run Python whenever a pipeline goes, and there swallow an interrupt.
+# For forked children. A WeakSet would run Python code when a pipeline is freed, where an interrupt would be lost.
 _pipelines: list[weakref.ref[Pipeline]] = []
 _look_through_at = 64
 
@@ -477,7 +491,7 @@ def _remember(pipeline: Pipeline) -> None:
 
 @in_child
 def _forget_parent() -> None:
-    # In a forked child no block of the parent is active, and its threads' locks are nobody's.
+    # In a forked child no block of the parent is active, and no thread will release the parent's locks.
     for reference in _pipelines:
         pipeline = reference()
         if pipeline is not None:

@@ -106,7 +106,7 @@ def test_what_comes_from_the_stack_cannot_be_asked_for_later() -> None:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     for name in ("module", "source", "forward"):
         with pytest.raises(
-            OpInterceptError, match=rf"{name} can only be read while the operator runs, got a call that"
+            OpInterceptError, match=rf"{name} can only be read while the operator runs, and this call is over"
         ):
             getattr(calls[0], name)
 
