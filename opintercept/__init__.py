@@ -3,12 +3,12 @@
     with intercept(hooks.Print()):
         model(x).sum().backward()
 
-Importing this does not import torch: every public name is loaded when it is first used.
+Importing the package does not import torch: each public name is loaded when it is first used.
 """
 
 from __future__ import annotations
 
-# A type checker takes it to be true; `typing` would be most of what importing this costs.
+# Type checkers take this name to be true. Importing `typing` would take most of the time of importing this file.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _HOMES = {
     "runs": "",
 }
 
-__all__ = [  # noqa: PLE0604 - computed, so that a name stands in one place
+__all__ = [  # noqa: PLE0604 - computed, so that each name is written once
     "__version__",
     *_HOMES,
 ]

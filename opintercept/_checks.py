@@ -1,4 +1,4 @@
-"""Checks of arguments that several callables share, each with the same message.
+"""Checks of arguments, so that the same mistake gets the same message everywhere.
 
 Must not import torch.
 """
@@ -10,22 +10,22 @@ from typing import Any
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Refuse a value that is not one of `choices`.
+    """Check that `value` is one of `choices`.
 
     Raises:
         ValueError: It is not.
     """
-    __tracebackhide__ = True  # expectations in tests call this
+    __tracebackhide__ = True  # pytest then shows the test that called this
     choices = tuple(choices)
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, a whole number of at least `least`.
+    """Check that `value` is a whole number of at least `least`, and return it.
 
     Raises:
-        ValueError: It is something else; True and False are no numbers here.
+        ValueError: It is not. True and False do not count as numbers.
     """
     __tracebackhide__ = True
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

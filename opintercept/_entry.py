@@ -1,7 +1,7 @@
-"""With blocks that leave nothing behind, wherever an interrupt, or any other exception, stops them.
+"""With blocks that leave nothing behind, wherever an interrupt or another exception stops them.
 
-Invariant: whatever an entry has changed is undone once, by the exit, by the failed enter, or, where Python ran
-neither to its end, when the with statement lets go of its exit. Pure Python: must not import torch.
+Invariant: what an entry has changed is undone once: by the exit, by the enter that failed, or, if Python completed
+neither, when the with statement releases its exit. Must not import torch.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from opintercept._errors import OpInterceptError
 
 
 class Entry(Protocol):
-    """One way into a block, and what undoes it."""
+    """One entry of a block: what it changes, and how that is undone."""
 
     def begin(self) -> None:
         """Enter."""
 
     def check(self) -> None:
-        """Raise an OpInterceptError where the block must not be left; it stays entered then."""
+        """Raise an OpInterceptError if the block must not be left now. It then stays entered."""
 
     def end(self, failed: BaseException | None) -> None:
-        """Undo what `begin` has changed, as far as it came.
+        """Undo what `begin` has changed so far.
 
-        It may be called again, also while it runs: what is undone already stays as it is. A step that raises
-        does not keep the others from running.
+        It may be called again, even while it runs, and then undoes what is left. If one step raises, the others still
+        run.
 
         Args:
-            failed: The exception that is on its way out of the block.
+            failed: The exception that leaves the block, or None.
         """
 
 
 class _Offer(threading.local):
-    leaver: Leaver | None = None  # of the with statement whose enter comes next
+    leaver: Leaver | None = None  # of the with statement that enters next
 
 
 _offer = _Offer()
@@ -45,13 +45,13 @@ _offer = _Offer()
 class Exit:
     """The `__exit__` of a context manager whose `__enter__` calls `enter`.
 
-    Python checks for signals at the first instruction of each function, so an `__exit__` in Python may be
-    interrupted before any of its code has run. A with statement looks `__exit__` up before it enters, and holds what
-    it found until it is over. So each look-up returns an object of its own, and the entry ends at the latest when that
-    object goes.
+    Python checks for signals at the first instruction of each function, so an interrupt can stop an `__exit__` in
+    Python before any of its code has run. But a with statement looks `__exit__` up before it enters, and holds the
+    result until the block is over. So each look-up returns an object of its own, and the entry ends when that object
+    is freed, if it has not ended before.
 
     Args:
-        innermost: Finds the entry that an exit of this manager ends which no with statement has looked up.
+        innermost: Returns the manager's innermost entry, for an exit that no with statement has looked up.
     """
 
     def __init__(self, innermost: Callable[[Any], Entry]) -> None:
@@ -78,7 +78,14 @@ class Exit:
 
 
 class Leaver:
-    """Ends the entry of one with statement."""
+    """Ends the entry of one with statement.
+
+    Attributes:
+        manager: The context manager.
+        by_hand: Ends the manager's innermost entry instead, once this one is over.
+        entry: The entry, once the with statement has entered.
+        alive: A reference to the exit that the with statement holds.
+    """
 
     __slots__ = ("alive", "by_hand", "entry", "manager")
 
@@ -89,7 +96,7 @@ class Leaver:
         self.alive: weakref.ref[Any] | None = None
 
     def dropped(self, _: object) -> None:
-        """The with statement is over, and the exit has not run to its end."""
+        """End the entry now: the with statement has released an exit that did not complete."""
         if _offer.leaver is self:
             _offer.leaver = None
         if self.entry is not None:
@@ -97,16 +104,16 @@ class Leaver:
         self.over()
 
     def over(self) -> None:
-        """The entry has ended: another call of the exit is one by hand. Breaks the cycle through the callback."""
+        """Note that the entry has ended. Also breaks the reference cycle through the callback."""
         self.entry = self.alive = None
 
 
 def enter(manager: Any, entry: Entry) -> None:
-    """Begin an entry of `manager`, which the exit that was looked up last in this thread will end.
+    """Begin an entry of `manager`. The exit that this thread looked up last will end it.
 
     Args:
         manager: The context manager.
-        entry: Has changed nothing yet.
+        entry: An entry that has changed nothing yet.
     """
     leaver = _offer.leaver
     _room(_DEPTH)
@@ -121,11 +128,11 @@ def enter(manager: Any, entry: Entry) -> None:
 
 
 def finish(entry: Entry, failed: BaseException | None) -> None:
-    """End an entry, also where an interrupt comes up meanwhile."""
+    """End an entry completely, even if an interrupt comes while it ends."""
     try:
         entry.end(failed)
     except BaseException:
-        entry.end(failed)  # what is left of it
+        entry.end(failed)  # undoes what is left
         raise
 
 
@@ -145,16 +152,16 @@ def leave(
     try:
         entry.end(value)
     except BaseException:
-        entry.end(value)  # as in `finish`, a call of which is saved
+        entry.end(value)  # as in `finish`, without the cost of calling it
         leaver.over()
         raise
     leaver.over()
 
 
-_DEPTH = 16  # frames; more than any `begin` or `end` of ours goes down
+_DEPTH = 16  # frames; no `begin` or `end` of the package needs more
 
 
 def _room(depth: int) -> None:
-    """Raise a RecursionError now, while nothing has changed, rather than halfway in or out."""
+    """Raise a RecursionError now, before anything has changed, rather than halfway through."""
     if depth:
         _room(depth - 1)

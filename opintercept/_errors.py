@@ -1,6 +1,6 @@
-"""The exceptions and warnings that opintercept raises on its own account.
+"""The exceptions and the warning of opintercept.
 
-Invariant: misuse is a TypeError or ValueError; these are for what only shows at run time.
+Invariant: wrong arguments raise TypeError or ValueError; these are for what only shows while a program runs.
 Must not import torch.
 """
 
@@ -11,23 +11,23 @@ from types import FrameType
 
 
 class OpInterceptError(RuntimeError):
-    """Interception cannot go on as asked: blocks left out of order, a torch without the API needed."""
+    """The program cannot be intercepted as asked: blocks are left out of order, torch lacks an API, a limit is hit."""
 
 
 class HookError(OpInterceptError):
-    """A hook broke its contract: it returned inputs or an output that cannot take the place of the real ones."""
+    """A hook broke its contract, for example by returning an output of another shape."""
 
 
 class NonFiniteError(OpInterceptError, ArithmeticError):
-    """`hooks.NonFinite` has found where a value that is not finite was made."""
+    """`hooks.NonFinite` found the call that made a value that is not finite."""
 
 
 class OpInterceptWarning(UserWarning):
-    """Something that the reader should know and the program survives: a hook was switched off, for one."""
+    """Something that the user should know about while the program goes on: a hook was switched off, for example."""
 
 
 def caller_level() -> int:
-    """The `stacklevel` with which a warning of the function that calls this points out of the package."""
+    """Return the `stacklevel` with which the calling function's warning points to the code that uses the package."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "opintercept":

@@ -1,4 +1,4 @@
-"""What happens in a forked child, where no block of the parent is active and its threads' locks belong to nobody.
+"""Clean-up in forked children, where no block of the parent is active and no thread will release its locks.
 
 Must not import torch.
 """
@@ -10,6 +10,6 @@ from collections.abc import Callable
 
 
 def in_child(forget: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a function that puts a module's state right in each forked child."""
+    """Decorate a function that cleans up a module's state, to run it in every forked child."""
     os.register_at_fork(after_in_child=forget)
     return forget

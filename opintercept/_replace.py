@@ -1,4 +1,4 @@
-"""What hooks may return in place of inputs, outputs and gradients, and how it reaches the program.
+"""Checks of the inputs, outputs and gradients that hooks return, and how results reach the program's tensors.
 
 Must not import torch.
 """
@@ -15,6 +15,11 @@ from opintercept._tensors import copy_into, describe, is_tensor, shape_of
 
 
 def checked_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a pre hook returned as `(args, kwargs)`.
+
+    Raises:
+        HookError: It is something else.
+    """
     if (
         not isinstance(inputs, tuple)
         or len(inputs) != 2
@@ -23,21 +28,33 @@ def checked_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     ):
         raise HookError(
             f"a pre hook must return None or (args, kwargs), got {describe(inputs)}; "
-            "return call.args, call.kwargs with the change made"
+            "to change one operand, return call.replace(lhs=...)"
         )
     return tuple(inputs[0]), dict(inputs[1])
 
 
 def check_alike(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Below autograd the program goes on with the shapes and dtypes that it knows."""
+    """Check that replaced inputs are like the call's: above dispatch level, their shapes and dtypes are already fixed.
+
+    Raises:
+        HookError: A tensor has another shape, dtype, device or layout.
+    """
     pairs = [*zip(call.args, args, strict=False), *((call.kwargs[k], kwargs[k]) for k in call.kwargs if k in kwargs)]
     for old, new in pairs:
         if new is not old and is_tensor(old) and is_tensor(new):
-            _check_like("a replaced input at dispatch level", old, new)
+            _check_like("a replacement input at dispatch level", old, new)
 
 
 def written_back(targets: list[Any], output: Any) -> Any:
-    """Bring the result to the tensors that the caller will read, after a hook put others in their place."""
+    """Copy a result into the program's own tensors, after a hook has replaced those that the operator writes to.
+
+    Args:
+        targets: The tensors that the program passed to be written to; with none, `output` stays as it is.
+        output: What the operator returned.
+
+    Returns:
+        The output for the program.
+    """
     if not targets:
         return output
     results = output if isinstance(output, (tuple, list)) else (output,)
@@ -50,10 +67,11 @@ def written_back(targets: list[Any], output: Any) -> Any:
 
 
 def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
-    """Refuse what cannot take the place of a call's gradients; where there was none, none may come.
+    """Check that a backward hook returned gradients that can replace `gradients`.
 
     Raises:
-        HookError: Another number of them, or another shape, dtype, device or layout.
+        HookError: There is another number of them, one has another shape, dtype, device or layout, or there is one in
+            the place of None or None in the place of one.
     """
     if not isinstance(replacement, (tuple, list)) or len(replacement) != len(gradients):
         raise HookError(
@@ -62,7 +80,7 @@ def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
         )
     for old, new in zip(gradients, replacement, strict=True):
         if is_tensor(old) and is_tensor(new):
-            _check_like("a replaced gradient", old, new)
+            _check_like("a replacement gradient", old, new)
         elif (old is None) is not (new is None) or new is not old:
             raise HookError(
                 f"a backward hook must return a gradient where there was one and None elsewhere, "
@@ -71,15 +89,15 @@ def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
 
 
 def check_replacement(output: Any, replacement: Any) -> None:
-    """Refuse what cannot take the place of `output`.
+    """Check that a post hook returned something that can replace `output`.
 
     Raises:
-        HookError: Another structure, shape, dtype, device or layout.
+        HookError: It has another structure, or a tensor in it has another shape, dtype, device or layout.
     """
     if isinstance(output, (tuple, list)):
         if type(replacement) is not type(output) or len(replacement) != len(output):
             raise HookError(
-                f"a replaced output must be a {type(output).__name__} of {len(output)} parts like the operator's, "
+                f"a replacement output must be a {type(output).__name__} of {len(output)} parts like the operator's, "
                 f"got {describe(replacement)}"
             )
         for part, new in zip(output, replacement, strict=True):
@@ -88,15 +106,15 @@ def check_replacement(output: Any, replacement: Any) -> None:
     if not is_tensor(output):
         if replacement is not output and replacement != output:
             raise HookError(
-                f"a replaced output must keep what is no tensor, {describe(output)}, got {describe(replacement)}"
+                f"only tensors of an output can be replaced, got {describe(replacement)} for {describe(output)}"
             )
         return
     if not is_tensor(replacement):
         raise HookError(
             f"a post hook must return None or an output like {describe(output)}, got {describe(replacement)}; "
-            "end it with return None if it only looks"
+            "return None to leave the output as it is"
         )
-    _check_like("a replaced output", output, replacement)
+    _check_like("a replacement output", output, replacement)
 
 
 def _check_like(what: str, old: Any, new: Any) -> None:
@@ -105,7 +123,7 @@ def _check_like(what: str, old: Any, new: Any) -> None:
             raise HookError(f"{what} must have the {name} of the operator's, {describe(old)}, got {describe(new)}")
 
 
-# In a dispatch mode, a nested tensor has no `shape`.
+# `shape_of`, since a nested tensor has no `shape` in a dispatch mode.
 _LIKE: dict[str, Callable[[Any], Any]] = {
     "shape": shape_of,
     "dtype": attrgetter("dtype"),

@@ -1,6 +1,6 @@
-"""What can be said of a tensor without torch: its kind, shape, dtype and size, and `TensorMeta`, which keeps them.
+"""Tensors without torch: how to tell, describe, compare and overwrite them, and `TensorMeta`, a description to keep.
 
-Must not import torch: the pipeline is tested without it.
+Must not import torch, so that the pipeline can be tested without it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 def unflipped(tensor: torch.Tensor) -> torch.Tensor:
-    # Below torch's conjugate and negative keys arrive lazily flipped views, and arithmetic on those is silently
-    # wrong in a dispatch mode.
+    """Return the tensor, or a copy of a view that torch conjugates or negates lazily."""
+    # A dispatch mode gets such views as they are, and arithmetic on them is silently wrong there.
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def named_tensors(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Yield the tensors in an argument, each with a name: `"weights"`, or `"weights[0]"` in a list."""
     if is_tensor(value):
         yield name, value
     elif isinstance(value, (list, tuple)):
@@ -29,7 +30,15 @@ def named_tensors(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor without its values. `stride` is None for layouts that have none."""
+    """A tensor without its values.
+
+    Attributes:
+        shape: Its sizes; -1 for the ragged dimension of a nested tensor.
+        dtype: `"float32"`.
+        device: `"cuda:0"`.
+        stride: Its strides in elements; None if its layout has none.
+        requires_grad: Whether autograd records what is computed with it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,13 +48,13 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Any) -> TensorMeta | None:
-        """Describe `tensor`; None for what is not a tensor."""
+        """Return the description of a tensor, or None if `tensor` is something else."""
         if not is_tensor(tensor):
             return None
         try:
             stride = tuple(tensor.stride()) if is_strided(tensor) else None
             return cls(shape_of(tensor), dtype_of(tensor), str(tensor.device), stride, bool(tensor.requires_grad))
-        except Exception:  # a subclass whose attributes raise; what it says of itself is all there is
+        except Exception:  # a subclass whose attributes raise
             return cls((), f"<{type(tensor).__name__}>", "unknown", None, False)
 
     def __str__(self) -> str:
@@ -54,7 +63,7 @@ class TensorMeta:
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell a tensor by its look, so that no torch has to be imported."""
+    """Whether a value looks like a tensor, decided without importing torch."""
     try:
         return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "requires_grad")
     except Exception:  # a subclass of a tensor whose dtype raises
@@ -67,7 +76,7 @@ def is_strided(tensor: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """The shape; a ragged dimension of a nested tensor is -1."""
+    """Return the shape, with -1 for the ragged dimension of a nested tensor."""
     if not tensor.is_nested:
         return tuple(tensor.shape)
     dims = []
@@ -80,19 +89,19 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 
 def nbytes(tensor: Any) -> int | None:
-    """Bytes of a tensor's elements; 0 for no tensor, None for a layout without a plain size."""
+    """Return the bytes of a tensor's elements: 0 without a tensor, None if a layout has no fixed size per element."""
     if not is_tensor(tensor):
         return 0
     return int(tensor.numel() * tensor.element_size()) if is_strided(tensor) else None
 
 
 def dtype_name(dtype: Any) -> str:
-    """`"float32"` for `torch.float32`."""
+    """Return `"float32"` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(tensor: Any) -> str:
-    """The name of a tensor's dtype; `"?"` for a subclass that does not say it."""
+    """Return the name of a tensor's dtype, or `"?"` if a subclass raises when asked."""
     try:
         return dtype_name(tensor.dtype)
     except Exception:
@@ -100,7 +109,7 @@ def dtype_of(tensor: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Write a value for a message: `float32[2, 3]@cuda:0`, a list by its elements, the rest by repr."""
+    """Write a value for a message: a tensor as `float32[2, 3]@cuda:0`, a list by its elements, the rest as its repr."""
     meta = TensorMeta.of(value)
     if meta is not None:
         return str(meta)
@@ -112,7 +121,7 @@ def describe(value: Any) -> str:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors among arguments, those in lists too, in order."""
+    """Return the tensors among arguments and in lists among them, in order."""
     found: list[Any] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, (list, tuple)):
@@ -123,24 +132,26 @@ def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def tensors_in(output: Any) -> list[Any]:
+    """Return the tensors of an output, which is a tensor or a list or tuple of them."""
     if is_tensor(output):
         return [output]
     return [t for t in output if is_tensor(t)] if isinstance(output, (list, tuple)) else []
 
 
 def copy_into(target: Any, source: Any) -> None:
-    """Give `target` the values of `source`, which may be a view of it."""
+    """Copy the values of `source`, which may be a view of `target`, into `target`."""
     if isinstance(target, (tuple, list)):
         for part, new in zip(target, source, strict=True):
             if is_tensor(part):
                 copy_into(part, new)
     elif target is not source:
-        # A view of `target` (its transpose, say) must be read whole before any of it is overwritten.
+        # A view of `target`, such as its transpose, must be read completely before any of it is overwritten.
         target.copy_(source.clone() if share_memory(target, source) else source)
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    # By address: autograd does not accumulate into a tensor whose storage Python has asked for (use_count).
+    """Whether two tensors may overlap in memory. True if that is unknown."""
+    # By address, not by storage: autograd does not accumulate into a tensor whose storage Python holds (use_count).
     try:
         first, first_end = _extent(one)
         second, second_end = _extent(other)
@@ -150,7 +161,7 @@ def share_memory(one: Any, other: Any) -> bool:
 
 
 def _extent(tensor: Any) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last one."""
+    """Return the address of a tensor's first byte and the address after its last byte."""
     start = int(tensor.data_ptr())
     if not tensor.numel():
         return start, start

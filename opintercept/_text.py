@@ -1,4 +1,7 @@
-"""Tables in text, in columns, and in CSV; imports nothing of torch, so that a run is shown without it."""
+"""Tables as text and as CSV, and numbers and text for people to read.
+
+Must not import torch, so that a run can be shown without it.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,21 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
-# Characters of a cell in a table: the names of real modules are shorter.
+# The most characters of a cell in a table. The names of real modules are shorter.
 _CELL = 120
-# A spreadsheet runs what begins with one of these as a formula (OWASP, CSV injection); the last four are their
+# A spreadsheet runs text that begins with one of these as a formula (OWASP, CSV injection). The last four are
 # full-width forms.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def aligned(table: Sequence[Sequence[str]], left: int) -> str:
-    """Lay a table out in columns, the first row its head: `left` columns to the left, the rest to the right.
+    """Return a table as lines of text, with its columns aligned.
 
-    Long cells are cut in the middle, and control characters are shown as escapes.
+    Long cells lose their middle, and control characters become escapes.
+
+    Args:
+        table: Rows of cells, all of the same length. The first row is the head.
+        left: How many columns are aligned to the left. The others are aligned to the right.
     """
     table = [[printable(cell, _CELL) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -32,9 +39,9 @@ def aligned(table: Sequence[Sequence[str]], left: int) -> str:
 
 
 def write_csv(path: str | PathLike[str], head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Write a header line and the rows, each cell as of `csv_cell`.
+    """Write a head and rows as CSV, each cell as `csv_cell` returns it.
 
-    Whatever fails on the way, `path` is whole or as it was.
+    If anything fails, the file at `path` stays as it was.
     """
     partial = f"{os.fspath(path)}.partial"
     try:
@@ -50,10 +57,10 @@ def write_csv(path: str | PathLike[str], head: Iterable[str], rows: Iterable[Ite
 
 
 def csv_cell(value: Any) -> Any:
-    """A value that a spreadsheet shows and does not run, and that can be written as UTF-8.
+    """Return a value that a spreadsheet shows and does not run, and that UTF-8 can encode.
 
-    Text that would be a formula gets a `'` in front; half surrogates and control characters, but for newlines,
-    become escapes. Numbers stay as they are, in text too.
+    Text that would be a formula gets a leading `'`. Lone surrogates and control characters other than newlines become
+    escapes. Numbers stay as they are, also as text.
 
     Example:
         >>> [csv_cell(value) for value in ("encoder.0", "=1+1", "-1.5", -1.5)]
@@ -72,7 +79,7 @@ def csv_cell(value: Any) -> Any:
 
 
 def amount(value: float, unit: str) -> str:
-    """Write a figure with an SI prefix: `1.5 MFLOP`."""
+    """Write a number with an SI prefix: `1.5 MFLOP`."""
     prefixes = ["", "k", "M", "G", "T", "P"]
     while abs(value) >= 1000 and len(prefixes) > 1:
         value /= 1000
@@ -81,7 +88,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time: `2.5 s`, `12.3 ms`."""
+    """Write a time: `2.500 s`, `12.300 ms`."""
     return f"{seconds:,.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
 
@@ -91,7 +98,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """Text that is safe on a terminal: control characters as escapes, and the middle left out where it is long."""
+    """Return text that is safe on a terminal: control characters become escapes.
+
+    Args:
+        text: Any text.
+        most: How many characters to keep; a longer text loses its middle. None keeps all.
+    """
     if most is not None and len(text) > most:
         text = f"{text[: most // 2 - 1]}...{text[len(text) - most + most // 2 + 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

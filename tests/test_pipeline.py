@@ -256,7 +256,7 @@ def test_parts_of_a_tuple_are_replaced_one_by_one() -> None:
 
 def test_a_tuple_of_another_length_is_refused() -> None:
     pipeline = Pipeline([lambda call: (call.output[0],)])
-    with pytest.raises(HookError, match="a replaced output must be a tuple of 2 parts like the operator's"):
+    with pytest.raises(HookError, match="a replacement output must be a tuple of 2 parts like the operator's"):
         run((pipeline,), operator(), None, "forward", lambda head: (FakeTensor([1.0]), FakeTensor([2.0])), None, (), {})
 
 
@@ -513,7 +513,7 @@ def test_opaque_operators_are_counted() -> None:
         (
             SimpleNamespace(backward=print),
             ValueError,
-            "a hook with a backward method works at function level, got .* for",
+            "a hook with a backward method works at function level only, got .* for",
         ),
         (
             SimpleNamespace(post=print, levels=("function",)),

@@ -1,1 +1,1 @@
-"""Where calls come from: module, source line, forward call and autocast."""
+"""Where calls come from: their module, source line, forward call and autocast dtype."""

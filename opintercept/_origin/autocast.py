@@ -1,4 +1,4 @@
-"""The dtype in which autocast runs a call."""
+"""The dtype in which autocast runs a call, read below or above autocast."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from opintercept._call import OpCall
 
 
 def autocast_below(call: OpCall) -> torch.dtype | None:
-    """The dtype that autocast has cast the operands to, or None; for calls below autocast.
+    """Return the dtype to which autocast has cast the operands, or None; for calls below autocast.
 
-    Autocast's kernel turns its switch off for what it calls. So where the switch is on, autocast has no kernel
-    for the operator, and where it is off inside of an `autocast` block, the operands tell whether they were cast:
-    bfloat16 operands under `autocast(enabled=False)`, alone, look the same.
+    Autocast's kernels switch it off for the operators that they call. So if it is on, autocast has no kernel for this
+    operator. If it is off in an `autocast` block, the operands show whether they were cast. Only bfloat16 operands
+    under `autocast(enabled=False)` look the same.
     """
-    # The nesting depth has no getter; raising and lowering it has no other effect.
+    # The nesting depth has no getter. Raising and lowering it has no other effect.
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     if depth == 0 or (lhs := call.operand("lhs")) is None:
@@ -30,7 +30,11 @@ def autocast_below(call: OpCall) -> torch.dtype | None:
 
 
 def autocast_above(lhs: Any) -> torch.dtype | None:
-    """The dtype that autocast will cast to, or None; for calls above autocast, where its switch can be read."""
+    """Return the dtype to which autocast will cast, or None; for calls above autocast.
+
+    Args:
+        lhs: The left operand, or None for a call without one.
+    """
     device = "cpu" if lhs is None else lhs.device.type
     try:
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

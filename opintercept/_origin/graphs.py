@@ -1,8 +1,8 @@
-"""What torch.compile keeps of the program in the code that it makes: module and line of a call in there.
+"""The modules and lines of calls in code that torch.compile has made, read from the graphs behind that code.
 
-Invariant: a mapping holds names and lines alone, no graph, module or frame; what the graph does not tell is None.
-Must not import torch, nor make it import its compilers: whatever is read here is in frames that are running.
-Without the attributes that are read here, all private to torch, a call in compiled code has no module and no line.
+Invariant: what is kept holds names and lines, but no graph, module or frame. What a graph does not tell is None.
+Must not import torch or its compilers. All attributes of torch that this reads are private; if torch drops them, calls
+in compiled code have no module and no line.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from opintercept._origin.place import Place
 if TYPE_CHECKING:
     import torch
 
-_EVAL = "<eval_with_key>"  # the file of a GraphModule's forward, of backends "eager" and "aot_eager"
-_INDUCTOR = re.compile(r"[/\\]c[a-z2-7]{40,}\.py$")  # that of Inductor's wrapper, named by its hash
+_EVAL = "<eval_with_key>"  # the file of a GraphModule's forward, with the backends "eager" and "aot_eager"
+_INDUCTOR = re.compile(r"[/\\]c[a-z2-7]{40,}\.py$")  # the file of Inductor's wrapper, named by its hash
 _COMMENT = re.compile(r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]+)? = ")
 _LINE = re.compile(r'File "(.+?)", line (\d+), in (.+)')
@@ -32,32 +32,47 @@ _ITEM = re.compile(r"\s*(\w+)(?:: [^=]*?)? = (\w+)\[\d+\](?:;.*)?$")
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 _BASE = re.compile(r"([LG])\['(\w+)'\]((?:\.\w+|\._modules\['\w+'\])*)$")
 
-# Functions that multiply, by their names in a graph of Dynamo's or of AOTAutograd's.
+# Functions that multiply, by their names in a graph of Dynamo or AOTAutograd.
 _PRODUCTS = re.compile(
     r"_?_?(?:r?matmul|linear|mm|bmm|mv|dot|vdot|inner|addmm|addbmm|baddbmm|addmv|einsum|tensordot|chain_matmul|multi_dot"
     r"|bilinear|cdist|scaled_mm|grouped_mm|multi_head_attention_forward|scaled_dot_product\w*|conv\w*"
     r"|_transformer_encoder_layer_fwd|_native_multi_head_attention|lstm\w*|gru\w*|rnn_\w+)(?:__|_)?$"
 )
-_HIDING = frozenset(("HigherOrderOperator", "OpOverload", "OpOverloadPacket"))  # kinds of functions that may multiply
-# Operators that hand a tensor on with other strides or another dtype, or one of several outputs.
+_HIDING = frozenset(("HigherOrderOperator", "OpOverload", "OpOverloadPacket"))  # types of functions that may multiply
+# Operators that pass a tensor on with other strides or another dtype, or pick one of several outputs.
 _VIEWS = frozenset(
     (
-        *("permute", "t", "transpose", "reshape", "view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "slice"),
-        *("select", "clone", "alias", "detach", "_to_copy", "convert_element_type", "getitem"),
+        "permute",
+        "t",
+        "transpose",
+        "reshape",
+        "view",
+        "_unsafe_view",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "clone",
+        "alias",
+        "detach",
+        "_to_copy",
+        "convert_element_type",
+        "getitem",
     )
 )
-_SUMS = ("addmm", "baddbmm", "bias_addmm", "_mm_plus_mm")  # kernels that may have a sum of the program's in them
+_SUMS = ("addmm", "baddbmm", "bias_addmm", "_mm_plus_mm")  # kernels that may include a sum of the program
 
 
 class Trace(NamedTuple):
     """Where a call in a graph comes from.
 
     Attributes:
-        base: How the compiled function calls the module that has it, `"L['self']"`; `""` if the call is in no module
-            but the function's own; None where that cannot be told.
-        path: The names from there to the innermost module.
-        kind: The name of that module's class.
-        line: File, number and function.
+        base: The compiled function's name for the module that makes the call, `"L['self']"`; `""` if the function
+            makes it outside of further modules; None if unknown.
+        path: The attributes from there to the innermost module.
+        kind: The name of the innermost module's class.
+        line: The file, line number and function, or None.
     """
 
     base: str | None
@@ -70,14 +85,14 @@ UNKNOWN = Trace(None, (), "", None)
 
 
 class Graph(NamedTuple):
-    """The products in a graph of Dynamo's.
+    """The matrix products in a graph of Dynamo.
 
     Attributes:
-        nodes: Each node's trace, and whether it is a product, by its name; in the order of the graph.
-        products: The products' traces, and which inputs of the graph they depend on, as bits.
-        inputs: For each input the traces of the products that have it as an operand.
-        saved: The traces of the products that have a node of the forward pass as an operand, or whose output it is,
-            by the name that the node has in Inductor's graph.
+        nodes: The trace of each node and whether it is a product, by the node's name, in the order of the graph.
+        products: The trace of each product and the inputs of the graph that it depends on, as bits.
+        inputs: For each input of the graph, the traces of the products that have it as an operand.
+        saved: For each node of the forward pass, by its name in Inductor's graph, the traces of the products that have
+            it as an operand or as their output.
     """
 
     nodes: dict[str, tuple[Trace, bool]]
@@ -86,18 +101,18 @@ class Graph(NamedTuple):
     saved: dict[str, frozenset[Trace]]
 
     def product(self, names: list[str], fused: bool) -> Trace:
-        """The product among the nodes from which a kernel was made; it comes last, after what makes its operands."""
+        """Return the product among the nodes that a kernel was made of. It is the last, after those of its operands."""
         order = {name: place for place, name in enumerate(self.nodes)}
         if not names or any(name not in order for name in names):
             return UNKNOWN
         last = max(names, key=order.__getitem__)
-        if fused and not self.nodes[last][1]:  # the program's sum
+        if fused and not self.nodes[last][1]:  # a sum of the program
             products = [name for name in names if self.nodes[name][1]]
             return self.nodes[products[0]][0] if len(products) == 1 else UNKNOWN
         return UNKNOWN if fused and sum(self.nodes[name][1] for name in names) > 1 else self.nodes[last][0]
 
     def depending_on(self, inputs: int) -> frozenset[Trace]:
-        """The products that depend on just these inputs, or, of one that was taken apart, on the fewest more."""
+        """Return the products that depend on these inputs alone, or else, if one was decomposed, on the fewest more."""
         able = [(trace, its) for trace, its in self.products if its & inputs == inputs]
         return frozenset(trace for trace, its in able if not any(its & other == other != its for _, other in able))
 
@@ -108,7 +123,7 @@ _graphs: dict[int, tuple[weakref.ref[Any], Graph]] = {}  # by the identity of th
 
 
 def is_generated(code: CodeType) -> bool:
-    """Whether a compiler has made this code. By identity: hashing a code object reads all of it."""
+    """Whether a compiler has made this code. Cached by identity, since hashing a code object reads all of it."""
     known = _generated.get(id(code))
     if known is None:
         if len(_generated) > 10_000:
@@ -119,7 +134,7 @@ def is_generated(code: CodeType) -> bool:
 
 
 def forward(frame: FrameType) -> tuple[Trace, Graph | None]:
-    """The trace of the call that a frame of generated code makes, and the graph that it is part of."""
+    """Return the trace of the call that a frame of generated code makes, and the graph that the call is in."""
     graph = _graph_of_dynamo(frame)
     if graph is not None and not graph.saved and (text := _text(frame)):
         _read_saved(graph, _parse(text)[0])
@@ -127,7 +142,7 @@ def forward(frame: FrameType) -> tuple[Trace, Graph | None]:
 
 
 def backward(frame: FrameType, graph: Graph | None) -> Trace:
-    """The trace of a call in the backward pass of a graph."""
+    """Return the trace of a call in the backward pass of a graph."""
     return _once(frame, graph, _in_module if _is_module(frame) else _in_backward_wrapper)
 
 
@@ -147,7 +162,7 @@ def _is_module(frame: FrameType) -> bool:
 
 
 def _in_module(frame: FrameType, graph: Graph | None) -> Trace:
-    """Of a GraphModule, whose nodes are there: by the name that the line assigns to."""
+    """Find the node of a GraphModule by the name to which the running line assigns."""
     nodes = getattr(getattr(frame.f_locals.get("self"), "graph", None), "nodes", ())
     found = _ASSIGNED.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
     name = None if found is None else found[1]
@@ -174,7 +189,7 @@ def _trace(node: Any) -> Trace:
 
 
 def _graph_of_dynamo(frame: FrameType) -> Graph | None:
-    """The graph that a frame was compiled from, of which AOTAutograd's function has a method as an attribute."""
+    """Return the graph that a frame was compiled from. AOTAutograd's function has one of its methods as attribute."""
     outer = frame.f_back
     while outer is not None:
         if outer.f_code.co_name == "_fn":
@@ -194,7 +209,7 @@ def _graph_of_dynamo(frame: FrameType) -> Graph | None:
 def _read(nodes: Iterable[Any]) -> Graph:
     traces: dict[str, tuple[Trace, bool]] = {}
     products: list[tuple[Trace, int]] = []
-    roots: dict[Any, Any] = {}  # of a view, what it is a view of
+    roots: dict[Any, Any] = {}  # by a view's node, the node that it is a view of
     inputs: dict[Any, set[Trace]] = {}
     reached: dict[Any, int] = {}  # the inputs that a node depends on
     for node in nodes:
@@ -224,7 +239,7 @@ def _multiplies(target: Any) -> bool:
 
 
 def _read_saved(graph: Graph, calls: dict[str, tuple[str, list[str]]]) -> None:
-    """Find the products of Inductor's forward graph in that of Dynamo's by the inputs that they depend on."""
+    """Find the products of Inductor's forward graph in Dynamo's graph, by the inputs that they depend on."""
     reached: dict[str, int] = {}
     using: dict[str, set[Trace]] = {}
     for name, (called, arguments) in calls.items():
@@ -249,7 +264,7 @@ def _root(name: str, calls: dict[str, tuple[str, list[str]]]) -> str:
 
 
 def _text(frame: FrameType) -> str | None:
-    """The graph from which Inductor has made the wrapper that is running, as it printed it."""
+    """Return the text of the graph from which Inductor has made the running wrapper."""
     outer = frame.f_back
     while outer is not None:
         text = getattr(outer.f_locals.get("self"), "inductor_post_grad_graph_str", None)
@@ -267,7 +282,7 @@ def _comment_above(frame: FrameType) -> tuple[list[str], list[str]] | None:
 
 
 def _in_wrapper(frame: FrameType, graph: Graph | None) -> Trace:
-    """Of Inductor's wrapper: a comment above each kernel has the nodes of Dynamo's graph from which it was made."""
+    """Find the call of Inductor's wrapper by the comment above each kernel, which lists nodes of Dynamo's graph."""
     comment = _comment_above(frame)
     if comment is None or graph is None:
         return UNKNOWN
@@ -278,10 +293,10 @@ def _in_wrapper(frame: FrameType, graph: Graph | None) -> Trace:
 
 
 def _in_backward_wrapper(frame: FrameType, graph: Graph | None) -> Trace:
-    """Of Inductor's wrapper of a backward pass, whose comments have its own nodes.
+    """Find the call of Inductor's wrapper of a backward pass, whose comments list nodes of the backward graph only.
 
-    Which product's gradient it is follows from the parameter: the weight is one operand of the input's gradient,
-    and the other product is that weight's gradient, which the graph returns in its place.
+    The weight tells which product the gradient belongs to: it is an operand of the input's gradient, and the graph
+    returns the weight's own gradient at the weight's position.
     """
     comment, text = _comment_above(frame), _text(frame)
     if comment is None or graph is None or not text or not comment[0]:
@@ -294,7 +309,7 @@ def _in_backward_wrapper(frame: FrameType, graph: Graph | None) -> Trace:
     if len(returned) == len(graph.inputs):
         for using in _products(own, calls, returned, graph):
             candidates = using if candidates is None else candidates & using
-    # The text may come from a cache, and the program may have changed since: then the lines are others.
+    # The text may come from a cache and be older than the program. Then it has other lines.
     if own in lines and {trace.line for trace, _ in graph.nodes.values()}.issuperset(lines.values()):
         line = lines[own]
         here = frozenset(trace for trace, product in graph.nodes.values() if product and trace.line == line)
@@ -308,7 +323,7 @@ def _in_backward_wrapper(frame: FrameType, graph: Graph | None) -> Trace:
 
 
 def _parse(text: str) -> tuple[dict[str, tuple[str, list[str]]], dict[str, tuple[str, int, str]], list[str]]:
-    """Of a printed graph: each node's operator and arguments, its line, and what the graph returns."""
+    """Return each node's operator and arguments, each node's line, and what the graph returns, from a graph's text."""
     calls: dict[str, tuple[str, list[str]]] = {}
     lines: dict[str, tuple[str, int, str]] = {}
     returned: list[str] = []
@@ -331,7 +346,7 @@ def _parse(text: str) -> tuple[dict[str, tuple[str, list[str]]], dict[str, tuple
 def _products(
     own: str, calls: dict[str, tuple[str, list[str]]], returned: list[str], graph: Graph
 ) -> Iterable[frozenset[Trace]]:
-    """What each operand of a product in the backward pass, and the input whose gradient it is, tells of the other."""
+    """Yield the forward products that each operand of a backward product, and its place in the outputs, allow."""
     for name in calls[own][1]:
         root = _root(name, calls)
         place = _input(root)
@@ -344,13 +359,14 @@ def _products(
 
 
 class Around(NamedTuple):
-    """What the forward call of a compiled graph leaves behind for its backward calls; keeps no module alive.
+    """What a forward call in a compiled graph notes for its backward calls. Keeps no module alive.
 
     Attributes:
-        graph: The graph.
-        modules: The innermost and the outermost module around the compiled function; None outside of all.
-        bases: The modules that the function uses, by how it calls them.
-        caller: The user's code that has called one of torch's own modules, all of which was compiled; else None.
+        graph: The graph, or None if unknown.
+        modules: The innermost and the outermost module around the compiled function; None outside of all modules.
+        bases: The modules that the function uses, by its names for them.
+        caller: The program's code that called a compiled module of torch itself, with its instruction; else None
+            and -1.
     """
 
     graph: Graph | None
@@ -359,13 +375,17 @@ class Around(NamedTuple):
     caller: tuple[CodeType | None, int]
 
     def place(self, aliases: tuple[str, ...], trace: Trace) -> GraphPlace:
-        """The place of one call; a graph keeps no line of a call that is in torch's modules alone."""
+        """Return the place of one call. A graph has no line for a call that only modules of torch make."""
         code, instruction = self.caller if trace.line is None and trace.base is not None else (None, -1)
         return GraphPlace(aliases, code, instruction, trace.line, self)
 
 
 class GraphPlace(Place):
-    """The place of a call in a compiled graph. All calls of the graph share a node, which runs the backward graph."""
+    """The place of a call in a compiled graph, whose calls all share the node that runs the backward graph.
+
+    Attributes:
+        around: What all calls of the graph share.
+    """
 
     __slots__ = ("around",)
 

@@ -1,7 +1,6 @@
-"""The forward call behind a backward call, by autograd's sequence numbers, and whose gradient it computes.
+"""Links from backward calls to the forward calls whose gradients they compute, by autograd's sequence numbers.
 
-Invariant: nothing here keeps a tensor or a graph alive. What cannot be told is None.
-Reads autograd's private state.
+Invariant: nothing here keeps a tensor or a graph alive. What is unknown is None. Reads autograd's private state.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from opintercept._origin.place import NOWHERE, Place
 from opintercept._origin.stack import custom_function
 from opintercept._record import Phase
 
-# -1 outside of `backward`. Private, like the rest below; without them (not seen from torch 2.11 to 2.15)
-# importing fails here, at once and by name.
+# -1 outside of `backward`. This and the names below are private. torch 2.11 to 2.15 have them; if one is missing, the
+# import fails here and names it.
 graph_task = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -32,15 +31,15 @@ _ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
 
 
 class Link(NamedTuple):
-    """What a forward call leaves behind for the backward calls that compute its gradients; no tensor.
+    """What a forward call notes for the backward calls that compute its gradients.
 
     Attributes:
-        index: The call's.
+        index: The index of the forward call.
         op: Its operator.
-        round: How many backward passes there had been.
-        operands: Where its arguments begin in memory, 0 for what is no tensor.
-        sure: Whether autograd was seen to record it, and not only to record something of its name.
-        needed: Whether autograd knows one of its operands. A custom Function may have others, which it has cast.
+        round: How many backward passes had begun before it.
+        operands: The addresses of its arguments; 0 for arguments that are not tensors.
+        sure: Whether autograd has recorded this call for certain, and not only an operator of its name.
+        needed: Whether one of its operands needs a gradient. In a custom Function, which may have cast them, none may.
     """
 
     index: int  # type: ignore[assignment]
@@ -52,32 +51,33 @@ class Link(NamedTuple):
 
 
 class _ThreadLinks:
-    """The links of one thread by autograd's sequence number, which the node of the gradient has too."""
+    """The links of one thread, by the sequence number that autograd also gives to the node of the gradient."""
 
     __slots__ = ("_seen", "links", "places", "shared")
 
     def __init__(self) -> None:
-        # The newest number when a call was last looked at; the nodes up to it are not of a call that comes now.
+        # The newest number at the last call. Nodes up to it do not belong to the next call.
         self._seen = _sequence_nr() - 1
         self.links: dict[int, Link] = {}
         self.places: dict[int, Place] = {}
-        # Several calls under one node, of a custom Function or inside of a fused operator: which, cannot be told.
+        # Numbers of nodes with several calls, in a custom Function or a fused operator. Which call it is, is unknown.
         self.shared: set[int] = set()
 
     def look(self, newest: int) -> bool:
-        """Whether autograd has recorded something since the last look."""
+        """Note the newest number, and return whether autograd has recorded anything since the last time."""
         fresh = newest > self._seen
         self._seen = newest
         return fresh
 
     def share(self, number: int, place: Place | None) -> None:
-        """Note that another call, from `place`, has the same node: what the two have in common can still be told."""
+        """Note that another call, from `place`, has the same node. What their places have in common stays known."""
         self.shared.add(number)
         known = self.places.get(number)
         if known is not None and place is not None:
             self.places[number] = known.common(place)
 
     def forget(self, numbers: Iterable[int]) -> None:
+        """Drop the links with these numbers."""
         for number in numbers:
             del self.links[number]
             self.places.pop(number, None)
@@ -85,24 +85,27 @@ class _ThreadLinks:
 
 
 class Links:
-    """The forward calls of one interceptor, for its backward calls to find.
+    """The forward calls of one interceptor, which its backward calls look up.
+
+    Args:
+        owner: As for `Origin`.
+        place: Returns the place of the running call.
 
     Attributes:
-        wanted: Whether a hook reads where calls come from; nothing is noted without one.
-        names_all: Whether calls that autograd does not record are named as well. A root that is not named in such
-            a call would get its label when a hook reads it, and another label than an interceptor gives it whose
-            hooks declare that they read names.
+        wanted: Whether a hook reads where calls come from. Otherwise nothing is noted.
+        names_all: Whether calls that autograd does not record are named as well. Without that, a root would get its
+            label only when a hook reads a name, and two interceptors could give it different ones.
     """
 
-    # Old links go when there are more than so many, those of the last two backward passes excepted, and
-    # the oldest go in any case beyond the second number: a program that never calls backward.
+    # Beyond SOFT links, those from before the last two backward passes are dropped. Beyond HARD links, which a program
+    # reaches that never calls backward, the older half is dropped.
     SOFT, HARD = 4096, 1 << 16
-    THREADS = 64  # from so many on, those of threads that have ended go
+    THREADS = 64  # beyond this number, those of threads that have ended are dropped
 
     def __init__(self, owner: Callable[[], int | None], place: Callable[[Phase], Place]) -> None:
         self._owner = owner
         self._place = place
-        # Autograd's numbers are per thread. By the thread's identity, for autograd's threads that work for it.
+        # Autograd numbers nodes per thread. Keyed by the thread's identity, so that autograd's own threads find them.
         self._threads: dict[int, _ThreadLinks] = {}
         self._local = threading.local()
         self._round = 0
@@ -111,12 +114,12 @@ class Links:
         self.names_all = False
 
     def begin(self) -> None:
-        """Note that this thread begins to look: what autograd has recorded so far is of calls that were not seen."""
+        """Note that this thread starts to watch. Whatever autograd has recorded before belongs to unseen calls."""
         if self.wanted:
             self._of_this_thread().look(_sequence_nr() - 1)
 
     def note(self, call: OpCall) -> None:
-        """Remember a call whose gradient autograd may compute, and where a call of the forward pass comes from."""
+        """Note where a forward call comes from, and remember it if autograd may compute its gradient."""
         backward = call.phase == "backward"
         if backward:
             self._in_backward = True
@@ -124,7 +127,7 @@ class Links:
         function = None
         if not recording:
             if backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
-                # `no_grad` leaves forward-mode gradients on; a custom Function's forward has both off
+                # `no_grad` leaves forward-mode gradients on, and a custom Function's forward turns both off.
                 if self.names_all and not backward:
                     call.place = self._place(call.phase)
                 return
@@ -142,22 +145,22 @@ class Links:
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
         if isinstance(call.place, GraphPlace):
-            needed = needed and function is None  # in a compiled graph one operand tells no more than another
+            needed = needed and function is None  # in a compiled graph no operand tells more than another
         mine = self._of_this_thread()
         links = mine.links
         newest = _sequence_nr() - 1
         fresh = mine.look(newest)
         number = newest if function is None else function._sequence_nr()
-        # Autograd knows a wrapper (DTensor), and not the tensors inside, which are the ones that come by here.
+        # With a wrapper such as DTensor, autograd knows the wrapper, and this call has the tensors inside of it.
         inside = not needed and recording and _is_excluded(_ABOVE_PYTHON)
         other = links.get(number)
         if other is not None:
             if not needed or other.needed or not other.sure:
                 if needed or (function is not None and not other.needed) or (inside and not other.sure):
-                    # Inside of a wrapper the first product is that of the node; another one may have none.
+                    # Inside of a wrapper, the first product belongs to the node. Others may have no node.
                     mine.share(number, None if inside else call.place)
                 return
-            mine.forget([number])  # of a custom Function's products, the one whose operands autograd knows
+            mine.forget([number])  # autograd knows the operands of this one among a custom Function's products
         elif not needed and function is None and not (inside and fresh):
             return
         if self._in_backward and not backward:
@@ -167,7 +170,7 @@ class Links:
                 mine.forget([n for n, link in links.items() if link.round < self._round - 2])
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
-        # A tuple of plain values, which the garbage collector does not have to visit.
+        # A tuple of plain values, so that the garbage collector need not visit it.
         links[number] = Link(call.index, call.op, self._round, tuple(operands), needed or function is not None, needed)
         if call.place is not None:
             mine.places[number] = call.place
@@ -177,7 +180,7 @@ class Links:
     def _of_this_thread(self) -> _ThreadLinks:
         mine: _ThreadLinks | None = getattr(self._local, "links", None)
         if mine is None:
-            # A thread may have the identity of one that has ended, whose links are not its own.
+            # Python may give a thread the identity of one that has ended, whose links are not its own.
             mine = self._local.links = self._threads[threading.get_ident()] = _ThreadLinks()
             if len(self._threads) > self.THREADS:
                 for ended in self._threads.keys() - sys._current_frames().keys():
@@ -185,13 +188,17 @@ class Links:
         return mine
 
     def find(self) -> tuple[Link, Place, bool] | None:
-        """The forward call whose gradient is being computed, its place, and whether it shares its node; or None."""
+        """Find the forward call whose gradient is being computed.
+
+        Returns:
+            Its link, its place, and whether it shares its node with other calls; None if it is unknown.
+        """
         node = _current_node()
         if node is None:
             return None
         thread = threading.get_ident()
         if thread not in self._threads:
-            # A thread of autograd's own works for the one that called backward.
+            # A thread of autograd works for the thread that called backward.
             thread = self._owner() or thread
         known = self._threads.get(thread)
         number = node._sequence_nr()
@@ -202,6 +209,7 @@ class Links:
 
 
 def address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's first element, or 0 if it has none."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # a layout without one array
@@ -212,23 +220,23 @@ _NODES = frozenset(name.partition("::")[2].replace("_", "") for name, row in MAT
 
 
 def _computes(node: Any, link: Link) -> bool:
-    """Whether the node can be that of the link's operator: another thread's numbers may be the same."""
+    """Whether the node can belong to the link's operator. Another thread may have a node of the same number."""
     name = node.name().lower().rstrip("0123456789").removesuffix("backward")
     return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 
 
 def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
-    """The gradient of one operand is a product with the other one, which autograd has saved.
+    """Return the operand of the link whose gradient a backward call computes, and whether it computes the transpose.
 
-    With G the gradient of the output, that of lhs is `G @ rhs.T` and that of rhs `lhs.T @ G`; for an operand that
-    is column-major autograd multiplies the other way round and transposes the product (`mm_mat1_backward` in its
-    FunctionsManual.cpp).
+    The gradient of one operand is a product with the other, which autograd has saved. If G is the gradient of the
+    output, that of lhs is `G @ rhs.T` and that of rhs is `lhs.T @ G`. For a column-major operand, autograd swaps the
+    factors and transposes the product (`mm_mat1_backward` in FunctionsManual.cpp).
     """
     roles = row_of(link.op).roles
     if "lhs" not in roles or "rhs" not in roles:
         return None, False
     if link.sure and not link.needed:
-        return None, False  # operands that were cast may be gone by now, and others in their memory
+        return None, False  # operands that were cast may have been freed, and others may be in their memory
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
     used = {address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
     if (lhs in used) == (rhs in used):

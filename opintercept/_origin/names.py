@@ -1,4 +1,4 @@
-"""What an interceptor calls the modules of a program.
+"""The names of modules, which each interceptor gives to the models that it sees.
 
 Invariant: nothing here keeps a module alive.
 """
@@ -14,29 +14,29 @@ import torch
 
 from opintercept._origin.stack import OUTER_CALL, module_of, pipeline_frame
 
-# What torch puts between a module and its parent without the user having written it.
+# Attributes with which torch puts a wrapper between a module and its parent.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-_PARALLEL = {"DataParallel", "DistributedDataParallel"}  # these call what they wrap `module`
+_PARALLEL = {"DataParallel", "DistributedDataParallel"}  # wrappers whose attribute is called `module`
 _PUTS_CLASSES_BELOW = ("torch.distributed.", "torch.nn.utils.parametrize")
 
 
 class _Names(NamedTuple):
-    """The names that a module has under one root, the first one first."""
+    """The names of a module under one root, in order."""
 
     module: weakref.ref[torch.nn.Module]
     names: tuple[str, ...]
 
 
-# The qualified names under each root, without its label; shared by all interceptors, since collecting them takes time.
+# The qualified names under each root, without its label. All interceptors share them, since collecting takes time.
 _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
 
 
 def names_under(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
-    """The qualified names of `module` under `root`, `""` for the root itself; None if it is not registered there."""
+    """Return the qualified names of `module` under `root`, `""` for the root itself; None if it is not in there."""
     known = _table(root)
     entry = known.get(id(module))
     if entry is None or entry.module() is not module:
-        known.update(_collect(root))  # registered since, perhaps
+        known.update(_collect(root))  # it may be new
         entry = known.get(id(module))
     return entry.names if entry is not None and entry.module() is module else None
 
@@ -56,7 +56,7 @@ def _has(root: torch.nn.Module, module: torch.nn.Module) -> bool:
 def _collect(root: torch.nn.Module) -> dict[int, _Names]:
     names: dict[int, list[str]] = {}
     modules: dict[int, torch.nn.Module] = {}
-    shown: dict[str, str] = {}  # by qualified name, that without the wrappers' parts; a parent comes before its parts
+    shown: dict[str, str] = {}  # the names without wrappers, by qualified name; parents come before their parts
     wrapped: set[str] = set()
     for name, module in root.named_modules(remove_duplicate=False):
         parent, _, part = name.rpartition(".")
@@ -71,7 +71,7 @@ def _collect(root: torch.nn.Module) -> dict[int, _Names]:
 
 
 def _unwrapped(root: torch.nn.Module) -> torch.nn.Module:
-    """The module that the user wrote, inside of what torch puts around it."""
+    """Return the program's own module inside of torch's wrappers."""
     while True:
         parallel = any(kind.__name__ in _PARALLEL for kind in type(root).__mro__)
         names = _WRAPPERS | {"module"} if parallel else _WRAPPERS
@@ -84,19 +84,19 @@ def _unwrapped(root: torch.nn.Module) -> torch.nn.Module:
 def _class_name(root: torch.nn.Module) -> str:
     if isinstance(root, torch.jit.ScriptModule):
         return str(getattr(root, "original_name", type(root).__name__))
-    # `fully_shard` and `parametrize` put a class of their own, FSDPNet, below the user's.
+    # `fully_shard` and `parametrize` derive a class of their own, such as FSDPNet, from the program's.
     kinds = (kind for kind in type(root).__mro__ if not kind.__module__.startswith(_PUTS_CLASSES_BELOW))
     return next(kinds).__name__
 
 
 class _Home:
-    """A root with a label, after which the modules in it are named.
+    """A root with its label, which decides the names of its modules.
 
     Attributes:
-        root: The root, as long as it lives and has the label.
-        label: What the root itself is called.
-        prefix: What the names of its modules begin with.
-        names: The names so far by the module's identity.
+        root: Returns the root, or None once it is gone or has lost the label.
+        label: The name of the root itself.
+        prefix: The beginning of the names of its modules.
+        names: The names found so far, by the module's identity.
     """
 
     __slots__ = ("label", "names", "prefix", "root")
@@ -108,7 +108,7 @@ class _Home:
         self.names: dict[int, _Names] = {}
 
     def find(self, module: torch.nn.Module) -> tuple[str, ...] | None:
-        """The names of a module in here, or None; remembered."""
+        """Return the names of a module under this root and remember them; None if it is not in there."""
         root = self.root()
         found = None if root is None else names_under(root, module)
         if found is None:
@@ -119,7 +119,7 @@ class _Home:
 
 
 class _Seen(NamedTuple):
-    """The outermost module of a stack, and the home that it is part of, mostly its own."""
+    """The outermost module of a stack, and the home that it belongs to, usually its own."""
 
     root: Callable[[], torch.nn.Module | None]
     home: _Home
@@ -130,22 +130,22 @@ def _no_root() -> None:
 
 
 class Labels:
-    """What one interceptor calls the modules of the program.
+    """The names that one interceptor gives to the modules of the program.
 
-    The first root with modules in it gives them their plain names, `fc1`. A name under any other root begins with
-    the root's class, `Critic.fc1`, and with a number where several of the class live, `Critic#2.fc1`. A label is free
-    again when its root has died. No lock: a signal handler may name modules, too.
+    Modules in the first root that has any get plain names, `fc1`. Names under other roots begin with the root's class,
+    `Critic.fc1`, and with a number if several roots of that class are alive, `Critic#2.fc1`. When a root is freed, its
+    label can be used again. There is no lock, since a signal handler may name modules too.
     """
 
     def __init__(self) -> None:
         self._homes: dict[str, _Home] = {}  # by label
-        self._seen: dict[int, _Seen] = {}  # by the identity of the root; those that are gone leave when there are many
+        self._seen: dict[int, _Seen] = {}  # by the root's identity; entries of freed roots go when there are many
         self._look_through_at = 64
-        self._last = _Seen(_no_root, _Home("", ""))  # nearly always the next one, too
+        self._last = _Seen(_no_root, _Home("", ""))  # usually also the next one
         self._plain: str | None = None  # the class whose first root has plain names
 
     def names(self, root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...]:
-        """The names of `module` in a call whose outermost module is `root`."""
+        """Return the names of `module` in a call whose outermost module is `root`."""
         seen = self._last
         if seen.root() is not root:
             seen = self._turn_to(root)
@@ -157,11 +157,11 @@ class Labels:
         return seen.home.find(module) or self._unregistered(seen.home, module)
 
     def registered(self, root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
-        """The names of `module`, wherever the stack is, or None if it is not registered under `root`."""
+        """Return the names of `module` without a look at the stack; None if it is not registered under `root`."""
         return self._turn_to(root).home.find(module)
 
     def recomputed(self, module: torch.nn.Module) -> tuple[str, ...] | None:
-        """The names of `module` where the stack begins at a checkpoint and not at the root; None if no root has it."""
+        """Return the names of `module` if the stack begins at a checkpoint, below the root; None if no root has it."""
         found = [names for home in list(self._homes.values()) if (names := home.find(module)) is not None]
         return max(found, key=lambda names: len(names[0]), default=None)
 
@@ -181,12 +181,12 @@ class Labels:
         for home in homes:
             other = home.root()
             if other is not None and _has(other, root):
-                return home  # a part of a model, called directly
+                return home  # the program has called a part of a model
         kind = _class_name(_unwrapped(root))
         inside = [home for home in homes if (part := home.root()) is not None and _has(root, part)]
         if any(not home.prefix for home in inside) or (self._plain is None and _unwrapped(root)._modules):
             self._plain = kind
-        for home in inside:  # parts of this model that were called before it
+        for home in inside:  # parts of this model that the program called before it
             del self._homes[home.label]
             home.root = _no_root
             home.names.clear()
@@ -199,7 +199,7 @@ class Labels:
         for number in count(1):
             label = kind if number == 1 else f"{kind}#{number}"
             home = _Home(label, "" if label == self._plain else f"{label}.")
-            if getattr(root, "_is_replica", False):  # DataParallel makes them anew in each forward
+            if getattr(root, "_is_replica", False):  # DataParallel makes new ones in each forward
                 home.root = weakref.ref(root)
                 return home
             if label not in reserved and self._homes.setdefault(label, home) is home:
@@ -215,7 +215,7 @@ class Labels:
         return home
 
     def _unregistered(self, home: _Home, module: torch.nn.Module) -> tuple[str, ...]:
-        """Name a module that is registered nowhere by its class, after the innermost one around it that is."""
+        """Name a module that is not registered: the innermost registered module around it, then its class."""
         root, outermost = home.root(), module
         frame = pipeline_frame()
         try:

@@ -1,6 +1,6 @@
-"""`Origin`, which answers where a call comes from: module, source line, forward call and autocast.
+"""`Origin`, which tells where a call comes from: its module, source line, forward call and autocast dtype.
 
-Invariant: what cannot be told is None; nothing here keeps a tensor, a frame, a module or a graph alive.
+Invariant: what is unknown is None, never a guess. Nothing here keeps a tensor, a frame, a module or a graph alive.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def _is_graph(module: torch.nn.Module) -> bool:
 
 
 def _is_dynamos(module: torch.nn.Module) -> bool:
-    return hasattr(module, "compile_subgraph_reason")  # what Dynamo calls, which is not in the program
+    return hasattr(module, "compile_subgraph_reason")  # Dynamo's own, which the program does not have
 
 
 def _called(frame: FrameType, base: str) -> torch.nn.Module | None:
-    """The module that a frame calls by a local or a global name, as a graph writes them: L['self'], G['model']."""
+    """Return the module that a frame has under a local or global name, which graphs write L['self'] or G['model']."""
     module = (frame.f_locals if base[0] == "L" else frame.f_globals).get(base[3:-2])
     return module if isinstance(module, torch.nn.Module) and not _is_graph(module) else None
 
@@ -41,7 +41,7 @@ class _Stack:
     """Reads the Python stack of a running call, and names the modules on it for one interceptor.
 
     Args:
-        walk: `walk`, or what does the same.
+        walk: `stack.walk` or a function with the same results.
     """
 
     def __init__(self, walk: Callable[[], Walked]) -> None:
@@ -49,7 +49,7 @@ class _Stack:
         self._walk = walk
 
     def here(self, phase: Phase) -> Place:
-        """The place on the stack, above the hook that asks."""
+        """Return the place of the running call."""
         module, root, code, instruction = self._walk()
         if code is not None and graphs.is_generated(code):
             return self._in_graph(phase, module, root, code)
@@ -61,7 +61,7 @@ class _Stack:
     def _in_graph(
         self, phase: Phase, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType
     ) -> Place:
-        """The place of a call in code that torch.compile has made, as its graph tells it."""
+        """Return the place of a call in code that torch.compile has made, found in its graph."""
         made = frame_of(code)
         if made is None:
             return NOWHERE
@@ -81,7 +81,9 @@ class _Stack:
         finally:
             del frame, made
         if graph is None and own is None and module is not None and root is not None and not _is_dynamos(root):
-            return Place(self._labels.names(root, module), None, -1, trace.line)  # a GraphModule of the program's
+            return Place(
+                self._labels.names(root, module), None, -1, trace.line
+            )  # a GraphModule that the program has made
         bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
         there = graphs.Around(graph, around, bases, caller or (None, -1))
@@ -105,7 +107,7 @@ class _Stack:
         return (self._labels.recomputed(module) if again else None) or self._labels.registered(root, module) or ()
 
     def in_backward_graph(self, place: graphs.GraphPlace) -> Place:
-        """The place of a backward call whose forward call ran in compiled code."""
+        """Return the place of a backward call whose forward call ran in compiled code."""
         code = self._walk()[2]
         frame = None if code is None or not graphs.is_generated(code) else frame_of(code)
         if frame is None:
@@ -118,12 +120,15 @@ class _Stack:
 
 
 class Origin:
-    """What an interceptor's calls ask where they come from; injected into its pipeline.
+    """Tells where the calls of one interceptor come from.
 
     Args:
-        below: Whether the calls run below autograd and autocast.
-        owner: The thread on whose behalf this one runs, for autograd's device threads.
-        walk: `walk`, or what does the same.
+        below: Whether the calls run below autograd and autocast, as at dispatch level.
+        owner: Returns the thread that called backward, in one of autograd's own threads; otherwise None.
+        walk: `stack.walk` or a function with the same results.
+
+    Attributes:
+        links: The forward calls that backward calls can find; None at function level, which has no backward calls.
     """
 
     def __init__(self, below: bool, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
@@ -132,11 +137,16 @@ class Origin:
         self._below = below
 
     def autocast(self, call: OpCall) -> torch.dtype | None:
-        """The dtype that autocast runs the call in, or None."""
+        """Return the dtype in which autocast runs the call, or None."""
         return autocast_below(call) if self._below else autocast_above(call.operand("lhs"))
 
     def place(self, call: OpCall, read: str) -> Place:
-        """The module and the line of the call, in backward those of the forward call behind it."""
+        """Return the module and the line of a call. A backward call has those of its forward call.
+
+        Args:
+            call: The call, while it runs.
+            read: What the hook reads, as in `HookDeclaration.reads`.
+        """
         if call.phase != "backward":
             return self._stack.here(call.phase)
         behind = self._behind(call, read)
@@ -145,7 +155,15 @@ class Origin:
         return self._stack.in_backward_graph(behind[1]) if isinstance(behind[1], graphs.GraphPlace) else behind[1]
 
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]:
-        """The forward call whose gradient this one computes, of which operand, and whether it comes transposed."""
+        """Return the index of the forward call whose gradient this one computes, of which operand, and how.
+
+        Args:
+            call: The call, while it runs.
+            read: As for `place`.
+
+        Returns:
+            The index, the operand's role, and whether the call computes the transposed gradient.
+        """
         behind = self._behind(call, read)
         if behind is None or behind[2]:
             return None, None, False
@@ -157,8 +175,8 @@ class Origin:
         if not self.links.wanted:
             self.links.wanted = True
             warnings.warn(
-                f'a hook read "{read}" of a backward call, which no hook of its interceptor declares, and got None; '
-                f'add "{read}" to the hook\'s `reads`. Forward calls are tracked from now on',
+                f'a hook read "{read}" of a backward call and got None, since no hook of the block declares that; '
+                f'add "{read}" to `reads` of the hook. Forward calls are tracked from now on',
                 OpInterceptWarning,
                 stacklevel=caller_level(),
             )

@@ -1,4 +1,4 @@
-"""Where in the program a call comes from: the names of its module, and its source line.
+"""`Place`, the module and the source line that a call comes from.
 
 Must not import torch.
 """
@@ -9,21 +9,17 @@ import os
 import re
 import sys
 from types import CodeType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 class Place:
     """Where in the program a call comes from.
 
     Attributes:
-        aliases: The names of the innermost `nn.Module`, `("",)` outside of all modules, `()` where it cannot be told.
-            Several for a module that is registered in several places.
-        code: The code object of the program that made the call; None where it is not known.
-        instruction: The offset in bytes of the instruction in `code`; -1 without it.
-        line: File, number and function, where they are known and `code` is not.
+        aliases: The names of the innermost `nn.Module`, several if it is registered in several places; `("",)` outside
+            of all modules, `()` if unknown.
+        code: The program's code object that made the call, or None if unknown.
+        instruction: The offset of the instruction in `code`, in bytes; -1 without `code`.
+        line: The file, line number and function, if they are known and `code` is not.
     """
 
     __slots__ = ("aliases", "code", "instruction", "line")
@@ -42,24 +38,24 @@ class Place:
 
     @property
     def module(self) -> str | None:
-        """The first of the names."""
+        """The first of the names, or None."""
         return self.aliases[0] if self.aliases else None
 
     @property
     def source(self) -> str | None:
-        """The line, `"model.py:42 in forward"`; worked out when asked for, which takes longer than the rest."""
+        """The source line, `"model.py:42 in forward"`, or None. It is only looked up here, since that takes long."""
         if self.code is None:
             return None if self.line is None else "{}:{} in {}".format(_file(self.line[0]), *self.line[1:])
         key = (id(self.code), self.instruction)
         known = _sources.get(key)
         if known is None:
-            if len(_sources) >= 4096:  # a program that makes code without end, a notebook say
+            if len(_sources) >= 4096:  # a program that keeps making code, such as a notebook
                 _sources.clear()
             known = _sources[key] = (self.code, _source(self.code, self.instruction))
         return known[1]
 
     def common(self, other: Place) -> Place:
-        """What two places have in common; the rest cannot be told."""
+        """Return what two places have in common, for a call that comes from one of them."""
         aliases = self.aliases if self.aliases == other.aliases else ()
         mine, its = ((place.code, place.instruction, place.line) for place in (self, other))
         return Place(aliases, *(mine if mine == its else (None, -1, None)))
@@ -77,11 +73,11 @@ def _source(code: CodeType, instruction: int) -> str | None:
 
 
 def _file(name: str) -> str:
-    """What a file is called in a source line: a notebook's cell has none, and maybe a number."""
+    """Return the name of a file for a source line. A notebook's cell has no file, and sometimes a number."""
     number: object = None
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None:
-        # IPython names a cell after a hash of its text, and keeps the number here. The attribute is private to it.
+        # IPython names a cell after a hash of its text and keeps the number in this private attribute.
         number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
     if number is None and (found := _NUMBERED_CELL.search(name)):
         number = found[1]
@@ -89,7 +85,7 @@ def _file(name: str) -> str:
         return f"<cell {number}>"
     if (name.startswith("<") and name.endswith(">")) or _CELL.search(name):
         return "<cell>"
-    return os.path.basename(name).rpartition(">.")[2]  # of torch.package: <torch_package_0>.net.py
+    return os.path.basename(name).rpartition(">.")[2]  # torch.package has <torch_package_0>.net.py
 
 
 _CELL = re.compile(r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$")

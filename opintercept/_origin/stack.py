@@ -1,4 +1,4 @@
-"""The Python stack of a running call: its modules, the user's line, and whether a checkpoint recomputes it.
+"""The Python stack of a running call: its modules, the program's line, and whether a checkpoint repeats it.
 
 Invariant: no frame is kept.
 """
@@ -19,7 +19,7 @@ from opintercept._record import Phase
 _Context: type[Any] = torch._C._FunctionBase
 OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
-# What calls a custom Function's forward; None where that is C, as it is in torch 2.15.
+# The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _RUN = _pipeline.run.__code__
 WALKED_CODE = (OUTER_CALL, _INNER_CALL, _RUN)
@@ -29,10 +29,10 @@ NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, _HERE + os.sep)
 
 
 def backward_phase() -> Phase:
-    """The pass of a call inside of a graph task: backward, or a checkpoint's recomputation of the forward."""
-    # Both a recomputation and `create_graph=True` turn gradients on; only the one has checkpoint's frames.
+    """Return the pass of a call that autograd makes: backward, or a checkpoint's repetition of the forward pass."""
+    # A checkpoint and `create_graph=True` both enable gradients, but only a checkpoint has its frames on the stack.
     if torch.is_grad_enabled():
-        frame: FrameType | None = sys._getframe()  # may be the only one: a compiled kernel has none
+        frame: FrameType | None = sys._getframe()  # may be the only one: compiled kernels have no frame
         while frame is not None:
             if frame.f_code.co_filename == _CHECKPOINT:
                 return "recompute"
@@ -40,18 +40,18 @@ def backward_phase() -> Phase:
     return "backward"
 
 
-# Whether a code object is the user's, for the source line. By identity: hashing a code object reads all of it.
+# Whether a code object belongs to the program. Keyed by identity, since hashing a code object reads all of it.
 _users: dict[int, tuple[CodeType, bool]] = {}
 Walked: TypeAlias = tuple[torch.nn.Module | None, torch.nn.Module | None, CodeType | None, int]
-"""The innermost and the outermost module, and the user's code with its instruction; None and -1 outside of them."""
+"""The innermost and the outermost module, and the program's code with its instruction; None and -1 without them."""
 
 
 def walk() -> Walked:
     """Walk the Python stack once, from the operator outwards."""
     top = pipeline_frame()
-    # Three stretches of the stack, since each look at a frame costs: up to the innermost module; up to the
-    # outermost; and beyond, where somebody may have called `model.forward` directly. The source line is sought in
-    # the first one and, since most modules inside of models are torch's own, in a part of the second.
+    # The walk has three parts, since each look at a frame takes time: to the innermost module, to the outermost one,
+    # and beyond, where the program may have called `model.forward` directly. The source line is in the first part or,
+    # since most modules inside of models are torch's own, in the beginning of the second.
     inner: FrameType | None = None
     frame = top
     while frame is not None:
@@ -82,11 +82,11 @@ def walk() -> Walked:
             frame = frame.f_back
         return module, root, None, -1
     finally:
-        del top, inner, outer, frame  # a frame that reaches itself is garbage
+        del top, inner, outer, frame  # a frame that refers to itself would be garbage
 
 
 def pipeline_frame() -> FrameType | None:
-    """The frame of the pipeline: above it are the hook that asks, maybe a module's method, and who has asked for it."""
+    """Return the frame of `run`. Frames above it belong to hooks, which may be methods of modules themselves."""
     top: FrameType | None = sys._getframe(1)
     try:
         while top is not None and top.f_code is not _RUN:
@@ -97,23 +97,25 @@ def pipeline_frame() -> FrameType | None:
 
 
 def _called_directly(frame: FrameType) -> bool:
-    """Whether a function named forward is a module's, called without the module's own `__call__`."""
+    """Whether a frame of a function named forward belongs to a module that was not called through `__call__`."""
     caller = frame.f_back
     if caller is not None and caller.f_code is _INNER_CALL:
         return False
     while caller is not None and caller.f_code is not _INNER_CALL and caller.f_code.co_name in ("wrapper", "inner"):
-        caller = caller.f_back  # a decorator's, or torch's own around its hooks
+        caller = caller.f_back  # of a decorator, or torch's own around its hooks
     return (caller is None or caller.f_code is not _INNER_CALL) and module_of(frame) is not None
 
 
 def module_of(frame: FrameType) -> torch.nn.Module | None:
+    """Return the module whose method a frame runs, or None."""
     code = frame.f_code
     module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return module if isinstance(module, torch.nn.Module) else None
 
 
 def is_users(code: CodeType) -> bool:
-    if len(_users) > 10_000:  # a program that makes code without end, a notebook say
+    """Whether a code object is neither torch's nor this package's."""
+    if len(_users) > 10_000:  # a program that keeps making code, such as a notebook
         _users.clear()
     users = not code.co_filename.startswith(NOT_SOURCE)
     _users[id(code)] = (code, users)
@@ -121,20 +123,20 @@ def is_users(code: CodeType) -> bool:
 
 
 def custom_function() -> Any:
-    """The node of the custom Function whose forward is running, if autograd records one.
+    """Return the node of the custom Function whose forward is running, or None if autograd records none.
 
-    Its context is the node. The nodes of Functions inside of its forward are newer and go nowhere. A Function with
-    `setup_context` has no context on the stack: None.
+    The node is the Function's context. Nodes of Functions that it calls in its forward are newer and lead nowhere. A
+    Function with `setup_context` has no context on the stack, so that the answer is None.
     """
     frame = pipeline_frame()
     try:
         while frame is not None and (caller := frame.f_back) is not None:
             code = frame.f_code
-            # Without a frame to go by, by its name, or by that of the decorator `torch.amp.custom_fwd`.
+            # Without a caller's frame, the name tells: its own, or that of the decorator `torch.amp.custom_fwd`.
             if caller.f_code is _APPLY if _APPLY is not None else code.co_name in ("forward", "decorate_fwd"):
                 first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
                 if not code.co_argcount and isinstance(first, tuple) and first:
-                    first = first[0]  # a decorator's `*args`, that of `torch.amp.custom_fwd`, say
+                    first = first[0]  # the `*args` of a decorator such as `torch.amp.custom_fwd`
                 if isinstance(first, _Context) and first.next_functions:
                     return first
             frame = caller
@@ -144,6 +146,7 @@ def custom_function() -> Any:
 
 
 def frame_of(code: CodeType) -> FrameType | None:
+    """Return the innermost frame outside of hooks that runs `code`, or None."""
     frame = pipeline_frame()
     try:
         while frame is not None and frame.f_code is not code:
