@@ -361,7 +361,7 @@ def test_all_finite(tensor: Any, finite: bool | None) -> None:
             "like, or 'bmm' for the math path instead, or use level='function'",
         ),
         ({}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),
-        ({}, "no_such_operator::at_all", "an unknown name; see torch.ops for the names there are"),
+        ({}, "no_such_operator::at_all", "an unknown name; see torch.ops for all names"),
         ({}, "mm.out", "but calls are named without the overload, 'mm'"),
         ({}, "torch.nn.functional.linear", "which is a function; use level='function'"),
         ({}, "softmax", "which is not watched; name it in ops="),
@@ -370,12 +370,12 @@ def test_all_finite(tensor: Any, finite: bool | None) -> None:
         (
             {},
             "linalg_pinv",
-            "of which the kernel engine sees the products that it runs, one by one; use engine='mode' for the whole",
+            "which the kernel engine sees as the products that it runs; use engine='mode' to see it whole",
         ),
         (
             {},
             "cond",
-            "of which the kernel engine sees the products that it runs, one by one; use engine='mode' for the whole",
+            "which the kernel engine sees as the products that it runs; use engine='mode' to see it whole",
         ),
         ({"ops": ["mv"]}, "mm", "which is not watched; name it in ops="),
         ({"engine": "mode"}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),

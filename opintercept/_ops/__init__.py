@@ -1,1 +1,1 @@
-"""The operator table: the only place that knows operators, their operands, GEMM shapes and FLOPs."""
+"""The operator table: only this package knows operators, their operands, GEMM shapes and FLOPs."""

@@ -1,6 +1,6 @@
-"""`Op`, one row of the operator table: an operator's operands, its GEMM shape and its FLOPs.
+"""`Op`, one row of the operator table: an operator's operands, GEMM shape and FLOPs.
 
-Imports only `_tensors`, `_record` and torch.
+Must not import the table.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from opintercept._tensors import describe, is_tensor
 
 Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "other"]
 # How an operator reaches the kernels:
-#   leaf       as itself, so both dispatch engines watch it
-#   composite  taken apart above autograd; whole only at function level, or below inference_mode
-#   seen       as itself, but its inner matmuls pass the dispatcher too: the kernel engine watches
-#              those, a dispatch mode cannot and gets one opaque call
+#   leaf       As itself. Both dispatch engines watch it.
+#   composite  Decomposed above autograd. Whole only at function level, or under inference_mode.
+#   seen       As itself, but its inner matmuls pass through the dispatcher too. The kernel engine watches those;
+#              a dispatch mode cannot, and gets one opaque call.
 Kind = Literal["leaf", "composite", "seen"]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -33,8 +33,8 @@ class GemmRule:
     """How operators of one kind multiply.
 
     Attributes:
-        shape: Computes the product's shape from the arguments of a call; None where there is no single product.
-        summed: The dimensions of a matrix in lhs and in rhs over which the product sums; None where they vary.
+        shape: Computes the product's shape from the arguments of a call; returns None if it is not a single product.
+        summed: The dimensions of a matrix in lhs and in rhs over which the product sums; None if they vary.
         in_list: Whether the operands may come in one list instead of one by one.
     """
 
@@ -49,10 +49,12 @@ class Op:
 
     Attributes:
         name: The packet, `"aten::addmm"`, or a function's public name.
-        family: The family it belongs to.
+        family: The family it belongs to; `"other"` if it is not a matmul.
         kind: How it reaches the kernels, see `Kind`.
-        opaque: Whether it hides matmuls that cannot be seen one by one.
-        roles: Role and keyword of each positional argument, `{"lhs": (1, "mat1")}`.
+        opaque: Whether it multiplies inside, where no single product can be seen.
+        roles: By role, the position and the keyword of the argument, `{"lhs": (1, "mat1")}`.
+        gemm_rule: How it multiplies; None if it is not a single product.
+        flops_rule: Computes its FLOPs; None if they follow from the GEMM shape or are unknown.
     """
 
     name: str
@@ -64,14 +66,14 @@ class Op:
     flops_rule: FlopsRule | None = None
 
     def operand(self, role: str, args: Args, kwargs: Kwargs) -> Any:
-        """The tensor in `role` ("lhs", "rhs", "bias"), or None."""
+        """Return the tensor in `role`, the first one of a list, or None."""
         value = self.argument(role, args, kwargs)
         if isinstance(value, (list, tuple)) and value:  # einsum's operands, a foreach list
             value = value[0]
         return value if is_tensor(value) else None
 
     def argument(self, role: str, args: Args, kwargs: Kwargs) -> Any:
-        """What was passed in `role`, by position or by keyword; None for nothing."""
+        """Return the argument in `role`, passed by position or by keyword, or None."""
         where = self.roles.get(role)
         if where is None:
             return None
@@ -80,21 +82,21 @@ class Op:
             args = (args[0], *args[1])
         if position < len(args):
             return args[position]
-        if keyword == "input":  # torch's C functions take either spelling
+        if keyword == "input":  # torch's C functions accept both names
             return kwargs.get("input", kwargs.get("self"))
         return kwargs.get(keyword)
 
     def replaced(self, role: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The inputs with `value` in `role`, passed the way the tensor there was.
+        """Return the inputs with `value` in `role`, passed in the same way as the tensor that it replaces.
 
         Raises:
-            ValueError: There is no tensor in that role, or a list of them.
+            ValueError: There is no tensor in that role, or a list of tensors.
         """
         old = self.argument(role, args, kwargs)
         if not is_tensor(old):
             raise ValueError(
-                f"an operand that is replaced must be one tensor, got {describe(old)} as the {role} of {self.name}; "
-                "return call.args, call.kwargs with the change made"
+                f"only a tensor can be replaced, got {describe(old)} as the {role} of {self.name}; "
+                "return changed (args, kwargs) instead of call.replace(...)"
             )
         position, keyword = self.roles[role]
         if self._takes_a_list(args):
@@ -111,13 +113,13 @@ class Op:
         return in_list and len(args) == 2 and isinstance(args[1], (list, tuple))
 
     def summed(self, role: str) -> int | None:
-        """The dimension of a matrix in `role`, lhs or rhs, that the product sums over; None where it is not fixed."""
+        """Return the dimension of a matrix in `role`, lhs or rhs, over which the product sums; None if it varies."""
         if self.gemm_rule is None or self.gemm_rule.summed is None:
             return None
         return self.gemm_rule.summed[0 if role == "lhs" else 1]
 
     def gemm(self, args: Args, kwargs: Kwargs) -> Gemm | None:
-        """The matrix product's shape, or None where there is no single one."""
+        """Return the shape of the matrix product, or None if a call is not a single product."""
         rule = self.gemm_rule
         if rule is None:
             return None
@@ -126,26 +128,26 @@ class Op:
             return None
         try:
             return rule.shape(self, args, kwargs)
-        except Exception:  # operands that do not go together: a pre hook may ask before the operator refuses them
+        except Exception:  # operands that do not fit: a pre hook may ask before the operator refuses them
             return None
 
     def flops(self, args: Args, kwargs: Kwargs) -> int | None:
-        """Floating-point operations, 2 a multiply-add, or None where no formula is known."""
+        """Return the floating-point operations, 2 for each multiply-add, or None if no formula is known."""
         if self.flops_rule is not None:
             lhs = self.operand("lhs", args, kwargs)
             if lhs is not None and lhs.is_nested:
                 return None
             try:
                 return self.flops_rule(self, args, kwargs)
-            except Exception:  # likewise
+            except Exception:  # as in `gemm`
                 return None
         shape = self.gemm(args, kwargs)
         return None if shape is None else 2 * shape.batch * shape.m * shape.n * shape.k
 
     def arguments(self, func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-        """Every argument by the name of its parameter, defaults included; of `out=` forms without the outputs.
+        """Return every argument except `out=` by the name of its parameter, defaults included.
 
-        A parameter whose name torch does not tell, of some functions, is called by its position, `"args[2]"`.
+        If torch does not tell a function's parameters, their names are their positions, `"args[2]"`.
         """
         parameters = _parameters(func, self.name.rpartition(".")[2])
         found: dict[str, Any] = {}
@@ -160,7 +162,7 @@ class Op:
         return found | {name: value for name, value in kwargs.items() if name not in found and name != "out"}
 
     def written(self, func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
-        """The caller's tensors that this call writes its result to: `out=` and in-place forms."""
+        """Return the program's tensors that a call writes its result to: those of `out=` and in-place forms."""
         schema = getattr(func, "_schema", None)
         if schema is None:
             short = self.name.rpartition(".")[2]
@@ -184,14 +186,17 @@ class _Parameter(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _parameters(func: Any, short: str) -> tuple[_Parameter, ...]:
-    """The parameters of an overload or a function but for what it only writes to; none where torch does not tell."""
+    """Return the parameters of an overload or a function except those of outputs; none if torch does not tell them."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         try:
             parameters = inspect.signature(func).parameters.values()
             several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
             return tuple(_Parameter(p.name, p.default) for p in parameters if p.kind not in several)
-        except (TypeError, ValueError):  # a function in C, which mostly has the parameters of the operator of its name
+        except (
+            TypeError,
+            ValueError,
+        ):  # a function in C, which usually has the parameters of the operator with its name
             schema = getattr(getattr(getattr(torch.ops.aten, short, None), "default", None), "_schema", None)
     return tuple(
         _Parameter(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty)

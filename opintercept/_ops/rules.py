@@ -1,4 +1,4 @@
-"""GEMM shapes and FLOPs, worked out from the arguments of a call."""
+"""The rules by which GEMM shapes and FLOPs follow from the arguments of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opintercept._tensors import dtype_name, is_strided, is_tensor
 def _transposed(tensor: torch.Tensor, swapped: bool = False) -> bool:
     if tensor.dim() < 2 or not is_strided(tensor):
         return False
-    # Not by `tensor.mT`: at function level that would be a node of autograd's.
+    # Without `tensor.mT`, which would add a node to autograd's graph at function level.
     row, column = reversed(tensor.stride()[-2:]) if swapped else tensor.stride()[-2:]
     return column != 1 and row == 1
 
@@ -38,20 +38,22 @@ def _pair(op: Op, args: Args, kwargs: Kwargs) -> tuple[torch.Size, torch.Size]:
 
 
 def broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    """The shape of both together; the first call of `torch.broadcast_shapes` imports sympy, which takes half a second.
+    """Return the shape to which two shapes broadcast.
+
+    `torch.broadcast_shapes` imports sympy on its first call, which takes half a second.
 
     Raises:
-        ValueError: They do not go together.
+        ValueError: The shapes do not broadcast.
     """
     shorter, longer = sorted((one, other), key=len)
     lead = len(longer) - len(shorter)
     if any(a != b and a != 1 and b != 1 for a, b in zip(longer[lead:], shorter, strict=True)):
-        raise ValueError(f"shapes must be the same or 1 in each dimension, got {one} and {other}")
+        raise ValueError(f"shapes must be equal or 1 in each dimension, got {one} and {other}")
     return (*longer[:lead], *(b if a == 1 else a for a, b in zip(longer[lead:], shorter, strict=True)))
 
 
 def _matmul(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
-    """`[*b, m, k] @ [*b, k, n]`, 1-d operands and broadcast batches as `torch.matmul` takes them."""
+    """`[*b, m, k] @ [*b, k, n]`, with 1-d operands and batches that broadcast, as in `torch.matmul`."""
     lhs, rhs = _pair(op, args, kwargs)
     if not lhs or not rhs:
         return None
@@ -62,7 +64,7 @@ def _matmul(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 def _linear(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
-    """`[*b, k] @ [n, k]`, the weight transposed."""
+    """`[*b, k] @ [n, k].T`."""
     lhs, rhs = _pair(op, args, kwargs)
     if not lhs or not rhs:
         return None
@@ -71,7 +73,7 @@ def _linear(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 def _inner(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
-    """Sums over the last dimension of both."""
+    """`[*a, k]` and `[*b, k]`, summed over k."""
     lhs, rhs = _pair(op, args, kwargs)
     if not lhs or not rhs:
         return None
@@ -79,7 +81,7 @@ def _inner(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 def _vecdot(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
-    """A batch of dot products along `dim`."""
+    """`[*b, k]` and `[*b, k]`, with k at `dim`: a batch of dot products."""
     lhs, rhs = _pair(op, args, kwargs)
     full = broadcast(lhs, rhs)
     k = full[kwargs.get("dim", -1)]
@@ -87,7 +89,7 @@ def _vecdot(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 def _tensordot(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
-    """Contracts `dims` of the one with `dims` of the other."""
+    """Sums over `dims` of both operands."""
     lhs, rhs = _pair(op, args, kwargs)
     dims: Any = args[2] if len(args) > 2 else kwargs.get("dims", kwargs.get("dims_self", 2))
     if isinstance(dims, torch.Tensor):
@@ -103,7 +105,7 @@ def _tensordot(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 def _einsum(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
-    """Two operands of a written equation; None for more, where the order of contraction decides."""
+    """Two operands and an equation as text. With more operands, the order of contraction decides: None."""
     equation = args[0] if args else None
     operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
     if not isinstance(equation, str) or len(operands) != 2:
@@ -115,7 +117,7 @@ def _einsum(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
         before, dots, after = term.partition("...")
         names = list(before)
         if dots:
-            # Ellipsis dimensions align from the right, so they are numbered from there.
+            # Dimensions of an ellipsis align at the right, so they are numbered from there.
             names += [f".{i}" for i in range(operand.dim() - len(before) - len(after), 0, -1)]
         names += list(after)
         for name, size in zip(names, operand.shape, strict=False):
@@ -143,7 +145,7 @@ def _einsum(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 def grouped(op: Op, args: Args, kwargs: Kwargs) -> int | None:
-    """Groups along one of the dimensions: the ragged one is already in the operands' shapes."""
+    """FLOPs of all groups. The ragged dimension is already in the operands' shapes."""
     lhs, rhs = _pair(op, args, kwargs)
     if len(lhs) == 2 and len(rhs) == 3:
         return 2 * lhs[0] * lhs[1] * rhs[2]
@@ -153,18 +155,19 @@ def grouped(op: Op, args: Args, kwargs: Kwargs) -> int | None:
 
 
 def foreach(op: Op, args: Args, kwargs: Kwargs) -> int | None:
+    """FLOPs of all products of two lists of matrices."""
     lhs, rhs = op.argument("lhs", args, kwargs), op.argument("rhs", args, kwargs)
     return int(sum(2 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in zip(lhs, rhs, strict=False)))
 
 
 def attention(products: int) -> FlopsRule:
-    """`products` of `[s_q, d] @ [d, s_k]`; the forward pass has 2, the backward pass 5.
+    """Return the rule for FLOPs of an attention, which has 2 products of this size forward and 5 backward.
 
-    As in `torch.utils.flop_counter`: masks and causality do not lower the count.
+    As in `torch.utils.flop_counter`, masks and causality do not lower the count.
     """
 
     def flops(op: Op, args: Args, kwargs: Kwargs) -> int | None:
-        # q: [*b, s_q, d], k: [*b, s_k, d], v: [*b, s_k, d_v]; the backward pass has the gradient first.
+        # query: [*b, s_q, d], key: [*b, s_k, d], value: [*b, s_k, d_v]
         query, key, value = (op.argument(role, args, kwargs) for role in ("lhs", "rhs", "value"))
         if not all(is_tensor(t) and t.dim() >= 2 for t in (query, key, value)):
             return None
@@ -179,12 +182,13 @@ def attention(products: int) -> FlopsRule:
 
 
 def lstm_layer(op: Op, args: Args, kwargs: Kwargs) -> int | None:
-    """One direction of one LSTM layer: four gates of input and hidden weights for each step."""
+    """FLOPs of one direction of one LSTM layer: the weights of all four gates, once for each step."""
     step, w_ih, w_hh = args[0], args[1], args[2]
     return int(2 * math.prod(step.shape[:-1]) * (math.prod(w_ih.shape) + math.prod(w_hh.shape)))
 
 
 def lstm_layer_backward(op: Op, args: Args, kwargs: Kwargs) -> int | None:
+    """FLOPs of the backward pass of `lstm_layer`, twice those of the forward pass."""
     forward = lstm_layer(op, args, kwargs)
     return None if forward is None else 2 * forward
 

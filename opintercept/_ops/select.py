@@ -1,4 +1,4 @@
-"""What `ops=` stands for, and what to say of a name that stands for nothing."""
+"""The operators that `ops=` selects, and hints for names that select none."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from opintercept._ops.op import Op
 from opintercept._ops.table import HIGHER_ORDER, MATMUL, PLACES, functions, overloads, row_of
 
 Selection = frozenset[Any] | None
-"""What to watch: overloads at dispatch level, functions at function level; None for everything."""
+"""Overloads to watch at dispatch level, or functions at function level; None for everything."""
 
 
 def select(ops: Any, level: Literal["function", "dispatch"]) -> Selection:
-    """Work out what `ops=` stands for.
+    """Return what `ops=` selects.
+
+    Args:
+        ops: `"matmul"`, `"all"`, or one or more operators: names, overloads and packets, or names and functions.
+        level: The level of the interceptor.
 
     Raises:
-        TypeError: An entry of another type than the level takes.
-        ValueError: An unknown name, or nothing at all.
+        TypeError: An entry has a type that the level does not take.
+        ValueError: A name is unknown, or there is no entry.
     """
     if isinstance(ops, str) and ops == "all":
         return None
@@ -31,7 +35,7 @@ def select(ops: Any, level: Literal["function", "dispatch"]) -> Selection:
     entries = ops if isinstance(ops, Iterable) and not isinstance(ops, (str, torch._ops.OpOverloadPacket)) else [ops]
     found = frozenset(key for entry in entries for key in one(entry))
     if not found:
-        raise ValueError(f"ops must name at least one operator, got {ops!r}; leave it out for the whole family")
+        raise ValueError(f"ops must name at least one operator, got {ops!r}; leave it out to watch the whole family")
     return found
 
 
@@ -77,7 +81,7 @@ def _unknown(name: str, known: Iterable[str]) -> ValueError:
 
 def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.removeprefix("aten::"), sorted(set(known)), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(map(repr, close))}" if close else "see torch.ops for the names there are"
+    return f"did you mean {' or '.join(map(repr, close))}" if close else "see torch.ops for all names"
 
 
 _PARTS = {
@@ -90,28 +94,28 @@ _PARTS = {
 
 
 def parts(row: Op) -> str:
-    """What to watch at dispatch level instead of a composite."""
+    """Return what to watch at dispatch level instead of a composite operator, for a message."""
     return _PARTS.get(row.family, "'mm', 'addmm', 'bmm', 'mv' and 'dot'")
 
 
 def why_never(
     name: str, level: Literal["function", "dispatch"], keys: Collection[Any] | None, family: bool
 ) -> str | None:
-    """Say why no watched call has this name, and what to write instead; None if one may.
+    """Return why no watched call can have this name and what to write instead, or None if one can.
 
     Args:
-        name: In full or without its namespace, as in `hooks.when`.
-        level: That of the calls.
-        keys: What the engine watches: overloads by name, or functions; None for everything.
-        family: Whether that is the whole family. Then the operators that only other builds of torch run count too,
-            so that one test serves all devices.
+        name: An operator's name, with or without its namespace, as in `hooks.when`.
+        level: The level of the calls.
+        keys: What the engine watches: names of overloads, or functions; None for everything.
+        family: Whether `keys` is the whole family. Then operators that only other builds of torch have count as
+            watched, so that one test serves all devices.
     """
     names = None if keys is None else {row_of(key).name for key in keys}
     known = {_short(full) for full in (MATMUL if names is None else names)}
     if names is not None:
         if family and level == "dispatch":
             names.update(row.name for row in MATMUL.values() if row.kind == "leaf")
-            # Without "linear", which would be torch's, and not `quantized::linear`.
+            # Leaves out "linear", which means torch's own and not `quantized::linear`.
             apart = {_short(row.name) for row in MATMUL.values() if row.kind == "composite"}
             known = {_short(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}
         if name in names or name in known:
@@ -133,7 +137,7 @@ def why_never(
             "level='function'"
         )
     if names is not None and row.kind == "seen":
-        return "of which the kernel engine sees the products that it runs, one by one; use engine='mode' for the whole"
+        return "which the kernel engine sees as the products that it runs; use engine='mode' to see it whole"
     if not _exists(name):
         return f"an unknown name; {_hint(name, known)}"
     return not_watched
@@ -160,6 +164,6 @@ def _packet(name: str) -> str:
 def _exists(name: str) -> bool:
     if name in HIGHER_ORDER or overloads(_packet(name)):
         return True
-    # Without its namespace the name may be that of an operator of the program's own.
+    # Without a namespace, the name may belong to an operator that the program has defined.
     spaces = [space for space, value in vars(torch.ops).items() if isinstance(value, torch._ops._OpNamespace)]
     return "::" not in name and any(overloads(f"{space}::{name}") for space in spaces)

@@ -1,7 +1,6 @@
-"""The op table: the only place that knows operators, their operands, GEMM shapes and FLOPs.
+"""The operator table.
 
-Invariant: one row an operator packet, so that `.out`, `.dtype` and in-place forms cannot slip by.
-Imports only `_call` and torch.
+Invariant: one row per operator packet, so that no overload (`.out`, `.dtype`) is missed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from opintercept._ops import rules
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op
 
 MATMUL: dict[str, Op] = {}
-"""Packet name to row, the whole family."""
+"""The rows of the whole family by the packet's name."""
 
 
 def _add(
@@ -30,7 +29,7 @@ def _add(
     gemm: GemmRule | None = None,
     flops: FlopsRule | None = None,
 ) -> None:
-    # `arguments` is the head of the signature: "bias:input lhs:mat1 rhs:mat2", `_` for no role.
+    # `arguments` are the first parameters as role:name, "bias:input lhs:mat1 rhs:mat2", with `_` for those of no role.
     roles = {}
     for position, word in enumerate(arguments.split()):
         role, _, keyword = word.partition(":")
@@ -55,7 +54,7 @@ _add(
 _add("_native::bmm_triton_0", "lhs:self rhs:mat2", gemm=rules.matmul)
 _add("inductor::_mm_plus_mm", "lhs:a rhs:b", kind="seen", opaque=True)
 _add("symm_mem::_async_input_mm", "lhs:a rhs:b", gemm=rules.matmul)
-# Registered from Python once torch.distributed._symmetric_memory or torch.onnx are imported.
+# Importing torch.distributed._symmetric_memory or torch.onnx registers these.
 _add(
     "symm_mem::fused_all_gather_matmul symm_mem::fused_all_gather_scaled_matmul"
     " symm_mem::fused_matmul_reduce_scatter symm_mem::fused_scaled_matmul_reduce_scatter onnx::Attention",
@@ -215,10 +214,10 @@ _add("mkldnn_linear", "lhs:self rhs:weight bias:bias", family="fused", gemm=rule
 _add("mkldnn_linear_backward", "lhs:self _ rhs:weight", family="fused", opaque=True)
 _add("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight", family="fused")
 _add("mkldnn_linear_backward_weights", "lhs:grad_output rhs:input", family="fused")
-# The packed weight of these has no shape of its own.
+# A packed weight has no shape of its own, so the first of these takes the original weight.
 _add("mkl::_mkl_linear", "lhs:X _ rhs:ORI_W bias:B", family="fused", gemm=rules.linear)
 _add("mkldnn::_linear_pointwise", "lhs:X rhs:W bias:B", family="fused", gemm=rules.linear)
-# Operators that take Python functions: a dispatch mode gets them whole, the kernel engine what they run.
+# Operators that take Python functions. A dispatch mode gets them whole, the kernel engine the operators that they run.
 HIGHER_ORDER = frozenset(
     name
     for names in (
@@ -265,11 +264,11 @@ NOT_MATMUL: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Operators whose names look like a matmul's and that are none, with the reason."""
+"""Operators that are not matmuls although their names look so, with the reason."""
 
 
 def overloads(packet_name: str) -> list[torch._ops.OpOverload]:
-    """Every overload of a packet; none where this torch build lacks the operator."""
+    """Return every overload of a packet, or none if this build of torch lacks it."""
     namespace, _, name = packet_name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -277,7 +276,7 @@ def overloads(packet_name: str) -> list[torch._ops.OpOverload]:
     return [getattr(packet, overload) for overload in packet.overloads()]
 
 
-# Where the function level finds the functions of a row, and what it calls them in public.
+# Where the functions of a row are: the public prefix, the module or class, and the prefix of the operator's name.
 PLACES: tuple[tuple[str, Any, str], ...] = (
     ("torch.nn.functional", torch.nn.functional, ""),
     ("torch", torch, ""),
@@ -286,14 +285,14 @@ PLACES: tuple[tuple[str, Any, str], ...] = (
     ("torch.sparse", torch.sparse, "_sparse_"),
     ("torch.sparse", torch.sparse, "sparse_"),
 )
-# lhs and rhs the other way round than the method's arguments.
+# Methods with lhs and rhs in the reverse order of their arguments.
 _REFLECTED = {"__rmatmul__": "matmul"}
 _SPELLINGS = {"__matmul__": "matmul"}
 
 
 @cache
 def functions() -> dict[Callable[..., Any], Op]:
-    """The functions that Python calls for each row, with a row that carries the public name."""
+    """Return the functions that a program calls for each row, each with a copy of the row under its public name."""
     found: dict[Callable[..., Any], Op] = {}
 
     def put(function: Any, name: str, row: Op, roles: dict[str, tuple[int, str]] | None = None) -> None:
@@ -340,7 +339,7 @@ def functions() -> dict[Callable[..., Any], Op]:
 
 @lru_cache(maxsize=4096)
 def row_of(key: Any) -> Op:
-    """The row of an overload, its name, or a function; one without operands for what is no matmul."""
+    """Return the row of an overload, of its name, or of a function; a row without operands if it is not a matmul."""
     name = key if isinstance(key, str) else getattr(key, "_name", None)
     if name is not None:
         packet = f"higher_order::{name}" if name in HIGHER_ORDER else name.partition(".")[0]
