@@ -253,8 +253,8 @@ MUTATIONS = (
     Mutation(
         "leaves garbage that only the collector finds",
         "_pipeline.py",
-        "    finally:\n        call.owner = None\n        # The frame",
-        "    finally:\n        call.args = (call,)\n        # The frame",
+        "    finally:\n        call.owner = None\n        # An exception",
+        "    finally:\n        call.args = (call,)\n        # An exception",
         ("tests/test_intercept.py::test_a_block_leaves_no_garbage",),
     ),
 )
