@@ -480,7 +480,9 @@ def test_per_channel_is_refused_if_the_summed_dimension_is_not_known() -> None:
 
 def test_a_list_of_operands_is_refused() -> None:
     with (
-        pytest.raises(ValueError, match=r"only a tensor can be replaced, got \[float32\[2, 2\]\] as the lhs of aten::_foreach_mm"),
+        pytest.raises(
+            ValueError, match=r"a tensor can be replaced, got \[float32\[2, 2\]\] as the lhs of aten::_foreach_mm"
+        ),
         intercept(hooks.Noise(0.1, of="lhs")),
     ):
         torch._foreach_mm([torch.ones(2, 2)], [torch.ones(2, 2)])
