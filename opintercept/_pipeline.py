@@ -273,7 +273,7 @@ class Pipeline:
             exception.add_note(f"opintercept: raised by {where}")
             if isinstance(exception, TypeError):
                 # Python takes a TypeError in `a @ b` to mean that `a` cannot multiply `b`, and discards its message.
-                raise HookError(f"a hook raised TypeError: {exception}; raised by {where}") from exception
+                raise HookError(f"a hook raised TypeError: {exception}; in {where}") from exception
             return False
         failure = self._take_out(handle)
         if failure is not None:

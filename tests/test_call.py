@@ -1,4 +1,4 @@
-"""What a hook reads of a call while it runs, and the plain data that is left of it."""
+"""What hooks can read of a call while it runs, and the record that they can keep."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 from opintercept._tensors import describe, nbytes
 
-# Every way of feeding the pipeline, as arguments of `intercept`.
+# Arguments of `intercept` for each engine.
 FEEDS = [{}, {"engine": "mode"}, {"level": "function"}]
 FEED_IDS = ["kernel", "mode", "function"]
 
 
 def call_of(func: Any, *args: Any, **kwargs: Any) -> OpCall:
-    """A call that no engine has fed: only what is handed in can be read."""
+    """A call that no engine has made, which has only these arguments."""
     return OpCall(Pipeline(()), row_of(func), func, "forward", args, kwargs)
 
 
@@ -142,7 +142,7 @@ def test_several_operands_are_replaced_at_once() -> None:
     assert call.args == (C, A, B)
 
 
-def test_an_operand_is_replaced_under_the_name_it_was_passed_by() -> None:
+def test_an_operand_is_replaced_under_the_keyword_that_passed_it() -> None:
     func = torch.ops.aten.mm.default
     assert call_of(func, self=A, mat2=B).replace(lhs=OTHER, rhs=A) == ((), {"self": OTHER, "mat2": A})
     assert call_of(func, input=A, mat2=B).replace(lhs=OTHER) == ((), {"input": OTHER, "mat2": B})
@@ -176,7 +176,7 @@ def test_an_operand_in_einsums_list_is_replaced(sequence: Any) -> None:
     ],
     ids=["no bias", "no matmul", "a list"],
 )
-def test_only_a_tensor_that_is_there_can_be_replaced(call: OpCall, role: str, message: str) -> None:
+def test_replace_refuses_a_role_without_a_tensor(call: OpCall, role: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call.replace(**{role: OTHER})
 
@@ -207,8 +207,8 @@ def test_conjugate_operands_are_resolved(feed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_what_reads_no_values_copies_no_operand(feed: dict[str, Any]) -> None:
-    # At function level a resolved operand would also be a node of autograd's.
+def test_hooks_that_read_no_values_copy_no_operand(feed: dict[str, Any]) -> None:
+    # At function level, resolving an operand would also add a node to autograd's graph.
     lhs, rhs = (torch.randn(3, 3, dtype=torch.complex64, requires_grad=True).conj() for _ in range(2))
     recorder = hooks.Recorder()
     looking: list[Any] = [recorder, hooks.Profile(), hooks.when(print, dtype="float32", min_numel=100)]
@@ -224,7 +224,7 @@ def test_what_reads_no_values_copies_no_operand(feed: dict[str, Any]) -> None:
     assert recorder.records[0].lhs.stride == lhs.stride()
 
 
-def test_a_record_of_a_linear_leaves_no_node_to_autograd() -> None:
+def test_recording_a_linear_adds_no_node_to_the_graph_of_autograd() -> None:
     weight = torch.ones(3, 2, requires_grad=True)
     start = torch._C._autograd._get_sequence_nr()
     F.linear(torch.ones(2), weight)
@@ -253,7 +253,7 @@ def test_negative_views_are_resolved() -> None:
     ],
     ids=["plain", "lhs", "rhs", "adjoint"],
 )
-def test_transposes_are_told_by_strides(lhs: torch.Tensor, rhs: torch.Tensor, transposes: tuple[bool, bool]) -> None:
+def test_transposes_follow_from_strides(lhs: torch.Tensor, rhs: torch.Tensor, transposes: tuple[bool, bool]) -> None:
     [record] = records_of(lambda: torch.mm(lhs, rhs))
     assert record.gemm is not None
     assert record.gemm.transposes == transposes
@@ -271,7 +271,7 @@ def test_transposes_are_told_by_strides(lhs: torch.Tensor, rhs: torch.Tensor, tr
     ],
     ids=["float32", "bfloat16", "bias", "int8 to int32", "empty", "sparse"],
 )
-def test_bytes_are_those_of_operands_and_output(function: Callable[[], Any], size: int | None) -> None:
+def test_bytes_count_operands_and_output(function: Callable[[], Any], size: int | None) -> None:
     [record] = records_of(function)
     assert record.bytes == size
 
@@ -396,7 +396,7 @@ def test_tensor_meta(tensor: torch.Tensor, meta: TensorMeta, text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", [torch.ones(2)], torch.float32], ids=repr)
-def test_tensor_meta_of_what_is_no_tensor_is_none(value: Any) -> None:
+def test_tensor_meta_of_another_value_is_none(value: Any) -> None:
     assert TensorMeta.of(value) is None
     assert nbytes(value) == 0
 
@@ -476,7 +476,7 @@ def test_autocast_is_in_the_record_by_name() -> None:
     assert record.lhs.dtype == "bfloat16"
 
 
-def test_autocast_that_is_off_is_off_for_operands_of_its_dtype() -> None:
+def test_disabled_autocast_is_none_for_operands_of_its_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
         assert autocasts(lambda: product(torch.bfloat16), level="function") == [None]
 
@@ -499,7 +499,7 @@ def refuse_live_state(call: OpCall) -> None:
 
 
 @pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_a_kept_call_refuses_what_it_can_no_longer_read(feed: dict[str, Any]) -> None:
+def test_a_call_that_is_over_refuses_what_it_can_no_longer_read(feed: dict[str, Any]) -> None:
     kept: list[OpCall] = []
     with intercept(kept.append, **feed):
         torch.mm(torch.ones(2, 3), torch.ones(3, 4))
@@ -520,7 +520,7 @@ def test_the_phase_of_a_kept_call_is_still_that_of_its_pass() -> None:
     assert [call.phase for call in kept] == ["forward", "backward"]
 
 
-def test_a_call_kept_by_an_error_hook_is_over_too() -> None:
+def test_a_call_that_an_error_hook_kept_is_over_too() -> None:
     kept: list[OpCall] = []
 
     class Keep:
@@ -579,7 +579,7 @@ def test_options_have_defaults(feed: dict[str, Any]) -> None:
     assert options == [{"beta": 1, "alpha": 2}]
 
 
-def test_tensors_leave_out_what_is_only_written() -> None:
+def test_tensors_leave_out_those_that_are_only_written() -> None:
     x, out = torch.ones(2, 2), torch.empty(2, 2)
     assert arguments_of(lambda: torch.mm(x, x, out=out))[0] == [["lhs", "rhs"]]
     assert arguments_of(lambda: out.addmm_(x, x))[0] == [["bias", "lhs", "rhs"]]
@@ -591,7 +591,7 @@ def test_tensors_of_an_lstm_include_its_state() -> None:
     assert {"lhs", "rhs", "hx_", "cx_"} <= set(names)
 
 
-def test_tensors_in_lists_have_their_place_in_the_name() -> None:
+def test_names_of_tensors_in_lists_have_their_position() -> None:
     x = torch.ones(2, 2)
     (names,), _ = arguments_of(lambda: torch.linalg.multi_dot([x, x.clone(), x.clone()]), level="function")
     assert len(names) == 3

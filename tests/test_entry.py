@@ -25,8 +25,8 @@ from opintercept._engines import dispatch_mode, kernels, quiet, scope, unseen
 # How many interrupts each test delivers. Set it to 10,000 for a thorough run, which takes some minutes.
 NUMBER = 150
 
-# An interrupt between `open` and `with` leaves a file to the collector, in Python's own library too. One in a callback
-# of the collector is lost; Hypothesis leaves such a callback behind.
+# An interrupt between `open` and `with` leaves an open file, in Python's own library too. An interrupt in a callback of
+# the garbage collector is lost, and Hypothesis leaves such a callback behind.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -38,7 +38,7 @@ A = torch.ones(4, 4)
 
 
 class Framed:
-    """Counts its enters and exits."""
+    """A hook that counts its enters and exits."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -53,7 +53,7 @@ class Framed:
 
 
 class Program:
-    """A small program that enters and leaves blocks in one of several ways, and what it leaves behind."""
+    """A small program that enters and leaves blocks in one way, with checks of what it leaves behind."""
 
     def __init__(self, kind: str) -> None:
         self.hook = Framed()
@@ -150,7 +150,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(kind: str) -> None:
 
 
 class Elsewhere(Exception):
-    """Raised into this thread by another."""
+    """What another thread raises in this one."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,7 +190,7 @@ def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stack_without_room_leaves_nothing_behind(kind: str) -> None:
+def test_a_full_stack_leaves_nothing_behind(kind: str) -> None:
     program = Program(kind)
 
     def deep(frames: int) -> None:
@@ -237,7 +237,7 @@ def test_an_exit_that_is_interrupted_at_its_first_instruction_leaves_the_block()
     assert not kernels.KERNELS.installed
 
 
-def test_an_exit_stack_leaves_what_it_has_entered() -> None:
+def test_an_exit_stack_leaves_the_blocks_that_it_has_entered() -> None:
     hook = Framed()
     interceptor = intercept(hook)
     with contextlib.ExitStack() as stack:
@@ -317,7 +317,7 @@ def test_a_generator_with_a_mode_that_is_closed_in_another_thread_sees_no_more(o
 
 
 def run_program(text: str) -> str:
-    """What a program prints that must end within a minute."""
+    """Run a program, which must end within a minute, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -356,7 +356,7 @@ def test_a_signal_handler_may_enter_a_block_while_another_is_entered(options: st
     assert printed == "ended\n"
 
 
-def test_warnings_of_replaced_kernels_are_not_ours() -> None:
+def test_installing_kernels_again_causes_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):

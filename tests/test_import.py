@@ -1,4 +1,4 @@
-"""What importing costs, which names are public, and who may import whom."""
+"""What importing the package costs, which names are public, and which file may import which."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for pat
 
 
 def below(folder: str, pattern: str = r"\w+") -> set[str]:
-    """The files of a folder whose names match."""
+    """The files of a folder whose names match `pattern`."""
     return {name for name in SOURCES if re.fullmatch(rf"{folder}/{pattern}\.py", name)}
 
 
-# A file imports only from lower layers, in functions too; the files of one layer know nothing of each other.
+# A file imports only from the layers above it in this list, also inside functions, and nothing from its own layer.
 LAYERS = (
     {"__init__.py"},  # the version, and where the public names live
     {"_checks.py", "_errors.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
@@ -83,7 +83,7 @@ def imports_torch(code: str) -> bool:
 
 
 def statements(body: list[ast.stmt], functions: bool) -> Iterator[ast.stmt]:
-    """The statements of a module: none under TYPE_CHECKING, those in functions if asked for."""
+    """The statements of a module except those under TYPE_CHECKING, with those in functions if `functions`."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and not functions:
             continue
@@ -98,7 +98,7 @@ def statements(body: list[ast.stmt], functions: bool) -> Iterator[ast.stmt]:
 
 
 def imported(source: str, functions: bool = False) -> set[str]:
-    """What a module imports: files of the package by path, others by their first name."""
+    """What a module imports: files of the package as paths, other modules as their top-level name."""
     names: set[str] = set()
     for statement in statements(ast.parse(source).body, functions):
         if isinstance(statement, ast.Import):
@@ -111,7 +111,7 @@ def imported(source: str, functions: bool = False) -> set[str]:
 
 
 def file_of(module: str) -> str:
-    """The package's file that holds a module, or a public name of the package."""
+    """The file of the package that a module, or a public name of the package, is in."""
     parts = module.split(".")[1:]
     if len(parts) == 1:
         parts = [opintercept._HOMES.get(parts[0]) or parts[0]]
@@ -120,7 +120,7 @@ def file_of(module: str) -> str:
 
 
 def upward(name: str, source: str) -> list[str]:
-    """The imports of a file that do not go to a lower layer."""
+    """The files that a file imports although they are not in a lower layer."""
     return sorted(other for other in imported(source, functions=True) if other in RANKS and RANKS[other] >= RANKS[name])
 
 
@@ -153,7 +153,7 @@ def private_names_of_classes(source: str) -> set[str]:
 
 
 OF_CLASSES = {name: private_names_of_classes(source) for name, source in SOURCES.items()}
-# Names that torch's objects and named tuples have and that some class of the package has too.
+# Names that both objects of torch, or named tuples, and some class of the package have.
 OF_OTHERS = {"_make", "_modules", "_name", "_values"}
 
 
@@ -177,18 +177,18 @@ def reads_private(name: str, source: str) -> list[str]:
     return sorted(set(found))
 
 
-def test_importing_the_package_leaves_torch_out() -> None:
+def test_importing_the_package_does_not_import_torch() -> None:
     assert not imports_torch("import opintercept")
 
 
-def test_importing_the_pytest_plugin_leaves_torch_out() -> None:
+def test_importing_the_pytest_plugin_does_not_import_torch() -> None:
     assert not imports_torch("import opintercept.testing.plugin")
 
 
 @pytest.mark.parametrize(
     "code", ["import torch", "from opintercept import intercept", "import opintercept.hooks"], ids=lambda code: code
 )
-def test_the_check_reports_code_that_does_import_torch(code: str) -> None:
+def test_the_check_reports_code_that_imports_torch(code: str) -> None:
     assert imports_torch(code)
 
 
@@ -200,7 +200,7 @@ def test_every_public_name_resolves(name: str) -> None:
         assert value.__name__ == name
 
 
-def test_public_names_are_each_listed_once() -> None:
+def test_each_public_name_is_listed_once() -> None:
     assert sorted(opintercept.__all__) == sorted(set(opintercept.__all__))
 
 
@@ -214,7 +214,7 @@ def test_dir_lists_public_names_before_their_first_use() -> None:
     assert not imports_torch(code)
 
 
-def test_errors_are_written_with_their_public_path() -> None:
+def test_errors_show_their_public_path() -> None:
     for error in (opintercept.OpInterceptError, opintercept.HookError, opintercept.OpInterceptWarning):
         assert error.__module__ == "opintercept"
     assert issubclass(opintercept.HookError, opintercept.OpInterceptError)
@@ -311,7 +311,7 @@ def test_the_check_of_private_names_finds_what_it_should(source: str, found: lis
 @pytest.mark.parametrize(
     "name", ["_errors.py", "_call.py", "_pipeline.py", "testing/snapshot.py", "cli/__init__.py", "testing/plugin.py"]
 )
-def test_files_that_do_without_torch_do_not_import_it(name: str) -> None:
+def test_files_that_need_no_torch_do_not_import_it(name: str) -> None:
     assert "torch" not in imported(SOURCES[name])
     assert "torch" in imported(f"{SOURCES[name]}\nimport torch.nn")
 
@@ -337,7 +337,7 @@ def test_the_private_api_check_finds_what_it_should(line: str, found: bool) -> N
     assert bool(PRIVATE.search(line)) is found
 
 
-def test_a_record_imports_nothing_that_takes_long() -> None:
+def test_making_a_record_does_not_import_sympy() -> None:
     code = (
         "import sys, torch\nfrom opintercept import hooks, intercept\nrecorder = hooks.Recorder()\n"
         "with intercept(recorder):\n    torch.ones(2, 3) @ torch.ones(3, 4)\n"

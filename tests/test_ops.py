@@ -1,4 +1,4 @@
-"""The op table: complete against the dispatcher's registry, and right on operands, GEMM shapes and FLOPs."""
+"""The operator table: whether it is complete, and whether operands, GEMM shapes and FLOPs are right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from opintercept._ops.rules import broadcast
 from opintercept._ops.select import select
 
 TABLED_VERSION = torch.__version__.startswith("2.13.")
-NOT_IN_IT = {  # but in 2.11 or in 2.15
+NOT_IN_IT = {  # in torch 2.11 or 2.15 only
     "_native::_foreach_mm_native_1",
     "_native::bmm_triton_0",
     "aten::_cudnn_attention_forward_no_dropout_inplace",
@@ -35,17 +35,17 @@ NOT_IN_IT = {  # but in 2.11 or in 2.15
     "prepacked::unpack_prepacked_sizes_linear",
 }
 
-# Broad on purpose: a name that is found here and is no matmul's goes to NOT_MATMUL with its reason.
+# Broad on purpose. NOT_MATMUL has the names that it matches although they are not matmuls, each with the reason.
 LOOKS_LIKE_A_MATMUL = re.compile(
     r"mm(?![aeiy]|on)|mat_?mul|linear|gem[mv]|dot(?!t)|[Aa]ttention|einsum|mv(?!n)|rnn|lstm|gru|_cell(?!_params)"
     r"|tensordot|(^|_)inner(?!_tensor)|matrix_power|cdist|euclid|pinv|matrix_exp|outer|kron|(^|_)ger|addr|cov$"
     r"|corrcoef|sdp|transformer|multi_?head|flash|contract|spm[mv]"
 )
 
-# Packets whose default overload is composite though a sibling does the work.
+# Packets whose default overload is composite although another overload does the work.
 WORKS_IN_A_SIBLING = {"aten::linalg_pinv": "atol_rtol_tensor", "aten::sspaddmm": "out"}
 
-# Where Python's functions name an argument differently from the schema, and pass it on in another way.
+# Arguments that functions in Python name differently from the schema and pass on in another way.
 SPELLED_DIFFERENTLY = {
     ("aten::einsum", "lhs"),  # torch.einsum(equation, *operands)
     ("aten::einsum", "rhs"),
@@ -59,14 +59,14 @@ quick = settings(max_examples=60, deadline=None, database=None, derandomize=True
 
 @pytest.fixture(scope="module")
 def registry() -> list[str]:
-    """The overloads of a fresh `import torch`; other tests and torch's own modules register more."""
+    """The overloads after a fresh `import torch`. Other tests and other modules of torch register more."""
     code = "import torch; print(*torch._C._dispatch_get_all_op_names(), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
 def unlisted(overload_names: Iterable[str]) -> set[str]:
-    """The packets that look like a matmul's and are in neither list."""
+    """The packets that look like a matmul and are in neither list."""
     packets = {name.partition(".")[0] for name in overload_names}
     found = {packet for packet in packets if LOOKS_LIKE_A_MATMUL.search(packet.partition("::")[2])}
     return found - table.MATMUL.keys() - table.NOT_MATMUL.keys()
@@ -89,7 +89,7 @@ def calls_of(function: Callable[[], Any], level: Level = "dispatch") -> list[tup
 
 
 def counted(function: Callable[[], Any]) -> int:
-    """FLOPs by torch's own counter."""
+    """FLOPs as torch counts them."""
     with FlopCounterMode(display=False) as counter:
         function()
     return int(counter.get_total_flops())
@@ -107,13 +107,13 @@ def test_every_operator_that_looks_like_a_matmul_is_listed(registry: list[str]) 
     assert unlisted(registry) == set()
 
 
-def test_the_registry_walk_finds_what_is_not_listed(registry: list[str]) -> None:
+def test_the_check_of_the_registry_finds_unlisted_operators(registry: list[str]) -> None:
     fakes = ["aten::_fused_mm_bias", "vendor::linear_fp4.out", "vendor::FlashAttention", "vendor::gemv_int8"]
     assert unlisted([*registry, *fakes]) == {name.partition(".")[0] for name in fakes}
     assert len(registry) > 1000
 
 
-def test_the_registry_walk_passes_by_what_only_sounds_like_a_matmul() -> None:
+def test_the_check_of_the_registry_ignores_names_that_only_sound_like_a_matmul() -> None:
     assert unlisted(["aten::digamma", "aten::swapdims", "aten::histogramdd", "aten::_dimV", "aten::dott"]) == set()
 
 
@@ -125,12 +125,12 @@ def test_the_lists_are_disjoint() -> None:
 def test_everything_listed_exists(registry: list[str]) -> None:
     packets = {name.partition(".")[0] for name in registry}
     missing = {*table.MATMUL, *table.NOT_MATMUL} - packets
-    # Torch registers these from Python, when their modules are imported.
+    # Python modules of torch register these when they are imported.
     registered_later = ("symm_mem::fused_", "onnx::", "higher_order::")
     assert {name for name in missing if not name.startswith(registered_later)} == NOT_IN_IT
 
 
-def test_a_row_is_composite_where_its_default_overload_is() -> None:
+def test_a_row_is_composite_if_its_default_overload_is() -> None:
     wrong = []
     for name, row in table.MATMUL.items():
         for overload in table.overloads(name):
@@ -266,7 +266,7 @@ COMPOSITES: dict[str, tuple[Callable[[], Any], str, tuple[int, int, int, int]]] 
     ),
 }
 
-# Those of the cases above that torch runs as operators which its counter knows.
+# The cases above whose operators torch's counter knows.
 COUNTED_PARTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
@@ -291,7 +291,7 @@ def test_gemm_and_flops_of_a_function(case: str) -> None:
     ],
     ids=["einsum of three", "einsum of one", "multi_dot", "matrix_power", "bilinear"],
 )
-def test_no_gemm_where_there_is_no_single_one(function: Callable[[], Any], name: str) -> None:
+def test_a_call_that_is_not_a_single_product_has_no_gemm(function: Callable[[], Any], name: str) -> None:
     assert calls_of(function, "function") == [(name, None, None)]
 
 
@@ -300,7 +300,7 @@ def test_no_gemm_where_there_is_no_single_one(function: Callable[[], Any], name:
     [(), (meta(2, 3),), (meta(2, 3), 1), (meta(), meta(3, 4)), (meta(3, 2, 3), meta(4, 3, 4))],
     ids=["nothing", "one", "number", "no dimensions", "batches apart"],
 )
-def test_no_gemm_for_operands_that_the_operator_will_refuse(args: tuple[Any, ...]) -> None:
+def test_operands_that_the_operator_will_refuse_have_no_gemm(args: tuple[Any, ...]) -> None:
     assert table.row_of("aten::mm").gemm(args, {}) is None
     assert table.row_of("aten::mm").flops(args, {}) is None
 
@@ -385,7 +385,7 @@ def test_flops_of_a_fused_lstm_are_those_of_its_matmuls() -> None:
     calls = calls_of(lambda: lstm(x))
     assert {op for op, _, _ in calls} == {"aten::mkldnn_rnn_layer"}
     assert all(shape is None for _, shape, _ in calls)
-    torch._C._set_mkldnn_enabled(False)  # torch.testing, once imported, forbids to assign it, and flags() warns
+    torch._C._set_mkldnn_enabled(False)  # once torch.testing is imported, it cannot be assigned, and flags() warns
     try:
         assert sum(flops or 0 for _, _, flops in calls) == counted(lambda: lstm(x))
     finally:
@@ -467,7 +467,7 @@ def test_bias_and_keywords_at_function_level(function: Callable[..., Any], roles
     assert seen == [roles]
 
 
-def test_bilinears_roles_are_its_first_input_its_weight_and_its_bias() -> None:
+def test_roles_of_bilinear_are_its_first_input_its_weight_and_its_bias() -> None:
     first, second, weight, bias = meta(2, 3), meta(2, 4), meta(5, 3, 4), meta(5)
     row = table.row_of(F.bilinear)
     found = [row.operand(role, (first, second, weight, bias), {}) for role in ("lhs", "rhs", "bias")]
@@ -603,7 +603,7 @@ def test_select_refuses(ops: Any, level: Any, error: type[Exception], message: s
         select(ops, level)
 
 
-def test_a_row_for_what_is_no_matmul_has_its_name_and_nothing_else() -> None:
+def test_the_row_of_another_operator_has_only_its_name() -> None:
     for key, name in ((torch.ops.aten.relu.default, "aten::relu"), (torch.relu, "torch.relu")):
         row = table.row_of(key)
         assert (row.name, row.family, row.opaque, row.roles) == (name, "other", False, {})
@@ -627,14 +627,14 @@ def two_operand_equations(draw: st.DrawFn) -> tuple[str, list[str], str, dict[st
 
 @quick
 @given(two_operand_equations())
-def test_gemm_of_an_einsum_is_what_enumerating_its_products_gives(
+def test_gemm_of_an_einsum_matches_an_enumeration_of_its_products(
     drawn: tuple[str, list[str], str, dict[str, int]],
 ) -> None:
     equation, terms, output, sizes = drawn
     lhs, rhs = (torch.ones([sizes[label] for label in term]) for term in terms)
     gemm = table.row_of(torch.einsum).gemm((equation, lhs, rhs), {})
     assert gemm is not None
-    # What one operand alone sums over can be summed before the product, so it is no part of it.
+    # Labels that only one operand has can be summed before the product, so they are not part of it.
     alone = (set(terms[0]) ^ set(terms[1])) - set(output)
     labels = [label for label in sizes if label in set("".join(terms)) - alone]
     products, entries = set(), set()
@@ -650,7 +650,7 @@ def test_gemm_of_an_einsum_is_what_enumerating_its_products_gives(
 
 @st.composite
 def matmul_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes that `torch.matmul` takes, vectors, broadcast batches and empty sides among them."""
+    """Shapes that `torch.matmul` takes, including vectors, batches that broadcast and empty dimensions."""
     m, n, k = (draw(st.integers(0, 3)) for _ in range(3))
     batch = draw(st.lists(st.integers(1, 3), max_size=3))
     sides: list[tuple[int, ...]] = []
@@ -665,7 +665,7 @@ def matmul_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @quick
 @given(matmul_shapes())
-def test_gemm_of_a_matmul_is_what_its_output_says(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_gemm_of_a_matmul_matches_its_output(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     lhs, rhs = (torch.ones(shape) for shape in shapes)
     gemm = table.row_of(torch.matmul).gemm((lhs, rhs), {})
     assert gemm is not None
@@ -673,7 +673,7 @@ def test_gemm_of_a_matmul_is_what_its_output_says(shapes: tuple[tuple[int, ...],
     assert gemm.batch * gemm.m * gemm.n == product.numel()
     assert gemm.k == lhs.shape[-1]
     if product.numel():
-        assert product.flatten()[0] == gemm.k  # all ones: each entry adds up its products
+        assert product.flatten()[0] == gemm.k  # the operands are all ones, so each entry is the number of its products
     assert gemm.m == (lhs.shape[-2] if lhs.dim() > 1 else 1)
     assert table.row_of(torch.matmul).flops((lhs, rhs), {}) == 2 * product.numel() * lhs.shape[-1]
 
@@ -689,6 +689,6 @@ def test_shapes_are_broadcast_as_torch_does(shape: list[int], ones: list[bool], 
     assert broadcast(torch.Size(shape), ()) == tuple(shape)
 
 
-def test_shapes_that_do_not_go_together_are_refused() -> None:
+def test_shapes_that_do_not_broadcast_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shapes must be equal or 1 in each dimension, got \(2, 3\) and \(2,\)"):
         broadcast((2, 3), (2,))

@@ -1,4 +1,4 @@
-"""The hook loop, with plain Python objects in the place of tensors and operators."""
+"""The hook loop, with plain Python objects instead of tensors and operators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def operator(*written: Callable[..., list[Any]]) -> Any:
 
 
 class FakeTensor:
-    """Has the looks of a tensor and a list of values."""
+    """A list of values that looks like a tensor."""
 
     requires_grad = False
     layout = "strided"
@@ -86,7 +86,7 @@ def test_run_without_hooks_returns_what_the_operator_returns() -> None:
     assert call_add(Pipeline([])) == 3
 
 
-def test_run_passes_the_head_to_the_operator_alone() -> None:
+def test_run_passes_the_head_only_to_the_operator() -> None:
     seen: list[Any] = []
     pipeline = Pipeline([lambda call: seen.append(call.args)])
     assert run((pipeline,), operator(), add, "forward", lambda *a: a, "head", (1,), {}) == ("head", 1)
@@ -181,7 +181,7 @@ def test_pre_of_a_later_pipeline_shows_in_the_calls_of_the_earlier() -> None:
 
 
 @pytest.mark.parametrize("inputs", [5, (1, 2), ((1, 2),), ((1, 2), {}, 3), ([1], [2])], ids=repr)
-def test_pre_that_returns_something_else_is_refused(inputs: Any) -> None:
+def test_pre_that_returns_anything_else_is_refused(inputs: Any) -> None:
     with pytest.raises(HookError, match=r"a pre hook must return None or \(args, kwargs\)"):
         call_add(Pipeline([SimpleNamespace(pre=lambda call: inputs)]))
 
@@ -200,7 +200,7 @@ def test_post_at_dispatch_level_copies_into_the_output() -> None:
     assert old.values == [2.0]
 
 
-def test_post_in_place_at_function_level_copies_into_the_tensor_of_the_caller() -> None:
+def test_post_in_place_at_function_level_copies_into_the_tensor_of_the_program() -> None:
     mine, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new], level="function")
     spec = operator(lambda func, args, kwargs: [mine])
@@ -208,7 +208,7 @@ def test_post_in_place_at_function_level_copies_into_the_tensor_of_the_caller() 
     assert mine.values == [2.0]
 
 
-def test_pre_in_place_brings_the_result_back_to_the_tensor_of_the_caller() -> None:
+def test_pre_in_place_copies_the_result_into_the_tensor_of_the_program() -> None:
     mine, other = FakeTensor([1.0]), FakeTensor([5.0])
     pipeline = Pipeline([SimpleNamespace(pre=lambda call: ((other,), {}))])
     spec = operator(lambda func, args, kwargs: [args[0]])
@@ -233,7 +233,7 @@ def test_a_later_hook_sees_the_replaced_output() -> None:
     ],
     ids=["shape", "dtype", "no tensor"],
 )
-def test_post_with_an_unlike_replacement_is_refused(replacement: Any, message: str) -> None:
+def test_post_with_a_replacement_of_another_kind_is_refused(replacement: Any, message: str) -> None:
     with pytest.raises(HookError, match=message):
         run(
             (Pipeline([lambda call: replacement]),),
@@ -297,7 +297,7 @@ def test_on_error_warn_covers_a_bad_replacement() -> None:
         assert run((pipeline,), operator(), None, "forward", lambda head: out, None, (), {}) is out
 
 
-def test_keyboard_interrupt_in_a_hook_gets_through_on_warn() -> None:
+def test_on_error_warn_lets_a_keyboard_interrupt_through() -> None:
     def interrupt(call: OpCall) -> None:
         raise KeyboardInterrupt("stop")
 
@@ -331,7 +331,7 @@ def test_a_failing_error_hook_does_not_hide_the_exception_of_the_program() -> No
         call_add(Pipeline([SimpleNamespace(error=fail)]), function=broken)
 
 
-def test_a_handle_removes_its_own_registration_and_again_does_nothing() -> None:
+def test_a_handle_removes_its_own_registration_once() -> None:
     seen: list[int] = []
 
     def hook(call: OpCall) -> None:
@@ -385,7 +385,7 @@ def test_a_hook_registered_by_another_takes_part_from_the_next_call() -> None:
 
 
 class Lifecycle:
-    """Logs when it is entered and left."""
+    """A hook that logs its enter and exit."""
 
     def __init__(self, log: list[str], name: str = "", *, fails: str = "") -> None:
         self.log, self.name, self.fails = log, name, fails
@@ -414,11 +414,11 @@ def test_enter_and_exit_run_for_the_first_block_in_and_the_last_out() -> None:
     assert log == ["enter"]
     pipeline.exit("another", None)
     assert log == ["enter", "exit"]
-    pipeline.exit("another", None)  # again, after an interrupt
+    pipeline.exit("another", None)  # as after an interrupt
     assert log == ["enter", "exit"]
 
 
-def test_a_failing_enter_undoes_those_before_it() -> None:
+def test_a_failing_enter_exits_the_hooks_before_it() -> None:
     log: list[str] = []
     pipeline = Pipeline([Lifecycle(log, " a"), Lifecycle(log, " b", fails="enter")])
     with pytest.raises(ZeroDivisionError, match="in the hook") as caught:
@@ -428,7 +428,7 @@ def test_a_failing_enter_undoes_those_before_it() -> None:
     assert log == ["enter a", "enter b", "exit a"]
 
 
-def test_a_failing_exit_does_not_keep_the_others_from_theirs() -> None:
+def test_the_other_hooks_exit_after_one_fails_to() -> None:
     log: list[str] = []
     pipeline = Pipeline([Lifecycle(log, " a", fails="exit"), Lifecycle(log, " b")])
     pipeline.enter("block")
@@ -438,7 +438,7 @@ def test_a_failing_exit_does_not_keep_the_others_from_theirs() -> None:
 
 
 @pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit])
-def test_an_exit_that_ends_the_program_does_not_keep_the_others_from_theirs(leaving: type[BaseException]) -> None:
+def test_the_other_hooks_exit_after_one_ends_the_program(leaving: type[BaseException]) -> None:
     log: list[str] = []
 
     class Leaves(Lifecycle):
@@ -556,12 +556,12 @@ def test_opaque_operators_are_counted() -> None:
         "no words",
     ],
 )
-def test_what_is_no_hook_is_refused(hook: Any, error: type[Exception], message: str) -> None:
+def test_an_invalid_hook_is_refused(hook: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         check_hook(hook, "dispatch")
 
 
-def test_pipelines_that_are_gone_are_forgotten() -> None:
+def test_freed_pipelines_are_forgotten() -> None:
     for _ in range(1000):
         Pipeline(())
     kept = [Pipeline(()) for _ in range(100)]

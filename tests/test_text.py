@@ -1,4 +1,4 @@
-"""Tables and CSV of whatever text: module names come from the program, and a run may come from anywhere."""
+"""Tables and CSV of arbitrary text: module names come from the program, and a run may come from anywhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from opintercept._text import aligned, csv_cell, write_csv
 
 
-def test_a_table_cuts_long_cells_and_shows_control_characters_as_escapes() -> None:
+def test_a_table_shortens_long_cells_and_escapes_control_characters() -> None:
     name = f"\x1b[2J{'a' * 1_000_000}\nend"
     lines = aligned([["module", "calls"], [name, "1"]], left=1).split("\n")
     assert len(lines) == 2
-    assert len(lines[1]) < 140  # 120 characters, and more where one becomes an escape
+    assert len(lines[1]) < 140  # 120 characters, some of which become longer escapes
     assert lines[1].startswith("\\x1b[2Jaaa")
     assert "aaa...aaa" in lines[1]
     assert lines[1].endswith("a\\nend      1")
@@ -54,11 +54,11 @@ def test_a_table_shows_other_cells_as_they_are(name: str) -> None:
     ],
     ids=repr,
 )
-def test_a_cell_of_csv_is_shown_and_not_run(value: Any, written: Any) -> None:
+def test_a_spreadsheet_shows_a_cell_of_csv_and_does_not_run_it(value: Any, written: Any) -> None:
     assert csv_cell(value) == written
 
 
-def test_a_file_of_csv_holds_such_cells_in_its_head_too(tmp_path: Path) -> None:
+def test_the_head_of_a_csv_file_is_safe_too(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", ["=head", "n"], [["=row\udc80", -2], ["a\nb", None]])
     with open(tmp_path / "t.csv", newline="", encoding="utf-8") as file:
         assert list(csv.reader(file)) == [["'=head", "n"], ["'=row\\udc80", "-2"], ["a\nb", ""]]
