@@ -63,15 +63,16 @@ class HookDeclaration(Protocol):
             - `"autocast"`: `call.autocast`
             - `"record"`: `call.record()` and `call.note()`
 
-            The rest of a call, such as its operands and shapes, needs no word. A backward call is at another place of
-            the stack than its forward call. So if any hook of an interceptor reads any of these except `"autocast"`,
-            each forward call that autograd records notes where it comes from. That takes about 25 us with kernels in
-            Python and 4 us with compiled kernels; `reads = ()` saves it. A backward call for which nothing was noted
-            answers None, and one `OpInterceptWarning` per interceptor says what to declare.
+            The rest of a call, such as its operands and shapes, needs no word. In the backward pass the stack no
+            longer shows where a forward call came from. So if any hook of an interceptor reads any of these except
+            `"autocast"`, each forward call that autograd records notes it. That takes about 25 us with kernels in
+            Python and 4 us with compiled kernels; `reads = ()` saves it. If no hook declares what a hook then reads in
+            a backward call, it gets None, and one `OpInterceptWarning` per interceptor says what to declare. Forward
+            calls are noted from then on.
 
             A hook that declares `"module"`, `"source"` or `"record"` has calls under `no_grad` and `inference_mode`
-            named too, whether or not it reads their names. This keeps the names of several models the same from run
-            to run. For other hooks such calls note nothing.
+            named too, whether or not it reads their names. This keeps the names of several models the same, whichever
+            calls a hook looks at. For other hooks such calls note nothing.
         levels: The levels at which the hook works. Both, if it does not say; only `"function"` if it has a `backward`
             method.
 
@@ -156,10 +157,8 @@ class Handle:
         if not any(found[name] for name in _RUNS) and callable(hook):
             found["post"] = hook
         self.pre, self.post, self.error, self.backward, self.enter, self.exit = (found[name] for name in _PHASES)
-        self.enter, self.exit = (
-            self.enter or bool,
-            self.exit or bool,
-        )  # `bool()` does nothing, and no signal can interrupt it
+        # `bool()` does nothing, and no signal can interrupt it.
+        self.enter, self.exit = self.enter or bool, self.exit or bool
         self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
         reads = reads_of((hook,))
         self.tracks = reads is None or not _TRACKED.isdisjoint(reads)
@@ -194,8 +193,11 @@ def reads_of(hooks: Iterable[Any], also: Iterable[Read] = ()) -> frozenset[Read]
 
     Returns:
         The words; None if it should declare nothing, because one of `hooks` may read everything.
+
+    Raises:
+        TypeError, ValueError: As `check_hook` about `reads`.
     """
-    declared = [getattr(hook, "reads", None) for hook in hooks]
+    declared = [_words(hook, "reads", get_args(Read)) for hook in hooks]
     together: frozenset[Read] = frozenset(also).union(*(reads for reads in declared if reads is not None))
     if None not in declared:
         return together
@@ -220,8 +222,8 @@ def check_hook(hook: Any, level: Level) -> None:
         raise TypeError(
             f"a hook must be callable or have one of {', '.join(_PHASES)}, got {hook!r}; write def hook(call): ..."
         )
-    _check_words(hook, "reads", get_args(Read))
-    levels = _check_words(hook, "levels", get_args(Level))
+    _words(hook, "reads", get_args(Read))
+    levels = _words(hook, "levels", get_args(Level))
     if levels is None and level == "dispatch" and _method(hook, "backward"):
         raise ValueError(
             f"a hook with a backward method works at function level only, got {hook!r} for level='dispatch'; use "
@@ -232,7 +234,7 @@ def check_hook(hook: Any, level: Level) -> None:
         raise ValueError(f"{hook!r} works at level={' or '.join(map(repr, levels))} only, got level={level!r}")
 
 
-def _check_words(hook: Any, name: str, known: tuple[str, ...]) -> Collection[str] | None:
+def _words(hook: Any, name: str, known: tuple[str, ...]) -> Collection[Any] | None:
     words = getattr(hook, name, None)
     if words is None:
         return None

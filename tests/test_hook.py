@@ -180,7 +180,12 @@ def test_a_filter_by_module_declares_that_it_reads_names() -> None:
     assert not hasattr(hooks.when(print, op="mm"), "reads")
 
 
-def test_a_hook_gets_the_gradients_that_it_wants_alone() -> None:
+def test_an_invalid_declaration_is_refused_behind_a_filter_too() -> None:
+    with pytest.raises(TypeError, match="reads of a hook must be a collection, got 'module' on"):
+        hooks.when(SimpleNamespace(post=print, reads="module"))
+
+
+def test_a_hook_gets_only_the_gradients_that_it_wants() -> None:
     class Wants:
         def __init__(self) -> None:
             self.calls: list[str] = []
