@@ -242,7 +242,7 @@ class Pipeline:
             next(map(operator.call, map(_EXIT, iter(self._inside.popleft, None))))  # in C, as in `_enter_hooks`
         except BaseException as exception:
             if isinstance(exception, IndexError) and not self._inside and _raised_here(exception):
-                return None  # a signal handler has left a block meanwhile, and so has run them all
+                return None  # a signal handler has left the last block since, and run them all
             if handle is None or (self._inside and self._inside[0] is handle):
                 raise  # an interrupt before the call
             if _never_began(handle.exit, exception):
@@ -307,7 +307,7 @@ def run(
         func: What torch called, for `OpCall.func`.
         phase: The pass of the call.
         invoke: Runs the operator.
-        head: The first argument of `invoke`, which is no argument of the operator.
+        head: The first argument of `invoke`, before those of the operator.
         args: The operator's positional arguments.
         kwargs: The operator's keyword arguments.
     """

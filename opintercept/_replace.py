@@ -70,8 +70,8 @@ def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:
     """Check that a backward hook returned gradients that can replace `gradients`.
 
     Raises:
-        HookError: There is another number of them, one has another shape, dtype, device or layout, or there is one in
-            the place of None or None in the place of one.
+        HookError: Their number differs, or the shape, dtype, device or layout of one, or one replaces None or the
+            reverse.
     """
     if not isinstance(replacement, (tuple, list)) or len(replacement) != len(gradients):
         raise HookError(

@@ -32,7 +32,7 @@ _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakre
 
 
 def names_under(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
-    """Return the qualified names of `module` under `root`, `""` for the root itself; None if it is not in there."""
+    """Return the qualified names of `module` under `root`, `""` for the root itself; None if it has no such module."""
     known = _table(root)
     entry = known.get(id(module))
     if entry is None or entry.module() is not module:
@@ -108,7 +108,7 @@ class _Home:
         self.names: dict[int, _Names] = {}
 
     def find(self, module: torch.nn.Module) -> tuple[str, ...] | None:
-        """Return the names of a module under this root and remember them; None if it is not in there."""
+        """Return the names of a module under this root and remember them; None if it has no such module."""
         root = self.root()
         found = None if root is None else names_under(root, module)
         if found is None:
