@@ -36,11 +36,14 @@ def declared(post: Callable[[OpCall], Any], reads: tuple[str, ...] | None) -> An
     return SimpleNamespace(post=post) if reads is None else SimpleNamespace(post=post, reads=reads)
 
 
-def noted(reads: tuple[str, ...] | None, mode: AbstractContextManager[Any], **options: Any) -> bool:
+def noted(
+    reads: tuple[str, ...] | None, mode: AbstractContextManager[Any], *, frozen: bool = False, **options: Any
+) -> bool:
     """Whether a call notes where it comes from although no hook reads it."""
     places: list[Place | None] = []
+    model = nn.Linear(4, 2).requires_grad_(not frozen)
     with intercept(declared(lambda call: places.append(call.place), reads), **options), mode:
-        nn.Linear(4, 2)(torch.ones(3, 4))
+        model(torch.ones(3, 4))
     [place] = places
     return place is not None
 
@@ -64,6 +67,7 @@ def test_a_call_notes_where_it_comes_from_for_hooks_that_read_it(
     reads: tuple[str, ...] | None, with_grad: bool, without: bool, engine: dict[str, Any]
 ) -> None:
     assert noted(reads, torch.enable_grad(), **engine) is with_grad
+    assert noted(reads, torch.enable_grad(), frozen=True, **engine) is without
     assert noted(reads, torch.no_grad(), **engine) is without
     assert noted(reads, torch.inference_mode(), **engine) is without
 

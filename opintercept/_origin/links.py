@@ -132,8 +132,6 @@ class Links:
                     call.place = self._place(call.phase)
                 return
             function = custom_function()
-        if not backward:
-            call.place = self._place(call.phase)
         operands = []
         needed = False
         for value in call.args:
@@ -144,8 +142,6 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        if isinstance(call.place, GraphPlace):
-            needed = needed and function is None  # in a compiled graph no operand tells more than another
         mine = self._of_this_thread()
         links = mine.links
         newest = _sequence_nr() - 1
@@ -153,6 +149,10 @@ class Links:
         number = newest if function is None else function._sequence_nr()
         # With a wrapper such as DTensor, autograd knows the wrapper, and this call has the tensors inside of it.
         inside = not needed and recording and _is_excluded(_ABOVE_PYTHON)
+        if not backward and (self.names_all or needed or function is not None or (inside and fresh)):
+            call.place = self._place(call.phase)  # reading the stack takes most of the time of a note
+            if isinstance(call.place, GraphPlace):
+                needed = needed and function is None  # in a compiled graph no operand tells more than another
         other = links.get(number)
         if other is not None:
             if not needed or other.needed or not other.sure:
