@@ -188,8 +188,6 @@ def test_torchs_own_hooks_run_as_without_us_and_we_see_what_we_see_without_them(
 
 NET = """
 import torch
-from torch.package.package_exporter import PackageExporter
-from torch.package.package_importer import PackageImporter
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()

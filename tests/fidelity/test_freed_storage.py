@@ -12,7 +12,7 @@ import io, logging, sys, tempfile, warnings
 
 import torch
 
-from opintercept import hooks, intercept
+from opintercept import hooks, intercept, runs
 
 
 class Writer:
