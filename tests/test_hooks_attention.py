@@ -275,8 +275,7 @@ def test_chosen_heads_and_rows_are_those_of_all(level: Any, chosen: Any, places:
     query, key = torch.randn(2, 4, 4, 8, dtype=torch.float64), torch.randn(2, 2, 6, 8, dtype=torch.float64)
     mask = torch.rand(1, 4, 4, 6) < 0.8
     every, heads, rows = (
-        hooks.AttentionWeights(**given)
-        for given in ({}, {"heads": chosen}, {"rows": chosen, "of": "scores"})  # type: ignore[arg-type]
+        hooks.AttentionWeights(**given) for given in ({}, {"heads": chosen}, {"rows": chosen, "of": "scores"})
     )
     with intercept([every, heads, rows], level=level):
         F.scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
@@ -441,7 +440,8 @@ def test_operands_without_values_are_counted() -> None:
         with sdpa_kernel(SDPBackend.MATH):  # torch 2.15 warns about the other backends
             torch.vmap(lambda x: F.scaled_dot_product_attention(x, x, x))(torch.randn(5, 2, 3, 4))
         nested = torch.nested.nested_tensor([torch.randn(2, 3, 4)], layout=torch.jagged)
-        F.scaled_dot_product_attention(*[nested.transpose(1, 2)] * 3)
+        swapped = nested.transpose(1, 2)
+        F.scaled_dot_product_attention(swapped, swapped, swapped)
     assert weights.calls == []
     reasons = [reason.removeprefix(f"{op}: ") for reason in weights.skipped]
     assert reasons[1] == "its operands are fake and have no values"
@@ -451,14 +451,14 @@ def test_operands_without_values_are_counted() -> None:
 
 
 # With the usual initial parameters every key would get about the same weight.
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "initializer_range": 0.4,
 }
-TEXT = {"vocab_size": 50, **SMALL}
+TEXT: dict[str, Any] = {"vocab_size": 50, **SMALL}
 
 MODELS: dict[str, tuple[Any, Any, str]] = {
     "gpt2": (
@@ -517,7 +517,7 @@ def test_watching_changes_nothing() -> None:
         with intercept(watched):
             loss = model(x).square().sum() + model.eval()(x).sum()
             loss.backward()
-        return [loss.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+        return [loss.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters())]
 
     weights = hooks.AttentionWeights()
     for one, other in zip(run(), run(weights, hooks.AttentionWeights("entropy")), strict=True):
@@ -569,8 +569,8 @@ def small(name: str, attention: str) -> Any:
         "attn_implementation": attention,
     }
     if name == "bert":
-        return transformers.BertModel(transformers.BertConfig(**options)).eval()
-    return transformers.LlamaModel(transformers.LlamaConfig(num_key_value_heads=2, **options)).eval()
+        return transformers.BertModel(transformers.BertConfig(**options)).train(False)
+    return transformers.LlamaModel(transformers.LlamaConfig(num_key_value_heads=2, **options)).train(False)
 
 
 def read_by(weights: hooks.AttentionWeights, program: Any, level: Any = "dispatch") -> list[torch.Tensor]:
@@ -686,7 +686,7 @@ class Experts(torch.nn.Module):
         self.gate = torch.nn.Linear(4, 6)
         self.convolution = torch.nn.Conv2d(4, 4, 3, padding=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = (x @ self.up).relu() @ self.down
         x = (x @ self.up).sigmoid() @ self.down
         x = (x @ self.up) @ self.down

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
-from opintercept.hooks import capture as capture_module
+from opintercept.hooks._copies import copied
 from opintercept.hooks.capture import Captured
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
@@ -99,8 +100,8 @@ def test_it_sees_the_operands_as_earlier_hooks_left_them() -> None:
             assert call.lhs is not None
             return call.replace(lhs=call.lhs + 1)
 
-        def post(self, call: OpCall) -> Tensor:
-            return call.output + 1  # type: ignore[no-any-return]
+        def post(self, call: OpCall) -> Any:
+            return call.output + 1
 
     first, second, third = (hooks.Capture() for _ in range(3))
     with intercept([first, Plus(), second, Plus(), third]):
@@ -130,7 +131,7 @@ def test_gradients_are_those_of_autograd_with_the_module_of_the_forward_call(fee
             def note(layer: nn.Module, gradients: Any, _: Any, name: str = name) -> None:
                 inputs[name] = gradients[0]
 
-            layer.register_full_backward_hook(note)  # type: ignore[arg-type]
+            layer.register_full_backward_hook(note)
     capture = hooks.Capture(of=("output", "grad_lhs", "grad_rhs"))
     with intercept(capture, **feed):
         model(x).sum().backward()
@@ -142,7 +143,7 @@ def test_gradients_are_those_of_autograd_with_the_module_of_the_forward_call(fee
         assert grad_lhs.forward == grad_rhs.forward == output.index
         assert (output.phase, grad_lhs.phase) == ("forward", "backward")
         assert torch.equal(grad_lhs.tensor, inputs[name])
-        assert torch.equal(grad_rhs.tensor.T, model.get_submodule(name).weight.grad)  # type: ignore[arg-type, union-attr]
+        assert torch.equal(grad_rhs.tensor.T, model.get_submodule(name).weight.grad)  # type: ignore[arg-type]
 
 
 def test_backward_calls_are_kept_unless_gradients_are_asked_for() -> None:
@@ -331,9 +332,9 @@ def named() -> hooks.Capture:
         def __init__(self) -> None:
             super().__init__()
             self.encoder = small_model()
-            self.decoder = self.encoder[2]
+            self.decoder = self.encoder.get_submodule("2")
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return self.encoder(x)
 
     return capture_of(lambda: Tied()(torch.randn(5, 3)))
@@ -393,7 +394,7 @@ def test_the_repr_of_an_entry_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_file_has_the_values_and_says_where_they_come_from(tmp_path: Path) -> None:
     model, x = small_model(), torch.randn(5, 3, dtype=torch.float32)
-    options = {"of": ("lhs", "output", "grad_rhs"), "sample": None}
+    options: dict[str, Any] = {"of": ("lhs", "output", "grad_rhs"), "sample": None}
     memory = capture_of(lambda: model(x).sum().backward(), None, **options)
     disk = capture_of(lambda: model(x).sum().backward(), to="disk", folder=tmp_path / "a" / "b", **options)
     files = sorted((tmp_path / "a" / "b").iterdir())
@@ -590,7 +591,7 @@ def test_any_tensor_is_kept_as_it_was(program: Callable[[], Any], feed: dict[str
 def test_bytes_of_a_sparse_tensor_include_its_indices() -> None:
     dense, rhs = torch.eye(4), torch.ones(4, 2)
     sizes = [
-        [e.nbytes for e in capture_of(lambda lhs=lhs: lhs @ rhs, of="lhs").entries]
+        [e.nbytes for e in capture_of(partial(torch.matmul, lhs, rhs), of="lhs").entries]
         for lhs in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc())
     ]
     # Values take 4 bytes. A value has two indices of 8 bytes, or one besides the five that mark rows or columns.
@@ -756,13 +757,11 @@ def test_after_interrupts_the_budget_matches_the_entries(to: Any, tmp_path: Path
 
 
 def test_threads_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = capture_module.copied
-
     def slow(tensor: Tensor, to: Any) -> Any:
         time.sleep(0.01)  # lets the other threads ask for room
         return copied(tensor, to)
 
-    monkeypatch.setattr(capture_module, "copied", slow)
+    monkeypatch.setattr("opintercept.hooks.capture.copied", slow)
     capture = hooks.Capture(of="output", max_bytes=100, when_full="drop")
 
     def work() -> None:

@@ -70,7 +70,8 @@ def test_a_backward_hook_changes_no_gradient(program: Any) -> None:
     bare = torch.autograd.grad(program(*operands).square().sum(), operands, allow_unused=True)
     with intercept([Seen(), hooks.Gradients()], level="function"):
         watched = torch.autograd.grad(program(*operands).square().sum(), operands, allow_unused=True)
-    for one, other in zip(bare, watched, strict=True):
+    pairs: list[tuple[Any, Any]] = list(zip(bare, watched, strict=True))
+    for one, other in pairs:
         assert (one is None and other is None) or torch.equal(one, other)
 
 
@@ -112,8 +113,11 @@ def test_gradients_may_be_replaced_as_with_a_module_hook() -> None:
         (half,) = torch.autograd.grad((x @ w).sum(), w)
     assert torch.equal(half, whole / 2)
 
+    def halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return tuple(gradient / 2 for gradient in inputs)
+
     module = nn.Linear(3, 4)
-    handle = module.register_full_backward_hook(lambda m, gi, go: tuple(g / 2 for g in gi))
+    handle = module.register_full_backward_hook(halve)
     (by_module,) = torch.autograd.grad(module(x).sum(), x)
     handle.remove()
     with intercept(hooks.Gradients(lambda call, g: {"lhs": g["lhs"] / 2}), level="function"):
@@ -291,11 +295,13 @@ def test_dispatch_level_applies_alpha_as_autograd_does() -> None:
 @pytest.mark.parametrize("level", ["function", "dispatch"])
 def test_entries_are_looked_up_by_module(level: Any) -> None:
     gradients = hooks.Gradients()
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    last = nn.Linear(4, 2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), last)
     with intercept(gradients, level=level):
         model(torch.ones(2, 3)).sum().backward()
     weight = next(entry for entry in gradients["2"] if entry.operand == "rhs").value
-    expected = model[2].weight.grad
+    expected = last.weight.grad
+    assert expected is not None
     assert torch.equal(weight if level == "function" else weight.T, expected)
     assert {entry.module for entry in gradients["*"]} == {"0", "2"}
     assert gradients["encoder.*"] == []
@@ -312,6 +318,7 @@ def test_bad_arguments_are_refused() -> None:
 def test_attention_rollout_works_without_module_hooks(level: Any) -> None:
     """Collect attention and its gradient by module name on a ViT, and compare with doing it by hand."""
     torch.manual_seed(0)
+    eager: dict[str, Any] = {"attn_implementation": "eager"}
     config = transformers.ViTConfig(
         hidden_size=16,
         num_hidden_layers=2,
@@ -319,7 +326,7 @@ def test_attention_rollout_works_without_module_hooks(level: Any) -> None:
         intermediate_size=32,
         image_size=16,
         patch_size=8,
-        attn_implementation="eager",
+        **eager,
         attention_probs_dropout_prob=0.0,
         hidden_dropout_prob=0.0,
     )
@@ -349,7 +356,7 @@ def test_attention_rollout_works_without_module_hooks(level: Any) -> None:
         return call.phase == "backward" or (call.lhs is not None and bool((call.lhs >= 0).all()))
 
     ops = ("matmul", "bmm")
-    chosen = {"module": "*.attention*", "op": ops}
+    chosen: dict[str, Any] = {"module": "*.attention*", "op": ops}
     with intercept(
         [hooks.when(Rollout(), predicate=of_values, **chosen), hooks.when(hooks.Gradients(keep), **chosen)], level=level
     ):

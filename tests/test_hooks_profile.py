@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ class Net(nn.Module):
         self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
         self.head = nn.Linear(8, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.body(x))
 
 
@@ -127,7 +129,7 @@ def test_audit_finds_a_layer_outside_autocast() -> None:
             super().__init__()
             self.cast, self.kept = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             x = self.cast(x)
             with torch.autocast("cpu", enabled=False):
                 return self.kept(x.float())
@@ -145,18 +147,20 @@ def test_audit_finds_a_layer_outside_autocast() -> None:
 def test_audit_finds_a_backward_pass_in_another_dtype() -> None:
     class Coarse(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, a, b):  # type: ignore[no-untyped-def]
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(a, b)
             return a @ b
 
         @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             a, b = ctx.saved_tensors
             return (grad.half() @ b.half().T).float(), (a.half().T @ grad.half()).float()
 
+    coarse: Callable[..., Any] = Coarse.apply
+
     class Net(nn.Module):
-        def forward(self, a: torch.Tensor) -> torch.Tensor:
-            return Coarse.apply(a, a)
+        def forward(self, a: torch.Tensor) -> Any:
+            return coarse(a, a)
 
     profile = hooks.Profile()
     with intercept(profile):
@@ -214,13 +218,14 @@ def test_time_on_cuda_is_the_devices_and_no_call_waits() -> None:
 
 
 def test_newer_precision_settings_are_read_beside_the_old_flags() -> None:
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    onednn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, onednn.matmul)
     before = [backend.fp32_precision for backend in backends]
     profile = hooks.Profile()
     x = torch.ones(2, 2)
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        onednn.matmul.fp32_precision = "bf16"
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
         with intercept(profile):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,8 @@ def aliased_view() -> None:
     torch.addmm(bias.view(3, 3), matrix(3, 4), matrix(4, 3), out=bias)
 
 
+attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+
 FORMS: dict[str, Callable[[], Any]] = {
     "mm": lambda: torch.mm(matrix(3, 4), matrix(4, 5)),
     "mm out": lambda: torch.mm(matrix(3, 4), matrix(4, 5), out=torch.empty(3, 5)),
@@ -267,15 +270,15 @@ FORMS: dict[str, Callable[[], Any]] = {
     "matrix power": lambda: torch.linalg.matrix_power(matrix(3, 3), 3),
     "bilinear": lambda: F.bilinear(matrix(2, 3), matrix(2, 4), matrix(5, 3, 4)),
     "cdist": lambda: torch.cdist(matrix(30, 4), matrix(30, 4), compute_mode="use_mm_for_euclid_dist"),
-    "attention": lambda: F.scaled_dot_product_attention(*(matrix(1, 2, 3, 4) for _ in range(3))),
-    "causal": lambda: F.scaled_dot_product_attention(*(matrix(1, 2, 3, 4) for _ in range(3)), is_causal=True),
-    "masked": lambda: F.scaled_dot_product_attention(
+    "attention": lambda: attend(*(matrix(1, 2, 3, 4) for _ in range(3))),
+    "causal": lambda: attend(*(matrix(1, 2, 3, 4) for _ in range(3)), is_causal=True),
+    "masked": lambda: attend(
         *(matrix(1, 2, 3, 4) for _ in range(3)), torch.tensor([[True, False, True]] * 3), scale=2.0
     ),
     "grouped heads": lambda: F.scaled_dot_product_attention(
         matrix(2, 6, 3, 4), matrix(2, 2, 5, 4), matrix(2, 2, 5, 4), enable_gqa=True
     ),
-    "math attention": lambda: F.scaled_dot_product_attention(*(matrix(3, 4) for _ in range(3))),
+    "math attention": lambda: attend(*(matrix(3, 4) for _ in range(3))),
 }
 if hasattr(torch, "_foreach_mm"):  # came with torch 2.13
     FORMS["foreach"] = lambda: torch._foreach_mm([matrix(3, 4), matrix(2, 3)], [matrix(4, 5), matrix(3, 3)])
@@ -324,7 +327,7 @@ def test_a_changed_output_is_far_from_its_reference(name: str, level: Any) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_one_rounding_is_half_an_ulp(dtype: torch.dtype) -> None:
     a, b = torch.rand(64, 64).to(dtype), torch.rand(64, 64).to(dtype)
-    out = {}
+    out: dict[str, torch.Tensor] = {}
     reference = measured(lambda: out.update(y=a @ b))
     [row] = reference.rows()
     exact = a.double() @ b.double()
@@ -344,7 +347,7 @@ def test_backward_has_references_too() -> None:
             super().__init__()
             self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return self.second(self.first(x).relu())
 
     reference = measured(lambda: Net()(matrix(2, 8)).sum().backward())
@@ -394,8 +397,9 @@ def test_gradients_that_are_not_needed_are_left_out() -> None:
 def test_scaled_products() -> None:
     a, b = matrix(16, 32).to(torch.float8_e4m3fn), matrix(48, 32).to(torch.float8_e4m3fn).t()
     given = (a, b, torch.tensor(0.3), torch.tensor(2.0))
-    for options in ({}, {"bias": matrix(48)}, {"out": torch.empty(16, 48)}):
-        reference = measured(lambda options=options: torch._scaled_mm(*given, out_dtype=torch.float32, **options))
+    different: list[dict[str, Any]] = [{}, {"bias": matrix(48)}, {"out": torch.empty(16, 48)}]
+    for options in different:
+        reference = measured(partial(torch._scaled_mm, *given, out_dtype=torch.float32, **options))
         assert reference.skipped == {}
         [row] = reference.rows()
         assert row.snr > 120
@@ -587,7 +591,7 @@ def test_rounding_of_the_operands_does_not_count() -> None:
             super().__init__()
             self.rough, self.fine = nn.Linear(32, 32), nn.Linear(32, 32)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             with torch.autocast("cpu", torch.bfloat16):
                 x = self.rough(x)
             return self.fine(x.float())

@@ -304,7 +304,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden: Tensor = checkpoint(lambda x: self.first(x).relu(), x, use_reentrant=False)
         return self.second(hidden)
 
@@ -444,7 +444,7 @@ class Transformer(nn.Module):
         )
         self.head = nn.Linear(16, 11)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         return self.head(self.body(self.embed(tokens)))
 
 
@@ -454,7 +454,7 @@ def trained(hook: Any, engine: dict[str, Any]) -> dict[str, Tensor]:
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     tokens = torch.randint(11, (4, 7))
-    left: dict[str, Tensor] = {}
+    left: dict[str, Any] = {}
     for step in range(3):
         with intercept(hook, **engine):
             logits = model(tokens)
@@ -463,7 +463,7 @@ def trained(hook: Any, engine: dict[str, Any]) -> dict[str, Tensor]:
             loss.backward()
         optimizer.step()
         left |= {f"{step} logits": logits, f"{step} random": torch.get_rng_state()}
-        left |= {f"{step} {name}": parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[dict-item]
+        left |= {f"{step} {name}": parameter.grad for name, parameter in model.named_parameters()}
     return left | dict(model.state_dict())
 
 
@@ -485,11 +485,11 @@ def test_training_is_unchanged_bit_for_bit(engine: dict[str, Any], way: str) -> 
 def test_the_linear_layers_of_a_pretrained_model_agree_with_numpy() -> None:
     model, tokenizer = minilm.load()
     texts = tokenizer(["See every matmul.", "Change nothing, cost nothing."], padding=True, return_tensors="pt")
-    kept: dict[str, dict[str, Tensor]] = {}
+    kept: dict[str | None, dict[str, Any]] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            kept[name] = {"lhs": inputs[0].clone(), "output": output.clone(), "rhs": module.weight, "bias": module.bias}  # type: ignore[dict-item]
+            kept[name] = {"lhs": inputs[0].clone(), "output": output.clone(), "rhs": module.weight, "bias": module.bias}
 
         return hook
 

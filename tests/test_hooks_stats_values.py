@@ -163,13 +163,14 @@ def test_values_of_every_layout_are_read(layout: str) -> None:
         pytest.skip("torch has no oneDNN here")
     plain = torch.randn(4, 6) * (torch.rand(4, 6) > 0.5)
     tensor = OTHER_LAYOUTS[layout](plain)
-    values = {
+    expected: dict[str, Callable[[], np.ndarray]] = {
         "quantized": lambda: float64(tensor.dequantize()),
         "nested": lambda: np.concatenate([float64(plain), float64(plain[:1])]),
         "jagged": lambda: np.concatenate([float64(plain), float64(plain[:1])]),
         "negated": lambda: float64(-plain),
         "zero": lambda: np.zeros(24),
-    }.get(layout, lambda: float64(plain))()
+    }
+    values = expected.get(layout, lambda: float64(plain))()
     for way in WAYS:
         with read(way):
             assert_row_is(one_row(tensor), values)
@@ -303,7 +304,7 @@ class Waits(TorchDispatchMode):
     )
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ran = 0
         self.found: list[str] = []
 
@@ -404,7 +405,7 @@ class Unstacked(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.stack, torch.cat):
             raise NotImplementedError(f"{func} of {cls}")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("histogram", [False, True])

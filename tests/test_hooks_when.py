@@ -291,7 +291,7 @@ def test_two_interceptors_with_one_filter_count_together() -> None:
 
 def test_a_replaced_output_reaches_the_program() -> None:
     class Double:
-        def post(self, call: OpCall) -> torch.Tensor:
+        def post(self, call: OpCall) -> Any:
             return call.output * 2
 
     with intercept(hooks.when(Double(), first=1)):
@@ -464,7 +464,7 @@ class Layer(nn.Module):
         super().__init__()
         self.attention, self.output = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.output(self.attention(x))
 
 
@@ -542,6 +542,11 @@ def test_calls_without_a_known_module_do_not_warn() -> None:
 def nothing() -> None: ...
 
 
+def in_turn(*programs: Callable[[], Any]) -> None:
+    for program in programs:
+        program()
+
+
 @pytest.mark.parametrize(
     ("program", "filters"),
     [
@@ -551,8 +556,8 @@ def nothing() -> None: ...
         (encode, {"module": "typo", "steps": 1}),
         (encode, {"module": "typo", "dtype": torch.float64}),
         (encode, {"module": "typo", "min_numel": 5}),
-        (lambda: (encode(), mm()), {"module": "layers.*", "op": "mm"}),
-        (lambda: (mm(), encode()), {"module": "layers.*", "op": "mm"}),
+        (lambda: in_turn(encode, mm), {"module": "layers.*", "op": "mm"}),
+        (lambda: in_turn(mm, encode), {"module": "layers.*", "op": "mm"}),
         (encode, {"module": "*.output", "predicate": lambda call: False}),
         (encode, {"module": lambda name: False}),
         (encode, {"module": ""}),

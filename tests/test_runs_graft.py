@@ -34,7 +34,7 @@ def record(folder: Path, program: Any, tensors: Any = "full") -> Path:
 
 def broken(net: Net, layer: int) -> Net:
     """The same with one layer's weights rounded."""
-    weight = net.layers[layer].weight
+    weight: Any = net.layers[layer].weight
     with torch.no_grad():
         weight.copy_(weight.bfloat16())
     return net
@@ -75,7 +75,8 @@ def test_steps_and_phases_choose(tmp_path: Path) -> None:
         for _ in range(2):
             net.zero_grad()
             net(X).sum().backward()
-            gradients.append(net.layers[0].weight.grad.clone())
+            weight: Any = net.layers[0].weight
+            gradients.append(weight.grad.clone())
             if interceptor is not None:
                 interceptor.step()
         return gradients

@@ -130,10 +130,15 @@ def test_a_program_killed_at_any_time_can_be_read(tmp_path: Path) -> None:
                 assert run.tensor(call, role) is not None
 
 
+def interrupt_itself() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+
 ENDS: dict[str, tuple[Callable[[], Any], int]] = {
     "sys.exit": (lambda: sys.exit(3), 3),
     "an exception": (lambda: [].pop(), 1),
-    "an interrupt": (lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5)), 130),
+    "an interrupt": (interrupt_itself, 130),
 }
 
 

@@ -48,7 +48,7 @@ class Known:
 
 
 def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entry:
-    kept: list[Any] = [Kept(tensor, None, hashed and Known(hashed), False) for tensor in tensors]
+    kept: list[Any] = [Kept(tensor, None, Known(hashed) if hashed else None, False) for tensor in tensors]
     roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
     note = Note(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 1e-6)
     return Entry(note, {}, kept, roles, "{}", None, None)
@@ -141,9 +141,13 @@ def test_a_slow_disk_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.Monke
     thread = Writer(tmp_path / "run", INFO, None)
     thread.start()
     done: list[int] = []
-    program = threading.Thread(
-        target=lambda: [done.append(i) or thread.put(entry(i, torch.ones(250))) for i in range(50)]
-    )
+
+    def put_entries() -> None:
+        for i in range(50):
+            done.append(i)
+            thread.put(entry(i, torch.ones(250)))
+
+    program = threading.Thread(target=put_entries)
     program.start()
     time.sleep(0.5)
     assert program.is_alive()
