@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from opintercept import _entry
+from opintercept import _with_statement
 from opintercept._engines import greenlets
 from opintercept._engines import scope as _scope
 from opintercept._engines.scope import Block, Watcher
@@ -123,5 +123,7 @@ def force_out(blocks: Iterable[Block]) -> list[str]:
         with contextlib.suppress(
             OpInterceptError
         ):  # a torch mode that was entered later was forgotten too, but ours is out
-            _entry.finish(block.entry, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
+            _with_statement.finish(
+                block.entry, OpInterceptError("left by force")
+            )  # so that hooks which fail to exit warn
     return named

@@ -11,9 +11,9 @@ import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
-from opintercept import _entry
+from opintercept import _with_statement
 from opintercept._blocks import Part, innermost
-from opintercept._engines import unseen
+from opintercept._engines import blind_spots
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import Watcher
 
@@ -99,9 +99,9 @@ class _Active:
 
     @keep_out
     def __enter__(self) -> None:
-        _entry.enter(self, Part(self._watcher, pauses=False))
+        _with_statement.enter(self, Part(self._watcher, pauses=False))
 
-    __exit__ = _entry.Exit(lambda self: innermost(self._watcher, pauses=False).entry)
+    __exit__ = _with_statement.Exit(lambda self: innermost(self._watcher, pauses=False).entry)
 
 
 class _Life:
@@ -111,14 +111,14 @@ class _Life:
         self._watcher = watcher
 
     def __enter__(self) -> None:
-        _entry.enter(self, self)
+        _with_statement.enter(self, self)
 
-    __exit__ = _entry.Exit(lambda self: self)
+    __exit__ = _with_statement.Exit(lambda self: self)
 
     def begin(self) -> None:
         self._watcher.engine.hold(self, self._watcher)
         self._watcher.pipeline.enter(self)
-        unseen.enter(self)
+        blind_spots.enter(self)
 
     def check(self) -> None:
         pass  # a body may end anywhere
@@ -128,6 +128,6 @@ class _Life:
             self._watcher.engine.release(self)
         finally:
             try:
-                unseen.leave(self)
+                blind_spots.leave(self)
             finally:
                 self._watcher.pipeline.exit(self, None if isinstance(failed, GeneratorExit) else failed)

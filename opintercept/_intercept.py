@@ -13,12 +13,12 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
 
-from opintercept import _entry
+from opintercept import _with_statement
 from opintercept._blocks import Part, check_leaving, enter_block, innermost, leave_block
 from opintercept._checks import check_choice
 from opintercept._coroutines import suspending
+from opintercept._engines import blind_spots
 from opintercept._engines import scope as _scope
-from opintercept._engines import unseen
 from opintercept._engines.choose import EngineChoice, choose
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
@@ -138,10 +138,10 @@ class Interceptor:
 
     @keep_out
     def __enter__(self) -> Interceptor:
-        _entry.enter(self, _Stay(self.watcher))
+        _with_statement.enter(self, _Stay(self.watcher))
         return self
 
-    __exit__ = _entry.Exit(lambda self: innermost(self.watcher, pauses=False).entry)
+    __exit__ = _with_statement.Exit(lambda self: innermost(self.watcher, pauses=False).entry)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Intercept a function, method, generator, async function or async generator while its body runs.
@@ -178,10 +178,10 @@ def _by_name(ops: Any) -> Any:
 
 
 # A with statement calls these, as it calls `__enter__`, so Dynamo must be kept out of them too.
-_entry.Exit.__get__ = keep_out(_entry.Exit.__get__)  # type: ignore[method-assign]
-_entry.leave = keep_out(_entry.leave)
-_entry.Exit.by_hand = keep_out(_entry.Exit.by_hand)  # type: ignore[method-assign]
-_entry.Leaver.dropped = keep_out(_entry.Leaver.dropped)  # type: ignore[method-assign]
+_with_statement.Exit.__get__ = keep_out(_with_statement.Exit.__get__)  # type: ignore[method-assign]
+_with_statement.leave = keep_out(_with_statement.leave)
+_with_statement.Exit.by_hand = keep_out(_with_statement.Exit.by_hand)  # type: ignore[method-assign]
+_with_statement.Leaver.dropped = keep_out(_with_statement.Leaver.dropped)  # type: ignore[method-assign]
 
 
 class _Stay:
@@ -197,7 +197,7 @@ class _Stay:
     def begin(self) -> None:
         self._block = block = Block(self._watcher, self)
         self._watcher.pipeline.enter(block)
-        unseen.enter(block)
+        blind_spots.enter(block)
         enter_block(block)
 
     def check(self) -> None:
@@ -211,7 +211,7 @@ class _Stay:
             leave_block(block)
         finally:
             try:
-                unseen.leave(block)
+                blind_spots.leave(block)
             finally:
                 self._watcher.pipeline.exit(block, failed)
         self._block = None  # breaks a reference cycle, too
@@ -238,9 +238,9 @@ class Pause:
 
     @keep_out
     def __enter__(self) -> None:
-        _entry.enter(self, Part(self._watcher, pauses=True))
+        _with_statement.enter(self, Part(self._watcher, pauses=True))
 
-    __exit__ = _entry.Exit(lambda self: innermost(self._watcher, pauses=True).entry)
+    __exit__ = _with_statement.Exit(lambda self: innermost(self._watcher, pauses=True).entry)
 
 
 def _hooks(hooks: Any, level: Level) -> list[Hook]:

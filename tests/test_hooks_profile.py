@@ -123,23 +123,25 @@ def test_work_equals_what_the_flop_counter_counts(name: str) -> None:
     assert sum(ours.values()) >= sum(counted.values())
 
 
-def test_audit_finds_a_layer_outside_autocast() -> None:
+def test_audit_finds_each_layer_outside_autocast() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.cast, self.kept = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.cast, self.kept, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> Any:
             x = self.cast(x)
             with torch.autocast("cpu", enabled=False):
-                return self.kept(x.float())
+                return self.other(self.kept(x.float()))
 
     net, profile = Half(), hooks.Profile()
     with intercept(profile):
         with torch.autocast("cpu", torch.bfloat16):
             loss = net(torch.randn(2, 8)).sum()
         loss.backward()
-    assert profile.audit() == ["kept: aten::addmm ran in float32 while autocast cast others to bfloat16"]
+    assert profile.audit() == [
+        f"{name}: aten::addmm ran in float32 while autocast cast others to bfloat16" for name in ("kept", "other")
+    ]
     (row,) = (r for r in profile.rows() if (r.module, r.phase) == ("cast", "forward"))
     assert (row.dtype, row.autocast) == ("bfloat16", "bfloat16")
 

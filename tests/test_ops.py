@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from opintercept import OpCall, intercept
 from opintercept._hook import Level
 from opintercept._ops import table
-from opintercept._ops.rules import broadcast
 from opintercept._ops.select import select
+from opintercept._ops.shapes import broadcast
 
 TABLED_VERSION = torch.__version__.startswith("2.13.")
 NOT_IN_IT = {  # in torch 2.11 or 2.15 only

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opintercept._ops import rules
+from opintercept._ops import shapes
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op
 
 MATMUL: dict[str, Op] = {}
@@ -40,20 +40,20 @@ def _add(
         MATMUL[name] = Op(name, family, kind, opaque, roles, gemm, flops)
 
 
-_add("mm", "lhs:input rhs:mat2", gemm=rules.matmul)
-_add("bmm", "lhs:input rhs:mat2", gemm=rules.matmul)
-_add("addmm addmm_ _addmm_activation", "bias:input lhs:mat1 rhs:mat2", gemm=rules.matmul)
-_add("baddbmm baddbmm_ addbmm addbmm_", "bias:input lhs:batch1 rhs:batch2", gemm=rules.matmul)
-_add("mv", "lhs:input rhs:vec", gemm=rules.matmul)
-_add("addmv addmv_", "bias:input lhs:mat rhs:vec", gemm=rules.matmul)
-_add("dot", "lhs:input rhs:tensor", gemm=rules.matmul)
-_add("vdot", "lhs:input rhs:other", gemm=rules.matmul)
+_add("mm", "lhs:input rhs:mat2", gemm=shapes.matmul)
+_add("bmm", "lhs:input rhs:mat2", gemm=shapes.matmul)
+_add("addmm addmm_ _addmm_activation", "bias:input lhs:mat1 rhs:mat2", gemm=shapes.matmul)
+_add("baddbmm baddbmm_ addbmm addbmm_", "bias:input lhs:batch1 rhs:batch2", gemm=shapes.matmul)
+_add("mv", "lhs:input rhs:vec", gemm=shapes.matmul)
+_add("addmv addmv_", "bias:input lhs:mat rhs:vec", gemm=shapes.matmul)
+_add("dot", "lhs:input rhs:tensor", gemm=shapes.matmul)
+_add("vdot", "lhs:input rhs:other", gemm=shapes.matmul)
 _add(
-    "_foreach_mm _native::_foreach_mm_native_0 _native::_foreach_mm_native_1", "lhs:self rhs:mat2", flops=rules.foreach
+    "_foreach_mm _native::_foreach_mm_native_0 _native::_foreach_mm_native_1", "lhs:self rhs:mat2", flops=shapes.foreach
 )
-_add("_native::bmm_triton_0", "lhs:self rhs:mat2", gemm=rules.matmul)
+_add("_native::bmm_triton_0", "lhs:self rhs:mat2", gemm=shapes.matmul)
 _add("inductor::_mm_plus_mm", "lhs:a rhs:b", kind="seen", opaque=True)
-_add("symm_mem::_async_input_mm", "lhs:a rhs:b", gemm=rules.matmul)
+_add("symm_mem::_async_input_mm", "lhs:a rhs:b", gemm=shapes.matmul)
 # Importing torch.distributed._symmetric_memory or torch.onnx registers these.
 _add(
     "symm_mem::fused_all_gather_matmul symm_mem::fused_all_gather_scaled_matmul"
@@ -61,12 +61,12 @@ _add(
     kind="seen",
     opaque=True,
 )
-_add("matmul linalg_matmul", "lhs:input rhs:other", kind="composite", gemm=rules.matmul)
-_add("linear", "lhs:input rhs:weight bias:bias", kind="composite", gemm=rules.linear)
-_add("einsum", "_ lhs:operands rhs:operands", kind="composite", gemm=rules.einsum)
-_add("tensordot", "lhs:a rhs:b", kind="composite", gemm=rules.tensordot)
-_add("inner", "lhs:input rhs:other", kind="composite", gemm=rules.inner)
-_add("linalg_vecdot", "lhs:x rhs:y", kind="composite", gemm=rules.vecdot)
+_add("matmul linalg_matmul", "lhs:input rhs:other", kind="composite", gemm=shapes.matmul)
+_add("linear", "lhs:input rhs:weight bias:bias", kind="composite", gemm=shapes.linear)
+_add("einsum", "_ lhs:operands rhs:operands", kind="composite", gemm=shapes.einsum)
+_add("tensordot", "lhs:a rhs:b", kind="composite", gemm=shapes.tensordot)
+_add("inner", "lhs:input rhs:other", kind="composite", gemm=shapes.inner)
+_add("linalg_vecdot", "lhs:x rhs:y", kind="composite", gemm=shapes.vecdot)
 _add("chain_matmul linalg_multi_dot", "lhs:tensors", kind="composite")
 _add("matrix_power linalg_matrix_power", "lhs:input", kind="composite")
 _add("bilinear", "lhs:input1 _ rhs:weight bias:bias", kind="composite", opaque=True)
@@ -80,17 +80,17 @@ _add("linalg_pinv", "lhs:input", kind="seen", opaque=True)
 _add("cov corrcoef", "lhs:input", kind="composite", opaque=True)
 _add("linear_backward", "lhs:self _ rhs:weight", kind="seen", opaque=True)
 _add("matmul_backward", "_ lhs:self rhs:other", kind="seen", opaque=True)
-_add("_int_mm", "lhs:input rhs:mat2", family="low precision", gemm=rules.matmul)
-_add("_scaled_mm", "lhs:input rhs:mat2 _ _ bias:bias", family="low precision", gemm=rules.matmul)
-_add("_scaled_mm_v2", "lhs:input rhs:mat2", family="low precision", gemm=rules.matmul)
-_add("_scaled_addmm _scaled_addmm_", "bias:input lhs:mat1 rhs:mat2", family="low precision", gemm=rules.matmul)
+_add("_int_mm", "lhs:input rhs:mat2", family="low precision", gemm=shapes.matmul)
+_add("_scaled_mm", "lhs:input rhs:mat2 _ _ bias:bias", family="low precision", gemm=shapes.matmul)
+_add("_scaled_mm_v2", "lhs:input rhs:mat2", family="low precision", gemm=shapes.matmul)
+_add("_scaled_addmm _scaled_addmm_", "bias:input lhs:mat1 rhs:mat2", family="low precision", gemm=shapes.matmul)
 _add(
     "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2",
     "lhs:input rhs:mat2",
     family="low precision",
-    flops=rules.grouped,
+    flops=shapes.grouped,
 )
-_add("_weight_int8pack_mm", "lhs:input rhs:mat2", family="low precision", gemm=rules.linear)
+_add("_weight_int8pack_mm", "lhs:input rhs:mat2", family="low precision", gemm=shapes.linear)
 _add(
     "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros",
     "lhs:input rhs:mat2",
@@ -116,7 +116,7 @@ _add(
     "lhs:X",
     family="low precision",
 )
-_add("quantized::matmul", "lhs:qa rhs:qb", family="low precision", gemm=rules.matmul)
+_add("quantized::matmul", "lhs:qa rhs:qb", family="low precision", gemm=shapes.matmul)
 _add(
     "sparse::qlinear sparse::qlinear_dynamic sparse::qlinear_relu sparse::qlinear_relu_dynamic",
     "lhs:X",
@@ -131,12 +131,12 @@ _add(
 )
 _add("onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16", "lhs:x", family="low precision")
 _add("onednn::qlinear_pointwise", "lhs:qx", family="low precision")
-_add("hspmm", "lhs:mat1 rhs:mat2", family="sparse", gemm=rules.matmul)
-_add("_sparse_mm", "lhs:sparse rhs:dense", family="sparse", kind="composite", gemm=rules.matmul)
-_add("smm", "lhs:input rhs:mat2", family="sparse", kind="composite", gemm=rules.matmul)
-_add("_sparse_addmm sspaddmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=rules.matmul)
-_add("sparse_sampled_addmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=rules.matmul)
-_add("_sparse_sparse_matmul _sparse_mm_reduce_impl", "lhs:input rhs:other", family="sparse", gemm=rules.matmul)
+_add("hspmm", "lhs:mat1 rhs:mat2", family="sparse", gemm=shapes.matmul)
+_add("_sparse_mm", "lhs:sparse rhs:dense", family="sparse", kind="composite", gemm=shapes.matmul)
+_add("smm", "lhs:input rhs:mat2", family="sparse", kind="composite", gemm=shapes.matmul)
+_add("_sparse_addmm sspaddmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=shapes.matmul)
+_add("sparse_sampled_addmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=shapes.matmul)
+_add("_sparse_sparse_matmul _sparse_mm_reduce_impl", "lhs:input rhs:other", family="sparse", gemm=shapes.matmul)
 _add("_sparse_mm_reduce_impl_backward", "lhs:self rhs:grad_out", family="sparse", opaque=True)
 _add("_cslt_sparse_mm", "lhs:compressed_A rhs:dense_B bias:bias", family="sparse")
 _add("_sparse_semi_structured_linear", "lhs:input rhs:weight", family="sparse")
@@ -148,7 +148,7 @@ _add(
     family="attention",
     kind="composite",
     opaque=True,
-    flops=rules.attention(2),
+    flops=shapes.attention(2),
 )
 _add(
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
@@ -157,7 +157,7 @@ _add(
     "lhs:query rhs:key value:value",
     family="attention",
     opaque=True,
-    flops=rules.attention(2),
+    flops=shapes.attention(2),
 )
 _add(
     "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward",
@@ -171,7 +171,7 @@ _add(
     family="attention",
     opaque=True,
 )
-_add("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", family="attention", opaque=True, flops=rules.attention(2))
+_add("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", family="attention", opaque=True, flops=shapes.attention(2))
 _add(
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"
     " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
@@ -179,7 +179,7 @@ _add(
     "_ lhs:query rhs:key value:value",
     family="attention",
     opaque=True,
-    flops=rules.attention(5),
+    flops=shapes.attention(5),
 )
 _add(
     "_flash_attention_backward _efficient_attention_backward _cudnn_attention_backward",
@@ -195,8 +195,10 @@ _add(
     opaque=True,
 )
 _add("_transformer_encoder_layer_fwd", "lhs:src", family="fused", kind="seen", opaque=True)
-_add("mkldnn_rnn_layer", "lhs:input rhs:weight0", family="fused", opaque=True, flops=rules.lstm_layer)
-_add("mkldnn_rnn_layer_backward", "lhs:input rhs:weight1", family="fused", opaque=True, flops=rules.lstm_layer_backward)
+_add("mkldnn_rnn_layer", "lhs:input rhs:weight0", family="fused", opaque=True, flops=shapes.lstm_layer)
+_add(
+    "mkldnn_rnn_layer_backward", "lhs:input rhs:weight1", family="fused", opaque=True, flops=shapes.lstm_layer_backward
+)
 _add("_cudnn_rnn miopen_rnn _lstm_mps", "lhs:input", family="fused", opaque=True)
 _add("_cudnn_rnn_backward miopen_rnn_backward", "lhs:input", family="fused", opaque=True)
 _add("lstm_mps_backward", "_ _ _ _ _ lhs:input", family="fused", opaque=True)
@@ -210,13 +212,13 @@ _add(
     opaque=True,
 )
 _add("prepacked::linear_clamp_run", "lhs:X", family="fused")
-_add("mkldnn_linear", "lhs:self rhs:weight bias:bias", family="fused", gemm=rules.linear)
+_add("mkldnn_linear", "lhs:self rhs:weight bias:bias", family="fused", gemm=shapes.linear)
 _add("mkldnn_linear_backward", "lhs:self _ rhs:weight", family="fused", opaque=True)
 _add("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight", family="fused")
 _add("mkldnn_linear_backward_weights", "lhs:grad_output rhs:input", family="fused")
 # A packed weight has no shape of its own, so the first of these takes the original weight.
-_add("mkl::_mkl_linear", "lhs:X _ rhs:ORI_W bias:B", family="fused", gemm=rules.linear)
-_add("mkldnn::_linear_pointwise", "lhs:X rhs:W bias:B", family="fused", gemm=rules.linear)
+_add("mkl::_mkl_linear", "lhs:X _ rhs:ORI_W bias:B", family="fused", gemm=shapes.linear)
+_add("mkldnn::_linear_pointwise", "lhs:X rhs:W bias:B", family="fused", gemm=shapes.linear)
 # Operators that take Python functions. A dispatch mode gets them whole, the kernel engine the operators that they run.
 HIGHER_ORDER = frozenset(
     name

@@ -15,7 +15,7 @@ import torch
 
 from opintercept._call import OpCall
 from opintercept._ops.table import MATMUL, row_of
-from opintercept._origin.graphs import GraphPlace
+from opintercept._origin.compiled_graphs import GraphPlace
 from opintercept._origin.place import NOWHERE, Place
 from opintercept._origin.stack import custom_function
 from opintercept._record import Phase

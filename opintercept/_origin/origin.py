@@ -14,7 +14,7 @@ import torch
 
 from opintercept._call import OpCall
 from opintercept._errors import OpInterceptWarning, caller_level
-from opintercept._origin import graphs
+from opintercept._origin import compiled_graphs
 from opintercept._origin.autocast import autocast_above, autocast_below
 from opintercept._origin.links import Link, Links, grad_of
 from opintercept._origin.names import Labels
@@ -51,7 +51,7 @@ class _Stack:
     def here(self, phase: Phase) -> Place:
         """Return the place of the running call."""
         module, root, code, instruction = self._walk()
-        if code is not None and graphs.is_generated(code):
+        if code is not None and compiled_graphs.is_generated(code):
             return self._in_graph(phase, module, root, code)
         if module is None or root is None:
             return Place(("",), code, instruction)
@@ -69,7 +69,7 @@ class _Stack:
         caller: tuple[CodeType | None, int] | None = None
         frame = made.f_back
         try:
-            trace, graph = graphs.forward(made)
+            trace, graph = compiled_graphs.forward(made)
             while frame is not None:
                 if base is None and trace.base:
                     base = _called(frame, trace.base)
@@ -86,10 +86,12 @@ class _Stack:
             )  # a GraphModule that the program has made
         bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
-        there = graphs.Around(graph, around, bases, caller or (None, -1))
+        there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))
         return there.place(self._names_of(trace, there, phase == "recompute"), trace)
 
-    def _names_of(self, trace: graphs.Trace, there: graphs.Around, again: bool = False) -> tuple[str, ...]:
+    def _names_of(
+        self, trace: compiled_graphs.Trace, there: compiled_graphs.Around, again: bool = False
+    ) -> tuple[str, ...]:
         own, root = (None, None) if there.modules is None else (ref() for ref in there.modules)
         if trace.base == "":
             if there.modules is None:
@@ -106,14 +108,14 @@ class _Stack:
             return ()
         return (self._labels.recomputed(module) if again else None) or self._labels.registered(root, module) or ()
 
-    def in_backward_graph(self, place: graphs.GraphPlace) -> Place:
+    def in_backward_graph(self, place: compiled_graphs.GraphPlace) -> Place:
         """Return the place of a backward call whose forward call ran in compiled code."""
         code = self._walk()[2]
-        frame = None if code is None or not graphs.is_generated(code) else frame_of(code)
+        frame = None if code is None or not compiled_graphs.is_generated(code) else frame_of(code)
         if frame is None:
             return place
         try:
-            trace = graphs.backward(frame, place.around.graph)
+            trace = compiled_graphs.backward(frame, place.around.graph)
         finally:
             del frame
         return place.around.place(self._names_of(trace, place.around), trace)
@@ -152,7 +154,9 @@ class Origin:
         behind = self._behind(call, read)
         if behind is None:
             return NOWHERE
-        return self._stack.in_backward_graph(behind[1]) if isinstance(behind[1], graphs.GraphPlace) else behind[1]
+        return (
+            self._stack.in_backward_graph(behind[1]) if isinstance(behind[1], compiled_graphs.GraphPlace) else behind[1]
+        )
 
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]:
         """Return the index of the forward call whose gradient this one computes, of which operand, and how.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._call import OpCall
-from opintercept._ops.rules import broadcast
+from opintercept._ops.shapes import broadcast
 from opintercept._tensors import is_strided
 
 PIECE = 1 << 23

@@ -222,13 +222,15 @@ class Profile(Copyable):
         findings = []
         passes: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         rows = self.rows()
-        casts = {row.autocast for row in rows if row.phase == "forward"} - {None}
+        casts = sorted({row.autocast for row in rows if row.phase == "forward" and row.autocast is not None})
         for row in rows:
             passes[row.module][row.phase].add(row.dtype)
             if ", " in row.dtype:
                 findings.append(f"{row.module}: {row.op} mixes {row.dtype} in {row.phase}")
             if casts and row.phase == "forward" and row.autocast is None and row.dtype == "float32":
-                findings.append(f"{row.module}: {row.op} ran in float32 while autocast cast others to {casts.pop()}")
+                findings.append(
+                    f"{row.module}: {row.op} ran in float32 while autocast cast others to {', '.join(casts)}"
+                )
         for module, dtypes in passes.items():
             if dtypes["backward"] and dtypes["forward"] and dtypes["backward"] != dtypes["forward"]:
                 forward, backward = (", ".join(sorted(dtypes[phase])) for phase in ("forward", "backward"))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from opintercept import OpCall, OpInterceptWarning, intercept
-from opintercept._engines import unseen
+from opintercept._engines import blind_spots
 
 pytestmark = [
     # Torch's own: it pickles its tree specifications.
@@ -286,7 +286,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which nothing ran unseen yet."""
-    monkeypatch.setattr(unseen, "_warned", set())
+    monkeypatch.setattr(blind_spots, "_warned", set())
 
 
 def assert_told_once(run: Callable[[], Tensor], expected: Tensor, engine: str, name: str, message: str) -> None:
@@ -328,7 +328,7 @@ def test_cpp_wrapper_in_a_block_is_told(engine: str) -> None:
     if engine == "function":  # for which Dynamo makes a graph of its own
         with intercept(**ENGINES[engine]), warnings.catch_warnings(action="ignore"):
             compiled(x)
-        unseen._warned.clear()
+        blind_spots._warned.clear()
     message = "^code compiled with cpp_wrapper ran in a block, .* none of its matmuls are seen"
     assert_told_once(lambda: compiled(x), torch.mm(x, x), engine, "inductor::cpp_wrapper", message)
 
@@ -364,7 +364,7 @@ def test_a_replay_is_told_whichever_class_of_graph_it_is_of(monkeypatch: pytest.
             return super().replay()
 
     monkeypatch.setattr(torch._C, "_CUDAGraph", Base)
-    monkeypatch.setattr(unseen, "_owners", unseen._owners.__wrapped__)  # which looks anew
+    monkeypatch.setattr(blind_spots, "_owners", blind_spots._owners.__wrapped__)  # which looks anew
     message = "^a CUDA graph was replayed in a block, .* seen when it was captured"
     assert_told_once(Graph().replay, torch.ones(()), "kernel", "cuda::graph_replay", message)
 
@@ -372,7 +372,7 @@ def test_a_replay_is_told_whichever_class_of_graph_it_is_of(monkeypatch: pytest.
 def entries() -> dict[str, Any]:
     """Torch's ways past us as they are now."""
     found = {}
-    for path in unseen._ENTRIES:
+    for path in blind_spots._ENTRIES:
         *owners, attribute = path.split(".")
         owner: Any = torch._C
         for part in owners:

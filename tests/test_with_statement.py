@@ -20,7 +20,7 @@ import torch
 from compiler import COMPILED, needs_compiler
 
 from opintercept import OpCall, OpInterceptError, intercept
-from opintercept._engines import dispatch_mode, kernels, quiet, scope, unseen
+from opintercept._engines import blind_spots, dispatch_mode, kernels, quiet, scope
 
 # How many interrupts each test delivers. Set it to 10,000 for a thorough run, which takes some minutes.
 NUMBER = 150
@@ -104,7 +104,7 @@ class Program:
             "everywhere": scope.state.everywhere.blocks,
             "in tasks": len(scope.state.in_tasks),
             "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
-            "unseen": (len(unseen._users), len(unseen._in_place)),
+            "unseen": (len(blind_spots._users), len(blind_spots._in_place)),
             "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
             "active": len(dispatch_mode._active),
             "flags": (flags._is_in_torch_dispatch_mode, flags._is_in_non_infra_torch_dispatch_mode),
@@ -219,7 +219,11 @@ def test_an_exit_that_is_interrupted_at_its_first_instruction_leaves_the_block()
     struck: list[str] = []
 
     def strike(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_name == "leave" and frame.f_globals["__name__"] == "opintercept._entry":
+        if (
+            event == "call"
+            and frame.f_code.co_name == "leave"
+            and frame.f_globals["__name__"] == "opintercept._with_statement"
+        ):
             sys.settrace(None)
             struck.append(event)
             raise KeyboardInterrupt
