@@ -201,12 +201,12 @@ class _Read(NamedTuple):
 class NonFinite(Copyable):
     """Finds the first call that makes a NaN from operands that have none, in forward and backward.
 
-    A check is one pass over the outputs for their range, which is NaN if they contain one. Only if that is not finite
-    does NonFinite read all inputs of the call: each tensor among the arguments, including those in lists and packed
-    weights, and each number. It reads tensors that in-place and `out=` forms write to before they run, which takes
-    another pass. An Inf alone is no finding unless `inf=True`, since masks contain it. But when a NaN turns up later,
-    NonFinite reports the call that first made an Inf from finite operands. If the Inf has another origin, such as a
-    mask that hides everything, it reports the call that first outputs the NaN.
+    A check is one pass over the outputs for their range, which is NaN if they contain one. If the range is not
+    finite, NonFinite also reads all inputs of the call: each tensor among the arguments, including those in lists and
+    packed weights, and each number. In-place and `out=` forms take another pass before they run, over the tensors
+    that they write to. An Inf alone is no finding unless `inf=True`, since masks contain it. But when a NaN turns up
+    later, NonFinite reports the call that first made an Inf from finite operands. If the Inf has another origin, such
+    as a mask that hides everything, it reports the call that first outputs the NaN.
 
     Calls that pass on what they receive are counted in `passed_on`. With `ops="all"`, calls that return views are not
     counted, and allocating memory is not making values. Of attention only the first output is read.
