@@ -51,7 +51,7 @@ LAYERS = (
     {"hooks/stats.py"},
     below("hooks", r"[a-z]\w*") - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},
-    {"runs/_claim.py", "runs/_ranks.py", "runs/_untrusted.py"},
+    {"runs/_claim.py", "runs/_hash.py", "runs/_ranks.py", "runs/_untrusted.py"},
     {"runs/codec.py"},
     {"runs/store.py"},
     {"runs/_content.py", "runs/_pairing.py", "runs/writer.py"},

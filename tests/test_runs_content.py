@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opintercept.runs import Values, _content
+from opintercept.runs import Values, _content, _hash
 from opintercept.runs._content import content_of
 
 DTYPES = (
@@ -26,8 +26,8 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is remembered from other tests, and tensors are as large ones are."""
-    for name, value in {"_memo": {}, "_alike": {}, "_SMALL": 0}.items():
-        monkeypatch.setattr(_content, name, value)
+    _content.forget()
+    monkeypatch.setattr(_hash, "SMALL", 0)
 
 
 def values(tensor: Tensor) -> Values:
@@ -45,7 +45,7 @@ def hash_of(tensor: Tensor) -> str:
 def on_device(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> Values:
     """What a device other than the CPU gives."""
     with monkeypatch.context() as patched:
-        patched.setattr(_content, "_ON_HOST", ())
+        patched.setattr(_content, "HOST", ())
         return values(tensor)
 
 
@@ -175,19 +175,20 @@ def test_pieces_give_what_their_definition_says(height: int, width: int, piece: 
     lanes = random_bits((height, width), torch.int32, height * 41 + width)
     size = 1 << block
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_content, "_SMALL", 0)
-        patch.setattr(_content, "_BLOCK", size)
-        patch.setattr(_content, "_PIECE", 1 << block + piece)
-        patch.setattr(_content, "_tables", {})
-        got = int(_content._form(lanes, False))
-        rows, columns = (_content._weights(lanes.device, size, of_rows).tolist() for of_rows in (True, False))
+        patch.setattr(_hash, "SMALL", 0)
+        patch.setattr(_hash, "BLOCK", size)
+        patch.setattr(_hash, "PIECE", 1 << block + piece)
+        _hash.forget()
+        got = int(_hash.form(lanes, False))
+        rows, columns = (_hash.weights(lanes.device, size, of_rows).tolist() for of_rows in (True, False))
+    _hash.forget()
     whole = height <= size and width <= size and height * width <= 1 << block + piece
     expected = 0
     for row, numbers in enumerate(lanes.tolist()):
         for column, number in enumerate(numbers):
             weight = rows[row % size] * columns[column % size]
             if not whole:
-                weight *= _content._factor(row // size, True) * _content._factor(column // size, False)
+                weight *= _hash.factor(row // size, True) * _hash.factor(column // size, False)
             expected += weight * number
     assert (got - expected) % 2**64 == 0
 
@@ -347,8 +348,8 @@ def test_a_dimension_of_one_may_have_any_stride(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_what_has_not_changed_is_hashed_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = Mock(wraps=_content._hash)
-    monkeypatch.setattr(_content, "_hash", hashed)
+    hashed = Mock(wraps=_hash.hash_of)
+    monkeypatch.setattr(_hash, "hash_of", hashed)
     weight = torch.nn.Parameter(torch.randn(16, 16, dtype=dtype))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
@@ -372,9 +373,9 @@ def test_values_of_16_bits_that_are_odd_in_pairs_are_read_again_when_they_change
 
 
 def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Mock(wraps=_content._on_host)
-    monkeypatch.setattr(_content, "_on_host", read)
-    monkeypatch.setattr(_content, "_alike", {})
+    read = Mock(wraps=_hash.digits_of)
+    monkeypatch.setattr(_hash, "digits_of", read)
+    _content.forget()
     tensor = torch.randn(16, 16)
     for same in (tensor, tensor.clone(), tensor.t().contiguous().t()):
         assert values(same) == values(tensor)
@@ -384,10 +385,17 @@ def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.Monk
     assert values(tensor.view(16, 8, 2)).hash != values(tensor).hash
     assert values(torch.zeros(3)).count == 3
     assert values(torch.zeros(4)).count == 4
-    for _ in range(2 * _content._MEMO // 100):
-        for _ in range(100):
-            values(torch.randn(2))
-    assert len(_content._alike) <= _content._MEMO
+
+
+def test_few_values_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_content, "REMEMBERED", 50)
+    _content.forget()
+    for size in (2, 200):
+        tensors = [torch.randn(size, size) for _ in range(120)]
+        tracked = [values(tensor) for tensor in tensors]
+        assert tracked == [values(tensor) for tensor in tensors]
+    assert 0 < len(_content._small) <= 50
+    assert 0 < len(_content._known) <= 50
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -397,7 +405,7 @@ def test_nothing_is_kept_alive() -> None:
     tensor = torch.randn(16, 16)
     gone = weakref.ref(tensor)
     hash_of(tensor)
-    assert _content._memo
+    assert _content._known
     del tensor
     assert gone() is None
 
@@ -436,13 +444,11 @@ def test_conjugate_and_negative_bits_are_resolved() -> None:
     assert hash_of(negative) == hash_of(negative.resolve_neg())
 
 
-def test_what_a_transform_has_wrapped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_transform_has_wrapped_is_not_kept() -> None:
     tensors = [torch.randn(size, size) for size in (4, 20, 200)]
     expected = [hash_of(tensor) for tensor in tensors]
-    monkeypatch.setattr(_content, "_tables", {})
-    _content._memo.clear()
-    _content._products.cache_clear()
-    _content._spread.cache_clear()
+    _hash.forget()
+    _content.forget()
 
     def function(x: Tensor) -> Tensor:
         for tensor in tensors:
@@ -451,15 +457,15 @@ def test_what_a_transform_has_wrapped_is_not_kept(monkeypatch: pytest.MonkeyPatc
 
     torch.func.grad(function)(torch.ones(3))
     torch.func.vmap(function)(torch.ones(3, 3))
-    for table in _content._tables.values():
-        table.data_ptr()
     for size in (4, 20, 200):
+        for of_rows in (True, False):
+            _hash.weights(torch.device("cpu"), size, of_rows).data_ptr()
         _content._spread(size, torch.float32).data_ptr()
     assert [hash_of(tensor) for tensor in tensors] == expected
 
 
 def test_no_random_number_is_drawn() -> None:
     before = torch.get_rng_state()
-    _content._spread.cache_clear()
+    _content.forget()
     hash_of(torch.ones(123, 45))
     assert torch.equal(before, torch.get_rng_state())
