@@ -1,8 +1,7 @@
-"""Which call of one run is which call of another: what is kept of each call, and the pairing.
+"""Which call of one run belongs to which call of another.
 
-Invariant: a call costs fifty bytes here, whatever the run has in it, and no step takes more than linear time but for
-one with a budget.
-Must not import torch.
+Invariant: a call costs fifty bytes of memory here, whatever the run says of it, and every step takes linear time except
+for one, which has a budget. Must not import torch.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from opintercept.runs.store import Run
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
 PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")
 
-# Modules that torch puts around others; the program's own names are those without.
+# torch wraps modules in modules of these names, which are not part of the program's own names.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# What difflib may spend on a pair of runs in comparisons of equal elements: about five seconds.
-_BUDGET = 5_000_000
-_SOME = 10_000
-_LONGEST = 200  # of a name that is kept
-# Of models beside the first: `Critic.linear1`, `Critic#2.linear1`, and `Critic` itself.
+_BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
+_SOME = 10_000  # names that are kept, and changed calls that are looked at to find shuffled ones
+_LONGEST = 200  # characters of a name that is kept
+# Names of models after the first: `Critic.linear1`, `Critic#2.linear1`, and `Critic` itself.
 _MODEL = re.compile(r"[A-Z]\w*(?:#[0-9]+)?")
 _OF_MODEL = re.compile(rf"({_MODEL.pattern})\.")
 
@@ -45,38 +43,37 @@ def module_name(name: str | None) -> str | None:
 
 @lru_cache(4096)
 def operator_name(op: str) -> str:
-    """The operator's own name: that of `aten::mm` is `mm`, that of `torch.Tensor.addmm_` is `addmm`."""
+    """The operator's own name: `mm` for `aten::mm`, `addmm` for `torch.Tensor.addmm_`."""
     name = op.rpartition("::")[2].rpartition(".")[2]
     return name if name.endswith("__") else name.rstrip("_") or name
 
 
 def family(record: CallRecord) -> str:
-    """What operators that stand for one another have in common; the operator's name where there is no such thing."""
+    """What operators for the same job have in common: `"gemm"`, `"attention"`, or the operator's own name."""
     if record.gemm is not None:
         return "gemm"
     return "attention" if "attention" in record.op else operator_name(record.op)
 
 
 def metas(call: StoredCall) -> dict[str, TensorMeta]:
-    """Operands and outputs by role, as in `StoredCall.values`; other tensors by the name of their parameter."""
+    """Shape and dtype of operands and outputs by role, of other tensors by the name of their parameter."""
     record = call.record
     outputs = record.output if isinstance(record.output, tuple) else (record.output,)
     found = {"lhs": record.lhs, "rhs": record.rhs, "bias": record.bias}
     if (value := call.values.get("value")) is not None and record.rhs is not None:
-        # The third operand of an attention has the dtype of the second; its shape is not recorded.
+        # The third operand of an attention has the dtype of the second; runs do not record its shape.
         found["value"] = TensorMeta((value.count,), record.rhs.dtype, record.rhs.device, None, False)
     for role, kept in call.values.items():
         if role not in found and not is_output(role):
-            found[role] = TensorMeta((kept.count,), "", "", None, False)  # neither shape nor dtype is recorded
+            found[role] = TensorMeta((kept.count,), "", "", None, False)  # runs record neither shape nor dtype
     found |= {f"output.{number}" if number else "output": meta for number, meta in enumerate(outputs)}
     return {role: meta for role, meta in found.items() if meta is not None}
 
 
 class Ids:
-    """Small numbers for what is equal; shared by two runs, so that equal numbers mean equal things.
+    """Numbers things: equal things get equal numbers, in both of two runs that share an instance.
 
-    What is numbered is not kept, but for its 64-bit hash: names can be long, and every call of a run that means no
-    good has another.
+    Only the 64-bit hashes of the things are kept: in a hostile run, each call can have another long name.
     """
 
     def __init__(self) -> None:
@@ -87,11 +84,11 @@ class Ids:
 
 
 def first_models(a: set[str], b: set[str]) -> tuple[str, str] | None:
-    """The classes of the models that two runs began with, where these are not the same.
+    """The classes of the models that run first in A and in B; None if it is the same model.
 
-    Modules of the model that runs first have plain names, those of other models begin with the model's class. A class
-    that only A has in its names is then the one that B began with, and the other way round, if the rest of the names
-    says so too.
+    Modules of the model that runs first have plain names, and the names in other models begin with the model's class.
+    A class that occurs only in the names of A is therefore that of B's first model, and the other way round. The rest
+    of the names must confirm it.
     """
     only_a, only_b = _classes(a) - _classes(b), _classes(b) - _classes(a)
     if len(only_a) != 1 or len(only_b) != 1:
@@ -114,30 +111,30 @@ def _is_plain(name: str) -> bool:
 
 
 class Index:
-    """The calls of one process, in the order in which they ended; none for a process that the run does not have.
+    """The calls of one process, in the order in which they ended. Each array has a number for each call.
 
     Args:
         run: The run.
-        rank: Of the process.
-        ids: Shared with the other run's index.
-        select: The calls that the caller wants to know of.
-        model: What plain names of modules begin with, as of `first_models`.
+        rank: The rank of the process; None for a process that the run does not have.
+        ids: Numbers for equal things, shared with the other run's index.
+        select: Which calls the caller asks for.
+        model: A model's class to put before plain names of modules, as `first_models` gives it.
 
     Attributes:
-        names: The modules, some of them where there are very many.
-        position: For `Run.at`.
+        names: The names of the modules, at most `_SOME` of them.
+        position: The call's position, for `Run.at`.
         key: Module, operator, phase and `grad_of`.
         loose: Module, phase and family.
         module: The module.
         phase: The phase.
-        shape: Phase, family and the GEMM, or shapes where there is none.
+        shape: Phase, family and the GEMM, or the operands' shapes if there is no GEMM.
         step: The step together with `shape`.
-        inputs: Shapes and hashes of all operands; 0 where there is none.
-        weights: Shape, and hashes of the right operand and the bias; 0 where there is none.
-        whole: All that is compared of the call, arguments included: two calls are equal if this is.
-        by: Index into `BY` of what `whole` has of the outputs' values.
-        chosen: Whether the caller wants to know of this call.
-        only_looks: Whether nothing is trained, and no left operand requires a gradient.
+        inputs: Shapes and hashes of all operands; 0 if no hash is recorded.
+        weights: Shape, and hashes of the right operand and the bias; 0 if no hash is recorded.
+        whole: Everything that is compared, arguments included: two calls are equal if this is.
+        by: What `whole` has of the outputs' values, as an index into `BY`.
+        chosen: Whether the caller asks for this call.
+        only_looks: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
     """
 
     BY = ("nothing", "statistics", "hash")
@@ -191,7 +188,7 @@ class Index:
 
 
 def _whole(call: StoredCall) -> tuple[int, int]:
-    """What of the values there is, and a hash of all that counts."""
+    """`Index.by` and `Index.whole` of a call."""
     found = metas(call)
     parts: list[Any] = [outcome(call.error)]
     for role, meta in found.items():
@@ -211,20 +208,20 @@ def _figures(values: Values) -> tuple[float | None, ...]:
 
 
 def outcome(error: str | None) -> str | None:
-    """The type of what a call raised: its text has addresses and the like."""
+    """The type of the exception that a call raised; its text can hold addresses, which differ in every run."""
     return None if error is None else error.partition(":")[0]
 
 
 class Pairs:
-    """The pairing of two indexes.
+    """The counterparts of the calls of two indexes.
 
     Attributes:
-        of_a: For each call of A the number of its counterpart in B, -1 for none.
-        how: Index into `PAIRINGS`: by `"ordinal"` among the calls of the same module, operator and phase; by
-            `"sequence"` among them, where the runs do not have as many of them, or not of the same shapes; by
-            `"family"`, of the same module and phase with another operator for the same job; by `"shape"`, in the
-            order of the calls, of a module that the other run does not know by that name.
-        of_b: As `of_a`, the other way.
+        of_a: For each call of A, the number of its counterpart in B; -1 if it has none.
+        of_b: The same for each call of B.
+        how: How each call of A was paired, as an index into `PAIRINGS`. `"ordinal"`: same module, operator and phase,
+            and the same number among these calls. `"sequence"`: the same, but the runs have different numbers of these
+            calls, or other shapes, and were aligned. `"family"`: same module and phase, another operator for the same
+            job. `"shape"`: in the order of the calls, if the other run has no module of that name.
     """
 
     def __init__(self, a: Index, b: Index) -> None:
@@ -244,12 +241,12 @@ class Pairs:
         renamed = PAIRINGS[how] == "shape"
         if not renamed and [a.shape[i] for i in in_a] == [b.shape[j] for j in in_b]:
             changed = (pair for pair in zip(in_a, in_b, strict=True) if a.inputs[pair[0]] != b.inputs[pair[1]])
-            some = list(islice(changed, _SOME))  # what is shuffled shows soon
+            some = list(islice(changed, _SOME))  # enough to see whether calls are shuffled
             if {a.inputs[i] for i, _ in some}.isdisjoint({b.inputs[j] for _, j in some} - {0}):
                 self._join(zip(in_a, in_b, strict=True), how)
                 return
         how = how or 1
-        # What has the same operands is the same call wherever it stands, what has the same weight the same module.
+        # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
         known = (a.weights, b.weights) if renamed else (a.inputs, b.inputs)
         self._join(_by_turns(in_a, in_b, *known), how, renamed)
         for signs in ((a.step, b.step), (a.shape, b.shape)):
@@ -269,14 +266,14 @@ class Pairs:
             self.of_a[i], self.of_b[j], self.how[i] = j, i, how
 
     def _may_be_renamed(self, i: int, j: int) -> bool:
-        """A module that both runs have is itself in both."""
+        """A module that both runs have is not taken for another."""
         in_a, in_b = self._a.module[i], self._b.module[j]
         return in_a == in_b or in_a not in self._modules[1] or in_b not in self._modules[0]
 
     def _in_order(
         self, in_a: Sequence[int], in_b: Sequence[int], signs_a: Sequence[int], signs_b: Sequence[int]
     ) -> Iterator[tuple[int, int]]:
-        """The longest runs of the same signs in the same order; by turns where that would take too long."""
+        """Pairs in the longest stretches of equal signs; by turns if finding these would take too long."""
         start, end_a, end_b = 0, len(in_a), len(in_b)
         while start < min(end_a, end_b) and signs_a[in_a[start]] == signs_b[in_b[start]]:
             yield in_a[start], in_b[start]
@@ -292,7 +289,7 @@ class Pairs:
         alike = sum(counts.get(sign, 0) for sign in middle_a)
         if not alike:
             return
-        # difflib looks at each pair of equal elements, again at each level of its recursion; 20 of those.
+        # difflib looks at each pair of equal elements at each level of its recursion, which can be 20 deep.
         work = 20 * alike + len(middle_a) + len(middle_b)
         if work > self._budget:
             yield from _by_turns(in_a, in_b, signs_a, signs_b)
@@ -315,7 +312,7 @@ def _groups(index: Index, name: str, paired: Sequence[int]) -> dict[int, array[i
 def _by_turns(
     in_a: Sequence[int], in_b: Sequence[int], signs_a: Sequence[int], signs_b: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """The first call with a sign in A with the first in B, the second with the second; 0 is no sign."""
+    """The first call with a sign in A and the first in B, then the second and the second; 0 is not a sign."""
     places: dict[int, list[int]] = defaultdict(list)
     for j in reversed(in_b):
         if signs_b[j]:

@@ -1,7 +1,7 @@
-"""Runs a recorded call again alone, and compares what comes out with what came out then.
+"""Runs a recorded call again on its own, and compares its outputs with the recorded ones.
 
-Invariant: a run is untrusted, so only operators of the op table are called, by names of ours, and their operands and
-outputs take no more memory than a limit.
+Invariant: anyone may have written the run. Only operators of the op table are called, by names from this package, and
+their operands and outputs stay below a limit of memory.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from opintercept.runs.store import MAX_TENSOR, Run
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One output of a call that was run again, against the recorded one.
+    """One output of a call that was run again, compared with the recorded one.
 
     Attributes:
         role: `"output"`, `"output.1"`, ...
-        recorded: How it looked then.
-        now: How it looks now.
+        recorded: Shape and dtype of the recorded output.
+        now: Shape and dtype of the new one.
         equal: Whether they are the same bit for bit.
-        max_absolute: Largest absolute error, NaN where the shapes differ; infinite where one is finite and the
-            other is not. So are the others.
-        max_relative: Largest relative error.
-        max_ulp: Largest error in units in the last place of the recorded dtype.
-        cosine: Cosine similarity.
+        max_absolute: The largest absolute error. NaN if the shapes differ, as are the next three. Infinite if an
+            element is finite in only one of them.
+        max_relative: The largest relative error.
+        max_ulp: The largest error in units in the last place of the coarser dtype.
+        cosine: The cosine similarity.
     """
 
     role: str
@@ -59,9 +59,9 @@ class Replay:
 
     Attributes:
         call: The recorded call.
-        func: What was called.
-        outputs: Its outputs.
-        elapsed: Host time in seconds; on a device, until it was done.
+        func: The operator that was called.
+        outputs: Its outputs, compared with the recorded ones.
+        elapsed: Host time in seconds, until the device was done.
     """
 
     call: StoredCall
@@ -94,10 +94,10 @@ class Replay:
                 (
                     "max relative error",
                     f"{output.max_relative:.3e}",
-                    "the largest, as a share of the run's element",
+                    "the largest difference divided by the run's element",
                 ),
                 ("max error in ulp", f"{output.max_ulp:.4g}", f"in steps between numbers of {coarser}"),
-                ("cosine", f"{output.cosine:.9g}", "of both as vectors; 1 where they point the same way"),
+                ("cosine", f"{output.cosine:.9g}", "of both as vectors; 1 if they point the same way"),
             ):
                 lines.append(f"    {name:18}  {figure:>11}  {meaning}")
             lines.append(f"    {_expected(self.call, coarser)}")
@@ -110,20 +110,20 @@ def _eps(dtype: str) -> float:
 
 
 def _expected(call: StoredCall, dtype: str) -> str:
-    """What rounding alone explains."""
+    """How large an error rounding alone explains, in words."""
     gemm, eps = call.record.gemm, _eps(dtype)
     if gemm is None or not gemm.k or not eps:
-        return "0 and a cosine of 1 are equality"
+        return "0 and a cosine of 1 mean equality"
     lhs, rhs, output = (call.values.get(role) for role in ("lhs", "rhs", "output"))
     if not (lhs and rhs and output and lhs.rms and rhs.rms and output.rms):
-        return f"good: a cosine that is 1 to about {eps:.0e}, what rounding to {dtype} makes"
-    # Operands are rounded before the sum, which lets their errors cancel, sums on the way in float32 at least, and
-    # the output at the end.
+        return f"rounding to {dtype} explains a cosine that differs from 1 by up to about {eps:.0e}"
+    # Operands are rounded before the sum, in which their errors partly cancel. Partial sums are rounded to float32 or
+    # better, and the output at the end.
     sums = 4 * (eps * math.sqrt(gemm.k) + min(eps, _eps("float32")) * gemm.k)
     bound = sums * lhs.rms * rhs.rms + eps * max(abs(output.min or 0.0), abs(output.max or 0.0))
     return (
-        f"good: an absolute error up to about {bound:.1e}, what rounding to {dtype} makes of sums of {gemm.k} "
-        "products; where those nearly cancel, the relative error and the ulp are large all the same"
+        f"rounding to {dtype} explains an absolute error up to about {bound:.1e}, in sums of {gemm.k} products; "
+        "if these nearly cancel, the relative error and the ulp are large even so"
     )
 
 
@@ -153,7 +153,7 @@ _SETTERS: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
     ),
     "cudnn.allow_tf32": (_attribute(torch.backends.cudnn, "allow_tf32"), _bool),
 }
-# By the names that a run's flags have: how to read one, how to set it, how to read its value in a text.
+# By the name in a run's flags: how to read the setting, how to set it, and how to read its value from a text.
 FLAGS = {name: (run_recorder.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
 
 
@@ -167,20 +167,20 @@ def replay(
     flags: Mapping[str, str] | None = None,
     limit: int = MAX_TENSOR,
 ) -> Replay:
-    """Run a call of a run that was recorded with `tensors="full"` again, without its program.
+    """Run a recorded call again without its program. The run must have been recorded with `tensors="full"`.
 
     Args:
         run: The run.
         index: The call's `record.index`.
-        rank: The process that made it, the first of the run by default.
-        dtype: For floating-point operands; as they were by default.
-        device: Where to run it, whatever it was on.
-        flags: Settings for this time, by their names in a run's `flags`, as text: `{"mkldnn": "False"}`.
-        limit: Bytes that a tensor may take, read or made.
+        rank: The rank of the process that made it; by default the first of the run.
+        dtype: The dtype of floating-point operands; by default that of the record.
+        device: Where to run it, whatever device the program used.
+        flags: Settings for this call, by their names in a run's `flags`, as text: `{"mkldnn": "False"}`.
+        limit: The most bytes that an operand or an output may have.
 
     Raises:
         OpInterceptError: There is no such call, or it cannot be run again.
-        ValueError: An unknown flag, or no value for it.
+        ValueError: A flag is unknown, or has no such value.
         ImportError: safetensors is not installed.
 
     Example:
@@ -201,7 +201,7 @@ def replay(
         device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as missing:
-        raise OpInterceptError(f"device must be one that is there, got {str(device)!r}: {missing}") from missing
+        raise OpInterceptError(f"device {str(device)!r} is not available: {missing}") from missing
     arguments = _arguments(run, call, limit, lambda tensor: _moved(tensor, dtype, device), device)
     args, kwargs = arguments
     _check_size(func, args, kwargs, name, limit)
@@ -210,12 +210,10 @@ def replay(
         try:
             made = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as failed:
-            then = "; it raised then, too" if call.error else ""
-            # torch quotes arguments, which are whatever the run's file says.
-            said = "\n".join(map(printable, str(failed).split("\n")))
-            raise OpInterceptError(
-                f"a call must run again, got {type(failed).__name__} from {name}: {said}{then}"
-            ) from failed
+            then = "; the recorded call raised, too" if call.error else ""
+            # torch quotes arguments, which come from the run's file.
+            text = "\n".join(map(printable, str(failed).split("\n")))
+            raise OpInterceptError(f"{name} raised {type(failed).__name__}: {text}{then}") from failed
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - started
@@ -232,20 +230,20 @@ def replay(
 
 
 def write_script(run: Run, index: int, path: str | os.PathLike[str], *, rank: int | None = None) -> str:
-    """Write a script that runs the call again and needs torch and safetensors alone, with its tensors beside it.
+    """Write a script that runs a call again, with its tensors beside it. It needs only torch and safetensors.
 
     Args:
-        run: Recorded with `tensors="full"`.
+        run: A run that was recorded with `tensors="full"`.
         index: The call's `record.index`.
-        path: The script; its name gets `.py` if it has another ending.
+        path: The path of the script; `.py` is appended if it ends otherwise.
         rank: As for `replay`.
 
     Returns:
-        The script's path.
+        The path of the script.
 
     Raises:
-        OpInterceptError: As `replay`.
-        OSError: They cannot be written.
+        OpInterceptError: There is no such call, or it cannot be run again.
+        OSError: The files cannot be written.
     """
     call = _find(run, index, rank)
     _, name = _function(call)
@@ -282,11 +280,11 @@ def _find(run: Run, index: int, rank: int | None) -> StoredCall:
     for call in run.calls(rank):
         if call.record.index == index:
             return call
-    raise OpInterceptError(f"index must be that of a recorded call, got {index}; `opintercept show --calls` lists them")
+    raise OpInterceptError(f"the run has no call of index {index}; `opintercept show --calls` lists its calls")
 
 
 def _function(call: StoredCall) -> tuple[Callable[..., Any], str]:
-    """What to call, and an expression for it that is made of our own words."""
+    """The operator, and an expression for it, of which no part is taken from the run."""
     func = call.record.func
     for overload in overloads(row_of(call.record.op).name) if "::" in call.record.op else []:
         if str(overload) == func and row_of(overload).family != "other":
@@ -294,19 +292,17 @@ def _function(call: StoredCall) -> tuple[Callable[..., Any], str]:
     for function, row in functions().items():
         if row.name == call.record.op == func:
             return function, row.name
-    raise OpInterceptError(f"what is run again must be an operator of the op table, got {func!r}")
+    raise OpInterceptError(f"only operators of the op table can be run again, got {func!r}")
 
 
 def _given(run: Run, call: StoredCall) -> Mapping[str, Any]:
     if call.given is not None:
         return call.given
     if run.infos[call.rank].tensors == "full":
-        why = "one of them is no plain data, or a tensor of a dtype or layout that safetensors cannot hold"
+        why = "one of them is not plain data, or is a tensor of a dtype or layout that safetensors cannot hold"
     else:
         why = 'record with tensors="full" (`opintercept run --tensors full`)'
-    raise OpInterceptError(
-        f"a call can be run again if its arguments were kept, got call {call.record.index} without; {why}"
-    )
+    raise OpInterceptError(f"call {call.record.index} cannot be run again, as its arguments were not recorded; {why}")
 
 
 def _arguments(
@@ -317,7 +313,7 @@ def _arguments(
     def value(plain: Any) -> Any:
         match plain:
             case {"tensor": str(name), "shape": list(shape), "stride": list(stride)}:
-                key = (name, tuple(map(str, shape)), tuple(map(str, stride)))  # one tensor twice stays one
+                key = (name, tuple(map(str, shape)), tuple(map(str, stride)))  # a tensor that is passed twice stays one
                 if key not in known:
                     known[key] = moved(_strided(run.load(call.rank, name, limit), shape, stride, limit))
                 return known[key]
@@ -346,12 +342,14 @@ def _strided(stored: torch.Tensor, shape: list[Any], stride: list[Any], limit: i
     )
     extent = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1 if sound else 0
     if not sound or extent * stored.element_size() > limit:
-        raise OpInterceptError(f"a tensor must have a shape and strides that fit into {limit} bytes, got {shape!r:.80}")
+        raise OpInterceptError(
+            f"a tensor's shape and strides must fit its values and {limit} bytes, got {shape!r:.80} and {stride!r:.80}"
+        )
     try:
         made = torch.empty_strided(shape, stride, dtype=stored.dtype)
         return made.copy_(stored.reshape(shape))
-    except RuntimeError as wrong:  # elements that share memory
-        raise OpInterceptError(f"a tensor must have sound strides, got {stride!r:.80}: {wrong}") from wrong
+    except RuntimeError as wrong:  # elements share memory
+        raise OpInterceptError(f"a tensor cannot have strides {stride!r:.80}: {wrong}") from wrong
 
 
 def _moved(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
@@ -361,7 +359,7 @@ def _moved(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device
 
 
 def _check_size(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], name: str, limit: int) -> None:
-    """Refuse a call whose output is out of proportion, from its shapes."""
+    """Refuse a call whose output would be larger than `limit`, going by its shapes."""
 
     def shape_only(value: Any) -> Any:
         if isinstance(value, list):
@@ -370,13 +368,13 @@ def _check_size(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any
 
     try:
         made = func(*map(shape_only, args), **{key: shape_only(value) for key, value in kwargs.items()})
-    except Exception:  # it has no shapes-only form, or is wrong: then it is up to the table, and to the call itself
+    except Exception:  # it cannot run on shapes alone, or is wrong: the op table knows the size, or the call raises
         gemm = row_of(func).gemm(tuple(args), kwargs)
         sizes = [] if gemm is None else [gemm.batch * gemm.m * gemm.n * 8]
     else:
         sizes = [t.numel() * t.element_size() for t in tensors_of((made,), {})]
     if any(size > limit for size in sizes):
-        raise OpInterceptError(f"an output must have at most {limit} bytes, got {max(sizes)} for {name}")
+        raise OpInterceptError(f"the output of {name} would have {max(sizes)} bytes, more than the limit of {limit}")
 
 
 def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:
@@ -405,7 +403,7 @@ def _parsed(flags: Mapping[str, str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _set(flags: Mapping[str, Any]) -> Iterator[None]:
-    """With the flags set, and as they were afterwards."""
+    """Set the flags, and afterwards set them back."""
     before = {name: FLAGS[name][0]() for name in flags}
     try:
         for name, value in flags.items():
