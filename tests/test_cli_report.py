@@ -28,9 +28,9 @@ def test_report_writes_a_page_of_one_run_or_two(run: Path, tmp_path: Path, capsy
     assert out == f"{page}: {page.stat().st_size / 1e6:.1f} MB\n"
     assert err == ""
     one = page.read_text("utf-8")
-    assert '"parting":null' in one
+    assert '"divergence":null' in one
     assert main(["report", str(run), str(run), "--out", str(page)]) == 0
-    assert '"parting":{"equal":true' in page.read_text("utf-8")
+    assert '"divergence":{"equal":true' in page.read_text("utf-8")
     assert one.startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
@@ -45,13 +45,14 @@ def test_report_explains_what_it_cannot_use(run: Path, tmp_path: Path, capsys: p
     assert main(["report", str(tmp_path / "missing")]) == 2
     assert capsys.readouterr().err.startswith("opintercept report: a run must be a folder with run.json")
     assert main(["report", str(run), "-o", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"opintercept report: a page must go to a plain file, got '{tmp_path}'\n"
+    assert (
+        capsys.readouterr().err
+        == f"opintercept report: cannot write the page to '{tmp_path}', which is not a plain file\n"
+    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "plotly.offline", None)
         assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 2
-    assert capsys.readouterr().err == (
-        "opintercept report: a report needs plotly, got none; pip install 'opintercept[cli]'\n"
-    )
+    assert capsys.readouterr().err == ("opintercept report: a report needs plotly; pip install 'opintercept[cli]'\n")
     assert not (tmp_path / "page.html").exists()
 
 

@@ -55,7 +55,7 @@ LAYERS = (
     {"runs/codec.py"},
     {"runs/store.py"},
     {"runs/_content.py", "runs/_pairing.py", "runs/writer.py"},
-    {"runs/difference.py", "runs/graft.py", "runs/recorder.py"},
+    {"runs/_panels.py", "runs/difference.py", "runs/graft.py", "runs/recorder.py"},
     {"runs/_totals.py", "runs/comparer.py"},
     {"runs/_classify.py"},
     {"runs/diff.py"},

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from opintercept import OpInterceptError, intercept, runs
 from opintercept._record import CallRecord, Gemm
 from opintercept._tensors import TensorMeta
-from opintercept.runs import open_run, report
+from opintercept.runs import StoredCall, _panels, open_run, report
 
 LHS, RHS, OUT = (TensorMeta(shape, "float32", "cpu", None, False) for shape in ((2, 3), (3, 4), (2, 4)))
 CALL = CallRecord(
@@ -130,12 +130,12 @@ def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(tmp_path: Path
 def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]]) -> None:
     bounds = pytest.MonkeyPatch()
     for name, bound in (("MODULES", 6), ("COLUMNS", 7), ("CELLS", 20)):
-        bounds.setattr(report, name, bound)
+        bounds.setattr(_panels, name, bound)
     with bounds.context():
-        heat = report._Heat()
+        heat = _panels.HeatMap()
         for module, step, forward in places:
             record = replace(CALL, module=str(module), step=step, phase="forward" if forward else "backward")
-            row = heat.add(runs.StoredCall(record, 0, {}, {}, None, None, None))
+            row = heat.add(StoredCall(record, 0, {}, {}, None, None, None))
             assert row is None or list(heat.modules)[row] == str(module)
         shown = heat.as_dict()
     bounds.undo()
@@ -159,8 +159,8 @@ def test_steps_far_apart_have_a_column_each(tmp_path: Path) -> None:
 def test_products_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "ROWS_ADDED_UP", 3)
-    monkeypatch.setattr(report, "ROWS", 2)
+    monkeypatch.setattr(_panels, "PRODUCTS_ADDED_UP", 3)
+    monkeypatch.setattr(_panels, "PRODUCTS", 2)
     calls: list[Any] = [(replace(CALL, module=f"encoder.{i}.conv1.2d", elapsed=1.0), {}) for i in range(5)]
     calls += [(replace(CALL, op=f"aten::{op}", elapsed=elapsed), {}) for op, elapsed in (("a", 0.5), ("b", 2.0))]
     calls += [
@@ -178,7 +178,7 @@ def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
     calls = (
         (
             replace(CALL, module=f"{'deep.' * 60}{i % 500}", step=i // 500 * 100, op=f"aten::{i}"),
-            {role: values(mean=i / 7, rms=i / 3) for role in report.ROLES},
+            {role: values(mean=i / 7, rms=i / 3) for role in _panels.ROLES},
         )
         for i in range(8000)
     )
@@ -216,7 +216,7 @@ def test_no_line_is_kept_however_large(tmp_path: Path) -> None:
 
     # All lines of one run would be 14 MB, of which 20 are kept of two.
     assert peak(lambda: report.summary(run)) < 8 << 20
-    assert peak(lambda: report._parting(run, other, {})) < 12 << 20
+    assert peak(lambda: report.divergence(run, other, {})) < 12 << 20
 
 
 def data_of(text: str) -> Any:
@@ -243,14 +243,12 @@ def test_the_page_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fails)
-        with pytest.raises(
-            OpInterceptError, match=r"a page must go where it can be written, got .*page\.html.*no space"
-        ):
+        with pytest.raises(OpInterceptError, match=r"cannot write the page to .*page\.html'.*no space"):
             report.write(page, run)
     assert page.read_text() == "before"
-    with pytest.raises(OpInterceptError, match=r"a page must go where it can be written, got .*: .*No such file"):
+    with pytest.raises(OpInterceptError, match=r"cannot write the page to .*: .*No such file"):
         report.write(tmp_path / "missing" / "page.html", run)
-    with pytest.raises(OpInterceptError, match=r"a page must go to a plain file, got '/dev/null'"):
+    with pytest.raises(OpInterceptError, match=r"cannot write the page to '/dev/null', which is not a plain file"):
         report.write("/dev/null", run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
     link = tmp_path / "link.html"
@@ -263,7 +261,7 @@ def test_the_page_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_page_needs_plotly_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     run = open_run(folder(tmp_path / "run"))
-    with pytest.raises(ImportError, match=r"a report needs plotly, got none; pip install 'opintercept\[cli\]'"):
+    with pytest.raises(ImportError, match=r"a report needs plotly; pip install 'opintercept\[cli\]'"):
         report.page(run)
 
 
@@ -322,8 +320,8 @@ def test_samples_of_several_calls_make_a_histogram(
         assert sum(first["counts"]) == sum(last["counts"]) == 8 * 64
         assert first["steps"][0] == 0
         assert last["steps"][1] == 19
-    monkeypatch.setattr(report, "HISTOGRAMS", 2)
-    monkeypatch.setattr(report, "TENSORS", 64 * 4 * 10)
+    monkeypatch.setattr(_panels, "HISTOGRAMS", 2)
+    monkeypatch.setattr(_panels, "TENSORS", 64 * 4 * 10)
     shown = report.summary(run)["histograms"]
     assert shown["left_out"] == 4
     assert sum(one["calls"] for each in shown["shown"] for one in each["drawn"]) == 10
@@ -346,7 +344,7 @@ def test_histograms_of_odd_values(values: list[Any], edges: list[float], counts:
     tensor = torch.tensor(values, dtype=torch.complex64 if 0j in values and 3 + 4j in values else None)
     if tensor.is_floating_point():
         tensor = torch.tensor(values, dtype=torch.float64)
-    found, (histogram,) = report._histograms([[tensor]])
+    found, (histogram,) = _panels.histograms_of([[tensor]])
     assert found == edges
     assert histogram["counts"] == counts
     assert histogram["nonfinite"] == len(values) - sum(counts)
@@ -354,16 +352,16 @@ def test_histograms_of_odd_values(values: list[Any], edges: list[float], counts:
 
 def test_two_runs_give_the_error_of_each_module_that_differs(recorded: Callable[..., Path]) -> None:
     a, b = open_run(recorded("a", "full", steps=2)), open_run(recorded("b", "full", steps=2, change=0.5))
-    parting = data_of(report.page(a, b))["parting"]
-    first = parting["first"]
+    divergence = data_of(report.page(a, b))["divergence"]
+    first = divergence["first"]
     assert (first["row"], first["module"], first["phase"], first["kind"]) == (1, "1", "forward", "changed operand")
     assert (first["changed"], first["by"], first["step"]) == (["rhs"], "tensors", 0)
-    errors = {(row, phase): (kind, differ, size) for row, phase, kind, calls, differ, size in parting["modules"]}
+    errors = {(row, phase): (kind, differ, size) for row, phase, kind, calls, differ, size in divergence["modules"]}
     assert {key[0] for key in errors if key[1] == "forward"} == {1, 2}
     assert errors[2, "forward"][:2] == ("inherited", 2)
     assert errors[1, "forward"][2] >= first["relative"] > 0
-    assert not parting["equal"]
-    same = data_of(report.page(a, a))["parting"]
+    assert not divergence["equal"]
+    same = data_of(report.page(a, a))["divergence"]
     assert (same["equal"], same["first"], same["modules"], same["worst"]) == (True, None, [], [])
 
 
@@ -488,8 +486,8 @@ def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
         "empty": "The run has no calls.",
         "bare": "No values were recorded",
         "work": "No values were recorded",
-        "long": "To fit, 8 steps are put together in each column.",
-        "many": "The map has the first 400 modules; 50 calls of others are not in it.",
+        "long": "To fit, each column combines 8 steps.",
+        "many": "The map shows the first 400 modules and leaves out 50 calls of others.",
     }
     for name, calls in bounds.items():
         report.write(tmp_path / "page.html", open_run(folder(tmp_path / name, *calls)))
@@ -512,18 +510,18 @@ def test_two_runs_are_compared_and_either_is_shown(
     path = tmp_path / "page.html"
     report.write(path, open_run(a), open_run(b))
     browser.open(path, 400)
-    told = "document.getElementById('parting').innerText"
+    told = "document.getElementById('divergence').innerText"
     assert "First divergence: call 1 of A, 1 of B, in step 0, forward: addmm in 1" in browser.evaluate(told)
-    assert "Its rhs has other values, which no call before gave it." in browser.evaluate(told)
+    assert "Its rhs differs, and no earlier call explains that." in browser.evaluate(told)
     # Where the mark is, is the module that was changed: the second of three.
     place = "(each => (each.top + each.bottom) / 2)(document.querySelector('{}').getBoundingClientRect())"
-    marked = browser.evaluate(place.format("#parting-plot .shapelayer path"))
-    label = browser.evaluate(place.format("#parting-plot .ytick:nth-child(2) text"))
+    marked = browser.evaluate(place.format("#divergence-plot .shapelayer path"))
+    label = browser.evaluate(place.format("#divergence-plot .ytick:nth-child(2) text"))
     assert marked == pytest.approx(label, abs=4)  # pixels: half of a line of text
-    assert browser.evaluate("document.querySelectorAll('#parting-plot .ytick').length") == 3
-    assert browser.evaluate("document.querySelectorAll('#parting-plot .point').length") == 3
-    browser.evaluate(f"{CHOOSE.format('change')}('parting-phase', 'backward')")
-    assert browser.evaluate("document.querySelectorAll('#parting-plot .shapelayer path').length") == 0
+    assert browser.evaluate("document.querySelectorAll('#divergence-plot .ytick').length") == 3
+    assert browser.evaluate("document.querySelectorAll('#divergence-plot .point').length") == 3
+    browser.evaluate(f"{CHOOSE.format('change')}('divergence-phase', 'backward')")
+    assert browser.evaluate("document.querySelectorAll('#divergence-plot .shapelayer path').length") == 0
     assert browser.evaluate("document.querySelectorAll('#histogram-plot .trace').length") == 1
     steps = "document.querySelectorAll('#heat-plot .xtick').length"
     assert browser.evaluate(steps) == 2
@@ -532,14 +530,14 @@ def test_two_runs_are_compared_and_either_is_shown(
     assert browser.evaluate("document.documentElement.scrollWidth") == 400
     # Nothing in common: still a page.
     others: dict[str, list[Any]] = {
-        "No call has a counterpart: nothing was compared.\n\nRank 0 is without calls in B: nothing of it was": [],
-        "two runs must have calls in common, got none": [(replace(CALL, phase="recompute", module="else"), {})],
+        "No call has a counterpart, so nothing was compared.\n\nRank 0 has no calls in B and was not compared.": [],
+        "the runs have no calls in common: ": [(replace(CALL, phase="recompute", module="else"), {})],
     }
     for number, (text, calls) in enumerate(others.items()):
         report.write(path, open_run(a), open_run(folder(tmp_path / f"other{number}", *calls)))
         browser.open(path, 400)
         assert text in browser.evaluate(told)
-        assert browser.evaluate("document.getElementById('parting-plot').childElementCount") == 0
+        assert browser.evaluate("document.getElementById('divergence-plot').childElementCount") == 0
         assert browser.complaints == []
 
 
@@ -574,10 +572,10 @@ def test_both_runs_and_their_alarms_come_first(browser: Browser, tmp_path: Path,
         told = browser.evaluate(alarms)
         assert [text[:3] for text in told] == [f"{run}: " for run in "AB" if f"{run}20" in figures]
         assert "Call 20 in step 2, forward: mm in layers.4, train.py:1 in forward, has 3 NaN" in told[0]
-        assert "There are some in its lhs and rhs already." in told[0]
+        assert "Its lhs and rhs already had some." in told[0]
         # All of it is on the first screen, and above what the two differ in.
         assert browser.evaluate(ends.format(".alarm:last-child")) < 900
-        assert browser.evaluate(ends.format(".alarm:last-child")) < browser.evaluate(ends.format("#parting h2"))
+        assert browser.evaluate(ends.format(".alarm:last-child")) < browser.evaluate(ends.format("#divergence h2"))
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         # Which run the maps below are of does not change it.
         browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
@@ -594,17 +592,17 @@ def test_what_differs_first_is_told_with_its_arguments_and_nan(browser: Browser,
     page = tmp_path / "page.html"
     report.write(page, *map(open_run, folders))
     browser.open(page)
-    told = browser.evaluate("document.getElementById('parting').innerText")
+    told = browser.evaluate("document.getElementById('divergence').innerText")
     assert (
         "Its argument is_causal was True in A and is False in B. Its argument name was '' in A and is '<b>' in B."
         in told
     )
-    assert "Its lhs and rhs have other values, which no call before gave it." in told
+    assert "Its lhs and rhs differ, and no earlier call explains that." in told
     assert (
-        "Of NaN and Inf its lhs has none in A and 3 NaN in B, its rhs has none in A and 2 Inf in B, its output "
+        "NaN and Inf: its lhs has none in A and 3 NaN in B, its rhs has none in A and 2 Inf in B, its output "
         "has none in A and 3 NaN in B."
     ) in told
-    assert browser.evaluate("document.querySelectorAll('#parting-plot .point').length") == 8
+    assert browser.evaluate("document.querySelectorAll('#divergence-plot .point').length") == 8
     assert browser.complaints == []
 
 
@@ -616,8 +614,8 @@ def test_a_rank_that_one_run_lacks_is_told(browser: Browser, tmp_path: Path) -> 
     page = tmp_path / "page.html"
     report.write(page, open_run(tmp_path / "a"), open_run(tmp_path / "b"))
     browser.open(page)
-    told = browser.evaluate("document.getElementById('parting').innerText")
-    assert "Ranks 2, 3 are missing in B: nothing of them was compared." in told
+    told = browser.evaluate("document.getElementById('divergence').innerText")
+    assert "Ranks 2, 3 are missing in B and were not compared." in told
     assert "No call differs" not in told
 
 
@@ -675,13 +673,13 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
     labels = browser.evaluate("[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)")
     names = [row[2] for row in browser.evaluate(CELLS)]
     for text, label, over in zip(HOSTILE, labels, over_map, strict=True):
-        shown = report._shown(text.encode("utf-8", "replace").decode())  # half a surrogate pair is no text
+        shown = _panels.shown_text(text.encode("utf-8", "replace").decode())  # half a surrogate pair is no text
         assert shown in names
         assert label == shown or (len(shown) > 44 >= len(label) and label.endswith(shown[-10:]))
         assert over.startswith(f"{shown}step 0, forward, 1 call")
     assert any("<img" in text for text in over_roof)
-    over_parting = browser.evaluate(hover.format(2, "parting-plot", 2, "i", "parting-plot"))
-    assert [text.partition("2 calls of 3")[0] for text in over_parting] == HOSTILE[:2]
+    over_divergence = browser.evaluate(hover.format(2, "divergence-plot", 2, "i", "divergence-plot"))
+    assert [text.partition("2 calls of 3")[0] for text in over_divergence] == HOSTILE[:2]
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert browser.evaluate("document.title") == "opintercept report"
     assert browser.evaluate("document.querySelectorAll('script').length") == 3

@@ -100,8 +100,8 @@ def compare_runs(
         _compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
     if not total.pairs and (not total.absent or (select and not any(total.unmatched_calls))):
         raise OpInterceptError(
-            f"two runs must have calls in common{' that are asked for' if select else ''}, got none: "
-            f"{total.calls[0]} calls in {str(a.path)!r}, {total.calls[1]} in {str(b.path)!r}"
+            f"the runs have no {'selected ' if select else ''}calls in common: {total.calls[0]} calls in "
+            f"{str(a.path)!r}, {total.calls[1]} in {str(b.path)!r}"
         )
     return total.difference(_settings(a, b))
 

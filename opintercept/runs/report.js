@@ -1,6 +1,6 @@
 "use strict";
-// Draws the page from the block of data. A run's texts are untrusted: they go in as text nodes, and to plotly,
-// which reads some tags and entities in labels, through label().
+// Draws the page from its block of data. Texts of a run are untrusted: they become text nodes, or go through label()
+// to plotly, which reads some tags and entities in labels.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
@@ -38,7 +38,7 @@
     const size = Math.abs(value);
     return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   }
-  // "encoder.layer.11.attention.query" is "e.l.11.a.query": the last part and the numbers say most.
+  // Shortens "encoder.layer.11.attention.query" to "e.l.11.a.query": the last part and the numbers say most.
   function short(text, most) {
     const parts = text.split(".");
     for (let i = 0; i < parts.length - 1 && parts.join(".").length > most; i++) {
@@ -67,7 +67,7 @@
       zerolinecolor: color("line"), tickfont: { size: 11 }, automargin: true, ...more,
     };
   }
-  // Ticks at 1, 2 and 5, or at as few decades as leave about six of them.
+  // Ticks at 1, 2 and 5 of each decade, or at every few decades, about six in all.
   function decades(low, high, format) {
     const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
     const every = Math.ceil((last - first) / 6);
@@ -89,7 +89,7 @@
       ...layout,
     }, { displaylogo: false, displayModeBar: false, doubleClick: "reset" });
   }
-  // As many names beside the rows as there is room for, also when a part of them is looked at more closely.
+  // As many names beside the rows as there is room for, also after zooming in.
   function rowTicks(names, height, range) {
     const [from, to] = [Math.max(0, Math.ceil(Math.min(...range))), Math.min(names.length - 1, Math.floor(Math.max(...range)))];
     const every = Math.ceil((to - from + 1) / (height / 14)) || 1;
@@ -117,7 +117,7 @@
 
   // --- what the run is
 
-  // Of both runs, before anything else: which of the two goes wrong must not take a click to see.
+  // Both runs come first: seeing which of them goes wrong takes no click.
   const letter = (number) => (data.runs.length > 1 ? "AB"[number] : "");
   function head() {
     byId("title").replaceChildren(...data.runs.flatMap((each, number) => [
@@ -147,8 +147,8 @@
     const { about } = each;
     const rows = [
       ["folder", name(each.path)], ["command", name(about.command || "?")], ["started", about.started],
-      ["ended", about.finished ? "as it should" : "before the block was left, or while this page was made"],
-      ["kept of tensors", about.tensors], ["processes", about.processes],
+      ["finished", about.finished ? "yes" : "no: the program ended early, or was still running"],
+      ["tensors recorded", about.tensors], ["processes", about.processes],
       ...about.versions.map(([key, value]) => [key, name(value)]),
       ...about.devices.map((device) => ["device", name(device)]),
       ...about.flags.map(([key, value]) => [key, name(value)]),
@@ -167,9 +167,9 @@
       element("p", {},
         `Call ${found.index} in step ${found.step}, ${found.phase}: `, name(found.op), " in ", name(found.module),
         ...(found.source ? [", ", name(found.source)] : []), each.about.processes.startsWith("1 ") ? "" : `, rank ${found.rank}`,
-        `, has ${nonfinite([found.nan, found.inf])} among ${counted(found.count, "value")}. `,
+        `, has ${nonfinite([found.nan, found.inf])} in ${counted(found.count, "value")}. `,
         found.from === null ? "Its operands' values were not recorded."
-          : found.from.length ? `There are some in its ${found.from.join(" and ")} already.` : "Its operands are finite: it was made there."),
+          : found.from.length ? `Its ${found.from.join(" and ")} already had some.` : "Its operands are finite, so this call produced it."),
     );
   }
 
@@ -177,7 +177,7 @@
 
   const fields = { count: 0, nan: 1, inf: 2, min: 3, max: 4, mean: 5, rms: 6 };
   const of = (field) => (moments) => moments[fields[field]];
-  // The largest of what is known; null where nothing is.
+  // The largest magnitude that is known; null if none is.
   const size = (moments) => {
     const known = [moments[fields.min], moments[fields.max]].filter((value) => value !== null);
     return known.length ? Math.max(...known.map(Math.abs)) : null;
@@ -197,7 +197,7 @@
     calls: { text: "calls", cell: 2, scale: "linear", format: plain },
   };
   const scales = {
-    // Cividis, read alike with and without full colour vision; and blue through grey to orange.
+    // Cividis, which reads the same without full colour vision; and blue through grey to orange.
     even: [[0, "#00224e"], [0.25, "#35456c"], [0.5, "#666970"], [0.75, "#a69d75"], [1, "#fee838"]],
     signed: [[0, "#2166ac"], [0.25, "#8bb8d9"], [0.5, "#dcdcdc"], [0.75, "#eda268"], [1, "#b35806"]],
   };
@@ -220,18 +220,18 @@
     const phase = byId("heat-phase").value;
     byId("heat-role").parentElement.hidden = heat.roles.length < 2 || Boolean(statistic.cell);
     byId("heat-text").textContent = !run.totals.calls ? "The run has no calls."
-      : heat.roles.length ? "Colour is the statistic, over all calls of the module in the step; blank where there was none."
-        : "No values were recorded, so this shows work; record with tensors=\"stats\" to see values.";
+      : heat.roles.length ? "Colour shows the statistic over all calls of the module in the step. Cells without calls are blank."
+        : "No values were recorded, so this shows work. Record with tensors=\"stats\" to see values.";
     notes("heat-notes", [
-      heat.width > 1 && `To fit, ${counted(heat.width, "step")} are put together in each column.`,
-      heat.left_out && `The map has the first ${counted(heat.modules.length, "module")}; ${counted(heat.left_out, "call")} of others are not in it.`,
+      heat.width > 1 && `To fit, each column combines ${counted(heat.width, "step")}.`,
+      heat.left_out && `The map shows the first ${counted(heat.modules.length, "module")} and leaves out ${counted(heat.left_out, "call")} of others.`,
     ]);
     const wanted = byId("heat-filter").value.toLowerCase();
     const used = new Set((heat.phases[phase] || []).map((cell) => cell[0]));
     const rows = [...heat.modules.keys()].filter((row) => used.has(row) && heat.modules[row].toLowerCase().includes(wanted));
     byId("heat-controls").hidden = !run.totals.calls;
     if (!rows.length) {
-      byId("heat-key").replaceChildren(run.totals.calls ? "No module has this in its name." : "");
+      byId("heat-key").replaceChildren(run.totals.calls ? "No module has a name that contains this." : "");
       return clear("heat-plot");
     }
     const place = new Map(rows.map((row, number) => [row, number]));
@@ -276,7 +276,7 @@
     const traces = [];
     const xaxis = axis("step", { showgrid: false, zeroline: false, ticks: "" });
     if (bars) {
-      // One step is no map: bars tell the values apart better.
+      // With a single step, bars tell the values apart better than colours.
       traces.push({
         type: "bar", orientation: "h", y: rows.map((_, number) => number),
         x: values.map(([value]) => (value === null ? null : log && !(value > 0) ? null : value)),
@@ -313,12 +313,12 @@
     byId("heat-key").replaceChildren(...(statistic.cell || role < 0 ? [] : [
       broken.nan.length && `✖ has NaN: ${counted(broken.nan.length, "cell")}`,
       broken.inf.length && `▲ has Inf, no NaN: ${counted(broken.inf.length, "cell")}`,
-      broken.nan.length + broken.inf.length ? "Statistics are of the finite values." : "All values are finite.",
+      broken.nan.length + broken.inf.length ? "Statistics cover only the finite values." : "All values are finite.",
     ].filter(Boolean).map((text) => element("span", {}, text))));
     draw("heat-plot", traces, { height, xaxis, yaxis: rowAxis(names, height - 60), margin: { l: 10, r: small ? 10 : 16, t: 8, b: small && !bars ? 90 : 44 } });
     followZoom("heat-plot", names, height - 60);
   }
-  // Of long arrays, which are too many arguments for Math.min.
+  // A long array is too many arguments for Math.min.
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
   const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
 
@@ -355,12 +355,12 @@
       && row.shape.toLowerCase().includes(shape) && row.module.toLowerCase().includes(module));
     rows.sort((one, other) => compare(one[sorting.by], other[sorting.by]) * (sorting.down ? -1 : 1));
     byId("gemms-text").textContent = products.length
-      ? "Calls that agree in operator, pass, shape and dtype, in modules that differ in a number only. Time is the host's."
+      ? "Each row combines calls of the same operator, pass, shape and dtype, in modules whose names differ only in a number. Times are host times."
       : "The run has no calls.";
     notes("gemms-notes", [
       products.some((row) => row.device !== "cpu" && row.device !== "")
-        && "On a device that works on its own the host's time is that of the launch: no FLOP/s is given for calls there.",
-      run.gemms.rest && `${counted(run.gemms.rest[0], "call")} of less time are in one line at the end of the table.`,
+        && "For an asynchronous device, host time covers only the launch, so its calls have no FLOP/s.",
+      run.gemms.rest && `The last row combines ${counted(run.gemms.rest[0], "call")} that took less time.`,
     ]);
     roofline(rows);
     const body = element("tbody", {});
@@ -392,7 +392,7 @@
       ? element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body) : "");
     const more = byId("gemms-more");
     more.hidden = rows.length <= shownRows;
-    more.textContent = allRows ? `Show the first ${shownRows}` : `Show all ${rows.length.toLocaleString("en")} lines`;
+    more.textContent = allRows ? `Show the first ${shownRows}` : `Show all ${rows.length.toLocaleString("en")} rows`;
   }
   function compare(one, other) {
     if (one === null || other === null) return (one !== null) - (other !== null);
@@ -402,14 +402,14 @@
     const drawn = rows.filter((row) => row.rate && row.intensity);
     if (!drawn.length) return clear("roofline");
     const traces = [];
-    // The roof is what this run reached, over all its products, whichever are shown.
+    // The roof is the highest rate of this run, over all its products and not only those shown.
     const measured = products.filter((row) => row.rate && row.intensity);
     const work = most(measured.map((row) => row.rate));
     const memory = most(measured.map((row) => row.rate / row.intensity));
     const left = least(measured.map((row) => row.intensity)) / 3;
     const right = Math.max(most(measured.map((row) => row.intensity)), work / memory) * 3;
     traces.push({
-      type: "scatter", mode: "lines", name: "highest reached", hoverinfo: "skip", line: { color: color("quiet"), width: 1, dash: "dot" },
+      type: "scatter", mode: "lines", name: "highest measured", hoverinfo: "skip", line: { color: color("quiet"), width: 1, dash: "dot" },
       x: [left, work / memory, right], y: [left * memory, work, work],
     });
     for (const [phase, symbol] of Object.entries(phases)) {
@@ -440,10 +440,10 @@
     fill(byId("histograms-module"), histograms.shown.map((each, number) => [number, `${short(heat.modules[each.module], wide)}, ${each.phase}`]));
     byId("histograms-controls").hidden = !histograms.shown.length;
     byId("histograms-text").textContent = histograms.sampled
-      ? "Samples of what the first and the last few calls of a module in a pass returned." : "What the first and the last call of a module in a pass returned.";
+      ? "Samples of the outputs of the first and the last few calls of a module in a pass." : "The outputs of the first and the last call of a module in a pass.";
     notes("histograms-notes", [
-      histograms.unread && `${counted(histograms.unread, "tensor")} could not be read, or are too large for a page.`,
-      histograms.left_out && `${counted(histograms.left_out, "module")} more have tensors; the page has the first ${histograms.shown.length}.`,
+      histograms.unread && `${counted(histograms.unread, "tensor")} could not be read, or are too large for this page.`,
+      histograms.left_out && `The page shows the first ${histograms.shown.length} histograms and leaves out ${histograms.left_out.toLocaleString("en")}.`,
     ]);
   }
   function histogramsDraw() {
@@ -479,7 +479,7 @@
   // --- two runs
 
   const kinds = {
-    added: ["diamond", "mark", "made there: operands equal, output not"],
+    added: ["diamond", "mark", "added here: operands equal, output differs"],
     "changed argument": ["cross", "mark", "argument changed"],
     "changed operand": ["square", "backward", "operand changed"],
     unclear: ["star-triangle-up", "quiet", "unclear"],
@@ -488,29 +488,29 @@
   const ways = { tensors: "all of its values", sample: "a sample of its values", hash: "its statistics", statistics: "its statistics", metadata: "its shape" };
   const error = (size) => (size === null ? "?" : size === "inf" ? "Inf" : plain(size));
 
-  function partingText() {
-    const found = data.parting;
-    byId("parting").hidden = !found;
+  function divergenceText() {
+    const found = data.divergence;
+    byId("divergence").hidden = !found;
     if (!found) return;
-    const text = byId("parting-text");
+    const text = byId("divergence-text");
     if (found.failed) return text.replaceChildren(element("p", { class: "note" }, found.failed));
     const lines = [];
     if (found.first) {
       const { first } = found;
       const changed = [
         ...first.arguments.flatMap(([key, one, other]) => ["Its argument ", name(key), " was ", name(one), " in A and is ", name(other), " in B. "]),
-        first.changed.length ? `Its ${first.changed.join(" and ")} ${first.changed.length > 1 ? "have" : "has"} other values, which no call before gave it.`
-          : { added: "Its operands are equal and its output is not: the error is made there.", inherited: "Its operands differ already.", "changed argument": "" }[first.kind]
-          ?? "Its recorded operands are equal and its output is not; it draws random numbers, or not all that it reads is recorded, or one of the two raised.",
+        first.changed.length ? `Its ${first.changed.join(" and ")} ${first.changed.length > 1 ? "differ" : "differs"}, and no earlier call explains that.`
+          : { added: "Its operands are equal but its output differs: this call adds the difference.", inherited: "Its operands already differ.", "changed argument": "" }[first.kind]
+          ?? "Its recorded operands are equal but its output differs: it has other operands, draws random numbers, or raised in one of the runs.",
       ];
       const broken = first.nonfinite.map(([role, ...sides]) => `its ${role} has ${sides.map((side, number) => `${nonfinite(side) || "none"} in ${"AB"[number]}`).join(" and ")}`);
       lines.push(element("p", {}, element("b", {}, "First divergence: "), `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
         name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ", ...changed,
-        broken.length ? ` Of NaN and Inf ${broken.join(", ")}.` : "",
-        first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" || first.relative === "inf" ? "" : "at least "}${error(first.relative)}, by ${ways[first.by]}.`));
+        broken.length ? ` NaN and Inf: ${broken.join(", ")}.` : "",
+        first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" || first.relative === "inf" ? "" : "at least "}${error(first.relative)}, judged by ${ways[first.by]}.`));
     } else {
-      lines.push(element("p", {}, found.equal ? "No call differs: each has its counterpart, with an equal output."
-        : found.pairs ? "No call that has a counterpart differs." : "No call has a counterpart: nothing was compared."));
+      lines.push(element("p", {}, found.equal ? "No call differs: each has a counterpart with an equal output."
+        : found.pairs ? "No call that has a counterpart differs." : "No call has a counterpart, so nothing was compared."));
     }
     const counts = Object.entries(found.kinds).filter(([, count]) => count).map(([kind, count]) => `${count.toLocaleString("en")} ${kind}`);
     if (found.pairs) lines.push(element("p", { class: "quiet" }, `Compared: ${counted(found.pairs, "pair")} of calls: ${counts.join(", ")}.${
@@ -518,35 +518,38 @@
     const ranks = (run, empty) => found.absent.filter((each) => each[0] === run && each[2] === empty).map((each) => each[1]);
     const missing = [["A", false], ["B", false], ["A", true], ["B", true]].map(([run, empty]) => [run, empty, ranks(run, empty)]).filter(([, , of]) => of.length);
     const remarks = [
-      ...missing.map(([run, empty, of]) => `${of.length > 1 ? "Ranks" : "Rank"} ${of.join(", ")} ${of.length > 1 ? "are" : "is"} ${empty ? "without calls" : "missing"} in ${run}: nothing of ${of.length > 1 ? "them" : "it"} was compared.`),
-      found.absent_in_all > found.absent.length && `${found.absent_in_all - found.absent.length} more processes have calls in one of the runs alone.`,
+      ...missing.map(([run, empty, of]) => {
+        const [word, are, have, were] = of.length > 1 ? ["Ranks", "are", "have", "were"] : ["Rank", "is", "has", "was"];
+        return `${word} ${of.join(", ")} ${empty ? `${have} no calls` : `${are} missing`} in ${run} and ${were} not compared.`;
+      }),
+      found.absent_in_all > found.absent.length && `${found.absent_in_all - found.absent.length} more processes have calls in only one of the runs.`,
       (found.unmatched[0] || found.unmatched[1]) && `${counted(found.unmatched[0], "call")} of A and ${found.unmatched[1].toLocaleString("en")} of B have no counterpart`
         + (found.before[0] || found.before[1] ? `, ${found.before[0]} and ${found.before[1]} of them before the first divergence.` : "."),
       found.left_out && `${counted(found.left_out, "module")} that differ are not drawn.`,
     ].filter(Boolean);
     lines.push(...remarks.map((remark) => element("p", { class: "note" }, remark)));
     if (found.settings.length) {
-      lines.push(element("details", {}, element("summary", {}, `What the runs say of themselves differs in ${counted(found.settings.length, "point")}`),
+      lines.push(element("details", {}, element("summary", {}, `The runs differ in ${counted(found.settings.length, "setting")}`),
         element("dl", {}, ...found.settings.flatMap(([key, one, other]) => [element("dt", {}, name(key)), element("dd", {}, "A: ", name(one || "none"), ", B: ", name(other || "none"))]))));
     }
     text.replaceChildren(...lines);
     const phasesHere = Object.keys(data.runs[0].heat.phases).filter((phase) => found.modules.some((point) => point[1] === phase));
-    fill(byId("parting-phase"), phasesHere.map((phase) => [phase, phase]));
-    if (found.first && phasesHere.includes(found.first.phase)) byId("parting-phase").value = found.first.phase;
+    fill(byId("divergence-phase"), phasesHere.map((phase) => [phase, phase]));
+    if (found.first && phasesHere.includes(found.first.phase)) byId("divergence-phase").value = found.first.phase;
     if (!found.worst.length) return;
     const heads = ["call of A", "pass", "module", "operator", "kind", "relative error", "absolute error"];
-    byId("parting-table").replaceChildren(element("table", {},
+    byId("divergence-table").replaceChildren(element("table", {},
       element("caption", {}, "The largest errors"),
       element("thead", {}, element("tr", {}, ...heads.map((head, number) => element("th", { scope: "col", class: number > 0 && number < 5 ? "text plain" : "plain" }, head)))),
       element("tbody", {}, ...found.worst.map((each) => element("tr", {}, element("td", {}, String(each.index)), element("td", { class: "text" }, each.phase),
         element("td", { class: "text" }, cell(each.module, "module")), element("td", { class: "text" }, cell(each.op, "op")), element("td", { class: "text" }, each.kind),
         element("td", {}, error(each.relative)), element("td", {}, error(each.absolute)))))));
   }
-  function partingDraw() {
-    const found = data.parting;
+  function divergenceDraw() {
+    const found = data.divergence;
     if (!found || found.failed || !found.modules.length) return;
     const { heat } = data.runs[0];
-    const phase = byId("parting-phase").value;
+    const phase = byId("divergence-phase").value;
     const points = found.modules.filter((point) => point[1] === phase);
     const rows = [...new Set([...heat.phases[phase].map((cell) => cell[0]), ...points.map((point) => point[0])])].sort((one, other) => one - other);
     const place = new Map(rows.map((row, number) => [row, number]));
@@ -565,7 +568,7 @@
       tickvals.push(infinite);
       ticktext.push("Inf");
     }
-    // What differs by 0 differs in what was not looked at.
+    // A call that differs by 0 differs in something that has no error: an argument, say.
     const unknown = points.some((point) => !point[5]);
     if (unknown) {
       tickvals.unshift(equal - edge);
@@ -603,18 +606,18 @@
       }];
     }
     const height = Math.max(160, Math.min(rows.length * 16, 640)) + 100;
-    draw("parting-plot", traces, {
+    draw("divergence-plot", traces, {
       height, margin: { l: 10, r: 16, t: narrow() ? 70 : 44, b: 44 }, ...layout,
       xaxis: axis("largest relative error of an output", { tickvals, ticktext, tickangle: 0, range: [(unknown ? equal - edge : equal) - edge / 2, infinite + edge / 2], zeroline: false }),
       yaxis: rowAxis(names, height - 100),
     });
-    followZoom("parting-plot", names, height - 100);
+    followZoom("divergence-plot", names, height - 100);
   }
 
   // --- all of it
 
   function drawAll() {
-    partingDraw();
+    divergenceDraw();
     heatDraw();
     gemmsDraw();
     histogramsDraw();
@@ -630,8 +633,8 @@
   byId("histograms-scale").value = run.histograms.sampled ? "linear" : "log";
   fill(byId("run"), data.runs.map((each, number) => [number, `${"AB"[number]}: ${each.path}`]));
   head();
-  partingText();
-  on(["parting-phase"], "change", partingDraw);
+  divergenceText();
+  on(["divergence-phase"], "change", divergenceDraw);
   byId("choice").hidden = data.runs.length < 2;
   on(["run"], "change", choose);
   on(["heat-statistic", "heat-role", "heat-phase"], "change", heatDraw);

@@ -1,0 +1,427 @@
+"""What a report shows of one run: totals, a map of modules over steps, a table of products, histograms of outputs.
+
+Invariant: each panel adds up calls one by one, and its size is bounded however long the run is; it counts what it
+leaves out. Must not import torch, except to read tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from opintercept._errors import OpInterceptError
+from opintercept._text import printable
+from opintercept.runs.codec import StoredCall, Values, is_output
+from opintercept.runs.store import Run
+
+if TYPE_CHECKING:
+    import torch
+
+MODULES = 400  # rows of the map
+COLUMNS = 200  # of the map; steps are merged two by two until it fits
+CELLS = 20_000  # of the map
+PRODUCTS = 1000  # rows of the table
+PRODUCTS_ADDED_UP = 10_000  # rows that are told apart before the table is cut
+NAME = 200  # characters of a name
+NAMED = 16  # operands, arguments and processes that a sentence names
+PAIRS = 64  # versions, devices and flags
+HISTOGRAMS = 120  # modules and phases whose tensors are read
+SAMPLES = 8  # samples that make one histogram
+TENSOR = 1 << 26  # bytes of a tensor that is read
+TENSORS = 1 << 30  # bytes of all tensors that are read
+BINS = 60
+PHASES = ("forward", "backward", "recompute")
+ROLES = ("output", "lhs", "rhs", "bias")
+
+
+def panels_of(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
+    """The panels of a run as plain data, and the row of each module in its map. Reads the calls once."""
+    totals, heat, products, histograms = Totals(), HeatMap(), Products(), Histograms()
+    for call in run.calls():
+        totals.add(call)
+        row = heat.add(call)
+        products.add(call)
+        if row is not None:
+            histograms.add(row, call)
+    info = run.info
+    shown = {
+        "path": shown_text(str(run.path)),
+        "about": {
+            "command": shown_text(" ".join(info.argv), 4 * NAME),
+            "started": shown_text(info.started),
+            "tensors": info.tensors,
+            "processes": f"{len(run.ranks)} of {info.world_size}",
+            "finished": all(each.finished for each in run.infos.values()),
+            "versions": _pairs(info.versions.items()),
+            "devices": [shown_text(name) for name in info.devices[:PAIRS]],
+            "flags": _pairs(info.flags.items()),
+        },
+        "totals": totals.as_dict() | {"modules": len(heat.modules), "more_modules": heat.calls_left_out > 0},
+        "heat": heat.as_dict(),
+        "gemms": products.as_dict(),
+        "histograms": histograms.as_dict(run),
+    }
+    return shown, heat.modules
+
+
+def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:
+    return [[shown_text(key), shown_text(value)] for key, value in list(items)[:PAIRS]]
+
+
+def shown_text(text: str, most: int = NAME) -> str:
+    """A text of the run as the page shows it."""
+    return printable(text, most)
+
+
+def _ends(text: str) -> str:
+    """The parts of a long name that `shown_text` may show."""
+    return text if len(text) <= 2 * NAME else f"{text[:NAME]}{text[-NAME:]}"
+
+
+def module_label(name: str | None) -> str:
+    """A module's name as the page shows it."""
+    return "(not attributed)" if name is None else shown_text(name) or "(outside of modules)"
+
+
+def rounded(value: float | None) -> float | None:
+    """Four digits, as many as a picture shows; None for a value that JSON lacks."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}")
+
+
+def _seconds(call: StoredCall) -> float:
+    elapsed = call.record.elapsed
+    return elapsed if elapsed is not None and 0.0 <= elapsed < math.inf else 0.0
+
+
+class Totals:
+    """Counts over all calls, and the first output that is not finite, by step and index over all processes."""
+
+    def __init__(self) -> None:
+        self.calls = self.flops = self.errors = self.nonfinite = 0
+        self.seconds = 0.0
+        self.steps = (0, 0)
+        self.first: dict[str, Any] | None = None
+        self.first_place = (0, 0, 0)
+
+    def add(self, call: StoredCall) -> None:
+        record = call.record
+        self.steps = (
+            (min(self.steps[0], record.step), max(self.steps[1], record.step)) if self.calls else (record.step,) * 2
+        )
+        self.calls += 1
+        self.flops += record.flops or 0
+        self.seconds += _seconds(call)
+        self.errors += call.error is not None
+        output = call.values.get("output")
+        if output is None or output.finite:
+            return
+        self.nonfinite += 1
+        if self.first is None or call.place < self.first_place:
+            operands = {role: values for role, values in call.values.items() if not is_output(role)}
+            self.first_place = call.place
+            self.first = {
+                "index": record.index,
+                "rank": call.rank,
+                "step": record.step,
+                "op": shown_text(record.op.removeprefix("aten::")),
+                "phase": record.phase,
+                "module": module_label(record.module),
+                "source": shown_text(record.source or ""),
+                "nan": output.nan,
+                "inf": output.inf,
+                "count": output.count,
+                "from": [role for role, v in operands.items() if not v.finite][:NAMED] if operands else None,
+            }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "calls": self.calls,
+            "flops": self.flops,
+            "seconds": self.seconds,
+            "errors": self.errors,
+            "nonfinite": self.nonfinite,
+            "steps": list(self.steps),
+            "first": self.first,
+        }
+
+
+class _Moments:
+    """The `Values` of several tensors, combined."""
+
+    __slots__ = ("count", "finite", "inf", "max", "min", "nan", "square", "sum")
+
+    def __init__(self) -> None:
+        self.count = self.nan = self.inf = self.finite = 0
+        self.sum = self.square = 0.0
+        self.min, self.max = math.inf, -math.inf
+
+    def add(self, values: Values) -> None:
+        self.count += values.count
+        self.nan += values.nan
+        self.inf += values.inf
+        if values.mean is None or values.rms is None or values.min is None or values.max is None:
+            return
+        finite = max(values.count - values.nan - values.inf, 0)
+        self.finite += finite
+        self.sum += values.mean * finite
+        self.square += values.rms * values.rms * finite
+        self.min, self.max = min(self.min, values.min), max(self.max, values.max)
+
+    def merge(self, other: _Moments) -> None:
+        for name in ("count", "nan", "inf", "finite", "sum", "square"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.min, self.max = min(self.min, other.min), max(self.max, other.max)
+
+    def as_list(self) -> list[Any]:
+        known = self.finite > 0
+        mean = self.sum / self.finite if known else None
+        # In a hostile run, the mean square can be negative.
+        square = self.square / self.finite if known else -1.0
+        return [
+            self.count,
+            self.nan,
+            self.inf,
+            *map(rounded, (self.min, self.max, mean, math.sqrt(square) if square >= 0.0 else None)),
+        ]
+
+
+class _Cell:
+    """The calls of one module, in one phase and the steps of one column."""
+
+    __slots__ = ("calls", "flops", "roles", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = self.flops = 0
+        self.seconds = 0.0
+        self.roles: dict[str, _Moments] = {}
+
+    def add(self, call: StoredCall) -> None:
+        self.calls += 1
+        self.flops += call.record.flops or 0
+        self.seconds += _seconds(call)
+        for role, values in call.values.items():
+            if role in ROLES:
+                self.roles.setdefault(role, _Moments()).add(values)
+
+    def merge(self, other: _Cell) -> None:
+        self.calls += other.calls
+        self.flops += other.flops
+        self.seconds += other.seconds
+        for role, moments in other.roles.items():
+            self.roles.setdefault(role, _Moments()).merge(moments)
+
+
+class HeatMap:
+    """Modules, in the order of their first calls, over steps. A column has as many steps as it takes to fit."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str | None, int] = {}
+        self.calls_left_out = 0
+        self.width = 1
+        self.cells: dict[tuple[str, int, int], _Cell] = {}
+        self.columns: set[int] = set()
+
+    def add(self, call: StoredCall) -> int | None:
+        """Add a call and return the row of its module; None if the map has no room for the module."""
+        record = call.record
+        row = self.modules.get(record.module)
+        if row is None:
+            if len(self.modules) == MODULES:
+                self.calls_left_out += 1
+                return None
+            row = self.modules[record.module] = len(self.modules)
+        key = (record.phase, row, record.step // self.width)
+        cell = self.cells.get(key)
+        if cell is None:
+            cell = self.cells[key] = _Cell()
+            self.columns.add(key[2])
+        cell.add(call)
+        while len(self.columns) > COLUMNS or (len(self.cells) > CELLS and len(self.columns) > 1):
+            self._halve()
+        return row
+
+    def _halve(self) -> None:
+        self.width *= 2
+        cells, self.cells = self.cells, {}
+        for (phase, row, column), cell in cells.items():
+            known = self.cells.setdefault((phase, row, column // 2), cell)
+            if known is not cell:
+                known.merge(cell)
+        self.columns = {column // 2 for column in self.columns}
+
+    def as_dict(self) -> dict[str, Any]:
+        columns = {column: number for number, column in enumerate(sorted(self.columns))}
+        roles = [role for role in ROLES if any(role in cell.roles for cell in self.cells.values())]
+        phases: dict[str, list[Any]] = defaultdict(list)
+        for (phase, row, column), cell in self.cells.items():
+            moments = [cell.roles[role].as_list() if role in cell.roles else 0 for role in roles]
+            phases[phase].append([row, columns[column], cell.calls, cell.flops, rounded(cell.seconds), *moments])
+        return {
+            "modules": [module_label(name) for name in self.modules],
+            "steps": [column * self.width for column in columns],
+            "width": self.width,
+            "roles": roles,
+            "phases": {phase: phases[phase] for phase in PHASES if phase in phases},
+            "left_out": self.calls_left_out,
+        }
+
+
+class _Product:
+    """What the calls of one row of the table add up to."""
+
+    __slots__ = ("bytes", "calls", "flops", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.flops: int | None = 0
+        self.bytes: int | None = 0
+        self.seconds = 0.0
+
+    def add(self, calls: int, flops: int | None, size: int | None, seconds: float) -> None:
+        self.calls += calls
+        self.flops = None if flops is None or self.flops is None else self.flops + flops
+        self.bytes = None if size is None or self.bytes is None else self.bytes + size
+        self.seconds += seconds
+
+
+class Products:
+    """Calls, work and time by operator, phase, group of modules, shape, dtype and kind of device."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, ...], _Product] = {}
+        self.rest, self.rest_rows = _Product(), 0
+
+    def add(self, call: StoredCall) -> None:
+        record = call.record
+        lhs, gemm = record.lhs, record.gemm
+        dtypes = gemm.dtypes if gemm is not None else () if lhs is None else (lhs.dtype,)
+        module = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module or "") if record.module is not None else "\0"
+        shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(lhs.shape))
+        device = "" if lhs is None else lhs.device.partition(":")[0]
+        texts = (
+            record.op.removeprefix("aten::"),
+            record.phase,
+            module,
+            shape,
+            ", ".join(dict.fromkeys(dtypes)),
+            device,
+        )
+        key = tuple(map(_ends, texts))
+        row = self.rows.get(key)
+        if row is None:
+            if len(self.rows) == PRODUCTS_ADDED_UP:
+                row = self.rest
+            else:
+                row = self.rows[key] = _Product()
+        row.add(1, record.flops, record.bytes, _seconds(call))
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = sorted(self.rows.items(), key=lambda item: (-item[1].seconds, -(item[1].flops or 0)))
+        rest = _Product()
+        for row in (self.rest, *(row for _, row in rows[PRODUCTS:])):
+            rest.add(row.calls, row.flops, row.bytes, row.seconds)
+        return {
+            "rows": [[*self._names(key), *_work(row)] for key, row in rows[:PRODUCTS]],
+            "rest": _work(rest) if rest.calls else None,
+        }
+
+    @staticmethod
+    def _names(key: tuple[str, ...]) -> Iterator[str]:
+        op, phase, module, shape, dtype, device = key
+        yield shown_text(op)
+        yield phase
+        yield module_label(None if module == "\0" else module)
+        yield from map(shown_text, (shape, dtype, device))
+
+
+def _work(row: _Product) -> list[Any]:
+    return [row.calls, row.flops, row.bytes, rounded(row.seconds)]
+
+
+_Stored = tuple[int, int, str]  # rank, step and name of a recorded tensor
+
+
+class Histograms:
+    """The first and the last recorded outputs of each module in each phase."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, int], tuple[list[_Stored], deque[_Stored]]] = {}
+        self.left_out: set[tuple[str, int]] = set()
+        self.sampled = False
+
+    def add(self, row: int, call: StoredCall) -> None:
+        name = call.tensors.get("output")
+        if name is None:
+            return
+        key = (call.record.phase, row)
+        if key not in self.calls:
+            if len(self.calls) == HISTOGRAMS:
+                self.left_out.add(key)  # bounded, as there are at most MODULES rows
+                return
+            self.calls[key] = ([], deque())
+        # A sample is too small for a histogram of its own.
+        sampled = name.endswith(".sample")
+        self.sampled |= sampled
+        first, last = self.calls[key]
+        sample = (call.rank, call.record.step, name)
+        if len(first) < (SAMPLES if sampled else 1):
+            first.append(sample)
+            return
+        last.append(sample)
+        if len(last) > len(first):
+            last.popleft()
+
+    def as_dict(self, run: Run) -> dict[str, Any]:
+        left, shown, unread = TENSORS, [], 0
+        for (phase, row), ends in self.calls.items():
+            drawn, read = [], []
+            for samples in ends:
+                tensors = []
+                for rank, _, name in samples:
+                    try:
+                        tensor = run.load(rank, name, min(left, TENSOR))
+                    except OpInterceptError:
+                        unread += 1
+                    else:
+                        left -= tensor.nbytes
+                        tensors.append(tensor)
+                if tensors:
+                    steps = [step for _, step, _ in samples]
+                    drawn.append({"steps": [min(steps), max(steps)], "calls": len(tensors)})
+                    read.append(tensors)
+            if drawn:
+                edges, histograms = histograms_of(read)
+                for one, histogram in zip(drawn, histograms, strict=True):
+                    one |= histogram
+                shown.append({"module": row, "phase": phase, "edges": edges, "drawn": drawn})
+        return {"shown": shown, "unread": unread, "left_out": len(self.left_out), "sampled": self.sampled}
+
+
+def histograms_of(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[float], list[dict[str, Any]]]:
+    """The first and the last edge of bins that all groups share, and for each group what falls into each bin."""
+    import torch
+
+    finite, counts = [], []
+    for group in groups:
+        # float64 holds the values of every other dtype. Complex numbers count by their moduli.
+        values = torch.cat([(t.abs() if t.is_complex() else t).reshape(-1).double() for t in group])
+        finite.append(values[values.isfinite()])
+        counts.append(values.numel())
+    known = torch.cat(finite)
+    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
+    bins = min(BINS, max(10, math.isqrt(max(counts))))
+    if not (low < high and math.isfinite(high - low)):
+        bins = 1
+    return [low, high], [
+        {
+            "count": count,
+            "nonfinite": count - values.numel(),
+            "counts": torch.histc(values, bins, low, high).long().tolist() if bins > 1 else [values.numel()],
+        }
+        for values, count in zip(finite, counts, strict=True)
+    ]
