@@ -140,7 +140,7 @@ def test_a_recorder_on_another_machine_is_ended_only_if_asked(tmp_path: Path) ->
     assert len(calls_of(tmp_path)) == 1
 
 
-def test_a_recorder_that_is_ended_from_elsewhere_says_so_and_leaves_the_folder_alone(tmp_path: Path) -> None:
+def test_a_recorder_whose_claim_is_gone_warns_and_leaves_the_folder_alone(tmp_path: Path) -> None:
     recorder = runs.RunRecorder(tmp_path / "run", "full")
     with pytest.warns(OpInterceptWarning, match=r"after 0 calls: the folder was deleted or taken over by"):
         with intercept(recorder):
@@ -155,7 +155,7 @@ def test_a_recorder_that_is_ended_from_elsewhere_says_so_and_leaves_the_folder_a
 
 
 @pytest.mark.parametrize("what", ["tensors", ".", "calls.jsonl"])
-def test_files_that_are_deleted_during_the_run_are_told(what: str, tmp_path: Path) -> None:
+def test_files_deleted_during_the_run_stop_the_recording_with_a_warning(what: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.warns(OpInterceptWarning, match=r"after 1 call: .* (was|were) deleted"):
         with intercept(runs.RunRecorder(path, "full")):
@@ -169,7 +169,7 @@ def test_files_that_are_deleted_during_the_run_are_told(what: str, tmp_path: Pat
     assert not (path / "recording.lock").exists()
 
 
-def test_a_recorder_does_not_go_on_in_the_run_of_another(tmp_path: Path) -> None:
+def test_a_recorder_does_not_continue_the_run_of_another(tmp_path: Path) -> None:
     recorder = runs.RunRecorder(tmp_path / "run")
     with intercept(recorder):
         torch.eye(2) @ torch.eye(2)
@@ -184,13 +184,13 @@ def test_a_recorder_does_not_go_on_in_the_run_of_another(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["run", "a b", "ü\n%s{}", "deep/er/run", "-rf", "rank0"])
-def test_any_name_will_do(name: str, tmp_path: Path) -> None:
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     with intercept(runs.RunRecorder(tmp_path / name)):
         torch.eye(2) @ torch.eye(2)
     assert len(calls_of(tmp_path / name)) == 1
 
 
-def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_a_run_is_overwritten_only_if_asked(tmp_path: Path) -> None:
     with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.eye(2) @ torch.eye(2)
     with pytest.raises(ValueError, match=r"run' already holds a run; name another folder, or pass"):
@@ -218,7 +218,7 @@ def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_no_run_is_left_alone(overwrite: bool, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_left_alone(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/calls.csv").write_text("mine")
     with pytest.raises(ValueError, match="path must be a new folder, an empty one or a run, got"):

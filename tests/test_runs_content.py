@@ -82,7 +82,7 @@ def bits(tensor: Tensor) -> bytes:
 
 @settings(max_examples=150, deadline=None)
 @given(shape=SHAPES, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32), data=st.data())
-def test_hash_follows_from_the_values_whatever_the_strides(
+def test_the_hash_depends_on_the_values_and_not_on_the_strides(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, data: st.DataObject
 ) -> None:
     tensor = random_bits(shape, dtype, seed)
@@ -119,7 +119,7 @@ def test_one_flipped_bit_changes_the_hash(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("shape", [(300,), (40, 50), (2, 2, 33000)], ids=str)
-def test_hash_tells_what_sums_do_not(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_the_hash_tells_apart_values_with_equal_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).to(dtype)
     changed = [tensor]
     for one, other in ((0, 1), (3, 17), (1, -1)):
@@ -136,7 +136,7 @@ def test_hash_tells_what_sums_do_not(dtype: torch.dtype, shape: tuple[int, ...])
     assert len(set(hashes)) == len(distinct) >= 8
 
 
-def test_signs_of_zeros_and_of_ones_count() -> None:
+def test_signs_of_zeros_and_ones_change_the_hash() -> None:
     signs = torch.ones(8, 8)
     seen = {hash_of(torch.zeros(8, 8)), hash_of(-torch.zeros(8, 8))}
     for row in range(8):
@@ -148,7 +148,7 @@ def test_signs_of_zeros_and_of_ones_count() -> None:
     assert len(seen) == 2 + 64
 
 
-def test_zeros_of_another_number_have_another_hash() -> None:
+def test_different_numbers_of_zeros_have_different_hashes() -> None:
     assert len({hash_of(torch.zeros(count)) for count in range(20)}) == 20
 
 
@@ -171,7 +171,7 @@ def test_blocks_and_the_transpose_agree(shape: tuple[int, ...], dtype: torch.dty
 
 @settings(max_examples=60, deadline=None)
 @given(height=st.integers(1, 40), width=st.integers(1, 40), piece=st.integers(0, 8), block=st.integers(2, 5))
-def test_pieces_give_what_their_definition_says(height: int, width: int, piece: int, block: int) -> None:
+def test_a_hash_in_pieces_follows_the_definition(height: int, width: int, piece: int, block: int) -> None:
     lanes = random_bits((height, width), torch.int32, height * 41 + width)
     size = 1 << block
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +208,7 @@ def reference(tensor: Tensor) -> tuple[int, int, float | None, float | None, flo
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("odd", ["finite", "nan", "inf", "all nan", "all inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_are_those_of_the_finite_values(
+def test_statistics_cover_the_finite_values(
     dtype: torch.dtype, odd: str, device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = (torch.randn(40, 30) * 3).to(dtype)
@@ -248,7 +248,7 @@ def test_statistics_hold_over_the_whole_range_of_float32(scale: float, count: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_root_mean_square_of_a_large_tensor_has_its_digits(dtype: torch.dtype) -> None:
+def test_the_root_mean_square_of_a_large_tensor_is_precise(dtype: torch.dtype) -> None:
     tensor = torch.rand(1 << 12, 1 << 12).to(dtype)  # torch's own norm is 5e-4 off
     got = values(tensor)
     exact = tensor.to(torch.float64)
@@ -320,7 +320,7 @@ def test_memory_that_is_used_again_is_read_again() -> None:
 
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("kind", ["written to", "another at its address"])
-def test_sums_are_not_all_that_is_compared(kind: str) -> None:
+def test_equal_sums_alone_do_not_make_tensors_equal(kind: str) -> None:
     # One value is so large that rounding hides the exchange of two others in the sum of floats.
     tensor = torch.rand(16, 16).index_fill(1, torch.tensor([0]), 1e30)
     stale = hash_of(tensor)
@@ -347,7 +347,7 @@ def test_a_dimension_of_one_may_have_any_stride(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_what_has_not_changed_is_hashed_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_tensor_is_hashed_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = Mock(wraps=_hash.hash_of)
     monkeypatch.setattr(_hash, "hash_of", hashed)
     weight = torch.nn.Parameter(torch.randn(16, 16, dtype=dtype))
@@ -361,9 +361,7 @@ def test_what_has_not_changed_is_hashed_once(dtype: torch.dtype, monkeypatch: py
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 6e4, 1e-7])
-def test_values_of_16_bits_that_are_odd_in_pairs_are_read_again_when_they_change(
-    dtype: torch.dtype, odd: float
-) -> None:
+def test_values_of_16_bits_that_make_odd_pairs_are_read_again_after_a_change(dtype: torch.dtype, odd: float) -> None:
     tensor = torch.full((16, 16), odd, dtype=dtype)
     for place in ((0, 0), (7, 8), (15, 15)):
         stale = hash_of(tensor)
@@ -420,7 +418,7 @@ def test_nothing_is_kept_alive() -> None:
     ],
     ids=["meta", "uint16", "none", "number"],
 )
-def test_what_has_no_values_to_reduce_has_none_or_all(tensor: Any) -> None:
+def test_a_tensor_that_cannot_be_reduced_has_no_values_or_all(tensor: Any) -> None:
     content = content_of(tensor)
     assert content is None or content.read().count == 3
 
@@ -444,7 +442,7 @@ def test_conjugate_and_negative_bits_are_resolved() -> None:
     assert hash_of(negative) == hash_of(negative.resolve_neg())
 
 
-def test_what_a_transform_has_wrapped_is_not_kept() -> None:
+def test_tensors_that_a_transform_has_wrapped_are_not_kept() -> None:
     tensors = [torch.randn(size, size) for size in (4, 20, 200)]
     expected = [hash_of(tensor) for tensor in tensors]
     _hash.forget()

@@ -79,7 +79,7 @@ def test_a_parameter_that_differs_later_is_changed_too(compare: Any) -> None:
     assert compare(a, b).kinds == {"equal": 1, "changed operand": 1, "inherited": 2}
 
 
-def test_an_activation_that_requires_a_gradient_is_no_parameter(compare: Any) -> None:
+def test_an_activation_that_requires_a_gradient_is_not_a_parameter(compare: Any) -> None:
     a = [call(module, f"x{module}", f"w{module}", f"y{module}", grad=(module != "a", True)) for module in "abc"]
     b = [call(module, f"x{module}", f"w{module}'", f"y{module}'", grad=(module != "a", True)) for module in "abc"]
     assert compare(a, b).kinds == {"changed operand": 1, "inherited": 2}
@@ -113,7 +113,7 @@ def test_a_constant_operand_after_a_constant_output_may_come_from_it(compare: An
     assert kinds(found)["c"] == {"inherited": 2}
 
 
-def test_an_operand_that_is_there_once_may_come_from_what_differed_before(compare: Any) -> None:
+def test_an_operand_that_occurs_once_may_come_from_an_earlier_difference(compare: Any) -> None:
     def program(prime: str) -> list[dict[str, Any]]:
         calls = [call("a", f"x{n}", f"w{prime}", f"y{n}{prime}", grad=(True, True)) for n in range(2)]
         return [*calls, call("c", "x", f"v{prime}", f"y{prime}", grad=(True, True))]
@@ -168,7 +168,7 @@ def test_an_argument_that_differs_is_named(compare: Any, name: str, one: Any, ot
     assert compare(a, b).kinds == {"equal": 1, "changed argument": 1}
 
 
-def test_an_argument_is_compared_where_no_values_are(compare: Any) -> None:
+def test_an_argument_is_compared_without_recorded_values(compare: Any) -> None:
     a, b = ([call("a", "x", "w", "y", kept=False, arguments={"alpha": alpha})] for alpha in (1, 2))
     assert compare(a, b).first.arguments == (("alpha", 1, 2),)
     assert compare(a, a).kinds == {"not compared": 1}
@@ -194,7 +194,7 @@ def test_with_all_arguments_recorded_an_output_that_differs_is_added(compare: An
     assert compare(old, attention(output="y'")).equal
 
 
-def test_a_tolerance_is_for_arguments_too(compare: Any) -> None:
+def test_a_tolerance_applies_to_arguments_too(compare: Any) -> None:
     a, b = attention({"scale": 0.5}), attention({"scale": 0.5001})
     assert compare(a, b).first.arguments == (("scale", 0.5, 0.5001),)
     assert compare(a, b, rtol=1e-3).equal
@@ -265,7 +265,7 @@ def test_a_call_that_raised_in_one_run_differs(compare: Any) -> None:
     assert (other.first.kind, other.first.a.error) == ("unclear", raised["error"])
 
 
-def test_without_values_nothing_is_said_to_be_equal(compare: Any) -> None:
+def test_without_values_no_call_counts_as_equal(compare: Any) -> None:
     a = [call("a", "x", "w", "y", kept=False)]
     found = compare(a, a)
     assert found.equal
@@ -448,7 +448,7 @@ def test_rows_are_cut_and_counted(compare: Any) -> None:
     assert [row.module for row in found.modules] == ["m0", "m1"]
 
 
-def test_select_leaves_out_what_is_not_asked_for_but_compares_it(compare: Any) -> None:
+def test_calls_that_select_leaves_out_are_compared_but_not_reported(compare: Any) -> None:
     found = compare(chain("a", "b", "c"), chain("a", "b", "c", of="a"), select=lambda record: record.module == "c")
     assert (found.pairs, found.kinds, found.first.a.record.module) == (1, {"inherited": 1}, "c")
 
@@ -473,7 +473,7 @@ def test_a_difference_is_plain_data(compare: Any) -> None:
     assert plain["modules"][0]["kinds"] == {"changed operand": 1}
 
 
-def test_memory_is_some_tens_of_bytes_for_each_call(tmp_path: Path) -> None:
+def test_diff_takes_tens_of_bytes_of_memory_for_each_call(tmp_path: Path) -> None:
     def peak(calls: int) -> int:
         a, b = (
             write(tmp_path / f"{calls}{mark}", [call("a", n, "w", f"{n}{mark * (n > 10)}") for n in range(calls)])
@@ -502,7 +502,7 @@ JSON = st.recursive(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore:skipped .* unreadable lines?")
-def test_whatever_a_run_says_the_comparison_ends_with_an_answer_or_an_error(tmp_path: Path, data: Any) -> None:
+def test_any_two_runs_give_an_answer_or_an_error(tmp_path: Path, data: Any) -> None:
     def hostile(line: dict[str, Any]) -> Any:
         line = json.loads(json.dumps(line))
         numbers = st.sampled_from([0, -1, 2**62, 1e308, -1e308, math.nan, math.inf, -math.inf, None])
@@ -567,7 +567,7 @@ def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
 
 @pytest.mark.parametrize("tensors", ["stats", "sample", "full"])
 @pytest.mark.parametrize("rtol", [0.0, 1e-3])
-def test_nan_counts_whatever_else_was_recorded(tmp_path: Path, tensors: str, rtol: float) -> None:
+def test_nan_is_a_difference_whatever_else_was_recorded(tmp_path: Path, tensors: str, rtol: float) -> None:
     x, w = torch.ones(50, 60), torch.ones(60, 70)
     broken = w.clone()
     broken[1, :60] = math.nan  # few of them, which a sample can miss
@@ -592,7 +592,7 @@ def test_a_sample_bounds_an_error_from_below_as_statistics_do(tmp_path: Path) ->
     assert (rhs.by, rhs.max_absolute) == ("sample", 9999.0)
 
 
-def test_ulp_are_those_of_the_coarser_dtype(tmp_path: Path) -> None:
+def test_the_ulp_is_that_of_the_coarser_dtype(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(5, 6), torch.randn(6, 7)
     a = record(tmp_path / "a", lambda: x @ w, "full")
@@ -605,7 +605,7 @@ def test_ulp_are_those_of_the_coarser_dtype(tmp_path: Path) -> None:
         assert diff(one, two, rtol=2**-6).equal
 
 
-def test_tensors_that_are_lost_leave_statistics(tmp_path: Path) -> None:
+def test_without_its_tensor_files_a_run_is_compared_by_statistics(tmp_path: Path) -> None:
     x = torch.ones(4, 4)
     a, b = (record(tmp_path / n, partial(torch.mm, x, x * f), "full") for n, f in (("a", 1.0), ("b", 2.0)))
     for path in (tmp_path / "b" / "tensors").iterdir():
@@ -633,7 +633,7 @@ def net() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_eager_and_compiled_are_the_same_calls(tmp_path: Path, training: bool) -> None:
+def test_eager_and_compiled_runs_have_the_same_calls(tmp_path: Path, training: bool) -> None:
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
     weights = torch.arange(16.0)  # the sum of what a LayerNorm gives has no gradient but rounding errors
 

@@ -40,7 +40,7 @@ def broken(net: Net, layer: int) -> Net:
     return net
 
 
-def test_a_graft_tells_where_an_error_is_added(tmp_path: Path) -> None:
+def test_a_graft_finds_where_an_error_is_added(tmp_path: Path) -> None:
     net = Net()
     right = net(X)
     run = record(tmp_path, lambda: net(X))
@@ -67,7 +67,7 @@ def test_calls_are_told_apart_by_their_number_in_the_module(tmp_path: Path) -> N
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True, False, True, True]
 
 
-def test_steps_and_phases_choose(tmp_path: Path) -> None:
+def test_steps_and_phases_choose_calls(tmp_path: Path) -> None:
     net = Net()
 
     def train(interceptor: Any = None) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ def test_steps_and_phases_choose(tmp_path: Path) -> None:
     assert graft.grafted == 7  # of each layer the weight's gradient and, but for the first, the input's
 
 
-def test_several_outputs_are_all_put_back(tmp_path: Path) -> None:
+def test_all_of_several_outputs_are_replaced(tmp_path: Path) -> None:
     def attend(scale: float) -> torch.Tensor:
         torch.manual_seed(0)
         q = torch.randn(1, 2, 4, 8) * scale

@@ -58,7 +58,7 @@ def gan(*order: str, prime: str = "", first: bool = True) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("third", [[], ["Encoder"]], ids=["two", "three"])
-def test_the_model_that_runs_first_is_found_again_where_it_does_not(compare: Any, third: list[str]) -> None:
+def test_a_model_that_runs_first_is_recognized_in_a_run_where_it_does_not(compare: Any, third: list[str]) -> None:
     one, other = ["Generator", "Discriminator", *third] * 2, ["Discriminator", "Generator", *third] * 2
     for a, b in ((one, other), (other, one), (one, one)):
         found = compare(gan(*a), gan(*b, prime="'"), limit=1000)
@@ -100,7 +100,7 @@ def test_inserted_missing_and_shuffled_calls_leave_the_others_paired(compare: An
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_modules_that_go_missing_or_are_new_move_no_other(compare: Any, data: Any) -> None:
+def test_missing_and_new_modules_leave_the_others_paired(compare: Any, data: Any) -> None:
     """Every value differs, so that only names, shapes and order can tell."""
     layers = data.draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20))
     gone, new = data.draw(st.sampled_from("abcde")), data.draw(st.booleans())
@@ -128,7 +128,7 @@ def test_calls_without_a_counterpart_before_the_first_divergence_are_counted(com
     assert (found.before, found.first.b.record.index) == ((0, 1), 2)
 
 
-def test_steps_tell_apart_what_shapes_do_not(compare: Any) -> None:
+def test_steps_tell_apart_calls_of_the_same_shape(compare: Any) -> None:
     def steps(counts: list[int], prime: str) -> list[dict[str, Any]]:
         return [
             call("a", f"x{s}{n}{prime}", "w", f"y{s}{n}", step=s) for s, size in enumerate(counts) for n in range(size)
@@ -142,7 +142,7 @@ def test_steps_tell_apart_what_shapes_do_not(compare: Any) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."])
-def test_what_torch_wraps_has_the_name_of_the_program(compare: Any, wrapper: str) -> None:
+def test_modules_that_torch_wraps_keep_their_names(compare: Any, wrapper: str) -> None:
     found = compare(chain("a", "b"), [line | {"module": wrapper + line["module"]} for line in chain("a", "b")])
     assert (found.kinds, found.pairings) == ({"equal": 2}, {"ordinal": 2})
 
@@ -156,7 +156,7 @@ def test_another_operator_for_the_same_job_is_its_counterpart(compare: Any) -> N
     assert (found.kinds, found.pairings) == ({"not compared": 1}, {"family": 1})
 
 
-def test_another_device_has_other_kernels_for_the_same_call(compare: Any) -> None:
+def test_another_kernel_for_the_same_call_is_its_counterpart(compare: Any) -> None:
     def on(device: str, op: str, *more: Any) -> list[dict[str, Any]]:
         lines = [*chain("a"), call("attn", "q", "k", "y", op=op)]
         for line in lines:
@@ -197,7 +197,7 @@ def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> 
     assert (found.pairs, found.unmatched_calls) == (2, (1, 1))
 
 
-def test_difflib_is_not_given_more_than_it_does_in_seconds(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_difflib_gets_no_more_than_it_can_do_in_seconds(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It compares every call with every other one that is alike."""
     given: list[int] = []
 
@@ -215,7 +215,7 @@ def test_difflib_is_not_given_more_than_it_does_in_seconds(compare: Any, monkeyp
         assert sum(given) < 250_000
 
 
-def test_a_warning_says_what_was_skipped(tmp_path: Path) -> None:
+def test_a_warning_counts_the_lines_that_were_skipped(tmp_path: Path) -> None:
     a = write(tmp_path / "a", chain("a"))
     with (tmp_path / "a" / "calls.jsonl").open("a") as file:
         file.write("{torn")

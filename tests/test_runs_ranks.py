@@ -15,7 +15,7 @@ from opintercept.runs import open_run
 pytestmark = pytest.mark.usefixtures("no_writer_left")
 
 
-def test_ranks_write_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_writes_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))
@@ -40,7 +40,7 @@ def record(
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (4, 2), (2, 4)], ids=str)
-def test_a_run_of_other_ranks_is_replaced_whole(
+def test_a_run_of_other_ranks_is_replaced_as_a_whole(
     old: int, new: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(monkeypatch, tmp_path, 1.0, range(old), old)
@@ -53,9 +53,7 @@ def test_a_run_of_other_ranks_is_replaced_whole(
 
 
 @pytest.mark.parametrize(("old", "rank"), [(1, 0), (1, 1), (4, 0), (4, 1)], ids=str)
-def test_no_rank_adds_to_a_run_that_is_there(
-    old: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_rank_adds_to_an_existing_run(old: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(monkeypatch, tmp_path, 1.0, range(old)[-1:], old)
     later = files_in(tmp_path)
     with pytest.raises(ValueError, match=r"already holds a run; name another folder, or pass overwrite=True"):
@@ -63,9 +61,7 @@ def test_no_rank_adds_to_a_run_that_is_there(
     assert files_in(tmp_path) == later
 
 
-def test_a_rank_that_comes_first_has_replaced_a_run_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_to_start_replaces_a_run_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(monkeypatch, tmp_path, 1.0, [0], 1)
     (tmp_path / "notes.txt").write_text("mine")
     record(monkeypatch, tmp_path, 2.0, [1], 2, overwrite=True)
@@ -73,7 +69,7 @@ def test_a_rank_that_comes_first_has_replaced_a_run_of_one_process(
     assert files_in(tmp_path) == ["notes.txt", *(f"rank1/{name}" for name in FILES)]
 
 
-def test_ranks_of_a_run_before_are_left_out_where_no_new_one_has_come(
+def test_ranks_of_an_older_run_that_no_new_one_replaced_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(monkeypatch, tmp_path, 1.0, range(4), 4)
@@ -103,7 +99,7 @@ def test_no_rank_deletes_through_a_link(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rank", ["", "-1", "x", "²"])
-def test_odd_ranks_in_the_environment_are_none(rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_ranks_in_the_environment_are_ignored(rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with intercept(runs.RunRecorder(tmp_path / "run")):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_writer_left")
 @pytest.mark.parametrize("tensors", ["none", "sample"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_records_are_those_of_recorder(program: Program, tensors: Any, tmp_path: Path) -> None:
+def test_records_equal_those_of_recorder(program: Program, tensors: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     function, inputs = program.make(), program.inputs()
     with program.context():
@@ -54,7 +54,7 @@ def test_records_are_those_of_recorder(program: Program, tensors: Any, tmp_path:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_full_brings_back_what_each_operand_was_before_the_call(program: Program, tmp_path: Path) -> None:
+def test_full_keeps_each_operand_as_it_was_before_the_call(program: Program, tmp_path: Path) -> None:
     class Copies:
         def __init__(self) -> None:
             self.of: dict[tuple[int, str], Tensor] = {}
@@ -86,7 +86,7 @@ def test_full_brings_back_what_each_operand_was_before_the_call(program: Program
         assert same(tensor, copies.of[key]), key
 
 
-def test_in_place_and_out_forms_have_the_values_before_the_operator(tmp_path: Path) -> None:
+def test_in_place_and_out_forms_have_the_values_from_before_the_operator(tmp_path: Path) -> None:
     lhs, rhs = torch.full((2, 2), 3.0), torch.eye(2)
     with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.ones(2, 2).addmm_(lhs, rhs)
@@ -112,7 +112,7 @@ def test_in_place_and_out_forms_have_the_values_before_the_operator(tmp_path: Pa
             assert tensor.max() == largest[role]
 
 
-def test_calls_that_raise_are_there_with_their_operands(tmp_path: Path) -> None:
+def test_calls_that_raise_are_recorded_with_their_operands(tmp_path: Path) -> None:
     with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             torch.mm(torch.ones(2, 3), torch.ones(2, 3))
@@ -206,7 +206,7 @@ def test_each_content_is_stored_once(tmp_path: Path) -> None:
     assert stored < 4 * (32 * 32 + 2 * 8 * 32) + 2000
 
 
-def test_full_holds_all_that_the_call_was_given(tmp_path: Path) -> None:
+def test_full_keeps_all_arguments_of_the_call(tmp_path: Path) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         expected = torch.addmm(torch.ones(5), a, b, beta=0.5, alpha=2)
@@ -229,7 +229,7 @@ def test_full_holds_all_that_the_call_was_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensors", ALL)
-def test_every_argument_that_is_no_tensor_is_recorded_by_name(tensors: Any, tmp_path: Path) -> None:
+def test_every_argument_other_than_a_tensor_is_recorded_by_name(tensors: Any, tmp_path: Path) -> None:
     q = torch.randn(1, 2, 4, 8)
     with intercept(runs.RunRecorder(tmp_path / "run", tensors)):
         torch.mm(torch.eye(3), torch.eye(3))
@@ -250,7 +250,7 @@ def test_every_argument_that_is_no_tensor_is_recorded_by_name(tensors: Any, tmp_
     ]
 
 
-def test_arguments_of_a_function_are_recorded_with_those_that_have_no_tensor(tmp_path: Path) -> None:
+def test_arguments_of_a_function_are_recorded_at_function_level(tmp_path: Path) -> None:
     x = torch.ones(2, 3)
     with intercept(runs.RunRecorder(tmp_path / "run", "none"), level="function", ops="all"):
         F.linear(x, torch.ones(4, 3))
@@ -264,7 +264,7 @@ def test_arguments_of_a_function_are_recorded_with_those_that_have_no_tensor(tmp
         assert of["full"]["dtype"] == "torch.complex64"
 
 
-def test_what_has_no_plain_form_is_left_out_of_the_arguments() -> None:
+def test_arguments_without_a_plain_form_are_left_out() -> None:
     class Call:
         options: ClassVar[dict[str, Any]] = {
             "dtype": torch.bfloat16,
@@ -289,7 +289,7 @@ def test_what_has_no_plain_form_is_left_out_of_the_arguments() -> None:
     }
 
 
-def test_tensors_that_are_no_operands_are_recorded_by_name(tmp_path: Path) -> None:
+def test_tensors_besides_the_operands_are_recorded_by_name(tmp_path: Path) -> None:
     q = torch.randn(1, 2, 4, 8)
     mask = torch.full((4, 4), -math.inf).triu(1)
     lstm = nn.LSTM(3, 5)
@@ -311,7 +311,7 @@ def test_tensors_that_are_no_operands_are_recorded_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tensors", ["stats", "sample"])
-def test_a_mask_is_recorded_as_operands_are(tensors: Any, tmp_path: Path) -> None:
+def test_a_mask_is_recorded_like_an_operand(tensors: Any, tmp_path: Path) -> None:
     q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
     with intercept(runs.RunRecorder(tmp_path / "run", tensors)):
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
@@ -323,7 +323,7 @@ def test_a_mask_is_recorded_as_operands_are(tensors: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("missing", ["numpy", "safetensors.torch"])
 @pytest.mark.parametrize("options", [{"tensors": "sample"}, {"tensors": "full"}, {"flight": 3}], ids=str)
-def test_tensors_are_not_kept_without_what_stores_them(
+def test_keeping_tensors_needs_safetensors_and_numpy(
     options: dict[str, Any], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
@@ -367,7 +367,7 @@ def test_run_json_says_how_it_was_made(tmp_path: Path) -> None:
 # Flight recorder
 
 
-def test_flight_writes_nothing_where_all_goes_well(tmp_path: Path) -> None:
+def test_flight_writes_nothing_without_an_exception(tmp_path: Path) -> None:
     recorder = runs.RunRecorder(tmp_path / "run", flight=3)
     with intercept(recorder):
         torch.eye(2) @ torch.eye(2)

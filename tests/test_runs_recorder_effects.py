@@ -54,7 +54,7 @@ def test_training_is_the_same_to_the_bit(tensors: Any, tmp_path: Path) -> None:
     assert all(map(same, expected, got))
 
 
-def test_the_dispatch_table_is_clean_after_an_exit_beside_a_living_writer(tmp_path: Path) -> None:
+def test_the_dispatch_table_is_clean_after_a_block_whose_writer_still_runs(tmp_path: Path) -> None:
     # The first block's exit hooks may run before or after its kernels go; this one's thread is alive for sure.
     table = torch._C._dispatch_dump_table("aten::mm")
     recorder = runs.RunRecorder(tmp_path / "run")
@@ -177,7 +177,7 @@ ODD: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("tensors", ["sample", "full"])
 @pytest.mark.parametrize("level", ["dispatch", "function", "mode"])
 @pytest.mark.parametrize("odd", ODD)
-def test_no_tensor_is_too_odd(odd: str, level: str, tensors: Any, tmp_path: Path) -> None:
+def test_odd_tensors_are_recorded(odd: str, level: str, tensors: Any, tmp_path: Path) -> None:
     expected = ODD[odd]()
     options: dict[str, Any] = {"engine": "mode"} if level == "mode" else {"level": level}
     recorder = hooks.Recorder()
@@ -206,7 +206,7 @@ def distributed() -> Any:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="built without it")
 @pytest.mark.parametrize("level", ["dispatch", "function"])
-def test_distributed_tensors_are_no_obstacle(level: Any, tmp_path: Path) -> None:
+def test_distributed_tensors_are_recorded(level: Any, tmp_path: Path) -> None:
     store = torch._C._distributed_c10d.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -23,7 +23,7 @@ from opintercept.runs import open_run, writer
 pytestmark = pytest.mark.usefixtures("no_writer_left")
 
 
-def test_max_bytes_is_kept_with_one_warning(tmp_path: Path) -> None:
+def test_max_bytes_stops_the_recording_with_one_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with intercept(runs.RunRecorder(tmp_path / "run", "full", max_bytes=100_000)):
@@ -64,7 +64,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_program(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("fails", ["_save", "_append"])
-def test_a_disk_that_fails_is_told_once(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_gives_one_warning(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = runs.RunRecorder(tmp_path / "run", "full")
     with intercept(recorder):
         torch.eye(2) @ torch.eye(2)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_writer_left")
 # Blocks, threads, processes
 
 
-def test_a_recorder_goes_on_in_its_run(tmp_path: Path) -> None:
+def test_a_recorder_continues_its_run(tmp_path: Path) -> None:
     recorder = runs.RunRecorder(tmp_path / "run", "full")
     block = intercept(recorder)
     for number in range(3):

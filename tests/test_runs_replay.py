@@ -71,7 +71,7 @@ def test_every_call_gives_the_same_bits_again(program: Callable[[], Any], tmp_pa
         assert str(again).endswith("the same bit for bit")
 
 
-def test_a_call_of_the_function_level_runs_again_as_it_was_called(tmp_path: Path) -> None:
+def test_a_call_at_function_level_runs_again_as_it_was_called(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
     run = record(tmp_path, lambda: layer(x), level="function")
@@ -112,7 +112,7 @@ def test_the_numbers_of_a_replay_explain_themselves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "rand"])
-def test_what_rounding_makes_is_told_right(draw: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_error_that_rounding_explains_is_right(draw: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = [(8, 8, 8), (64, 1000, 16), (16, 4096, 16)]
     run = record(tmp_path, lambda: [draw(m, k) @ draw(k, n) for m, k, n in sizes])
@@ -127,7 +127,7 @@ def test_what_rounding_makes_is_told_right(draw: Any, dtype: torch.dtype, tmp_pa
 @pytest.mark.parametrize(
     ("name", "value"), [("mkldnn", "False"), ("threads", "1"), ("float32_matmul_precision", "high")]
 )
-def test_a_flag_holds_for_the_replay_alone(name: str, value: str, tmp_path: Path) -> None:
+def test_a_flag_holds_only_during_the_replay(name: str, value: str, tmp_path: Path) -> None:
     run = record(tmp_path, product)
     read = FLAGS[name][0]
     before, seen = read(), []
@@ -137,7 +137,7 @@ def test_a_flag_holds_for_the_replay_alone(name: str, value: str, tmp_path: Path
     assert read() == before
 
 
-def test_a_script_runs_the_call_with_torch_and_safetensors_alone(tmp_path: Path) -> None:
+def test_a_script_runs_the_call_with_only_torch_and_safetensors(tmp_path: Path) -> None:
     run = record(tmp_path, views)
     script = write_script(run, 0, tmp_path / "again")
     code = f"import runpy, sys; sys.modules['opintercept'] = None; runpy.run_path({script!r})"
@@ -145,7 +145,9 @@ def test_a_script_runs_the_call_with_torch_and_safetensors_alone(tmp_path: Path)
     assert done.stdout == "torch.complex64 [3, 3] NaN 0 Inf 0\n"
 
 
-def test_the_command_prints_the_comparison_and_exits_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_comparison_and_exits_with_its_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(record(tmp_path, product).path)
     assert main(["replay", path, "0"]) == 0
     assert "output float32[5, 3]: the same bit for bit" in capsys.readouterr().out
@@ -204,7 +206,7 @@ def test_a_hostile_argument_is_printed_with_escapes(tmp_path: Path, capsys: pyte
     assert "\u202e" not in shown
 
 
-def test_a_call_that_raised_says_so_again(tmp_path: Path) -> None:
+def test_replaying_a_call_that_raised_says_so(tmp_path: Path) -> None:
     def fail() -> None:
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             torch.ones(2, 3) @ torch.ones(4, 5)
@@ -252,7 +254,7 @@ def tensor(run: runs.Run, shape: list[Any], stride: list[Any]) -> dict[str, Any]
         ([5.0, 7], [7, 1]),
     ],
 )
-def test_strides_that_lie_are_refused_before_memory_is_taken(
+def test_false_strides_are_refused_before_memory_is_allocated(
     shape: list[Any], stride: list[Any], tmp_path: Path
 ) -> None:
     run = record(tmp_path, product)
@@ -261,7 +263,7 @@ def test_strides_that_lie_are_refused_before_memory_is_taken(
         replay(lie(run, given=given), 0)
 
 
-def test_an_output_out_of_proportion_is_refused_before_it_is_made(tmp_path: Path) -> None:
+def test_a_huge_output_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
     run = record(tmp_path, lambda: torch.ones(70_000, 1) @ torch.ones(1, 2))
     lhs = tensor(run, [70_000, 1], [1, 1])
     run = lie(run, given={"args": [lhs, lhs | {"shape": [1, 70_000], "stride": [1, 1]}], "kwargs": {}})
@@ -270,7 +272,7 @@ def test_an_output_out_of_proportion_is_refused_before_it_is_made(tmp_path: Path
 
 
 @pytest.mark.parametrize("value", [{"torch": "load"}, {"torch": "hub"}, {"eval": "1"}, {"tensor": "../../x"}, {}])
-def test_arguments_are_plain_data(value: Any, tmp_path: Path) -> None:
+def test_only_plain_arguments_are_accepted(value: Any, tmp_path: Path) -> None:
     run = record(tmp_path, product)
     run = lie(run, given={"args": [value, value], "kwargs": {}})
     with pytest.raises(OpInterceptError, match=r"a recorded argument must be a tensor, a number or a dtype, got "):

@@ -73,7 +73,7 @@ def folder(path: Path, *calls: tuple[CallRecord, dict[str, Any]], **info: Any) -
     return path
 
 
-def test_values_of_calls_in_one_cell_are_put_together(tmp_path: Path) -> None:
+def test_values_of_calls_in_one_cell_are_combined(tmp_path: Path) -> None:
     calls = [
         (CALL, {"output": values(8, min=-1.0, max=1.0, mean=0.5, rms=2.0)}),
         (CALL, {"output": values(10, nan=1, inf=1, min=-3.0, max=0.5, mean=-0.25, rms=1.0)}),
@@ -224,7 +224,7 @@ def data_of(text: str) -> Any:
     return json.loads(block)
 
 
-def test_numbers_that_json_cannot_say_are_left_out(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_left_out(tmp_path: Path) -> None:
     broken = values(count=2**62, nan=2**62, min=math.nan, max=-math.inf, mean=1e308, rms=1e308)
     big = values(count=2**62, min=-1e308, max=1e308, mean=-1e308, rms=1e308)
     calls = [(replace(CALL, elapsed=math.inf), {"output": broken}), (CALL, {"output": big, "lhs": broken})]
@@ -233,7 +233,7 @@ def test_numbers_that_json_cannot_say_are_left_out(tmp_path: Path) -> None:
     assert cell[5] == [2**63, 2**62, 0, -1e308, 1e308, None, None]
 
 
-def test_the_page_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(folder(tmp_path / "run", (CALL, {})))
     page = tmp_path / "page.html"
     page.write_text("before")
@@ -287,7 +287,7 @@ def recorded(tmp_path: Path) -> Callable[..., Path]:
     return record
 
 
-def test_histograms_are_of_the_values_that_were_recorded(recorded: Callable[..., Path]) -> None:
+def test_histograms_show_the_recorded_values(recorded: Callable[..., Path]) -> None:
     run = open_run(recorded("run", "full", steps=3))
     shown = report.summary(run)["histograms"]
     assert (shown["unread"], shown["left_out"], shown["sampled"]) == (0, 0, False)
@@ -503,7 +503,7 @@ def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
     assert browser.evaluate(labels) == [f"layers.{i}" for i in range(10, 15)]
 
 
-def test_two_runs_are_compared_and_either_is_shown(
+def test_two_runs_are_compared_and_either_can_be_shown(
     browser: Browser, recorded: Callable[..., Path], tmp_path: Path
 ) -> None:
     a, b = recorded("a", "sample", steps=2), recorded("b", "sample", steps=3, change=0.5)
@@ -583,7 +583,7 @@ def test_both_runs_and_their_alarms_come_first(browser: Browser, tmp_path: Path,
         assert browser.complaints == []
 
 
-def test_what_differs_first_is_told_with_its_arguments_and_nan(browser: Browser, tmp_path: Path) -> None:
+def test_the_first_divergence_is_shown_with_its_arguments_and_nan(browser: Browser, tmp_path: Path) -> None:
     folders = broken_runs(tmp_path)
     for path, causal in zip(folders, (True, False), strict=True):
         lines = [json.loads(line) for line in (path / "calls.jsonl").read_text().splitlines()]
@@ -606,7 +606,7 @@ def test_what_differs_first_is_told_with_its_arguments_and_nan(browser: Browser,
     assert browser.complaints == []
 
 
-def test_a_rank_that_one_run_lacks_is_told(browser: Browser, tmp_path: Path) -> None:
+def test_a_rank_that_one_run_lacks_is_named(browser: Browser, tmp_path: Path) -> None:
     for name, ranks in (("a", 4), ("b", 2)):
         (tmp_path / name).mkdir()
         for rank in range(ranks):

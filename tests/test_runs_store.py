@@ -124,7 +124,7 @@ JSON = st.recursive(
 )
 
 
-def test_a_line_that_is_as_written_is_read(tmp_path: Path) -> None:
+def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
     (call,) = open_run(make(tmp_path, CALL)).calls()
     plain = {key: CALL[key] for key in call.record.as_dict()}
     assert json.loads(json.dumps(call.record.as_dict())) == plain
@@ -133,7 +133,7 @@ def test_a_line_that_is_as_written_is_read(tmp_path: Path) -> None:
     assert call.given == CALL["given"]
 
 
-def test_a_run_of_before_arguments_had_names_is_read(tmp_path: Path) -> None:
+def test_a_run_of_a_version_before_named_arguments_is_read(tmp_path: Path) -> None:
     old = changed(CALL, ("given",), DELETED) | {"arguments": CALL["given"]}
     bare = changed(changed(CALL, ("given",), DELETED), ("arguments",), DELETED)
     found = [(call.arguments, call.given) for call in open_run(make(tmp_path, old, bare)).calls()]
@@ -244,7 +244,7 @@ def test_any_bytes_can_be_read(data: bytes, torn: bool, tmp_path: Path) -> None:
 
 @settings(RELAXED, max_examples=100)
 @given(place=st.integers(0, 10_000), what=st.binary(max_size=4), length=st.integers(0, 10_000))
-def test_a_damaged_line_costs_no_other(place: int, what: bytes, length: int, tmp_path: Path) -> None:
+def test_a_damaged_line_does_not_affect_others(place: int, what: bytes, length: int, tmp_path: Path) -> None:
     line = json.dumps(CALL).encode()
     place %= len(line)
     damaged = (line[:place] + what + line[place + length % 9 :]).replace(b"\n", b" ")
@@ -303,7 +303,7 @@ def test_an_extreme_line_takes_little_memory_and_time(line: str, tmp_path: Path)
     assert time.process_time() - started < 5
 
 
-def test_half_a_surrogate_pair_does_not_reach_who_prints_it(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     call, *_ = read(make(tmp_path, LINES["half a pair"] + b"\n"))
     assert call.record.module == "a?b"
 
@@ -329,7 +329,7 @@ def test_half_a_surrogate_pair_does_not_reach_who_prints_it(tmp_path: Path) -> N
     ],
     ids=range(15),
 )
-def test_a_run_json_that_is_none_is_refused(info: bytes, tmp_path: Path) -> None:
+def test_an_invalid_run_json_is_refused(info: bytes, tmp_path: Path) -> None:
     make(tmp_path, CALL)
     (tmp_path / "run.json").write_bytes(info)
     with pytest.raises(OpInterceptError, match=r"run.json must (hold a JSON object|have (schema 1, got|a valid '))"):
@@ -337,7 +337,7 @@ def test_a_run_json_that_is_none_is_refused(info: bytes, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["missing", "empty", "file", "a\0b", "x" * 5000])
-def test_where_there_is_no_run_the_error_says_so(path: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(path: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(OpInterceptError, match=r"^a run must be a folder with run.json, or with rank0/run.json"):
@@ -346,7 +346,7 @@ def test_where_there_is_no_run_the_error_says_so(path: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["run.json", "calls.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "dangling", "loop", "folder", "pipe", "device"])
-def test_what_is_no_plain_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+def test_only_plain_files_are_read(name: str, kind: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "run", CALL)
     real = folder / name
     real.rename(tmp_path / "real")
@@ -391,7 +391,7 @@ def test_ranks_are_folders_and_no_links(tmp_path: Path) -> None:
     assert [call.rank for call in run.calls()] == [0, 2, 10]
 
 
-def test_places_are_those_of_the_calls(tmp_path: Path) -> None:
+def test_a_position_gives_its_call_again(tmp_path: Path) -> None:
     lines = [changed(CALL, ("index",), index) for index in range(5)]
     run = open_run(make(tmp_path, lines[0], b"broken\n", *lines[1:]))
     with pytest.warns(OpInterceptWarning, match="skipped 1 unreadable line in"):
@@ -457,7 +457,7 @@ def test_no_path_is_taken_from_a_tensors_name(name: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "link to the folder", "missing"])
-def test_a_tensors_file_that_is_none_is_refused(kind: str, run: Run, tmp_path: Path) -> None:
+def test_only_a_plain_tensor_file_is_read(kind: str, run: Run, tmp_path: Path) -> None:
     name, path = name_in(run), run.path / "tensors/00000000.safetensors"
     path.rename(tmp_path / "real")
     if kind == "link":
@@ -568,7 +568,7 @@ def test_a_sparse_file_of_many_gigabytes_is_not_read(run: Run) -> None:
         run.load(0, name)
 
 
-def test_reading_many_calls_takes_no_memory(tmp_path: Path) -> None:
+def test_reading_more_calls_takes_no_more_memory(tmp_path: Path) -> None:
     folder = make(tmp_path, *[CALL] * 200)
     run = open_run(folder)
     (folder / "calls.jsonl").write_bytes((folder / "calls.jsonl").read_bytes() * 20)

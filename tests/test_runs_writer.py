@@ -67,12 +67,12 @@ def calls_in(folder: Path) -> list[runs.StoredCall]:
     return list(runs.open_run(folder).calls())
 
 
-def test_the_kernel_engine_knows_the_thread_for_harmless(started: Writer) -> None:
+def test_the_kernel_engine_knows_that_the_thread_runs_no_operator(started: Writer) -> None:
     assert getattr(started, quiet.RUNS_NO_OPERATOR)
     assert started.daemon
 
 
-def test_a_line_is_what_the_record_says(started: Writer, tmp_path: Path) -> None:
+def test_a_line_holds_the_record(started: Writer, tmp_path: Path) -> None:
     nasty = 'a"b\\\n\u2028\ud800\x00\x7f'
     plain = entry(3)
     plain.values = {
@@ -96,7 +96,7 @@ def test_a_line_is_what_the_record_says(started: Writer, tmp_path: Path) -> None
     assert json.loads(text)["values"]["lhs"]["max"] == 0.0
 
 
-def test_calls_are_written_in_the_order_in_which_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "INTERVAL", 0.0005)  # intervals end while batches are handed over
     monkeypatch.setattr(writer, "BATCH_CALLS", 7)
     thread = Writer(tmp_path / "run", INFO, None)
@@ -108,7 +108,7 @@ def test_calls_are_written_in_the_order_in_which_they_came(tmp_path: Path, monke
     assert thread.calls == 3000
 
 
-def test_calls_are_on_the_disk_after_an_interval(started: Writer, tmp_path: Path) -> None:
+def test_calls_are_on_disk_after_an_interval(started: Writer, tmp_path: Path) -> None:
     started.put(entry(0, torch.ones(2)))
     end = time.monotonic() + 3 * writer.INTERVAL
     while not calls_in(tmp_path / "run") and time.monotonic() < end:
@@ -121,7 +121,7 @@ def test_calls_are_on_the_disk_after_an_interval(started: Writer, tmp_path: Path
     assert not run.info.finished
 
 
-def test_much_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_batch_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "INTERVAL", 60.0)
     time.sleep(1.1)  # it may be waiting for the interval as it was
     for calls, tensors in ((1, [torch.empty(writer.BATCH_BYTES // 4)]), (writer.BATCH_CALLS, [])):
@@ -134,7 +134,7 @@ def test_much_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: p
         assert started.calls == before + calls
 
 
-def test_a_slow_disk_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_bounds_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "BATCH_BYTES", 4000)
     gate = threading.Event()
     monkeypatch.setattr(Writer, "_save", lambda self, tensors: gate.wait(10))
@@ -159,7 +159,7 @@ def test_a_slow_disk_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.Monke
     assert thread.calls == 50
 
 
-def test_a_thread_that_has_died_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_thread_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "BATCH_CALLS", 1)
     monkeypatch.setattr(threading, "excepthook", lambda *args: None)
 
@@ -175,7 +175,7 @@ def test_a_thread_that_has_died_keeps_nobody_waiting(tmp_path: Path, monkeypatch
     assert not thread.is_alive()
 
 
-def test_what_cannot_be_written_stops_it_and_is_told(tmp_path: Path) -> None:
+def test_a_call_that_cannot_be_written_stops_the_recording(tmp_path: Path) -> None:
     thread = Writer(tmp_path / "run", INFO, None)
     thread.start()
     bad = entry(0)
@@ -188,7 +188,7 @@ def test_what_cannot_be_written_stops_it_and_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1, 100, 1000, 1500])
-def test_as_many_whole_lines_as_there_is_room_for_are_kept(room: int, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_whole_lines(room: int, tmp_path: Path) -> None:
     class Disk:
         """Takes a few bytes at a time, and no more than there is room for."""
 
@@ -224,7 +224,7 @@ def test_as_many_whole_lines_as_there_is_room_for_are_kept(room: int, tmp_path: 
     assert (thread.calls > 0) == (room >= 1000)
 
 
-def test_a_writer_goes_on_after_another(tmp_path: Path) -> None:
+def test_a_writer_continues_the_run_of_another(tmp_path: Path) -> None:
     before = None
     for index in range(3):
         thread = Writer(tmp_path / "run", INFO, None, before)
@@ -243,7 +243,7 @@ def test_a_writer_goes_on_after_another(tmp_path: Path) -> None:
     assert before.nbytes - size == len("false") - len("true")  # of run.json
 
 
-def test_names_are_forgotten_before_they_are_too_many(
+def test_the_number_of_remembered_names_is_bounded(
     started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "MAX_NAMES", 10)
@@ -260,7 +260,9 @@ def test_names_are_forgotten_before_they_are_too_many(
         assert stored[0] == call.record.index
 
 
-def test_a_line_that_would_be_too_long_goes_without_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_would_be_too_long_leaves_out_the_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "MAX_LINE", 5000)
     thread = Writer(tmp_path / "run", INFO, None)
     thread.start()
@@ -289,7 +291,7 @@ def test_only_a_run_is_removed(tmp_path: Path) -> None:
         remove_run(tmp_path / "run")
 
 
-def test_many_processes_remove_what_an_older_run_has_left_at_once(tmp_path: Path) -> None:
+def test_several_processes_remove_leftovers_at_once(tmp_path: Path) -> None:
     failures: list[BaseException] = []
 
     def remove(barrier: threading.Barrier, own: Path) -> None:
