@@ -1,4 +1,4 @@
-"""Which folder a recorder may write to: one recorder at a time, and no run is overwritten unasked."""
+"""Which folder a recorder may write to: only one recorder at a time, and it overwrites no run unless asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_writer_left")
 
 
 def starts_at_once(make: Callable[[], Any], number: int, answers: Path, *, threads: bool) -> list[str]:
-    """What each of several simultaneous starts comes to; who runs goes on until all others have been refused."""
+    """The results of several simultaneous starts. The recorder that runs stays active until all others are refused."""
 
     def attempt(tell: Callable[[str], Any]) -> None:
         try:
@@ -113,7 +113,7 @@ def test_a_folder_that_is_written_to_is_not_overwritten(tmp_path: Path, monkeypa
         torch.eye(2) @ torch.eye(2)
         with pytest.raises(OpInterceptError, match=REFUSED):
             runs.RunRecorder(tmp_path / "run", overwrite=True).enter()
-        with monkeypatch.context() as ranks:  # one of several processes would take it for an older run
+        with monkeypatch.context() as ranks:  # readers would take it for an older run of one process
             ranks.setenv("RANK", "1")
             ranks.setenv("WORLD_SIZE", "2")
             with pytest.raises(OpInterceptError, match=REFUSED):
@@ -126,7 +126,7 @@ def test_a_folder_that_is_written_to_is_not_overwritten(tmp_path: Path, monkeypa
 
 
 def claim_elsewhere(folder: Path) -> None:
-    """As a recorder on another machine has left it, which may or may not go on."""
+    """Leave a claim as of a recorder on another machine, which may still run."""
     folder.mkdir(exist_ok=True)
     (folder / "recording.lock").write_text('{"pid": 1, "host": "elsewhere", "began": "1", "token": "x", "space": ""}')
 
@@ -148,7 +148,7 @@ def test_a_recorder_whose_claim_is_gone_warns_and_leaves_the_folder_alone(tmp_pa
             claim_elsewhere(tmp_path / "run")
             (tmp_path / "run/run.json").write_text("another's")
             torch.eye(2) @ torch.eye(2)
-    with intercept(recorder):  # it has stopped for good
+    with intercept(recorder):  # it does not start again
         torch.eye(2) @ torch.eye(2)
     assert files_in(tmp_path / "run") == ["recording.lock", "run.json"]
     assert (tmp_path / "run/run.json").read_text() == "another's"

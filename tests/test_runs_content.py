@@ -1,4 +1,4 @@
-"""The content hash and the statistics of a tensor: what they depend on, and that nothing stale is remembered."""
+"""The content hash and the statistics of a tensor: what they depend on, and that no stale value is remembered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is remembered from other tests, and tensors are as large ones are."""
+    """Forget the values of other tests, and treat every tensor like a large one."""
     _content.forget()
     monkeypatch.setattr(_hash, "SMALL", 0)
 
@@ -43,14 +43,14 @@ def hash_of(tensor: Tensor) -> str:
 
 
 def on_device(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> Values:
-    """What a device other than the CPU gives."""
+    """The values as a device other than the CPU computes them."""
     with monkeypatch.context() as patched:
         patched.setattr(_content, "HOST", ())
         return values(tensor)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Any bits at all, NaNs and subnormal numbers among them; a bool's are 0 and 1."""
+    """Random bits, also those of NaN and subnormal numbers; a bool is 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(2, shape, generator=generator).bool()
@@ -194,7 +194,7 @@ def test_a_hash_in_pieces_follows_the_definition(height: int, width: int, piece:
 
 
 def reference(tensor: Tensor) -> tuple[int, int, float | None, float | None, float | None, float | None]:
-    """In float64, from the definition."""
+    """The statistics in float64, by their definition."""
     numbers = [abs(v) if isinstance(v, complex) else float(v) for v in tensor.reshape(-1).tolist()]
     finite = [v for v in numbers if math.isfinite(v)]
     nan, inf = sum(map(math.isnan, numbers)), sum(map(math.isinf, numbers))
@@ -315,7 +315,7 @@ def test_memory_that_is_used_again_is_read_again() -> None:
         assert hash_of(matrix) == hash_of(matrix.t().contiguous().t())
         del matrix
         gc.collect()
-    assert len(set(addresses)) < len(addresses)  # or this has tested nothing
+    assert len(set(addresses)) < len(addresses)  # otherwise this tests nothing
 
 
 @pytest.mark.usefixtures("forgetful")

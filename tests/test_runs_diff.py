@@ -1,4 +1,4 @@
-"""Two runs compared: where they differ, what is inherited and what is added, and runs that lie."""
+"""Two runs compared: where they differ, what is inherited and what is added, and runs with false content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch._inductor import config as inductor
 
 from opintercept import OpInterceptError, intercept, runs
 
-# Of a difference much is None where there is nothing to tell, which each test knows.
+# Untyped: many attributes of a difference can be None, and each test knows which are not.
 diff: Callable[..., Any] = runs.diff
 
 
@@ -73,7 +73,7 @@ def test_a_parameter_that_differs_later_is_changed_too(compare: Any) -> None:
     found = compare(a, b)
     assert found.kinds == {"changed operand": 3}
     assert [set(entry.changed) for entry in found.worst] == [{"rhs"}] * 3
-    # Where something is trained the later ones may come from the optimizer's step.
+    # In training, the later ones may come from the optimizer's step.
     for lines in (a, b):
         lines.append(call("a", "g", "xa", "dw", phase="backward", grad_of="rhs", forward=0))
     assert compare(a, b).kinds == {"equal": 1, "changed operand": 1, "inherited": 2}
@@ -179,7 +179,7 @@ def test_an_argument_that_differs_is_named_beside_a_changed_operand(compare: Any
     b[0]["values"]["rhs"] = values("k'")
     found = compare(attention(), b)
     assert (found.first.kind, found.first.changed) == ("changed argument", ("rhs",))
-    # What follows inherits.
+    # Later calls inherit the difference.
     found = compare([*attention(), *chain("a")], [*b, call("a", "x0'", "wa", "y0'")])
     assert kinds(found)["a"] == {"inherited": 1}
 
@@ -225,7 +225,7 @@ def test_a_mask_that_one_run_has_is_a_changed_operand_whatever_came_before(compa
     assert kinds(found) == {"a": {"changed operand": 1}, "attn": {"changed operand": 1}}
     last = next(pair for pair in found.worst if pair.a.record.module == "attn")
     assert (last.changed, last.arguments) == (("attn_mask",), ())
-    # Where no values are kept the arguments tell: the mask is no longer None.
+    # Without recorded values, the arguments show it: the mask is no longer None.
     a, b = attention(), attention(attn_mask="m")
     for line in (*a, *b):
         del line["values"]
@@ -245,7 +245,7 @@ def test_a_state_that_differs_is_inherited_or_changed(compare: Any) -> None:
     found = compare(program(""), program("'"))
     assert kinds(found) == {"rnn": {"changed operand": 2}}
     assert found.first.changed == ("hx_",)
-    # The same in every call, while what differed before it changed from call to call.
+    # It is the same in every call, while earlier differences changed from call to call.
     found = compare(program(""), program("'", "'"))
     assert kinds(found) == {"a": {"added": 2}, "rnn": {"changed operand": 2}}
     assert kinds(compare(program("", steps=1), program("'", "'", steps=1)))["rnn"] == {"inherited": 1}
@@ -280,7 +280,7 @@ def test_without_hashes_statistics_decide(compare: Any) -> None:
         x = values("x", hashed=False)
         return [call("a", x, "w", x | {"rms": x["rms"] * rms})]
 
-    # Sums in floating point differ in their last digits, and that says nothing of the values.
+    # Floating-point sums of equal values can differ in their last digits.
     for rms in (1, 1 + 1e-9):
         found = compare(sparse(1), sparse(rms))
         assert (found.kinds, found.by) == ({"equal": 1}, {"statistics": 1})
@@ -376,7 +376,7 @@ def test_a_rank_that_only_one_run_has_is_a_difference(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found.as_dict()))["absent"][0] == {"run": "b", "rank": 2, "empty": False, "calls": 2}
     assert [each.run for each in diff(two, four).absent] == ["a", "a"]
     assert diff(two, two).equal
-    # One folder is left, which is still one of several processes and no run of one.
+    # The one folder that is left is still that of one of several processes.
     one = ranked(tmp_path / "one", same, None, world_size=2)
     assert diff(ranked(tmp_path / "pair", same, same), one).absent == (runs.Absent("b", 1, False, 2),)
 
@@ -392,7 +392,7 @@ def test_a_rank_without_calls_is_a_difference(tmp_path: Path, written: bool) -> 
         assert not found.equal
         assert found.absent == (runs.Absent(side, 1, True, 2),)
         assert sum(found.unmatched_calls) == 2
-    # Neither has calls of it, as where one process alone is recorded.
+    # Neither run has calls of it, as when only one process is recorded.
     assert diff(empty, empty).equal
 
 
@@ -405,7 +405,7 @@ def test_an_empty_run_is_a_difference(compare: Any) -> None:
 
 def test_the_first_divergence_of_several_processes_is_that_of_the_first_step(tmp_path: Path) -> None:
     def program(rank: int, broken_from: int, prime: str) -> list[dict[str, Any]]:
-        """16 calls a step."""
+        """16 calls in each step."""
         calls = []
         for index in range(64):
             mark = prime if index >= broken_from else ""
@@ -487,11 +487,11 @@ def test_diff_takes_tens_of_bytes_of_memory_for_each_call(tmp_path: Path) -> Non
             tracemalloc.stop()
 
     peak(100)  # caches
-    # Two runs, each fifty bytes a call, and the pairing.
+    # Fifty bytes for each call of both runs, and the pairing.
     assert (peak(1200) - peak(400)) / 800 < 400
 
 
-# What a folder that means no good may have in its lines: the fields of a call, with anything in them.
+# Lines that a hostile folder can have: the fields of a call, with any content.
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -554,7 +554,7 @@ def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
             assert 0 < got.max_absolute <= gap.max()
             assert got.cosine is got.max_ulp is got.max_relative is None
             continue
-        assert got.by == {"full": "tensors", "sample": "sample"}[tensors]  # of less than 64 values, all of them
+        assert got.by == {"full": "tensors", "sample": "sample"}[tensors]  # of all values, which are fewer than 64
         assert got.max_absolute == gap.max()
         assert got.relative == gap.max() / one.double().abs().max()
         assert got.max_relative == (gap / one.double().abs()).max()
@@ -570,7 +570,7 @@ def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
 def test_nan_is_a_difference_whatever_else_was_recorded(tmp_path: Path, tensors: str, rtol: float) -> None:
     x, w = torch.ones(50, 60), torch.ones(60, 70)
     broken = w.clone()
-    broken[1, :60] = math.nan  # few of them, which a sample can miss
+    broken[1, :60] = math.nan  # so few that a sample can miss them
     a = record(tmp_path / "a", lambda: x @ w, tensors)
     b = record(tmp_path / "b", lambda: x @ broken, tensors)
     found = diff(a, b, rtol=rtol)
@@ -600,7 +600,7 @@ def test_the_ulp_is_that_of_the_coarser_dtype(tmp_path: Path) -> None:
     for one, two in ((a, b), (b, a)):
         found = diff(one, two)
         assert [entry.equal for entry in found.first.roles] == [False] * 3
-        # Rounding to bfloat16 is right to half a unit; seen from there, the exact value can be in the next binade.
+        # Rounding to bfloat16 is off by half a unit at most, and by one if the exact value is in the next binade.
         assert 0.4 < next(entry.max_ulp for entry in found.first.roles if entry.role == "lhs") <= 1
         assert diff(one, two, rtol=2**-6).equal
 
@@ -635,7 +635,7 @@ def net() -> torch.nn.Module:
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_eager_and_compiled_runs_have_the_same_calls(tmp_path: Path, training: bool) -> None:
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
-    weights = torch.arange(16.0)  # the sum of what a LayerNorm gives has no gradient but rounding errors
+    weights = torch.arange(16.0)  # the gradient of the plain sum of a LayerNorm is only rounding errors
 
     def step(model: Any) -> None:
         for _ in range(2):
@@ -651,7 +651,7 @@ def test_eager_and_compiled_runs_have_the_same_calls(tmp_path: Path, training: b
     found = diff(a, b, rtol=1e-5, limit=1000)
     assert found.equal, found
     assert found.pairs == found.calls[0] == found.calls[1] > 10
-    # Compiled calls have the modules' names. In backward it is not known of them which operand's gradient they are.
+    # Compiled calls have the names of the modules, but in backward no `grad_of`.
     assert found.pairings == ({"ordinal": 16, "family": 22} if training else {"ordinal": 16})
     exact = diff(a, b, limit=1000)
     assert not exact.equal

@@ -1,4 +1,4 @@
-"""Outputs of one run in the place of another's."""
+"""Outputs of one run that replace those of another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record(folder: Path, program: Any, tensors: Any = "full") -> Path:
 
 
 def broken(net: Net, layer: int) -> Net:
-    """The same with one layer's weights rounded."""
+    """Round the weights of one layer."""
     weight: Any = net.layers[layer].weight
     with torch.no_grad():
         weight.copy_(weight.bfloat16())
@@ -89,7 +89,7 @@ def test_steps_and_phases_choose_calls(tmp_path: Path) -> None:
         found = train(interceptor)
     assert torch.equal(found[1], right[1])
     assert not torch.equal(found[0], right[0])
-    assert graft.grafted == 7  # of each layer the weight's gradient and, but for the first, the input's
+    assert graft.grafted == 7  # the weight's gradient of each layer, and the input's of each but the first
 
 
 def test_all_of_several_outputs_are_replaced(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def compare(tmp_path: Path) -> Callable[..., runs.Difference]:
 
 
 def test_models_with_equal_inner_names_are_never_paired_with_each_other(compare: Any) -> None:
-    """Whichever trains first, and however often."""
+    """This holds whichever model trains first, and however often."""
 
     def program(order: list[str], prime: str = "") -> list[dict[str, Any]]:
         return [
@@ -48,7 +48,7 @@ def test_models_with_equal_inner_names_are_never_paired_with_each_other(compare:
 
 
 def gan(*order: str, prime: str = "", first: bool = True) -> list[dict[str, Any]]:
-    """Two models of equal inner names; those of the one that runs first are plain, as a recorder writes them."""
+    """Models with equal inner names. The names of the one that runs first are plain, as a recorder writes them."""
     calls = []
     for n, model in enumerate(order):
         for layer in ("main.0", "main.2"):
@@ -83,7 +83,7 @@ def many(numbers: list[int]) -> list[dict[str, Any]]:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), count=st.integers(2, 24))
 def test_inserted_missing_and_shuffled_calls_leave_the_others_paired(compare: Any, data: Any, count: int) -> None:
-    """Calls with operands of their own are found again whatever happened around them."""
+    """Calls with operands of their own are paired whatever happened around them."""
     numbers = list(range(count))
     a = data.draw(st.lists(st.sampled_from(numbers), min_size=1, unique=True).map(sorted))
     b = data.draw(st.permutations(data.draw(st.lists(st.sampled_from(numbers), min_size=1, unique=True))))
@@ -93,7 +93,7 @@ def test_inserted_missing_and_shuffled_calls_leave_the_others_paired(compare: An
     found = compare(many(a), many(b))
     pairs = found.pairs - found.kinds.get("equal", 0)
     assert found.kinds.get("equal", 0) == len(common)
-    # What has no counterpart is left alone, or paired with one of the same module and shape.
+    # Calls without a counterpart stay alone, or are paired with one of the same module and shape.
     assert found.unmatched_calls == (len(a) - len(common) - pairs, len(b) - len(common) - pairs)
     assert found.equal is (set(a) == set(b))
 
@@ -150,7 +150,7 @@ def test_modules_that_torch_wraps_keep_their_names(compare: Any, wrapper: str) -
 def test_another_operator_for_the_same_job_is_its_counterpart(compare: Any) -> None:
     found = compare(chain("a"), [line | {"op": "torch.nn.functional.linear"} for line in chain("a")])
     assert (found.kinds, found.pairings) == ({"equal": 1}, {"family": 1})
-    # The bias is added elsewhere, so that the outputs cannot be compared, which is no difference.
+    # The other run adds the bias elsewhere, so the outputs cannot be compared: that is not a difference.
     fused = [call("a", "x0", "wa", "z", bias="b", op="aten::addmm")]
     found = compare(fused, chain("a"))
     assert (found.kinds, found.pairings) == ({"not compared": 1}, {"family": 1})
@@ -185,7 +185,7 @@ def test_passes_of_a_compiled_model_are_paired_in_their_order(compare: Any) -> N
         names = [(step, w, module) for step in range(3) for w, module in zip("ab", modules, strict=True)]
         return [call(module, f"x{step}{w}{prime}", w, f"y{step}{w}{prime}", step=step) for step, w, module in names]
 
-    # One pass less, so that the lists are not as long.
+    # One pass less, so that the lists have different lengths.
     found = compare(passes("", ["a", "b"]), passes("'", ["", ""])[:4])
     assert sorted((pair.a.record.index, pair.b.record.index) for pair in found.worst) == [(n, n) for n in range(4)]
 
@@ -198,7 +198,7 @@ def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> 
 
 
 def test_difflib_gets_no_more_than_it_can_do_in_seconds(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compares every call with every other one that is alike."""
+    """It compares every call with every other call that looks alike."""
     given: list[int] = []
 
     def matcher(_: None, a: list[int], b: list[int], autojunk: bool) -> Any:

@@ -31,7 +31,7 @@ def test_each_rank_writes_its_own_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def record(
     monkeypatch: pytest.MonkeyPatch, path: Path, value: float, ranks: Any, world_size: int, **options: Any
 ) -> None:
-    """Record a product of this value by these ranks of so many, one after the other."""
+    """Record a product of this value in each of these ranks, one after the other."""
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     for rank in ranks:
         monkeypatch.setenv("RANK", str(rank))

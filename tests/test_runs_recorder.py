@@ -1,4 +1,4 @@
-"""What `RunRecorder` writes of the calls of a program, and what a flight recorder leaves."""
+"""What `RunRecorder` writes of each call, and what it writes with `flight`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_each_of_several_outputs_has_a_role(tmp_path: Path) -> None:
     attention, *rest = run.calls()
     assert {"output", "output.1"} <= set(attention.values)
     assert attention.values["output.1"].count == 8
-    for call in rest:  # more than has roles
+    for call in rest:  # there are more outputs than roles
         assert len(call.record.output) == 150  # type: ignore[arg-type]
         assert "output.98" in call.values
 
@@ -260,7 +260,7 @@ def test_arguments_of_a_function_are_recorded_at_function_level(tmp_path: Path) 
     of = {call.record.op.rpartition(".")[2]: call.arguments for call in calls_of(tmp_path / "run")}
     assert of["linear"] == {"bias": None}
     assert of["layer_norm"] == {"normalized_shape": [3], "weight": None, "bias": None, "eps": 1e-05}
-    if "full" in of:  # factories take no tensor, and are seen by some versions of torch alone
+    if "full" in of:  # only some versions of torch show factories, which take no tensor
         assert of["full"]["dtype"] == "torch.complex64"
 
 
@@ -304,7 +304,7 @@ def test_tensors_besides_the_operands_are_recorded_by_name(tmp_path: Path) -> No
     stored = run.tensor(attention, "attn_mask")
     assert stored is not None
     assert same(stored, mask)
-    # With MKL-DNN `hx_` and `cx_`, without a list `hx`.
+    # `hx_` and `cx_` with MKL-DNN, without it a list `hx`.
     states = {name: value.max for name, value in recurrent.values.items() if name.startswith(("hx", "cx"))}
     assert sorted(str(value) for value in states.values()) == ["1.0", "2.0"]
     assert set(states) <= set(recurrent.tensors)

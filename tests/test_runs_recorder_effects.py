@@ -55,7 +55,7 @@ def test_training_is_the_same_to_the_bit(tensors: Any, tmp_path: Path) -> None:
 
 
 def test_the_dispatch_table_is_clean_after_a_block_whose_writer_still_runs(tmp_path: Path) -> None:
-    # The first block's exit hooks may run before or after its kernels go; this one's thread is alive for sure.
+    # The exit hooks of the first block may run before or after its kernels go. This writer's thread still runs.
     table = torch._C._dispatch_dump_table("aten::mm")
     recorder = runs.RunRecorder(tmp_path / "run")
     recorder.enter()
@@ -187,7 +187,7 @@ def test_odd_tensors_are_recorded(odd: str, level: str, tensors: Any, tmp_path: 
     assert type(got) is type(expected)
     stored = calls_of(tmp_path / "run")
     assert [call.record for call in stored] == recorder.records
-    with intercept(runs.RunRecorder(tmp_path / "after", "full")):  # nothing that an odd tensor left is used
+    with intercept(runs.RunRecorder(tmp_path / "after", "full")):  # it reuses nothing of an odd tensor
         torch.ones(3, 4) @ torch.ones(4, 4)
     (after,) = calls_of(tmp_path / "after")
     assert after.values["lhs"].hash is not None
@@ -216,7 +216,7 @@ def test_distributed_tensors_are_recorded(level: Any, tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     with intercept(()):
-        pass  # the kernels may go, gloo's threads are gone
+        pass  # gloo's threads have ended, so the kernels can be removed
     stored = calls_of(tmp_path / "run")
     assert [call.record for call in stored] == recorder.records
     assert stored

@@ -43,7 +43,7 @@ def test_max_bytes_stops_the_recording_with_one_warning(tmp_path: Path) -> None:
 @forks
 def test_a_full_disk_stops_the_recording_and_not_the_program(tmp_path: Path) -> None:
     def child() -> None:
-        # No file may grow beyond that, which fails like a full disk does.
+        # A file that grows beyond this limit fails like one on a full disk.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
         with warnings.catch_warnings(record=True) as caught:

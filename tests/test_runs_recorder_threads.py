@@ -98,7 +98,7 @@ def test_threads_with_blocks_of_their_own(tmp_path: Path) -> None:
         thread.join()
     assert len(calls_of(tmp_path / "run")) == 300
     with intercept(()):
-        pass  # the kernels may go, the threads are gone
+        pass  # the threads have ended, so the kernels can be removed
 
 
 def test_decorated_generators_and_coroutines(tmp_path: Path) -> None:
@@ -144,13 +144,13 @@ def test_a_signals_handler_may_run_operators(tmp_path: Path, monkeypatch: pytest
     finally:
         signal.signal(signal.SIGALRM, old)
     assert len(handled) > 50
-    assert made <= len(calls_of(tmp_path / "run")) <= made + len(handled)  # those that a hook was interrupted for, not
+    assert made <= len(calls_of(tmp_path / "run")) <= made + len(handled)  # without those made while a hook was running
 
 
 @forks
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
 def test_a_forked_childs_calls_are_not_written(end: str, tmp_path: Path) -> None:
-    if end == "sys.exit(0)":  # with exit handlers, which the child has from its parent
+    if end == "sys.exit(0)":  # runs exit handlers, which the child has inherited
         program = f"""
 recorder = runs.RunRecorder({str(tmp_path / "run")!r}, "full")
 with intercept(recorder):
@@ -174,7 +174,7 @@ with intercept(recorder):
             torch.full((2, 2), 9.0) @ torch.eye(2)
             with intercept(recorder):
                 torch.full((2, 2), 9.0) @ torch.eye(2)
-            assert recorder._writer._waiting == waiting  # nobody is there to take them
+            assert recorder._writer._waiting == waiting  # no thread takes them
 
         with intercept(recorder):
             torch.full((2, 2), 1.0) @ torch.eye(2)

@@ -1,4 +1,4 @@
-"""Recorded calls run again on their own: the same bits, other dtypes and flags, scripts, and runs that lie."""
+"""Recorded calls run again on their own: the same bits, other dtypes and flags, scripts, and false content."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def masked() -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 2, 4, 8)
     torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.randn(4, 4), scale=0.3)
-    with torch.no_grad():  # else it also returns what its backward pass works with
+    with torch.no_grad():  # otherwise it also returns what its backward pass needs
         torch.nn.LSTM(3, 5)(torch.randn(4, 2, 3), (torch.randn(1, 2, 5), torch.randn(1, 2, 5)))
 
 
@@ -121,7 +121,7 @@ def test_the_error_that_rounding_explains_is_right(draw: Any, dtype: torch.dtype
         bound = re.search(r"up to about (\S+),", str(again))
         assert bound is not None
         error = again.outputs[0].max_absolute
-        assert error < float(bound[1]) < 100 * error  # it holds, and says something
+        assert error < float(bound[1]) < 100 * error  # it holds, and is not much too large
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The report: what it adds up, that it stays small; in a real browser what it shows, and that nothing in it runs."""
+"""The report: its figures and its size, and in a real browser what it shows, and that no text of a run is executed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_first_output_that_is_not_finite_is_named_with_its_cause(tmp_path: P
 
 
 def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(tmp_path: Path) -> None:
-    """In agreement with the map, whose columns are steps."""
+    """As in the map, whose columns are steps."""
     (tmp_path / "run").mkdir()
     for rank in range(2):
         calls = [
@@ -187,7 +187,7 @@ def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
 
 
 def hostile(path: Path, calls: int) -> Path:
-    """Each line is 60 kB, 1.4 MB as objects, of another module and operator, with names as long as they may be."""
+    """A run of lines of 60 kB, 1.4 MB as objects, each with its own module and operator and very long names."""
     path.mkdir()
     (path / "run.json").write_text(json.dumps(INFO | {"tensors": "full"}))
     nested = json.dumps([[]] * 20_000, separators=(",", ":"))
@@ -214,7 +214,7 @@ def test_no_line_is_kept_however_large(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    # All lines of one run would be 14 MB, of which 20 are kept of two.
+    # All lines of one run would take 14 MB; a comparison keeps 20 calls of each run.
     assert peak(lambda: report.summary(run)) < 8 << 20
     assert peak(lambda: report.divergence(run, other, {})) < 12 << 20
 
@@ -376,7 +376,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """Of a run of six modules and five steps, the last of which has NaN and Inf."""
+    """The page of a run of six modules and five steps, the last of which has NaN and Inf."""
     calls: list[Any] = []
     for step in range(5):
         for layer in range(6):
@@ -413,7 +413,7 @@ def test_the_page_fits_and_follows_the_colour_scheme(browser: Browser, page: Pat
         assert len(wide) > 3
         assert max(wide) <= width
         grounds.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-        # Labels of the plots are readable on it.
+        # Labels of the plots have the colour of the text.
         ink = browser.evaluate("getComputedStyle(document.querySelector('#heat-plot .ytick text')).fill")
         assert ink == browser.evaluate("getComputedStyle(document.body).color")
     light, dark_ground = (sum(map(int, re.findall(r"\d+", ground))) for ground in grounds)
@@ -496,7 +496,7 @@ def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
         assert told[name] in browser.evaluate("document.body.innerText")
         assert browser.evaluate("document.documentElement.scrollWidth") == 400
         assert browser.evaluate("document.getElementById('heat-plot').childElementCount > 0") == bool(calls)
-    # Of 400 modules some have their name beside them; of the few that one zooms in on, all.
+    # Some of 400 modules have their name beside them; after zooming in, all that are left.
     labels = "[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)"
     assert 20 < len(browser.evaluate(labels)) < 80
     browser.evaluate("Plotly.relayout('heat-plot', {'yaxis.range': [14.5, 9.5]}).then(() => 0)")
@@ -513,7 +513,7 @@ def test_two_runs_are_compared_and_either_can_be_shown(
     told = "document.getElementById('divergence').innerText"
     assert "First divergence: call 1 of A, 1 of B, in step 0, forward: addmm in 1" in browser.evaluate(told)
     assert "Its rhs differs, and no earlier call explains that." in browser.evaluate(told)
-    # Where the mark is, is the module that was changed: the second of three.
+    # The mark is at the module that was changed: the second of three.
     place = "(each => (each.top + each.bottom) / 2)(document.querySelector('{}').getBoundingClientRect())"
     marked = browser.evaluate(place.format("#divergence-plot .shapelayer path"))
     label = browser.evaluate(place.format("#divergence-plot .ytick:nth-child(2) text"))
@@ -528,7 +528,7 @@ def test_two_runs_are_compared_and_either_can_be_shown(
     browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
     assert browser.evaluate(steps) == 3
     assert browser.evaluate("document.documentElement.scrollWidth") == 400
-    # Nothing in common: still a page.
+    # Runs with nothing in common still make a page.
     others: dict[str, list[Any]] = {
         "No call has a counterpart, so nothing was compared.\n\nRank 0 has no calls in B and was not compared.": [],
         "the runs have no calls in common: ": [(replace(CALL, phase="recompute", module="else"), {})],
@@ -542,7 +542,7 @@ def test_two_runs_are_compared_and_either_can_be_shown(
 
 
 def broken_runs(tmp_path: Path) -> tuple[Path, Path]:
-    """The first is finite, the second has NaN from step 2 on, which come in by both operands, and lost a mask."""
+    """Two runs. The first is finite; the second has NaN and Inf from step 2 on, which both operands bring in."""
     a, b = [], []
     for index in range(40):
         record = replace(CALL, index=index, step=index // 8, module=f"layers.{index % 8}")
@@ -573,11 +573,11 @@ def test_both_runs_and_their_alarms_come_first(browser: Browser, tmp_path: Path,
         assert [text[:3] for text in told] == [f"{run}: " for run in "AB" if f"{run}20" in figures]
         assert "Call 20 in step 2, forward: mm in layers.4, train.py:1 in forward, has 3 NaN" in told[0]
         assert "Its lhs and rhs already had some." in told[0]
-        # All of it is on the first screen, and above what the two differ in.
+        # They are on the first screen, above the divergence.
         assert browser.evaluate(ends.format(".alarm:last-child")) < 900
         assert browser.evaluate(ends.format(".alarm:last-child")) < browser.evaluate(ends.format("#divergence h2"))
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
-        # Which run the maps below are of does not change it.
+        # The run that is chosen below does not change them.
         browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
         assert browser.evaluate(cards) == shown
         assert browser.complaints == []
@@ -655,7 +655,7 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
     other = open_run(folder(tmp_path / "other", *changed, **info | {"versions": texts, "flags": texts}))
     path = tmp_path / "page.html"
     report.write(path, run, other)
-    if not policy:  # what the policy would stop must not be there to begin with
+    if not policy:  # the page must not rely on the policy
         text, found = re.subn("<meta http-equiv[^>]*>", "", path.read_text("utf-8"))
         assert found == 1
         path.write_text(text, "utf-8")
@@ -673,7 +673,7 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
     labels = browser.evaluate("[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)")
     names = [row[2] for row in browser.evaluate(CELLS)]
     for text, label, over in zip(HOSTILE, labels, over_map, strict=True):
-        shown = _panels.shown_text(text.encode("utf-8", "replace").decode())  # half a surrogate pair is no text
+        shown = _panels.shown_text(text.encode("utf-8", "replace").decode())  # half a surrogate pair cannot be encoded
         assert shown in names
         assert label == shown or (len(shown) > 44 >= len(label) and label.endswith(shown[-10:]))
         assert over.startswith(f"{shown}step 0, forward, 1 call")

@@ -1,4 +1,4 @@
-"""Reading runs, from folders that anybody may have made: what cannot be used is refused or skipped."""
+"""Reading runs from folders that anyone may have written: invalid content is refused or skipped."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ DELETED = object()
 
 
 def make(folder: Path, *lines: Any, info: Any = None) -> Path:
-    """A run with those lines, which are bytes, or plain data."""
+    """Write a run with these lines, which are bytes or plain data."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(INFO if info is None else info))
     text = b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
@@ -79,7 +79,7 @@ def make(folder: Path, *lines: Any, info: Any = None) -> Path:
 
 
 def read(folder: Path) -> list[StoredCall]:
-    """The calls, without the warning that some lines are none."""
+    """The calls, without the warning about skipped lines."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=OpInterceptWarning)
         return list(open_run(folder).calls())
@@ -204,13 +204,13 @@ def test_a_line_with_any_change_is_a_call_or_is_skipped(path: tuple[Any, ...], v
 
 
 def check_types(call: StoredCall) -> None:
-    """What readers rely on."""
+    """Check the types that readers rely on."""
     record = call.record
     for count in (record.index, record.step, record.flops, record.bytes, record.forward):
         assert count is None or (type(count) is int and 0 <= count < 2**63)
     for text in (record.op, record.func, record.module, record.source, record.autocast, call.error):
         assert text is None or (type(text) is str and len(text) <= MAX_TEXT + 3)
-        assert text is None or isinstance(text.encode(), bytes)  # no half of a surrogate pair
+        assert text is None or isinstance(text.encode(), bytes)  # without half a surrogate pair
     assert record.phase in ("forward", "backward", "recompute")
     assert record.grad_of in ("lhs", "rhs", None)
     assert record.elapsed is None or type(record.elapsed) is float
@@ -413,7 +413,7 @@ def named(name: str) -> StoredCall:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """One with a tensor in it."""
+    """A run with a tensor."""
     with intercept(runs.RunRecorder(tmp_path / "run", "full")):
         torch.eye(3) @ torch.arange(9.0).reshape(3, 3)
     return open_run(tmp_path / "run")
@@ -475,7 +475,7 @@ def test_only_a_plain_tensor_file_is_read(kind: str, run: Run, tmp_path: Path) -
 
 
 class Boom:
-    """Says so if it is ever unpickled."""
+    """Makes a folder if it is ever unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("unpickled",)

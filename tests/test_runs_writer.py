@@ -1,4 +1,4 @@
-"""The thread that writes runs: order, bounds, and what is left where the disk gives up."""
+"""The thread that writes runs: order, bounds, and what is left after the disk fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SUMMARY = Summary(
 
 
 class Known:
-    """Values that are at hand."""
+    """Values that need no waiting."""
 
     def __init__(self, hashed: str | None, **numbers: float | None) -> None:
         self.values = Values(hashed, 4, 0, 0, **({"min": 0.0, "max": 1.0, "mean": 0.5, "rms": 0.5} | numbers))
@@ -123,7 +123,7 @@ def test_calls_are_on_disk_after_an_interval(started: Writer, tmp_path: Path) ->
 
 def test_a_full_batch_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "INTERVAL", 60.0)
-    time.sleep(1.1)  # it may be waiting for the interval as it was
+    time.sleep(1.1)  # the thread may still wait for the old interval
     for calls, tensors in ((1, [torch.empty(writer.BATCH_BYTES // 4)]), (writer.BATCH_CALLS, [])):
         before = started.calls
         for index in range(calls):
@@ -190,7 +190,7 @@ def test_a_call_that_cannot_be_written_stops_the_recording(tmp_path: Path) -> No
 @pytest.mark.parametrize("room", [0, 1, 100, 1000, 1500])
 def test_a_full_disk_keeps_whole_lines(room: int, tmp_path: Path) -> None:
     class Disk:
-        """Takes a few bytes at a time, and no more than there is room for."""
+        """Writes a few bytes at a time until it is full."""
 
         def __init__(self, file: Any) -> None:
             self.file = file
@@ -240,7 +240,7 @@ def test_a_writer_continues_the_run_of_another(tmp_path: Path) -> None:
     assert before is not None
     assert before.calls == 6
     size = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())
-    assert before.nbytes - size == len("false") - len("true")  # of run.json
+    assert before.nbytes - size == len("false") - len("true")  # in run.json
 
 
 def test_the_number_of_remembered_names_is_bounded(
