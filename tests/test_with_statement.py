@@ -264,7 +264,7 @@ def test_an_exit_leaves_the_block_of_its_own_with_statement() -> None:
     assert len(scope.current().blocks) == 1
     second(None, None, None)
     assert scope.current().blocks == ()
-    with pytest.raises(OpInterceptError, match="has not entered or has left"):
+    with pytest.raises(OpInterceptError, match="has not entered the block or has left it"):
         second(None, None, None)
 
 
@@ -312,7 +312,7 @@ def test_a_generator_with_a_mode_that_is_closed_in_another_thread_sees_no_more(o
     thread = threading.Thread(target=close)
     thread.start()
     thread.join()
-    assert "the block is left in another thread" in str(raised[0])
+    assert "the block was left in another thread" in str(raised[0])
     A @ A
     assert seen == []
     with intercept(**options):  # takes the mode out, which another thread cannot do
