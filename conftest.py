@@ -1,6 +1,6 @@
-"""Runs the code of the README and of the docstrings as tests.
+"""Runs the code in the README and in docstrings as tests.
 
-A `text` block after a `python` block is what that printed.
+A `text` block holds what the `python` block before it prints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE |
 
 
 def _run_python(example: Example) -> str | None:
-    """Run a block as somebody would who pastes it; functions named test_ are run by pytest."""
+    """Run a block as if it were pasted into Python. pytest runs a block that defines tests."""
     code, line = example.parsed
     example.namespace.setdefault("printed", "")
     if re.search(r"^def test_", code, re.MULTILINE):
@@ -77,6 +77,6 @@ _docstrings = Sybil(parsers=[DocTestParser()], patterns=["opintercept/**/*.py"],
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Hand each file to the Sybil that knows it."""
+    """Collect the examples in a file."""
     found: pytest.Collector | None = _readme(file_path, parent) or _docstrings(file_path, parent)
     return found

@@ -1,4 +1,4 @@
-"""What every test is checked for, whether it asks or not."""
+"""Options of the test suite, and checks that apply to every test."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--compiled`: what is tested of the kernel engine is tested of its kernels in C++."""
-    parser.addoption("--compiled", action="store_true", help="test the kernel engine with its kernels in C++")
+    """Add the options of the test suite."""
+    parser.addoption(
+        "--compiled", action="store_true", help="test the kernel engine with the kernels of the compiled engine"
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")
 def interruptible() -> None:
-    """Let programs that tests start be interrupted, also where a shell runs the tests in the background."""
+    """Restore the handling of SIGINT, which a shell switches off in the background, for programs that tests start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Install compiled kernels wherever the kernel engine would install its own."""
+    """With `--compiled`, put the compiled engine in the place of the kernel engine."""
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--compiled"):
             patch.setitem(choose.ENGINES, "kernel", compiled.ENGINE)
@@ -39,7 +41,7 @@ def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def dispatcher_state() -> dict[str, object]:
-    """Everything of torch's that a block changes and must bring back."""
+    """What a block changes in torch, and must restore."""
     return {
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
@@ -51,7 +53,7 @@ def dispatcher_state() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def clean_torch() -> Iterator[None]:
-    """Fail the test that leaves a mode on torch's stacks or a kernel in the dispatcher."""
+    """Fail a test that leaves a mode on torch's stacks or a kernel in the dispatcher."""
     before = dispatcher_state()
     torch.manual_seed(0)
     yield
@@ -60,6 +62,6 @@ def clean_torch() -> Iterator[None]:
 
 @pytest.fixture
 def no_writer_left() -> Iterator[None]:
-    """Fail the test that leaves a thread of `RunRecorder`."""
+    """Fail a test that leaves a thread of `RunRecorder` running."""
     yield
     assert no_writer()

@@ -33,8 +33,6 @@ from opintercept._intercept import Interceptor
 from opintercept._origin import stack
 
 A, B = torch.randn(4, 4), torch.randn(4, 4)
-
-
 X = torch.randn(2, 3, 4)
 
 
@@ -663,8 +661,6 @@ def _tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 _values = st.one_of(_numbers, _tensors(), st.lists(st.one_of(_tensors(), st.integers(-2, 2)), max_size=2))
-
-
 _calls = st.tuples(
     st.sampled_from([torch.ops.aten.mm.default, torch.ops.aten.bmm.default]),
     st.lists(_values, max_size=3).map(tuple),

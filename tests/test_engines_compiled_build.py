@@ -76,7 +76,6 @@ echo made > "$output"
 echo end >> "$here/log"
 """
 
-
 BUILD = """
 import sys
 from pathlib import Path

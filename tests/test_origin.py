@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from models import MODELS, inputs_of
 from nets import ENGINES, FORWARD, Model, record
 from torch import Tensor, nn

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from nets import ENGINES, record
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor

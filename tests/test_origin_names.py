@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from nets import ENGINES, FORWARD, IN_PAIR, Discriminator, Generator, Model, Pair, record
 from torch import Tensor, nn
 

@@ -9,7 +9,6 @@ import types
 
 import pytest
 import torch
-import torch._inductor.config
 from nets import record
 
 CELLS = {

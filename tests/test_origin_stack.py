@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from nets import ENGINES, FORWARD, Block, Model, record
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -702,8 +702,6 @@ def test_a_layer_of_a_pretrained_model_that_is_rounded_is_named(tmp_path: Path, 
 
 
 Q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
-
-
 MASK = torch.ones(6, 6, dtype=torch.bool).tril()
 
 

@@ -21,12 +21,8 @@ from opintercept.testing.snapshot import FOLDER
 
 ROOT = Path(__file__).parent.parent
 
-
 asks_xdist = pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="needs pytest-xdist")
-
-
 asks_asyncio = pytest.mark.skipif(importlib.util.find_spec("pytest_asyncio") is None, reason="needs pytest-asyncio")
-
 
 Run = Callable[..., pytest.RunResult]
 

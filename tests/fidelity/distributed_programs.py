@@ -1,6 +1,6 @@
-"""What test_distributed.py starts with torchrun: training on two ranks, with and without interception.
+"""Trains on two ranks with and without interception; test_distributed.py starts it with torchrun.
 
-Each rank trains twice from the same seed and writes to `FOLDER/RANK.json` where the two differ and what was seen.
+Each rank trains twice from the same seed, and writes to `FOLDER/RANK.json` where the two differ and what was seen.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def distributed_tensors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Every parameter a DTensor, sharded in its first dimension, with no module that knows of it."""
+    """Make every parameter a DTensor, sharded in its first dimension, in modules that do not know about it."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
@@ -121,7 +121,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def train(program: str, mesh: DeviceMesh, watch: Callable[[], AbstractContextManager[Any]]) -> dict[str, Tensor]:
-    """Train from a fixed seed; the last step, where every hook of torch's is in its stride, under `watch`."""
+    """Train from a fixed seed. Only the last step runs under `watch`: by then all of torch's hooks do their work."""
     torch.manual_seed(3)
     model = PROGRAMS[program](Model(), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -147,7 +147,7 @@ def train(program: str, mesh: DeviceMesh, watch: Callable[[], AbstractContextMan
 
 
 def compare(program: str, engine: str, mesh: DeviceMesh) -> dict[str, Any]:
-    """Train without and with interception."""
+    """Train without and with interception, and say what differs and what was seen."""
     recorder = hooks.Recorder()
     interceptor = intercept(recorder, **ENGINES[engine])
     watched = {name.partition(".")[0] for name in intercept().watcher.keys or ()}

@@ -1,8 +1,8 @@
-"""Breaks fidelity on purpose, one way at a time, and shows that the suite notices each.
+"""Breaks copies of the package on purpose, one way at a time, and shows that a test notices each.
 
     python tests/fidelity/mutations.py [WORD ...]
 
-works on copies of the repository. Words choose the mutations that have one of them in their description.
+Words choose the mutations that have one of them in their description.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("opintercept", "tests", "conftest.py", "pyproject.toml")
-TIMEOUT = 180  # seconds a run of pytest
+TIMEOUT = 180  # seconds for a run of pytest
 
 PROFILER = "tests/fidelity/test_programs.py::test_kernel_engine_sees_what_the_profiler_sees_and_changes_nothing"
 
@@ -30,10 +30,10 @@ class Mutation:
     """One way to break the package.
 
     Attributes:
-        breaks: What is wrong afterwards, in words.
-        file: Inside of `opintercept/`.
-        old: A text that is there once.
-        new: What takes its place.
+        breaks: What goes wrong, in words.
+        file: The path inside `opintercept/`.
+        old: Text that occurs once in the file.
+        new: Text that replaces it.
         noticed_by: Tests of which at least one must fail.
     """
 
@@ -47,14 +47,14 @@ class Mutation:
         """Change the copy of the package in `package`.
 
         Raises:
-            ValueError: The text to replace is not there exactly once.
+            ValueError: The file does not have `old` exactly once.
         """
         path = package / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
             raise ValueError(
-                f"the text of a mutation must be in {self.file} once, got {text.count(self.old)} times: {self.old!r}; "
-                "bring the mutation up to date"
+                f"{self.file} must have the text of a mutation once, got {text.count(self.old)} times: {self.old!r}; "
+                "update the mutation"
             )
         path.write_text(text.replace(self.old, self.new))
 
@@ -77,7 +77,7 @@ MUTATIONS = (
         (f"{PROFILER}[conjugated-grad-kernel]",),
     ),
     Mutation(
-        "shows hooks operands with their conjugate bit, on which arithmetic is wrong in a dispatch mode",
+        "shows hooks operands with their conjugate bit, with which arithmetic is wrong in a dispatch mode",
         "_tensors.py",
         "return tensor.resolve_conj().resolve_neg()",
         "return tensor",
@@ -98,7 +98,7 @@ MUTATIONS = (
         (f"{PROFILER}[mm-grad-kernel]",),
     ),
     Mutation(
-        "returns a transposed copy of the output, whose strides are others",
+        "returns a transposed copy of the output, which has other strides",
         "_pipeline.py",
         _RUN,
         f"{_RUN}\n            output = output.mT.contiguous().mT if output.dim() == 2 else output",
@@ -134,7 +134,7 @@ MUTATIONS = (
         ("tests/test_engines.py::test_replaced_inputs_are_multiplied_and_the_caller_reads_the_result",),
     ),
     Mutation(
-        "puts a replaced output beside the tensor that the caller reads",
+        "does not write a replaced output to the tensor that the caller reads",
         "_pipeline.py",
         "copy_into(call.output, replacement)",
         "call.output = replacement",
@@ -166,9 +166,7 @@ MUTATIONS = (
         "_engines/kernels.py",
         "        if scope.everywhere is not state.everywhere or scope.carried is not carried():\n",
         "        if False:\n",
-        (
-            "tests/fidelity/test_threads.py::test_a_thread_that_had_a_block_before_is_seen_by_a_later_one_of_all_threads",
-        ),
+        ("tests/fidelity/test_threads.py::test_threads_all_sees_a_thread_that_had_a_block_of_its_own_before",),
     ),
     Mutation(
         "runs the parent's hooks in a forked child",
@@ -185,7 +183,7 @@ MUTATIONS = (
         ("tests/test_engines.py::test_kernel_engine_restores_every_operator_of_the_family",),
     ),
     Mutation(
-        "removes its kernels under the feet of other threads",
+        "removes its kernels while other threads may be in them",
         "_engines/quiet.py",
         '                if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:\n'
         "                    return False\n",
@@ -200,7 +198,7 @@ MUTATIONS = (
         ("tests/test_intercept.py::test_a_block_sees_what_runs_inside_and_nothing_else",),
     ),
     Mutation(
-        "leaves the thread blind after an exception",
+        "sees nothing in the thread after an exception",
         "_engines/kernels.py",
         "            return run(watch.pipelines, watch.row, overload, phase, _step_inside, head, args, kwargs)\n"
         "        finally:\n            stash(KEY, scope)\n",
@@ -230,7 +228,7 @@ MUTATIONS = (
         ("tests/test_engines.py::test_kernel_engine_passes_numbers_on_as_numbers",),
     ),
     Mutation(
-        "computes with the tensors that autograd tracks, above it and not below",
+        "runs above autograd, with the tensors that autograd tracks",
         "_engines/kernels.py",
         'library.m.impl, name, "BackendSelect", kernel, True)',
         'library.m.impl, name, "AutogradCPU", kernel, True)',
@@ -261,7 +259,7 @@ MUTATIONS = (
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy what the tests need; it comes first on their path."""
+    """Copy what the tests need."""
     ignore = shutil.ignore_patterns("__pycache__", ".*")
     for name in COPIED:
         if (ROOT / name).is_dir():
@@ -271,7 +269,7 @@ def copy_repository(folder: Path) -> None:
 
 
 def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Run `tests` of the copy in `folder`; pytest's exit status and its last line."""
+    """Run `tests` of the copy in `folder`, and return the exit status and last line of pytest."""
     command = [
         sys.executable,
         "-m",
@@ -297,7 +295,7 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def try_out(mutation: Mutation | None) -> tuple[bool, str]:
-    """Whether the suite does what it must: fail under `mutation`, pass under none; and a line that says so."""
+    """Return whether the tests fail under `mutation`, or pass without one, as they must; and a line that says so."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -309,7 +307,7 @@ def try_out(mutation: Mutation | None) -> tuple[bool, str]:
         else:
             mutation.apply(folder / "opintercept")
             status, last = run_tests(folder, mutation.noticed_by)
-            # A failed test is 1, a crash is negative; 2 to 5 mean that pytest could not run them.
+            # 1 means that a test failed, a negative status a crash; 2 to 5 mean that pytest could not run the tests.
             right, what = status == 1 or status < 0, mutation.breaks
     return right, f"{'ok  ' if right else 'BAD '} {time.monotonic() - started:3.0f} s  {what}: {last}"
 

@@ -1,4 +1,4 @@
-"""A data set that multiplies matrices where it is loaded, here or in a worker; spawned workers import this file."""
+"""A data set for tests of DataLoader, in a file that spawned workers can import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opintercept import OpCall, intercept
 
 
 class Products(Dataset[dict[str, Any]]):
-    """Items that are multiplied where they are loaded, here or in a worker."""
+    """Multiplies matrices for each item, in the process that loads it."""
 
     def __init__(self) -> None:
         self.seen = 0

@@ -1,6 +1,6 @@
-"""Small programs over the whole matmul family, and how to run one and compare two runs to the bit.
+"""Small programs that cover the matmul family, and how to run one and compare two runs bit by bit.
 
-Each program is a scriptable function of tensors, or a module, with its inputs.
+Each program is a function of tensors or a module, with its inputs.
 """
 
 from __future__ import annotations
@@ -251,13 +251,12 @@ class SelfAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """A program with the makers of its inputs.
+    """A program, made anew for each run.
 
     Attributes:
-        scriptable: `torch.jit.script` takes it.
-        differentiable: Its inputs may require a gradient.
-        autocast: Autocast takes it.
-        raises: It is refused in some contexts, by torch, and must be in the same words.
+        scriptable: Whether `torch.jit.script` accepts it.
+        differentiable: Whether its inputs may require a gradient.
+        context: What it runs in.
     """
 
     name: str
@@ -399,7 +398,7 @@ PROGRAMS: list[Program] = [
 
 @dataclass
 class Outcome:
-    """Everything of a run that interception must not change."""
+    """What interception must not change in a run."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
@@ -419,7 +418,7 @@ def execute(
 ) -> Outcome:
     """Run `program` from a fixed seed in the context `run_in`, under the watcher `watch`.
 
-    With `function`, run that instead of making the program's own: a compiled one, compiled once.
+    `function` takes the place of the program's own; it is for compiled code, which is compiled once.
     """
     torch.manual_seed(17)
     function = program.make() if function is None else function
@@ -472,7 +471,7 @@ def _pairs(one: list[Any], other: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def outermost(events: Any, watched: set[str]) -> list[str]:
-    """The watched operators that a profile shows, those inside of another watched one left out, in order."""
+    """The watched operators in a profile, in order, except those inside another watched one."""
     found = []
     for event in events:
         if event.name not in watched:
@@ -486,7 +485,7 @@ def outermost(events: Any, watched: set[str]) -> list[str]:
 
 
 def outermost_of_one_thread(profiler: Any, watched: set[str]) -> list[str]:
-    """The same of a profile of one thread, without `profiler.events()`, which takes longer than a small program."""
+    """The same for a profile of one thread, without `profiler.events()`, which takes longer than a small program."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() in watched]
     found, end = [], 0
     for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):

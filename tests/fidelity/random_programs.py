@@ -1,7 +1,7 @@
-"""Random small programs over the matmul family: a strategy of Hypothesis's, how to run one, and all that it leaves.
+"""Random small programs of the matmul family: a strategy for Hypothesis, how to run one, and what it leaves behind.
 
-A program is plain data: leaves with their memory layouts, and steps that take tensors of a growing pool. Steps that
-fail are part of it. It makes its values itself, so that two runs of it have to agree in every bit.
+A program is plain data: leaves with a memory layout, and steps that take tensors from a growing pool. Some steps fail.
+A program makes its own values, so that two runs must agree in every bit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
 
-# The shapes that an operator takes, a letter a size and a word an operand: [m, k] @ [k, n] -> [m, n]. A 1 is the
-# size 1, a dot a number's shape.
+# The shapes that an operator takes and returns. Each word is a shape and each letter a size: "mk kn mn" stands for
+# [m, k] @ [k, n] -> [m, n]. 1 is the size 1, and a dot the shape of a number.
 _ADDMM = ("mn mk kn mn", "n mk kn mn", "1n mk kn mn", "m1 mk kn mn", ". mk kn mn")
 _BADDBMM = ("bmn bmk bkn bmn", "mn bmk bkn bmn", "b1n bmk bkn bmn", ". bmk bkn bmn")
 _ADDBMM = ("mn bmk bkn mn", "n bmk bkn mn")
@@ -62,7 +62,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 _IN_PLACE = {"addmm_": "mn mk kn mn", "baddbmm_": "bmn bmk bkn bmn", "addbmm_": "mn bmk bkn mn", "addmv_": "m mk k m"}
 _OUT = ("mm", "bmm", "mv", "dot", "vdot", "addmm", "baddbmm", "addbmm", "addmv", "matmul", "inner", "multi_dot")
 _SCALED = ("addmm", "baddbmm", "addbmm", "addmv", *_IN_PLACE)  # those with alpha and beta
-# What happens in between: views, copies, arithmetic, random numbers, and changes of a tensor that is still needed.
+# Steps in between: views, copies, arithmetic, random numbers, and writes to a tensor that is still needed.
 _AROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "mT": lambda x: x.mT if x.dim() > 1 else x.view_as(x),
     "slice": lambda x: x[..., 1:] if x.dim() else x.view_as(x),
@@ -88,19 +88,19 @@ class Leaf:
     """A tensor that the program starts from.
 
     Attributes:
-        grad: Who asks for a gradient: nobody, the tensor `"itself"`, or the `"base"` that it is a view of.
-        whole: Its values are whole numbers, whose products are exact.
+        grad: What requires a gradient: `"nothing"`, the tensor `"itself"`, or the `"base"` that it is a view of.
+        whole: Whether its values are whole numbers, whose products are exact.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: str = "contiguous"
-    grad: str = "nobody"
+    grad: str = "nothing"
     seed: int = 0
     whole: bool = False
 
     def make(self) -> tuple[Tensor, Tensor]:
-        """The tensor and its base."""
+        """Make the tensor and its base."""
         generator = torch.Generator().manual_seed(self.seed)
         layout, shape = self.layout, self.shape
         if not shape or (layout == "transposed" and len(shape) < 2):
@@ -132,10 +132,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on tensors of the pool; its result is added to the pool.
+    """One operation on tensors in the pool, to which its result is added.
 
     Attributes:
-        out: Where `out=` is in the pool.
+        out: Index of `out=` in the pool.
         options: Keyword arguments.
     """
 
@@ -147,7 +147,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """Items of the pool in order, a context of torch's to run in, and what is done for gradients."""
+    """The items of the pool in order, the context of torch to run in, and how gradients are computed."""
 
     items: tuple[Leaf | Step, ...]
     context: str = "grad"
@@ -160,7 +160,7 @@ def _function(op: str) -> Callable[..., Any]:
     if "," in op:
         return lambda *operands: torch.einsum(op, *operands)
     if op == "attention":
-        # A copy: torch computes anything for a query that overlaps itself, other values in each run.
+        # A copy: for a query that overlaps itself, torch computes other values in each run.
         return lambda q, k, v: F.scaled_dot_product_attention(q.clone(), k, v, dropout_p=0.5 if q.size(0) == 1 else 0.0)
     if op == "_foreach_mm":
         return lambda a, b: torch._foreach_mm([a], [b])[0]
@@ -174,12 +174,12 @@ def _function(op: str) -> Callable[..., Any]:
     return function
 
 
-UNFIT = "?"  # stands among the letters when an operand does not fit
+UNFIT = "?"  # among the letters: an operand does not fit
 
 
 @dataclass
 class _Drawn:
-    """The pool as far as it is drawn, with the shape and dtype that each item should have; None for unknown."""
+    """The pool drawn so far, with the shape that each item should have, or None if that is unknown."""
 
     draw: st.DrawFn
     dtype: torch.dtype
@@ -193,14 +193,14 @@ class _Drawn:
         dtype = dtype or self.dtype
         inexact = dtype.is_floating_point or dtype.is_complex
         layouts = [x for x in self.layouts if (x != "conj" or dtype.is_complex) and (x != "neg" or inexact)]
-        grads = st.sampled_from(("nobody", "itself", "base")) if inexact else st.just("nobody")
+        grads = st.sampled_from(("nothing", "itself", "base")) if inexact else st.just("nothing")
         drawn = {"layout": self.draw(st.sampled_from(layouts)), "grad": self.draw(grads), **self.leaves}
         self.items.append(Leaf(shape, dtype, seed=len(self.items), **drawn))
         self.shapes.append(shape)
         return len(self.items) - 1
 
     def operand(self, word: str, sizes: dict[str, int]) -> int:
-        """One of the pool that fits, or a new leaf; now and then one that does not fit."""
+        """Choose a tensor of the pool that fits, a new leaf, or sometimes one that does not fit."""
         if self.failures and self.items and self.draw(st.integers(0, 29)) == 29:
             sizes[UNFIT] = 0
             return self.draw(st.integers(0, len(self.items) - 1))
@@ -291,11 +291,11 @@ def random_programs(
     failures: bool = True,
     **leaves: Any,
 ) -> RandomProgram:
-    """Programs of at most `most` operations of the family and as many others in between.
+    """Programs of at most `most` matmuls, with as many other operations in between.
 
     Args:
-        failures: Some operands do not fit, and some targets of `out=` and in-place forms neither.
-        leaves: What all leaves have in common.
+        failures: Whether some operands do not fit, nor some targets of `out=` and in-place forms.
+        leaves: Attributes that all leaves share.
     """
     drawn = _Drawn(draw, draw(dtypes), layouts, failures, leaves)
     for _ in range(draw(st.integers(1, most))):
@@ -317,13 +317,13 @@ def _call(function: Callable[..., Any], step: Step, operands: list[Any], options
 
 @dataclass
 class Run:
-    """What a program did and what is left of it.
+    """What a program did and left behind.
 
     Attributes:
-        steps: What went otherwise than well, by step: exceptions and warnings, type and text.
+        steps: Type and text of the exceptions and warnings of each step.
         live: Every tensor of the pool, every base, and their gradients.
-        tensors: The same, by what can be told of each.
-        random_state: Of the global generator.
+        tensors: Descriptions of the same tensors.
+        random_state: State of the global generator.
     """
 
     steps: list[Any]
@@ -342,8 +342,8 @@ def execute(
     """Run a program from a fixed seed under a watcher.
 
     Args:
-        call: Calls the function of a step of the family.
-        failed: Told of each step of the family that raises, and whether autograd may have been the one who refused.
+        call: Calls the function of a matmul.
+        failed: Called for each matmul that raises, with whether autograd may have refused it.
     """
     torch.manual_seed(5)
     pool: list[Any] = []
@@ -396,7 +396,7 @@ def execute(
                     )
                     with noted((position, item), step=not around, by_autograd=differentiable):
                         pool[position] = (_call if around else call)(_function(item.op), item, operands, options)
-                    # What fails half-way leaves memory that nothing was written to.
+                    # A step that fails half-way leaves memory uninitialised.
                     defined = defined and (pool[position] is not None or size == _size(options))
             with noted("backward"):
                 _backward(program, pool, bases)
@@ -413,7 +413,7 @@ def _gradient(tensor: Tensor) -> Tensor | None:
 
 
 def _overlap(step: Step, operands: list[Tensor], options: dict[str, Any]) -> bool:
-    """Whether a step writes into what it multiplies, or twice to one place: the values depend on who comes first."""
+    """Whether a step writes to an operand, or twice to one place, so that values depend on the order of the writes."""
     target = operands[0] if step.op in _IN_PLACE else options.get("out")
     if target is not None and target.numel() > 1:
         span = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
@@ -424,7 +424,7 @@ def _overlap(step: Step, operands: list[Tensor], options: dict[str, Any]) -> boo
 
 
 def _resized(step: Step, operands: list[Tensor], options: dict[str, Any]) -> bool:
-    """Whether `out=` is an operand that might be resized, and then be read as what it was: torch crashes on it."""
+    """Whether `out=` is an operand that torch may resize and then read at its old size, at which it crashes."""
     out = options.get("out")
     if out is None or not _overlap(step, operands, options):
         return False
@@ -468,10 +468,10 @@ _ASKED: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _described(tensors: list[Tensor], start: int, values: bool, sizes: dict[int, int]) -> list[Any]:
-    """Everything of tensors that may be compared between two runs; torch refuses to tell some of it, in words.
+    """Describe tensors so that two runs can be compared. Where torch refuses an answer, its message stands instead.
 
     Args:
-        sizes: Of the storages that the program began with, in bytes; what grows is not written to everywhere.
+        sizes: Bytes of each storage at the start. A storage that has grown since is uninitialised in part.
     """
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
@@ -501,12 +501,12 @@ def _answer(ask: Callable[[], Any]) -> Any:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """A storage as a tensor, with what lies beside the values of a view."""
+    """A storage as a tensor, including what a view of it leaves out."""
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of the bits; a plain equality takes -0.0 for 0.0 and no NaN for any."""
+    """Hash the bits: a comparison of values takes -0.0 for 0.0, and NaN equals nothing."""
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return hashlib.blake2b(plain.view(torch.uint8).numpy().data if len(plain) else b"", digest_size=8).hexdigest()
 
@@ -516,7 +516,7 @@ def _graph_of(tensor: Tensor, nodes: dict[Any, int], start: int) -> Any:
 
 
 def _graph(node: Any, nodes: dict[Any, int], start: int) -> Any:
-    """The nodes behind a tensor that have not been listed yet, with autograd's numbers of them."""
+    """The nodes behind a tensor that are not listed yet, with their sequence numbers."""
     if node is None or node in nodes:
         return nodes.get(node)
     nodes[node] = len(nodes)

@@ -1,4 +1,4 @@
-"""Torch's tools and torch's own hooks at the same time as ours: each as if it were alone."""
+"""opintercept beside the tools and hooks of torch: each works as it does alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TOOLS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("place", ["outside", "inside"])
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_of_torchs_and_ours_both_see_what_they_see_alone(tool: str, place: str, engine: str) -> None:
+def test_a_tool_of_torch_and_our_hook_see_what_they_see_alone(tool: str, place: str, engine: str) -> None:
     make, result = TOOLS[tool]
 
     def run_in(*contexts: AbstractContextManager[Any]) -> list[Tensor]:
@@ -65,7 +65,7 @@ def test_a_tool_of_torchs_and_ours_both_see_what_they_see_alone(tool: str, place
     run_in(intercept(alone, **ENGINES[engine]))
     beside, expected = make(), make()
     outcome = run_in(intercept(together, **ENGINES[engine]), beside)
-    # What a mode of ours changes for the tool, an empty one of torch's does.
+    # What our mode changes for the tool, an empty mode of torch changes too.
     assert_alike(run_in(EMPTY[engine](), expected) if engine in EMPTY else run_in(expected), outcome)
     assert result(beside) == result(expected)
     assert together == alone != []
@@ -129,7 +129,7 @@ def global_module_hooks(model: nn.Module, told: list[Any]) -> list[Any]:
 
 
 class _Entered:
-    """A context as a handle, for hooks that are one."""
+    """Makes a handle of a context, for hooks that are contexts."""
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         context.__enter__()
@@ -160,7 +160,7 @@ HOOKS = [
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("install", HOOKS, ids=lambda install: install.__name__)
-def test_torchs_own_hooks_run_as_without_us_and_we_see_what_we_see_without_them(
+def test_hooks_of_torch_and_ours_do_not_affect_each_other(
     install: Callable[[nn.Module, list[Any]], list[Any]], engine: str
 ) -> None:
     def train(hooked: bool, watched: bool) -> tuple[list[Tensor], list[Any], list[str]]:
@@ -198,7 +198,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_packaged_module_is_seen_under_its_names(tmp_path: Path, engine: str) -> None:
+def test_a_packaged_module_keeps_its_names(tmp_path: Path, engine: str) -> None:
     path = tmp_path / "net.pt"
     with PackageExporter(path) as exporter:
         exporter.extern("torch.**")

@@ -1,6 +1,6 @@
-"""Torch's compilers: the same graphs with us and without, compiled once, and what runs past us is told.
+"""The compilers of torch: interception changes no graph, compiles none twice, and warns about code that it cannot see.
 
-The lines of the README's table that test_features.py leaves out.
+Covers the lines of the README's table that test_features.py leaves out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from opintercept import OpCall, OpInterceptWarning, intercept
 from opintercept._engines import blind_spots
 
 pytestmark = [
-    # Torch's own: it pickles its tree specifications.
+    # From torch, which pickles its tree specifications.
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec..:FutureWarning"),
 ]
 
 BELOW_AUTOGRAD = pytest.mark.parametrize("engine", ["kernel", "mode"])
 
 
-# Without its pool of threads, beside which the kernels would stay, and with the least that one package takes.
+# Without its thread pool, which would keep our kernels installed, and with what makes a package quickest to build.
 QUICK = {
     "compile_threads": 1,
     "aot_inductor.precompile_headers": False,
@@ -40,7 +40,7 @@ QUICK = {
 
 @pytest.fixture(autouse=True)
 def compilers() -> Iterator[None]:
-    """Fresh compilers, and Inductor as `QUICK` says."""
+    """Reset the compilers, and set up Inductor as `QUICK` says."""
     torch._dynamo.reset()
     counters.clear()
     with torch._inductor.config.patch(QUICK):
@@ -58,7 +58,7 @@ def cxx() -> None:
 
 
 def counting(name: str, ran: list[str]) -> Callable[..., Any]:
-    """The backend, with a note each time that a graph of its runs."""
+    """A backend that notes in `ran` each run of one of its graphs."""
     compile_graph = torch._dynamo.lookup_backend(name)
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def train(model: nn.Module, compiled: Any, x: Tensor) -> list[Tensor]:
 
 STEP = "addmm addmm mm' mm' mm'"
 COMPILED = {
-    # Torch leaves a function mode on while a compiled graph runs, and takes it off for the backward pass.
+    # torch leaves a function mode on while a compiled graph runs, but not in the backward pass.
     "eager": {"kernel": STEP, "mode": STEP, "function": "linear linear"},
     "aot_eager": {"kernel": STEP, "mode": STEP, "function": "addmm addmm"},
     "inductor": {"kernel": STEP, "mode": STEP, "function": "addmm addmm"},
@@ -96,7 +96,7 @@ COMPILED = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("first", ["inside", "outside"])
 @pytest.mark.parametrize("backend", COMPILED)
-def test_compiled_training_is_seen_as_told_and_compiled_once(backend: str, first: str, engine: str) -> None:
+def test_compiled_training_is_seen_and_compiled_once(backend: str, first: str, engine: str) -> None:
     x = torch.randn(3, 4)
     model = network()
     plain = train(model, torch.compile(model, backend=backend, fullgraph=True), x)
@@ -107,7 +107,7 @@ def test_compiled_training_is_seen_as_told_and_compiled_once(backend: str, first
     compiled = torch.compile(model, backend=counting(backend, ran), fullgraph=True)
     runs = [True, False, True, True, False] if first == "inside" else [False, True, True, False]
     for watched in runs:
-        # A function mode is part of what Dynamo guards on: one graph with it, one without.
+        # Dynamo guards on function modes: it makes a graph with the mode and one without.
         known = engine != "function" and len(ran) > 0
         with (
             torch._dynamo.config.patch(error_on_recompile=known),
@@ -115,13 +115,13 @@ def test_compiled_training_is_seen_as_told_and_compiled_once(backend: str, first
         ):
             assert_alike(train(model, compiled, x), plain)
     assert " ".join(seen) == " ".join([COMPILED[backend][engine]] * sum(runs))
-    assert len(ran) == len(runs)  # code that a mode has poisoned stays eager for ever (#190286)
+    assert len(ran) == len(runs)  # code that ran under a mode can stay eager forever (#190286)
     assert counters["stats"]["unique_graphs"] == (2 if engine == "function" else 1)
     assert not counters["graph_break"]
 
 
 @BELOW_AUTOGRAD
-def test_shapes_that_change_compile_what_they_compile_without_us(engine: str) -> None:
+def test_changing_shapes_compile_the_same_graphs(engine: str) -> None:
     def graphs(watched: bool) -> list[str]:
         torch._dynamo.reset()
         found: list[str] = []
@@ -161,11 +161,11 @@ def test_compiled_autograd_runs_the_same_graphs(engine: str) -> None:
 
 
 @BELOW_AUTOGRAD
-def test_compiled_code_is_as_fast_after_a_block_as_code_that_was_in_none(engine: str) -> None:
+def test_a_block_does_not_slow_down_compiled_code_after_it(engine: str) -> None:
     x = torch.randn(4, 4)
 
     def make() -> Callable[[], Any]:
-        # Not one function twice, which would share what Dynamo keeps for its code.
+        # Two functions, since Dynamo keeps one cache for each code object.
         scope: dict[str, Any] = {"torch": torch}
         exec("def function(x): return torch.mm(x, x).sin()", scope)
         compiled: Callable[..., Any] = torch.compile(scope["function"], backend="aot_eager", fullgraph=True)
@@ -177,7 +177,7 @@ def test_compiled_code_is_as_fast_after_a_block_as_code_that_was_in_none(engine:
         with intercept(Seen(), **ENGINES[engine]):
             once()
     best = {never: float("inf"), once: float("inf")}
-    for _ in range(40):  # in turns: the machine may be busy
+    for _ in range(40):  # in turns, since the machine may be busy
         for function in best:
             started = time.perf_counter()
             for _ in range(20):
@@ -219,7 +219,7 @@ def test_a_block_in_a_compiled_function_works_and_is_not_compiled_itself(form: s
     with interceptor if form == "pause" else nullcontext():
         for _ in range(3):
             assert torch.equal(compiled(x), plain)
-    # The function and what comes after each break, and not the tens of frames behind `with`.
+    # The function and what comes after each break, not the dozens of frames inside `with`.
     assert counters["frames"]["total"] <= 6
     if engine != "function":
         assert seen == ["mm"] * 3
@@ -238,7 +238,7 @@ def test_a_hook_may_run_compiled_code(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-def test_export_makes_the_same_program_and_what_it_made_is_seen(strict: bool, engine: str) -> None:
+def test_export_makes_the_same_program_whose_matmuls_are_seen(strict: bool, engine: str) -> None:
     model, x, seen = network(), torch.randn(3, 4), Seen()
     plain = torch.export.export(model, (x,), strict=strict)
     with intercept(seen, **ENGINES[engine]):
@@ -253,9 +253,9 @@ def test_export_makes_the_same_program_and_what_it_made_is_seen(strict: bool, en
 
 @pytest.mark.usefixtures("cxx")
 @BELOW_AUTOGRAD
-def test_what_inductor_generates_itself_is_not_seen(engine: str) -> None:
+def test_loops_that_inductor_generates_are_not_seen(engine: str) -> None:
     def products(x: Tensor) -> tuple[Tensor, Tensor]:
-        # Inductor makes loops of an outer and an inner product; of mv too, and of bmm with single rows.
+        # Inductor turns outer and inner products into loops, and mv and bmm with single rows too.
         return torch.mm(x, x), torch.mm(x[:, :1], x[:1]) + torch.dot(x[0], x[1])
 
     x, seen = torch.randn(4, 4), Seen()
@@ -284,13 +284,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process in which nothing ran unseen yet."""
+def no_warnings_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which warnings were given."""
     monkeypatch.setattr(blind_spots, "_warned", set())
 
 
-def assert_told_once(run: Callable[[], Tensor], expected: Tensor, engine: str, name: str, message: str) -> None:
-    """Run it outside, in blocks and in a hook; only what runs in a block is told, and that once."""
+def assert_warns_once(run: Callable[[], Tensor], expected: Tensor, engine: str, name: str, message: str) -> None:
+    """Run it outside, in blocks and in a hook: only a run in a block warns, and only once."""
     seen = Seen()
     interceptor = intercept(seen, **ENGINES[engine])
 
@@ -312,33 +312,33 @@ def assert_told_once(run: Callable[[], Tensor], expected: Tensor, engine: str, n
     assert interceptor.opaque == {name: 2}
 
 
-@pytest.mark.usefixtures("cxx", "nothing_told")
+@pytest.mark.usefixtures("cxx", "no_warnings_given")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_aotinductor_package_in_a_block_is_told(request: pytest.FixtureRequest, engine: str) -> None:
+def test_an_aotinductor_package_in_a_block_warns(request: pytest.FixtureRequest, engine: str) -> None:
     package, x = request.getfixturevalue("package"), torch.randn(8, 8)
     message = "^an AOTInductor package ran in a block, .* none of its matmuls are seen"
-    assert_told_once(lambda: package(x), torch.mm(x, x), engine, "inductor::aoti_package", message)
+    assert_warns_once(lambda: package(x), torch.mm(x, x), engine, "inductor::aoti_package", message)
 
 
-@pytest.mark.usefixtures("cxx", "nothing_told")
+@pytest.mark.usefixtures("cxx", "no_warnings_given")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_cpp_wrapper_in_a_block_is_told(engine: str) -> None:
+def test_cpp_wrapper_in_a_block_warns(engine: str) -> None:
     x = torch.randn(8, 8)
     compiled = torch.compile(lambda x: torch.mm(x, x), options={"cpp_wrapper": True})
-    if engine == "function":  # for which Dynamo makes a graph of its own
+    if engine == "function":  # Dynamo makes another graph for it
         with intercept(**ENGINES[engine]), warnings.catch_warnings(action="ignore"):
             compiled(x)
         blind_spots._warned.clear()
     message = "^code compiled with cpp_wrapper ran in a block, .* none of its matmuls are seen"
-    assert_told_once(lambda: compiled(x), torch.mm(x, x), engine, "inductor::cpp_wrapper", message)
+    assert_warns_once(lambda: compiled(x), torch.mm(x, x), engine, "inductor::cpp_wrapper", message)
 
 
-@pytest.mark.usefixtures("nothing_told")
+@pytest.mark.usefixtures("no_warnings_given")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_cuda_graph_is_seen_at_its_capture_and_its_replay_is_told(engine: str) -> None:
+def test_a_cuda_graph_is_seen_at_its_capture_and_its_replay_warns(engine: str) -> None:
     x = torch.randn(8, 8, device="cuda")
-    torch.mm(x, x)  # makes the handle of cuBLAS, which a capture must not
+    torch.mm(x, x)  # makes the handle of cuBLAS, which must not happen in a capture
     graph, seen = torch.cuda.CUDAGraph(), Seen()
     with intercept(seen, **ENGINES[engine]), torch.cuda.graph(graph):
         out = torch.mm(x, x)
@@ -350,12 +350,12 @@ def test_a_cuda_graph_is_seen_at_its_capture_and_its_replay_is_told(engine: str)
         return out
 
     message = "^a CUDA graph was replayed in a block, .* seen when it was captured"
-    assert_told_once(replay, torch.mm(x, x), engine, "cuda::graph_replay", message)
+    assert_warns_once(replay, torch.mm(x, x), engine, "cuda::graph_replay", message)
 
 
-@pytest.mark.usefixtures("nothing_told")
-def test_a_replay_is_told_whichever_class_of_graph_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Base:  # torch._C._CUDAGraph, which builds for the CPU do without
+@pytest.mark.usefixtures("no_warnings_given")
+def test_a_replay_warns_whichever_class_the_graph_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:  # stands for torch._C._CUDAGraph, which builds for the CPU lack
         def replay(self) -> Tensor:
             return torch.ones(())
 
@@ -366,11 +366,11 @@ def test_a_replay_is_told_whichever_class_of_graph_it_is_of(monkeypatch: pytest.
     monkeypatch.setattr(torch._C, "_CUDAGraph", Base)
     monkeypatch.setattr(blind_spots, "_owners", blind_spots._owners.__wrapped__)  # which looks anew
     message = "^a CUDA graph was replayed in a block, .* seen when it was captured"
-    assert_told_once(Graph().replay, torch.ones(()), "kernel", "cuda::graph_replay", message)
+    assert_warns_once(Graph().replay, torch.ones(()), "kernel", "cuda::graph_replay", message)
 
 
 def entries() -> dict[str, Any]:
-    """Torch's ways past us as they are now."""
+    """The entry points of torch that a block wraps, as they are now."""
     found = {}
     for path in blind_spots._ENTRIES:
         *owners, attribute = path.split(".")
@@ -381,7 +381,7 @@ def entries() -> dict[str, Any]:
     return found
 
 
-def test_the_ways_past_us_are_those_of_this_torch_and_are_put_back() -> None:
+def test_this_torch_has_the_entry_points_and_a_block_restores_them() -> None:
     before = entries()
     assert {path.partition(".")[0] for path, entry in before.items() if entry} >= {"_aoti"}
     with intercept():
@@ -392,16 +392,16 @@ def test_the_ways_past_us_are_those_of_this_torch_and_are_put_back() -> None:
     assert entries() == before
 
 
-def test_a_forked_child_puts_them_back_for_its_parent() -> None:
+def test_a_forked_child_restores_the_entry_points_that_its_parent_wrapped() -> None:
     before = entries()
     with intercept():
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                put_back = entries() == before
+                restored = entries() == before
                 with intercept():
-                    status = 0 if put_back and entries() != before else 2
+                    status = 0 if restored and entries() != before else 2
             finally:
                 os._exit(status if entries() == before else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,4 +1,4 @@
-"""Two processes of torch.distributed, threads as `nn.DataParallel` starts them, and the workers of a DataLoader."""
+"""Two processes of torch.distributed, threads as `nn.DataParallel` starts them, and workers of a DataLoader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw of all the programs, which run in one go."""
+    """What each rank saw of the programs, which all run in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
     done = subprocess.run(
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_distributed_program_is_seen_whole_and_not_changed(
+def test_every_matmul_of_a_distributed_program_is_seen_and_no_result_changes(
     results: list[dict[str, Any]], program: str, engine: str, rank: int
 ) -> None:
     result = results[rank][program][engine]
@@ -55,7 +55,7 @@ def test_a_distributed_program_is_seen_whole_and_not_changed(
     seen = [op for op, *_ in result["calls"]]
     if engine != "function":
         assert Counter(result["profiled"]) <= Counter(seen)
-    if engine in ("kernel", "mode"):  # the profiler too looks at one thread
+    if engine in ("kernel", "mode"):  # which watch one thread, as the profiler does
         assert seen == result["profiled"]
 
 
@@ -68,7 +68,7 @@ def test_a_distributed_program_has_the_names_and_links_of_the_unwrapped_model(
     calls, expected = (results[rank][name][engine]["calls"] for name in (program, UNWRAPPED))
     of_model = calls[: len(expected)]
     if program == "DTensor":
-        # Two products in a row, the first with a gradient and the second without, are not told apart.
+        # Two products in a row, of which only the first has a gradient, cannot be told apart.
         for (*_, forward), call in zip(of_model, expected, strict=True):
             call[3] = None if forward is None else call[3]
         assert sum(forward is not None for *_, forward in of_model) >= (11 if engine != "function" else 0)
@@ -82,7 +82,7 @@ def test_a_distributed_program_has_the_names_and_links_of_the_unwrapped_model(
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_communication_hook_that_multiplies_is_seen_in_all_threads(results: list[dict[str, Any]], rank: int) -> None:
-    # PowerSGD goes on when its all-reduces are done: in this thread, or in one of gloo's that is not seen by others.
+    # PowerSGD continues when its all-reduces are done, in this thread or in a thread of gloo.
     in_hook = {
         engine: [
             phase for op, phase, *_ in results[rank]["DDP, multiplying hook"][engine]["calls"] if op == "aten::bmm"
@@ -96,12 +96,12 @@ def test_a_communication_hook_that_multiplies_is_seen_in_all_threads(results: li
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_the_dispatcher_of_a_rank_is_as_it_was(results: list[dict[str, Any]], rank: int) -> None:
+def test_the_dispatcher_of_a_rank_is_restored(results: list[dict[str, Any]], rank: int) -> None:
     assert results[rank]["restored"]
 
 
-def test_replicas_in_threads_are_seen_with_all_threads_and_have_the_models_names() -> None:
-    # As `nn.parallel.parallel_apply` runs them, which refuses to without an accelerator.
+def test_threads_all_sees_replicas_in_threads_under_the_names_of_the_model() -> None:
+    # As `nn.parallel.parallel_apply` runs them, which needs an accelerator.
     model, x = Model(), torch.randn(6, 8)
     plain = hooks.Recorder()
     with intercept(plain):
@@ -122,7 +122,7 @@ def test_replicas_in_threads_are_seen_with_all_threads_and_have_the_models_names
     assert all(torch.equal(output, expected) for output in outputs.values())
     forward = [r for r in everything.records if r.phase == "forward"]
     assert Counter((r.op, r.module) for r in forward) == Counter((r.op, r.module) for r in plain.records * 4)
-    # The backward pass runs here, and is linked to what the other threads ran.
+    # The backward pass runs in this thread, and links to calls of the others.
     backward = [r for r in everything.records if r.phase == "backward"]
     assert [r.op for r in backward] == [r.op for r in current.records]
     assert len(backward) == 4 * 13
@@ -130,7 +130,7 @@ def test_replicas_in_threads_are_seen_with_all_threads_and_have_the_models_names
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_data_parallel_is_seen_with_all_threads() -> None:
+def test_threads_all_sees_data_parallel() -> None:
     model, x = Model().cuda(), torch.randn(6, 8, device="cuda")
     plain, everything = hooks.Recorder(), hooks.Recorder()
     with intercept(plain):
@@ -169,7 +169,7 @@ def test_a_data_loader_in_a_block(workers: int, start: str | None, engine: str) 
     _sweep()
 
 
-def test_workers_that_were_forked_before_a_block_and_outlive_it() -> None:
+def test_workers_forked_before_a_block_do_not_run_its_hooks() -> None:
     products = Products()
     loader = DataLoader(
         products, batch_size=2, num_workers=2, timeout=60, persistent_workers=True, multiprocessing_context="fork"
@@ -186,7 +186,7 @@ def test_workers_that_were_forked_before_a_block_and_outlive_it() -> None:
 
 
 def _sweep() -> None:
-    """The kernels go with the threads of a DataLoader's queues, which may still be on their way out."""
+    """Wait for the threads of a DataLoader's queues to end, so that the kernels can be removed."""
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and type(thread).__module__ != "tqdm._monitor":
             thread.join(10)

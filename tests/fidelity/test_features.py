@@ -1,6 +1,6 @@
-"""Torch's features one by one: what each engine sees of them, and that none of them notices.
+"""The features of torch one by one: what each engine sees of them, and that interception changes nothing.
 
-A line of the README's table "What is seen" is a `Feature` here or tested where `ELSEWHERE` says, and nothing else is.
+Each line of the README's table "What is seen" is a `Feature` here, or is tested in the file that `ELSEWHERE` names.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def sparse() -> Sequence[Tensor]:
 
 
 class Int8Weight(Tensor):
-    """A weight as torchao makes them: plain tensors inside, taken apart by dispatch or by function."""
+    """A quantised weight like those of torchao: plain tensors inside, unpacked in dispatch or in functions."""
 
     by_function = False
 
@@ -256,12 +256,12 @@ def without_values() -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Feature:
-    """A program that uses a feature of torch, and the calls of it that each engine sees.
+    """A program that uses a feature of torch, and the calls that each engine sees of it.
 
     Attributes:
-        line: Where the README tells of it.
-        run: Makes its own inputs; what it returns must not change by a bit.
-        kernel, mode, function: Operators in order, with ' in backward and " where a checkpoint computes again.
+        line: The feature in the README's table.
+        run: The program, which makes its own inputs. What it returns must not change by a bit.
+        kernel, mode, function: Operators in order, with ' in backward and " in the recomputation of a checkpoint.
     """
 
     line: str
@@ -296,7 +296,7 @@ FEATURES = [
     Feature(
         CHECKPOINT,
         functools.partial(checkpointed, two_products, use_reentrant=False),
-        "mm mm mm\" mm' mm' mm' mm'",  # stops once it has what backward wants
+        "mm mm mm\" mm' mm' mm' mm'",  # stops once it has what backward needs
         "mm mm mm\" mm' mm' mm' mm'",
         "matmul matmul",
         name="not_reentrant",
@@ -349,7 +349,7 @@ def by_name(feature: Feature) -> str:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("feature", FEATURES, ids=by_name)
-def test_a_feature_is_seen_as_told_and_not_changed(feature: Feature, engine: str) -> None:
+def test_each_engine_sees_of_a_feature_what_it_should_and_changes_nothing(feature: Feature, engine: str) -> None:
     plain = run(feature.run)
     seen = Seen()
     with intercept(seen, **ENGINES[engine]):
@@ -376,15 +376,15 @@ FORKS = """
 """
 
 
-def test_forked_tasks_are_seen_as_told_and_not_changed(tmp_path: Path) -> None:
-    # In a process of its own: torch's pool for them stays, and so would the kernels.
-    file = tmp_path / "program.py"  # torch.jit.script wants to read its source
+def test_each_engine_sees_of_forked_tasks_what_it_should_and_changes_nothing(tmp_path: Path) -> None:
+    # In a process of its own: torch's thread pool for them stays, and would keep our kernels installed.
+    file = tmp_path / "program.py"  # torch.jit.script reads its source
     file.write_text(textwrap.dedent(FORKS))
     done = subprocess.run([sys.executable, "-W", "ignore", file], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "aten::mm aten::mm\naten::mm aten::mm\n\n"), done.stderr
 
 
-def test_the_table_of_the_readme_has_a_line_for_every_feature_and_a_test_for_every_line() -> None:
+def test_every_feature_has_a_line_in_the_readme_and_every_line_a_test() -> None:
     (table,) = re.findall(r"^\| feature .*?\n\|---.*?\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()]
     assert sorted(row[0] for row in rows) == sorted({feature.line for feature in FEATURES} | set(ELSEWHERE))

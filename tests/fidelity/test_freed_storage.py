@@ -1,4 +1,4 @@
-"""Operands whose memory the program has freed: with each hook torch gives its own result, or its own error."""
+"""Operands whose memory the program has freed: with any hook, torch returns its own result or raises its own error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ hook = {
 
 
 def freed(*shape, dtype=torch.float32, size=0, view=False):
-    # Whole pages, which the system takes back: to read them ends the process.
+    # Whole pages, which the system takes back: reading them kills the process.
     tensor = torch.ones(*shape, dtype=dtype)
     view = tensor[1:] if view else tensor
     tensor.untyped_storage().resize_(size)
@@ -82,7 +82,7 @@ programs = {
     "batched": lambda: torch.baddbmm(freed(1, 64, 64), x[None], x[None], beta=0),
 }
 if isinstance(hook, (hooks.FakeQuantize, hooks.BitFlip)):
-    del programs["complex"]  # which they refuse
+    del programs["complex"]  # these hooks refuse complex operands
 for name, program in programs.items():
     results = []
     for watched in (False, True):
@@ -110,7 +110,7 @@ HOOKS = [
 
 @pytest.mark.parametrize("options", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_leaves_freed_memory_alone(hook: str, options: dict[str, str], request: pytest.FixtureRequest) -> None:
+def test_a_hook_does_not_read_freed_memory(hook: str, options: dict[str, str], request: pytest.FixtureRequest) -> None:
     if not options and request.config.getoption("--compiled"):
         options = {"engine": "compiled"}
     done = subprocess.run(

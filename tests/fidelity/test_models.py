@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: everything they multiply is seen, and nothing they compute is changed."""
+"""Models of `transformers`: interception sees every matmul and changes no result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _run(
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_seen_whole_and_not_changed(name: str, context: str) -> None:
+def test_every_matmul_of_a_model_is_seen_and_no_result_changes(name: str, context: str) -> None:
     recorder = hooks.Recorder()
     interceptor = intercept(recorder)
     watched = {overload.partition(".")[0] for overload in interceptor.watcher.keys or ()}

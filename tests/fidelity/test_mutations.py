@@ -1,4 +1,4 @@
-"""The mutations fit the package; that the suite notices them, `mutations.py` shows when it is run."""
+"""Each mutation applies to the package; running `mutations.py` shows that a test notices it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mutations import MUTATIONS, ROOT, Mutation
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
-def test_a_mutation_fits_the_package(mutation: Mutation, tmp_path: Path) -> None:
+def test_a_mutation_applies_to_the_package(mutation: Mutation, tmp_path: Path) -> None:
     copy = tmp_path / mutation.file
     copy.parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / "opintercept" / mutation.file, copy)
@@ -26,9 +26,9 @@ def test_a_mutation_fits_the_package(mutation: Mutation, tmp_path: Path) -> None
         assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
-def test_a_mutation_that_fits_no_more_is_an_error(tmp_path: Path) -> None:
+def test_a_mutation_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text("1 + 1")
-    with pytest.raises(ValueError, match=r"the text of a mutation must be in file\.py once, got 0 times: 'x'"):
+    with pytest.raises(ValueError, match=r"file\.py must have the text of a mutation once, got 0 times: 'x'"):
         Mutation("", "file.py", "x", "y", ()).apply(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What watching could change beside the results: copies of gradients, memory, lifetimes, garbage, synchronisation."""
+"""What watching could change besides results: copies of gradients, memory, lifetimes, garbage, synchronisation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opintercept import OpCall, OpInterceptWarning, hooks, intercept
 
 Watch = Callable[[], AbstractContextManager[Any]]
 
-# What looks without keeping a tensor.
+# Observing hooks that keep no tensor.
 LOOKING: dict[str, Callable[[], Any]] = {
     "nothing": lambda: lambda call: None,
     "recorder": hooks.Recorder,
@@ -37,14 +37,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def without(engine: str) -> AbstractContextManager[Any]:
-    """What the engine is compared with: nothing, or the empty mode of torch's that it is built on."""
+    """What to compare an engine with: nothing, or an empty mode of the kind that it is built on."""
     return EMPTY.get(engine, nullcontext)()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """Keep the collector away from what there is already: half a million objects of torch's."""
-    train(MODEL)  # imports what torch imports late
+    """Keep the garbage collector away from the half a million objects of torch."""
+    train(MODEL)  # imports what torch imports on first use
     checkpoint(MODEL, torch.ones(8, 16, 64), use_reentrant=False)
     gc.collect()
     gc.freeze()
@@ -54,7 +54,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection, which would free memory at any moment."""
+    """Switch off garbage collection, which would free memory at any moment."""
     gc.collect()
     gc.disable()
     try:
@@ -64,7 +64,7 @@ def uncollected() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Linear layers, attention out of plain products, a weight that is used twice and a value that is used thrice."""
+    """Linear layers, attention made of plain products, a weight used twice and a value used three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ def operators(run: Callable[[], None], watch: AbstractContextManager[Any]) -> li
 
 @looking
 @below_autograd
-def test_backward_runs_no_operator_more(engine: str, hook: Callable[[], Any]) -> None:
-    # A gradient that somebody holds is copied into `.grad` instead of stolen: aten::new_empty_strided, aten::copy_.
+def test_backward_runs_no_extra_operator(engine: str, hook: Callable[[], Any]) -> None:
+    # autograd copies a gradient to which it has not the only reference: aten::new_empty_strided, aten::copy_.
     model, x = Net(), torch.randn(8, 16, 64)
 
     def backward(watch: AbstractContextManager[Any]) -> list[str]:
@@ -117,7 +117,7 @@ def test_grad_is_the_tensor_that_the_product_returned(engine: str, hook: Callabl
 @pytest.mark.parametrize(
     "hook", [*LOOKING.values(), lambda: lambda call: call.output.neg()], ids=[*LOOKING, "replacement"]
 )
-def test_gradients_are_added_up_in_place(hook: Callable[[], Any]) -> None:
+def test_gradients_accumulate_in_place(hook: Callable[[], Any]) -> None:
     layer, x = nn.Linear(64, 64), torch.randn(64, 64, requires_grad=True)
     with intercept(hook()):
         for _ in range(3):
@@ -133,7 +133,7 @@ def test_gradients_are_added_up_in_place(hook: Callable[[], Any]) -> None:
 
 
 def allocations(run: Callable[[], Any], watch: AbstractContextManager[Any]) -> list[int]:
-    """Bytes allocated, and freed as negative numbers, in order."""
+    """The bytes of each allocation, and as negative numbers of each release, in order."""
     with uncollected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, watch:
         run()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -157,8 +157,8 @@ RUNS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=list(RUNS))
 @every_engine
-def test_memory_is_allocated_and_freed_as_without(engine: str, run: Callable[[], Any]) -> None:
-    for _ in range(2):  # the profiler shows no end of what it has not seen begin
+def test_memory_is_allocated_and_freed_as_without_interception(engine: str, run: Callable[[], Any]) -> None:
+    for _ in range(2):  # the profiler does not show the release of what was allocated before it
         plain = allocations(run, without(engine))
     for hook in LOOKING.values():
         watched = allocations(run, intercept(hook(), **ENGINES[engine]))
@@ -166,7 +166,7 @@ def test_memory_is_allocated_and_freed_as_without(engine: str, run: Callable[[],
         assert watched == plain
 
 
-def test_the_peak_shows_a_hook_that_keeps_what_it_sees() -> None:
+def test_the_peak_shows_a_hook_that_keeps_outputs() -> None:
     kept: list[Any] = []
     plain = allocations(RUNS["training"], nullcontext())
     assert peak(allocations(RUNS["training"], intercept(lambda call: kept.append(call.output)))) > 1.01 * peak(plain)
@@ -175,7 +175,7 @@ def test_the_peak_shows_a_hook_that_keeps_what_it_sees() -> None:
 @needs_gpu
 @looking
 @every_engine
-def test_peak_memory_of_a_gpu_is_as_without(engine: str, hook: Callable[[], Any]) -> None:
+def test_peak_memory_of_a_gpu_is_as_without_interception(engine: str, hook: Callable[[], Any]) -> None:
     model = Net().cuda()
 
     def peak_of(watch: AbstractContextManager[Any]) -> int:
@@ -290,7 +290,7 @@ LIVES = [
 
 
 def deaths(program: Callable[[Track, Say], None], watch: AbstractContextManager[Any]) -> list[str]:
-    """What happens, with each tensor's death at its moment."""
+    """What the program logs, and when each tensor dies."""
     log: list[str] = []
 
     def track(tensor: Tensor, name: str) -> Tensor:
@@ -304,7 +304,7 @@ def deaths(program: Callable[[Track, Say], None], watch: AbstractContextManager[
 
 
 class Reads:
-    """Asks for everything of a call in every phase, and keeps nothing."""
+    """Reads everything of a call in every phase, and keeps nothing."""
 
     def pre(self, call: OpCall) -> None:
         str(call), call.lhs, call.rhs, call.bias, call.gemm, call.flops, call.bytes, call.source, call.module
@@ -318,7 +318,7 @@ class Reads:
 
 @pytest.mark.parametrize("program", LIVES)
 @every_engine
-def test_tensors_die_when_they_do_without(engine: str, program: Callable[[Track, Say], None]) -> None:
+def test_tensors_die_when_they_die_without_interception(engine: str, program: Callable[[Track, Say], None]) -> None:
     options: dict[str, Any] = {"ops": "add"} if program is with_an_exception_in_an_addition else {}
     plain = deaths(program, without(engine))
     assert any("dies" in line for line in plain)
@@ -330,7 +330,7 @@ def test_tensors_die_when_they_do_without(engine: str, program: Callable[[Track,
 
 
 class Replaces:
-    """Other operands and another output, the same values."""
+    """Replaces operands and output by copies."""
 
     def pre(self, call: OpCall) -> Any:
         return tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in call.args), call.kwargs
@@ -391,7 +391,7 @@ def test_calls_leave_no_garbage(engine: str, hook: Callable[[], Any]) -> None:
             with interceptor:
                 multiply()
 
-    run("raise")  # what torch and Python make once
+    run("raise")  # makes what torch and Python make once
     with uncollected():
         run("raise")
         run("warn")

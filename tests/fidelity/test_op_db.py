@@ -1,7 +1,7 @@
-"""PyTorch's own operator database, operator by operator: the same with and without interception, to the bit.
+"""PyTorch's operator database: each operator does the same with and without interception, bit for bit.
 
-Kernel engine and function level change nothing at all. The mode engine changes what an empty dispatch mode does,
-and values only where `ROUNDED` and `WRONG` say so.
+The kernel engine and function level change nothing. The mode engine changes what an empty dispatch mode changes, and
+values only where `ROUNDED` and `WRONG` say so.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def _load() -> list[Any]:
-    """Import the database, and undo what importing torch's test helpers does to the process."""
+    """Import the database, and undo what importing torch's test helpers changes in the process."""
     settings = hypothesis.settings.get_current_profile_name()
     script_types = torch._C.ScriptFunction, torch._C.ScriptMethod
     calls = [script_type.__call__ for script_type in script_types]
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     finally:
-        hypothesis.settings.load_profile(settings)  # theirs has 10 examples a test
+        hypothesis.settings.load_profile(settings)  # theirs has 10 examples for each test
         for script_type, call in zip(script_types, calls, strict=True):
             script_type.__call__ = call  # type: ignore[method-assign]
         torch.backends.__allow_nonbracketed_mutation_flag = True
@@ -48,7 +48,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Those that run a matmul, forward or backward: also in DTYPES, strided, in place and with out=.
+# Operators that run a matmul, forward or backward. They are tested in DTYPES, strided, in place and with out= too.
 MULTIPLIES = _names(
     """
     __rmatmul__ addbmm addmm addmm.decomposed addmv addr baddbmm bmm bmm.triton_optimized cdist cholesky
@@ -71,15 +71,15 @@ if TORCH >= (2, 15):
 DTYPES = (torch.float64, torch.bfloat16, torch.complex64)
 SAMPLES = 8
 
-# They return memory as it was found, of which only the form can be compared.
+# These return uninitialised memory, of which only the form can be compared.
 UNWRITTEN = _names("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
 
-# torch gives the warnings of a call when its binding returns to Python. A kernel in Python calls bindings of its own,
-# whose warnings come first; before 2.15 all of a call's are alike.
+# torch gives the warnings of a call when its binding returns to Python. A kernel in Python calls other bindings, whose
+# warnings come first. Before 2.15 all warnings of a call are alike.
 REORDERED = _names("sparse.sampled_addmm") if TORCH >= (2, 15) else frozenset()
 
-# Where values differ under any dispatch mode, an empty one too, and why. ATen takes the branches there that it has for
-# tensor subclasses (#81448),
+# Operators whose values differ under any dispatch mode, even an empty one, and why. Under a mode ATen takes the
+# branches that it has for tensor subclasses (#81448).
 ROUNDED = {
     **dict.fromkeys(_names("masked.prod masked_fill prod"), "gradients are summed in another order"),
     **dict.fromkeys(
@@ -87,11 +87,11 @@ ROUNDED = {
         "zero gradients get the sign of the others",
     ),
     **dict.fromkeys(
-        _names("linalg.cond linalg.matrix_norm linalg.norm norm.nuc"), "LAPACK finds the singular vectors, too"
+        _names("linalg.cond linalg.matrix_norm linalg.norm norm.nuc"), "LAPACK computes the singular vectors too"
     ),
     "matmul": "a batch of one is multiplied by mm instead of bmm",
 }
-# and loses conjugates of complex numbers (#198118).
+# Under a mode ATen also loses conjugates of complex numbers (#198118).
 WRONG = _names("linalg.lstsq linalg.lstsq.grad_oriented linalg.pinv linalg.pinv.singular pinverse")
 if TORCH >= (2, 15):
     WRONG |= _names("linalg.matrix_sqrth linalg.polar")
@@ -125,9 +125,9 @@ class Run:
     """One call of an operator.
 
     Attributes:
-        inputs: Every tensor that it is given.
-        finish: Makes of its output what gradients are taken of.
-        written: Whether somebody has written to all of its memory.
+        inputs: All tensors among its arguments.
+        finish: Makes what is differentiated out of the output.
+        written: Whether all memory of the output is initialised.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Run:
 
 
 def _runs(case: Case) -> Iterator[Run]:
-    """The same ones each time, of tensors of their own."""
+    """The runs of a case, the same each time, with new tensors."""
     op = case.op
 
     def run(name: str, function: Callable[..., Any], sample: Any, **options: Any) -> Run:
@@ -156,7 +156,7 @@ def _runs(case: Case) -> Iterator[Run]:
     if case.dtype is torch.float32 and op.error_inputs_func is not None:
         _seed()
         for number, error in enumerate(op.error_inputs_func(op, "cpu")):
-            # Some are of torch.empty: they are refused before anybody looks.
+            # Some inputs are made with torch.empty, as the operator refuses them before it reads them.
             yield replace(run(f"error {number}", op, error.sample_input), written=False)
     if case.name not in MULTIPLIES:
         return
@@ -164,7 +164,7 @@ def _runs(case: Case) -> Iterator[Run]:
         for name, sample in _samples(case):
             yield run(f"{name} in place", lambda x, *a, **k: op.inplace_variant(x.clone(), *a, **k), sample)
     if case.name.startswith("sparse."):
-        return  # neither strided nor out= is for these
+        return  # these support neither strided operands nor out=
     for name, sample in _samples(case):
         yield run(f"{name} strided", op, sample.noncontiguous())
     if op.supports_out:
@@ -174,15 +174,15 @@ def _runs(case: Case) -> Iterator[Run]:
 
 
 def _samples(case: Case, *, gradients: bool = True) -> Iterator[tuple[str, Any]]:
-    """Some of the operator's own samples, from the first to the last."""
+    """Some of the operator's samples, evenly spread."""
     op = case.op
     _seed()
-    # Not through op.sample_inputs, which inspects the Python stack and formats it: 5 ms a sample.
+    # Not with op.sample_inputs, which formats the Python stack: 5 ms for each sample.
     wanted = ("cpu", case.dtype, gradients and case.dtype in op.supported_backward_dtypes("cpu"))
     samples = list(op.sample_inputs_func(op, *wanted))
     if case.dtype.is_complex and op.test_conjugated_samples:
         samples += op.conjugate_sample_inputs(*wanted, set_seed=False)
-    if case.name.startswith("linalg.lstsq"):  # gelsy reads what torch has not cleared (#187411)
+    if case.name.startswith("linalg.lstsq"):  # gelsy reads uninitialised memory (#187411)
         samples = [sample for sample in samples if sample.kwargs["driver"] != "gelsy"]
     last = len(samples) - 1
     for number in range(last + 1) if last < SAMPLES else (i * last // (SAMPLES - 1) for i in range(SAMPLES)):
@@ -197,7 +197,7 @@ def _seed() -> None:
 
 @dataclass(frozen=True)
 class Bits:
-    """The values of a tensor, as they are in memory."""
+    """The values of a tensor as they are in memory."""
 
     bits: bytes
     dtype: torch.dtype
@@ -206,7 +206,7 @@ class Bits:
         return torch.frombuffer(bytearray(self.bits), dtype=self.dtype)
 
 
-Found = dict[str, Any]  # of one run: everything that interception must not change
+Found = dict[str, Any]  # what interception must not change in a run
 
 
 def _observe(
@@ -214,9 +214,9 @@ def _observe(
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
     around: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Found]:
-    """Run all of a case, each under `watch`, and all of them within `around`."""
+    """Run a case: each run under `watch`, and all of them within `around`."""
     warn_always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)  # some warn once a process
+    torch.set_warn_always(True)  # else some warn only once in a process
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -298,7 +298,7 @@ def _bits(tensor: Tensor) -> Bits:
 
 
 def _operators(event: Any, depth: int, found: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The names below a profiler's event, each with its depth, in the order of their start."""
+    """The names of the events below a profiler's event, each with its depth, in the order of their start."""
     for child in event.children:
         found.append((depth, child.name))
         _operators(child, depth + 1, found)
@@ -306,7 +306,7 @@ def _operators(event: Any, depth: int, found: list[tuple[int, str]]) -> list[tup
 
 
 class _Count:
-    """Changes nothing, and lists what it sees, also what raises."""
+    """Lists the calls that it sees, including those that raise."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -319,7 +319,7 @@ class _Count:
 
 
 def _differences(one: dict[str, Found], other: dict[str, Found]) -> list[tuple[str, str, Any, Any]]:
-    """Run, what differs, and how it was and is."""
+    """What differs: run, field, and the two values."""
     assert list(one) == list(other)
     return [
         (run, what, one[run].get(what), other[run].get(what))
@@ -365,7 +365,7 @@ def _outermost(operators: list[tuple[int, str]], watched: set[str]) -> Iterator[
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """These tensors are small: a second thread would only wait for work, and do so busily."""
+    """Use one thread: the tensors are small, and a second one would only keep a core busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -380,14 +380,14 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def bare(case: Case) -> dict[str, Found]:
-    """What a case does without interception; of module scope, so that all tests of a case run after one another."""
+    """What a case does without interception. The module scope makes the tests of a case run one after another."""
     return _observe(case)
 
 
 def test_kernel_engine_changes_nothing(case: Case, bare: dict[str, Found]) -> None:
     count = _Count()
     interceptor = intercept(count)
-    found = _observe(case, around=interceptor)  # not each of its runs: kernels take 2 ms to come and go
+    found = _observe(case, around=interceptor)  # not around each run: kernels take 2 ms to install and remove
     _fail_on(_differences(bare, found))
     watched = {name.partition(".")[0] for name in interceptor.watcher.keys or ()}
     expected = [name for run in found.values() for name in _outermost(run["operators"], watched)]
@@ -405,12 +405,12 @@ def test_mode_engine_changes_what_an_empty_mode_changes(case: Case, bare: dict[s
     interceptor = intercept(_Count(), engine="mode")
     found = _observe(case, lambda: interceptor)
     _fail_on(_differences(_observe(case, EMPTY["mode"]), found))
-    # Under any dispatch mode autograd adds gradients up out of place, and views come from other operators.
+    # Under any dispatch mode autograd accumulates gradients out of place, and views come from other operators.
     differences = [d for d in _differences(bare, found) if not d[1].endswith(("operators", "version", "node"))]
     if case.dtype.is_complex and case.name in WRONG:
-        assert differences, "torch has mended it; WRONG must not list it any more"
+        assert differences, "torch has fixed it; remove it from WRONG"
         differences = [d for d in differences if not d[1].endswith("values")]
     elif case.name in ROUNDED:
-        # Whether another order of the same sums rounds to other bits is up to the processor, so none is no failure.
+        # On some processors another order of the same sums rounds to the same bits, so a difference is not required.
         differences = [d for d in differences if not (d[1].endswith("values") and _rounded(case, d[2], d[3]))]
     _fail_on(differences)

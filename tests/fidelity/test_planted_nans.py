@@ -1,4 +1,4 @@
-"""A NaN planted wherever programs get theirs: the call that makes it or gets it first is named, and no other."""
+"""NaNs planted where programs get theirs: `NonFinite` names the call that makes or first receives the NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Next = Callable[[], None]
 
 
 class Oracle:
-    """Which calls held a NaN in a tensor or a number before they ran, by index; reads them its own way."""
+    """Notes by index which calls had a NaN among their arguments, and reads these without the help of `NonFinite`."""
 
     def __init__(self) -> None:
         self.tainted: dict[int, bool] = {}
@@ -48,7 +48,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 class Net(nn.Module):
-    """Two layers with a name, and something between them."""
+    """Two named layers with something between them."""
 
     def __init__(self, middle: nn.Module | None = None) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Net(nn.Module):
 def train(
     next_step: Next, net: nn.Module, plant: Callable[[int, Tensor], Any] = lambda step, x: None, batches: Any = None
 ) -> None:
-    """Four steps of training; `plant` may change the net or the batch before each."""
+    """Train for four steps; `plant` may change the net or the batch before each."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step, x in enumerate(torch.ones(4, 3, 4) if batches is None else batches):
         plant(step, x)
@@ -75,7 +75,7 @@ def train(
 
 def at(step: int, tensor: Tensor) -> None:
     if step == PLANTED:
-        tensor.detach().numpy().flat[1] = NAN  # past torch, which else would show where it comes from
+        tensor.detach().numpy().flat[1] = NAN  # not with torch, whose operators `ops="all"` would show
 
 
 def an_input(next_step: Next) -> None:
@@ -224,7 +224,7 @@ class Batches(torch.utils.data.Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         x = torch.ones(4)
         if index // 3 == PLANTED:
-            x[1] = x[2].log() / x[3].log()  # in the worker, where no hook is
+            x[1] = x[2].log() / x[3].log()  # in the worker, which runs no hooks
         return x
 
 
@@ -250,7 +250,7 @@ LINEAR = "torch.nn.functional.linear"
 
 
 def linear(role: str, module: str, step: int = PLANTED) -> dict[str, Named]:
-    """What comes into a layer is named alike by all engines, and so it is where everything is watched."""
+    """What names a NaN that comes into a layer, which is the same for all engines and with all operators watched."""
     below = Named("aten::addmm", "came in", (role,), module, step=step)
     return {"matmul": below, "function": below._replace(op=LINEAR), "all": below}
 
@@ -327,7 +327,7 @@ WAYS = [
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize(("way", "options"), WAYS)
 @pytest.mark.parametrize("program", CASES, ids=lambda program: program.__name__)
-def test_a_planted_nan_is_named_where_it_is_made_or_comes_in(
+def test_the_call_that_makes_or_receives_a_planted_nan_is_named(
     program: Callable[[Next], None], way: str, options: dict[str, Any], every: int
 ) -> None:
     before = set(threading.enumerate())
@@ -337,11 +337,11 @@ def test_a_planted_nan_is_named_where_it_is_made_or_comes_in(
     for thread in set(threading.enumerate()) - before:  # of a DataLoader that has ended
         thread.join(10)
     with intercept(lambda call: None, **options):
-        pass  # a block that no other thread is there for takes the kernels with it
+        pass  # a block beside which no other thread runs removes the kernels
     for finding in nonfinite.findings:
         assert finding.kind == "came in" or not oracle.tainted[finding.record.index], str(finding)
         assert finding.record.step >= PLANTED
-    if way not in CASES[program]:  # the backward pass has no functions
+    if way not in CASES[program]:  # function level does not see the backward pass
         return
     record, first = nonfinite.findings[0].record, nonfinite.findings[0]
     named = CASES[program][way]

@@ -1,4 +1,4 @@
-"""The main promise, program by program and context by context: everything is seen, nothing is changed."""
+"""The main promise, for each program in each context: interception sees every matmul and changes nothing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), True),
 }
 
-# What any mode of torch's changes, an empty one too: (engine, program, context) and why.
+# What any mode of torch changes, even an empty one: (engine, program, context), and why.
 KNOWN: dict[tuple[str, str, str], str] = {
-    # The handler runs below autocast, and what a fused operator calls inside is not cast any more.
+    # The handler runs below autocast, so what a fused operator calls inside is no longer cast.
     **{
         ("mode", program, "autocast"): "autocast stops at the handler"
         for program in ("bilinear", "pinv", "scaled_mm", "foreach_mm", "sparse_mm", "sparse_addmm")
@@ -54,7 +54,7 @@ def _compare(
     function: Any = None,
     engine: dict[str, Any] | None = None,
 ) -> None:
-    """Calls of the kernel engine against the profiler, and the outcome against a run without it."""
+    """Compare the calls with those in the profile, and the outcome with that of a run without interception."""
     seen: list[str] = []
     interceptor = intercept(lambda call: seen.append(call.op), **(engine or {}))
     watched = {name.partition(".")[0] for name in interceptor.watcher.keys or ()}
@@ -72,7 +72,7 @@ def _compare(
     failed = intercepted.exception is not None
     expected = outermost(events, watched)
     if failed and len(expected) == len(seen) + 1:
-        expected.pop()  # the one that raised has no post
+        expected.pop()  # the call that raised has no `post`
     assert seen == expected
     assert seen or failed
 
@@ -98,12 +98,12 @@ def _compare_compiled(program: Program, backend: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(17)
     compiled = torch.compile(program.make(), backend=backend)
-    for _ in range(2):  # compiles, also the backward pass
+    for _ in range(2):  # compiles the backward pass too
         execute(program, nullcontext, gradients=True, function=compiled)
     _compare(program, nullcontext, True, function=compiled)
 
 
-# Torch refuses to compile mkldnn tensors with a text that lists every registered kernel, and so ours too.
+# torch does not compile mkldnn tensors, and its message lists every registered kernel, including ours.
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.name != "mkldnn_linear"], ids=_by_name)
 def test_kernel_engine_under_compile(program: Program) -> None:
     _compare_compiled(program, "aot_eager")
@@ -112,7 +112,7 @@ def test_kernel_engine_under_compile(program: Program) -> None:
 @pytest.mark.parametrize("name", ["mm", "matmul_broadcast", "linear_bias_3d", "attention", "attention_math", "gru"])
 def test_kernel_engine_under_inductor(name: str) -> None:
     (program,) = (program for program in PROGRAMS if program.name == name)
-    # Inductor's pool of threads would outlive the test, and keep the kernels in place for the tests after it.
+    # Inductor's thread pool would outlive the test, and keep our kernels installed during later tests.
     with torch._inductor.config.patch(compile_threads=1):
         _compare_compiled(program, "inductor")
 

@@ -1,4 +1,4 @@
-"""The promises for random programs: nothing is changed, everything is seen, replacements do what they should."""
+"""The promises for random programs: interception changes nothing and sees everything, and replacements take effect."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _examples(count: int) -> settings:
 
 
 class Curious:
-    """Looks at everything, computes with it, multiplies matrices and draws random numbers, and leaves no trace."""
+    """Reads everything, computes with it, multiplies matrices and draws random numbers, without an effect outside."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(1)
 
-    @torch.no_grad()  # at function level autograd would number the nodes of what is computed here
+    @torch.no_grad()  # else autograd would number nodes for it at function level
     def pre(self, call: OpCall) -> None:
         for operand in (call.lhs, call.rhs, call.bias):
             if operand is not None and operand.numel():
@@ -91,7 +91,7 @@ def test_kernel_engine_changes_nothing_and_sees_what_the_profiler_sees(
             seen.append(None)
 
     assert execute(program, both, failed=failed) == execute(program)
-    # Autograd refuses some calls before they run, which the profiler shows all the same.
+    # Autograd refuses some calls before they run; the profiler shows these too.
     pattern = "".join(r"(\S+ )?" if op is None else re.escape(op) + " " for op in seen)
     assert re.fullmatch(pattern, "".join(op + " " for op in outermost_of_one_thread(profiles[0], watched)))
 
@@ -108,12 +108,12 @@ def test_other_engines_change_what_an_empty_mode_of_torch_changes(
 
 @dataclass(frozen=True)
 class Edit:
-    """What a hook puts in the place of inputs and outputs; exact for whole numbers.
+    """How a hook replaces inputs and outputs; exact for whole numbers.
 
     Attributes:
-        pre: Scales the operands.
-        post: What becomes of the output; linear or not, and also where its gradient is nothing.
-        phases: In which passes.
+        pre: Whether it scales the operands.
+        post: How it changes the output: linearly, otherwise, or to a constant, which has no gradient.
+        phases: The passes in which it does so.
     """
 
     pre: bool
@@ -131,7 +131,7 @@ class Edit:
         return output.abs() if self.post == "abs" else torch.full_like(output, 3)
 
     def product(self, function: Callable[..., Any], phase: str, *operands: Any, **options: Any) -> Any:
-        """What comes out of a call under the hook."""
+        """Call `function` as the hook changes it."""
         *bias, lhs, rhs = operands
         output = function(*bias, *self.operands(phase, lhs, rhs), **options)
         replacement = self.output(phase, output)
@@ -139,7 +139,7 @@ class Edit:
 
 
 class Edits:
-    """The hook that makes an edit."""
+    """The hook that applies an edit."""
 
     def __init__(self, edit: Edit) -> None:
         self.edit = edit
@@ -155,7 +155,7 @@ class Edits:
 
 
 class StraightThrough(torch.autograd.Function):
-    """An edited product whose backward pass is the operator's own, in edited products."""
+    """An edited product. Its backward pass is that of the operator, with its products edited too."""
 
     @staticmethod
     def forward(ctx: Any, edit: Edit, op: str, beta: float, alpha: float, *operands: Tensor) -> Any:
@@ -192,7 +192,7 @@ straight_through: Callable[..., Any] = StraightThrough.apply
 _PLAIN = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "addmv")
 _IN_PLACE = ("addmm_", "baddbmm_", "addbmm_", "addmv_")
 _WHOLE: dict[str, Any] = {"dtypes": st.just(torch.float64), "whole": True, "failures": False, "most": 3}
-# No memory that two elements share: in-place forms that torch lets write there have no place for new values.
+# No layout in which elements share memory: an in-place form could not hold all new values there.
 _WHOLE |= {"layouts": ("contiguous", "transposed", "sliced", "neg")}
 _WHOLE |= {"contexts": ("grad", "grad", "no_grad", "inference_mode")}
 
@@ -203,7 +203,7 @@ def _edits(*phases: tuple[str, ...]) -> st.SearchStrategy[Edit]:
 
 
 def _exact(run: Run) -> bool:
-    """Whether all values are whole numbers that float64 has, so that the order of summation does not matter."""
+    """Whether float64 holds all values exactly, so that the order of summation does not matter."""
     return all(abs(x.detach()).max() < 2**45 for x in run.live if x.numel())
 
 

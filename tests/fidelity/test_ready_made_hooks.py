@@ -1,4 +1,4 @@
-"""Every hook that only looks, all at once: a training run is bit for bit what it is without them."""
+"""All observing hooks at once leave a training run as it is, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Small(nn.Module):
 
 
 class Run:
-    """A writer of curves that keeps nothing."""
+    """A run for `Scalars` that keeps nothing."""
 
     def log(self, values: dict[str, float], step: int) -> None:
         assert values
 
 
 def observers() -> list[Any]:
-    """One of each hook that only looks."""
+    """One of each observing hook."""
     quiet = logging.getLogger("opintercept.tests.quiet")
     quiet.propagate = False
     return [
@@ -58,7 +58,7 @@ def observers() -> list[Any]:
 
 
 def train(*options: dict[str, Any]) -> list[Tensor]:
-    """Three steps; the losses, the gradients of the last and the parameters, and the random state after all."""
+    """Train for three steps, and return the losses, the last gradients, the parameters and the random state."""
     torch.manual_seed(5)
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -75,9 +75,9 @@ def train(*options: dict[str, Any]) -> list[Tensor]:
     return [*losses, *gradients, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
 
 
-@pytest.mark.filterwarnings("ignore:AttentionWeights skipped")  # what function level does not see within
+@pytest.mark.filterwarnings("ignore:AttentionWeights skipped")  # function level does not see inside it
 @pytest.mark.parametrize("options", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
-def test_every_observer_at_once_changes_nothing(options: dict[str, Any]) -> None:
+def test_all_observing_hooks_together_change_nothing(options: dict[str, Any]) -> None:
     bare = train()
     chosen = observers()
     with intercept(chosen, **options):
@@ -89,7 +89,7 @@ def test_every_observer_at_once_changes_nothing(options: dict[str, Any]) -> None
     assert len(recorder.records) > 20
 
 
-def test_a_hook_that_edits_is_noticed_by_the_same_comparison() -> None:
+def test_the_same_comparison_notices_a_hook_that_edits() -> None:
     def nudge(call: OpCall) -> Tensor | None:
         if call.index == 7:
             return torch.nextafter(call.output, call.output + 1)

@@ -1,4 +1,4 @@
-"""Threads, forks and the end of the process: nothing is lost, no wrong kernel is called, nothing stays behind."""
+"""Threads, forks and the end of the process: no call is lost, no wrong kernel is called, nothing stays behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if BUILDS:
 A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
 BATCH = torch.randn(2, 4, 4)
 
-# Each with what it gives without interception: a call of the wrong kernel gives something else, or raises.
+# A call of the wrong kernel gives a result other than that of EXPECTED, or raises.
 PRODUCTS: dict[str, Callable[[], torch.Tensor]] = {
     "mm": lambda: torch.mm(A, B),
     "addmm": lambda: torch.addmm(C, A, B),
@@ -76,7 +76,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def run_threads(*works: Callable[[], None]) -> None:
-    """Run each in a thread of its own, all at once, and raise what any of them raised."""
+    """Run each function in its own thread, all at once, and raise what one of them raised."""
     barrier = threading.Barrier(len(works))
     failures: list[BaseException] = []
 
@@ -98,7 +98,7 @@ def run_threads(*works: Callable[[], None]) -> None:
 
 @pytest.fixture(autouse=True)
 def switch_often() -> Iterator[None]:
-    """Switch threads a hundred times as often as Python does. Then the kernels go, which the threads had kept."""
+    """Switch threads a hundred times as often as Python does, and check afterwards that the kernels can be removed."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)
     yield
@@ -106,7 +106,7 @@ def switch_often() -> Iterator[None]:
     assert scope.state.everywhere.blocks == ()
     assert not kernels.KERNELS.users
 
-    def gone() -> bool:  # the last thread may still be on its way out
+    def gone() -> bool:  # the last thread may still be ending
         with intercept(ops="mm"):
             pass
         return not kernels.KERNELS.installed
@@ -115,24 +115,24 @@ def switch_often() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mix", [*ENGINES, "all of them"])
-def test_eight_threads_enter_and_leave_the_same_and_their_own(mix: str) -> None:
+def test_eight_threads_enter_shared_interceptors_and_their_own(mix: str) -> None:
     engines = [mix if mix in ENGINES else list(ENGINES)[number % len(ENGINES)] for number in range(THREADS)]
     shared_seen = {engine: Seen() for engine in engines}
     shared = {engine: intercept(seen, **ENGINES[engine]) for engine, seen in shared_seen.items()}
     own_seen = [Seen() for _ in engines]
-    # The thread that comes first with an operator installs its kernel while the others multiply.
+    # The first thread to watch an operator installs its kernel while the others multiply.
     names = [list(PRODUCTS)[number % len(PRODUCTS)] for number in range(THREADS)]
 
     def work(number: int) -> None:
         engine, name = engines[number], names[number]
         own = intercept(own_seen[number], ops=name, **ENGINES[engine])
         for _ in range(ROUNDS):
-            multiply("mm")  # seen by nobody
+            multiply("mm")  # not seen
             with shared[engine]:
                 multiply("mm")
                 with own:
                     multiply(name)
-            multiply(name)  # seen by nobody
+            multiply(name)  # not seen
 
     run_threads(*(partial(work, number) for number in range(THREADS)))
     for name, seen in zip(names, own_seen, strict=True):
@@ -156,7 +156,7 @@ def test_an_interceptor_of_all_threads_loses_nothing_while_others_come_and_go() 
     def work(number: int) -> None:
         own = intercept(own_seen[number])
         for _ in range(ROUNDS // 4):
-            with watched:  # while one is inside, it sees the other seven too
+            with watched:  # sees the other seven threads too
                 multiply("mm")
             with own:
                 multiply("bmm")
@@ -172,7 +172,7 @@ def test_an_interceptor_of_all_threads_loses_nothing_while_others_come_and_go() 
     assert shared.indices() == list(range(len(shared)))
 
 
-def test_a_thread_that_had_a_block_before_is_seen_by_a_later_one_of_all_threads() -> None:
+def test_threads_all_sees_a_thread_that_had_a_block_of_its_own_before() -> None:
     before, entered = threading.Event(), threading.Event()
     seen = Seen()
 
@@ -193,7 +193,7 @@ def test_a_thread_that_had_a_block_before_is_seen_by_a_later_one_of_all_threads(
 
 
 def test_blocks_of_one_operator_come_and_go_beside_threads_that_multiply() -> None:
-    # Torch calls a freed kernel if one is removed while another thread runs operators.
+    # torch would call a freed kernel if one were removed while another thread runs operators.
     stop = threading.Event()
 
     def multiply_on() -> None:
@@ -227,7 +227,7 @@ def test_blocks_come_and_go_beside_threads_that_start_and_end() -> None:
         done.append(1)
 
     for number in range(ROUNDS // 4):
-        # Not of the threading module, which waits until the new thread runs.
+        # Not with the threading module, which waits until the new thread runs.
         _thread.start_new_thread(short, ())
         with intercept(ops=("mm", "bmm")):
             multiply("mm")
@@ -267,7 +267,7 @@ def test_exceptions_in_threads_stay_in_their_thread(engine: str) -> None:
                 with pytest.raises(KeyError, match="the program's"), interceptor:
                     multiply("mm")
                     raise KeyError("the program's")
-            multiply("mm")  # seen by nobody
+            multiply("mm")  # not seen
 
     run_threads(*(partial(work, number) for number in range(THREADS)))
     assert seen.by_op() == {"mm": THREADS * 3 // 4 * (ROUNDS // 4)}
@@ -292,9 +292,9 @@ def test_a_decorated_function_in_eight_threads(engine: str) -> None:
     def work() -> None:
         for _ in range(ROUNDS // 10):
             assert step(2) == 3
-            multiply("mm")  # seen by nobody
+            multiply("mm")  # not seen
             for _number in produce(3):
-                multiply("mm")  # the caller's, seen by nobody
+                multiply("mm")  # the caller's, not seen
 
     run_threads(*[work] * THREADS)
     assert set(seen.by_thread().values()) == {6 * (ROUNDS // 10)}
@@ -302,7 +302,7 @@ def test_a_decorated_function_in_eight_threads(engine: str) -> None:
 
 
 @pytest.mark.parametrize("options", [*ENGINES.values(), {"threads": "all"}], ids=[*ENGINES, "all threads"])
-def test_a_pause_is_of_the_thread_that_pauses(options: dict[str, Any]) -> None:
+def test_a_pause_holds_only_in_its_thread(options: dict[str, Any]) -> None:
     seen = Seen()
     interceptor = intercept(seen, **options)
 
@@ -320,7 +320,7 @@ def test_a_pause_is_of_the_thread_that_pauses(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_hooks_come_and_go_in_threads_and_see_exactly_what_is_between(engine: str) -> None:
+def test_hooks_registered_in_threads_see_exactly_what_runs_until_their_removal(engine: str) -> None:
     always = Seen()
     interceptor = intercept(always, **ENGINES[engine])
 
@@ -371,7 +371,7 @@ def test_hooks_enter_with_the_first_thread_and_exit_with_the_last() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_child_forked_beside_busy_threads_works_on(engine: str) -> None:
+def test_a_child_forked_beside_busy_threads_keeps_working(engine: str) -> None:
     stop = threading.Event()
     shared = intercept(Seen(), **ENGINES[engine])
 
@@ -390,7 +390,7 @@ def test_a_child_forked_beside_busy_threads_works_on(engine: str) -> None:
 
     def check_child() -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of a fork beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks beside threads
             child = os.fork()
         if child == 0:
             status = 1
@@ -421,7 +421,7 @@ def test_a_child_forked_beside_busy_threads_works_on(engine: str) -> None:
 
 
 ENDINGS = {
-    # Threads that wait; one that multiplies while the interpreter ends aborts, also without us.
+    # The threads wait: one that multiplies while the interpreter ends aborts the process, even without opintercept.
     "daemons that wait in a block": """
         import threading, time
         import torch
@@ -485,7 +485,7 @@ ENDINGS = {
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
             os._exit(0)
     """,
-    "a child that ends as any process": """
+    "a child that exits as usual": """
         import os, sys, threading
         import torch
         from opintercept import intercept
@@ -512,14 +512,15 @@ ENDINGS = {
             worked.append(interceptor)
         for _ in range(20):
             _thread.start_new_thread(work, ())
-        while len(worked) < 20:  # one that is in an operator then ends a process of torch's by abort without us, too
+        # A thread that is in an operator at the end aborts the process, even without opintercept.
+        while len(worked) < 20:
             time.sleep(0.01)
     """,
 }
 
 
 @pytest.mark.parametrize("script", ENDINGS.values(), ids=ENDINGS)
-def test_the_process_ends_in_peace(script: str) -> None:
+def test_the_process_ends_without_an_error(script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=60
     )

@@ -1,6 +1,6 @@
-"""A headless Chromium of the system, driven over a pipe by the DevTools protocol: no package, no port, no network.
+"""Drives the system's Chromium, headless, with the DevTools protocol over a pipe: no package, no port, no network.
 
-Chromium's own `--window-size` is not enough: no window of it is narrower than 500 pixels.
+The protocol sets the width of the page, since `--window-size` makes no window narrower than 500 pixels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Browser:
     """A browser with one page.
 
     Attributes:
-        requests: Addresses that pages have asked for since `open`.
-        complaints: Uncaught exceptions and what was written to the console as an error since `open`.
+        requests: Addresses that pages have requested since `open`.
+        complaints: Uncaught exceptions and console errors since `open`.
     """
 
     def __init__(self, profile: Path) -> None:
@@ -69,7 +69,7 @@ class Browser:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self._out)  # at which the browser ends
+        os.close(self._out)  # which ends the browser
         os.close(self._in)
         try:
             self._process.wait(10)
@@ -78,7 +78,7 @@ class Browser:
             self._process.wait()
 
     def open(self, page: Path, width: int = 1280, dark: bool = False) -> None:
-        """Show a page and wait until it has drawn itself."""
+        """Open a page and wait until it is drawn."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
         self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -87,17 +87,17 @@ class Browser:
         self._ask("Page.navigate", url=page.as_uri())
         deadline = time.monotonic() + TIMEOUT
         while self.evaluate("document.readyState + document.documentElement?.dataset.drawn") != "completeyes":
-            assert time.monotonic() < deadline, f"the page does not draw itself: {self.complaints}"
+            assert time.monotonic() < deadline, f"the page was not drawn: {self.complaints}"
             time.sleep(0.05)
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression on the page, as plain data; of a promise what it comes to."""
+        """Return the value of an expression on the page as plain data, and of a promise its result."""
         result = self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page, however long, as PNG."""
+        """Write a PNG of the whole page, however long."""
         picture = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(picture["data"]))
 
@@ -112,16 +112,16 @@ class Browser:
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return dict(answer["result"])
-            told = answer.get("params", {})
+            found = answer.get("params", {})
             match answer.get("method"):
                 case "Network.requestWillBeSent":
-                    self.requests.append(told["request"]["url"])
+                    self.requests.append(found["request"]["url"])
                 case "Runtime.exceptionThrown":
-                    self.complaints.append(json.dumps(told["exceptionDetails"]))
-                case "Runtime.consoleAPICalled" if told["type"] == "error":
-                    self.complaints.append(json.dumps(told["args"]))
-                case "Log.entryAdded" if told["entry"]["level"] == "error":
-                    self.complaints.append(told["entry"]["text"])
+                    self.complaints.append(json.dumps(found["exceptionDetails"]))
+                case "Runtime.consoleAPICalled" if found["type"] == "error":
+                    self.complaints.append(json.dumps(found["args"]))
+                case "Log.entryAdded" if found["entry"]["level"] == "error":
+                    self.complaints.append(found["entry"]["text"])
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._unread:

