@@ -255,11 +255,11 @@ def test_a_failure_of_many_calls_is_truncated() -> None:
         (
             {"dtype": float},
             TypeError,
-            r"^dtype must be a torch\.dtype or its name, 'bfloat16' say, got <class 'float'>$",
+            r"^dtype must be a torch\.dtype or its name, such as 'bfloat16', got <class 'float'>$",
         ),
-        ({"dtype": "bf16"}, TypeError, r"^dtype must be a torch\.dtype or its name, 'bfloat16' say, got 'bf16'$"),
+        ({"dtype": "bf16"}, TypeError, r"^dtype must be a torch\.dtype or its name, such as 'bfloat16', got 'bf16'$"),
         ({"phase": "again"}, ValueError, r"^phase must be one of"),
-        ({"op": 3}, TypeError, r"^op must be the name of an operator"),
+        ({"op": 3}, TypeError, r"^op must be one or more names of operators"),
         ({"module": 3}, TypeError, r"^module must be a glob"),
         ({"predicate": True}, TypeError, r"^predicate must be callable, got True$"),
         (
