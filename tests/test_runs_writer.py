@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -94,6 +95,15 @@ def test_a_line_holds_the_record(started: Writer, tmp_path: Path) -> None:
     text = (tmp_path / "run/calls.jsonl").read_text("ascii")
     assert text.count("\n") == 1
     assert json.loads(text)["values"]["lhs"]["max"] == 0.0
+
+
+def test_numbers_that_json_lacks_are_null(started: Writer, tmp_path: Path) -> None:
+    odd = entry(0)
+    odd.values = {"lhs": Known(None, min=-math.inf, max=math.inf, mean=math.nan)}
+    started.put(odd)
+    started.close()
+    (call,) = calls_in(tmp_path / "run")
+    assert (call.values["lhs"].min, call.values["lhs"].max, call.values["lhs"].mean) == (None, None, None)
 
 
 def test_calls_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _members_of(kind: type, paths: Mapping[str, str]) -> Callable[[Any], str]:
-    """A function that writes fields as the members of a JSON object, without the braces.
+    """A function that writes fields as the members of a JSON object, without the braces. NaN and infinities are null.
 
     It is compiled, as `dataclass` compiles `__init__`. A loop over the fields would take half as long again, in a
     thread that shares Python's lock with the program.
@@ -140,7 +140,10 @@ def _members_of(kind: type, paths: Mapping[str, str]) -> Callable[[Any], str]:
         if name in paths:
             types = set(checks_of(hint)) - {NoneType}
             value = "quoted(v)" if types == {str} else "repr(v)" if types <= {int, float} else "compact(plain(v))"
-            members.append(f'"{name}":{{null if (v := it.{paths[name]}) is None else {value}}}')
+            is_null = f"(v := it.{paths[name]}) is None"
+            if float in types:
+                is_null += " or v - v"  # NaN for infinities, which is true
+            members.append(f'"{name}":{{null if {is_null} else {value}}}')
     names = {"quoted": encode_basestring_ascii, "compact": compact, "plain": plain, "null": "null"}
     return eval(f"lambda it: f'{','.join(members)}'", names)  # type: ignore[no-any-return]
 
@@ -174,27 +177,25 @@ class Encoder:
             given: The arguments as plain data, or None.
             error: What the call raised, or None.
         """
-        parts = [f'{{{_own_members(note)},{self._shared_members(note.summary)},"arguments":{arguments}']
+        shared = self._shared.get(id(note.summary)) or self._add(note.summary)
+        line = f'{{{_own_members(note)},{shared[1]},"arguments":{arguments}'
         if values:
             members = [f"{encode_basestring_ascii(role)}:{{{_value_members(each)}}}" for role, each in values.items()]
-            parts.append(f',"values":{{{",".join(members)}}}')
+            line += f',"values":{{{",".join(members)}}}'
         if tensors:
-            parts.append(f',"tensors":{compact(tensors)}')
+            line += f',"tensors":{compact(tensors)}'
         if given is not None:
-            parts.append(f',"given":{compact(given)}')
+            line += f',"given":{compact(given)}'
         if error is not None:
-            parts.append(f',"error":{compact(error)}')
-        parts.append("}\n")
-        return "".join(parts).encode()
+            line += f',"error":{compact(error)}'
+        return f"{line}}}\n".encode()
 
-    def _shared_members(self, summary: Summary) -> str:
-        known = self._shared.get(id(summary))
-        if known is None:
-            if len(self._shared) >= MAX_WRITTEN:
-                self._shared.clear()
-            # The summary is kept alive, so that no other gets its address.
-            known = self._shared[id(summary)] = (summary, compact(plain(summary))[1:-1])
-        return known[1]
+    def _add(self, summary: Summary) -> tuple[Summary, str]:
+        if len(self._shared) >= MAX_WRITTEN:
+            self._shared.clear()
+        # The summary is kept alive, so that no other gets its address.
+        added = self._shared[id(summary)] = (summary, compact(plain(summary))[1:-1])
+        return added
 
 
 # Where the members that calls which look alike share begin and end in a line.
