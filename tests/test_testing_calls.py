@@ -345,49 +345,49 @@ def test_all_finite(tensor: Any, finite: bool | None) -> None:
         (
             {},
             "matmul",
-            "which is taken apart before dispatch level can see it; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
+            "dispatch level sees only its parts; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
             "leave op out for the whole family, or use level='function'",
         ),
         (
             {},
             "linear",
-            "which is taken apart before dispatch level can see it; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
+            "dispatch level sees only its parts; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
             "or use level='function'",
         ),
         (
             {},
             "scaled_dot_product_attention",
-            "which is taken apart before dispatch level can see it; name '_scaled_dot_product_flash_attention' and its "
+            "dispatch level sees only its parts; name '_scaled_dot_product_flash_attention' and its "
             "like, or 'bmm' for the math path instead, or use level='function'",
         ),
-        ({}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),
-        ({}, "no_such_operator::at_all", "an unknown name; see torch.ops for all names"),
-        ({}, "mm.out", "but calls are named without the overload, 'mm'"),
-        ({}, "torch.nn.functional.linear", "which is a function; use level='function'"),
-        ({}, "softmax", "which is not watched; name it in ops="),
-        ({}, "opintercept_tests::plugin_double", "which is not watched; name it in ops="),
-        ({}, "plugin_double", "which is not watched; name it in ops="),
+        ({}, "adddmm", "there is no such operator; did you mean 'addmm' or 'addmm_'"),
+        ({}, "no_such_operator::at_all", "there is no such operator; see torch.ops for all names"),
+        ({}, "mm.out", "calls are named without the overload, 'mm'"),
+        ({}, "torch.nn.functional.linear", "it is a function; use level='function'"),
+        ({}, "softmax", "it is not watched; name it in ops="),
+        ({}, "opintercept_tests::plugin_double", "it is not watched; name it in ops="),
+        ({}, "plugin_double", "it is not watched; name it in ops="),
         (
             {},
             "linalg_pinv",
-            "which the kernel engine sees as the products that it runs; use engine='mode' to see it whole",
+            "the kernel engine sees the products that it runs; use engine='mode' to see it whole",
         ),
         (
             {},
             "cond",
-            "which the kernel engine sees as the products that it runs; use engine='mode' to see it whole",
+            "the kernel engine sees the products that it runs; use engine='mode' to see it whole",
         ),
-        ({"ops": ["mv"]}, "mm", "which is not watched; name it in ops="),
-        ({"engine": "mode"}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),
-        ({"engine": "mode", "ops": "all"}, "adddmm", "an unknown name; did you mean 'addmm' or 'addmm_'"),
-        ({"level": "function"}, "liner", "an unknown name; did you mean 'linear' or 'inner' or 'bilinear'"),
+        ({"ops": ["mv"]}, "mm", "it is not watched; name it in ops="),
+        ({"engine": "mode"}, "adddmm", "there is no such operator; did you mean 'addmm' or 'addmm_'"),
+        ({"engine": "mode", "ops": "all"}, "adddmm", "there is no such operator; did you mean 'addmm' or 'addmm_'"),
+        ({"level": "function"}, "liner", "there is no such operator; did you mean 'linear' or 'inner' or 'bilinear'"),
         (
             {"level": "function", "ops": "all"},
             "liner",
-            "an unknown name; did you mean 'linear' or 'inner' or 'bilinear'",
+            "there is no such operator; did you mean 'linear' or 'inner' or 'bilinear'",
         ),
-        ({"level": "function"}, "softmax", "which is not watched; name it in ops="),
-        ({"level": "function", "ops": ["linear"]}, "mm", "which is not watched; name it in ops="),
+        ({"level": "function"}, "softmax", "it is not watched; name it in ops="),
+        ({"level": "function", "ops": ["linear"]}, "mm", "it is not watched; name it in ops="),
     ],
 )
 def test_an_operator_that_no_call_can_be_is_refused(op_calls: OpCalls, options: Any, op: str, why: str) -> None:
@@ -395,7 +395,7 @@ def test_an_operator_that_no_call_can_be_is_refused(op_calls: OpCalls, options: 
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    text = re.escape(f"op must name operators that these calls can have, got {op!r}, {why}")
+    text = re.escape(f"no call can have op={op!r}: {why}")
     with op_calls.block(**options) as calls:
         pass
     with pytest.raises(ValueError, match=f"^{text}"):

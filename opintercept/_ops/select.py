@@ -120,26 +120,23 @@ def why_never(
             known = {_short(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}
         if name in names or name in known:
             return None
-    packet, not_watched = _packet(name), None if names is None else "which is not watched; name it in ops="
+    packet, not_watched = _packet(name), None if names is None else "it is not watched; name it in ops="
     if level == "function":
         if _is_function(name) or _exists(name):
             return not_watched
-        return f"an unknown name; {_hint(name, (_short(row.name) for row in functions().values()))}"
+        return f"there is no such operator; {_hint(name, (_short(row.name) for row in functions().values()))}"
     if any(name == row.name for row in functions().values()):
-        return "which is a function; use level='function'"
+        return "it is a function; use level='function'"
     if overloads(packet.partition(".")[0]) and "." in packet:
-        return f"but calls are named without the overload, {name.partition('.')[0]!r}"
+        return f"calls are named without the overload, {name.partition('.')[0]!r}"
     row = row_of(name if name in HIGHER_ORDER else packet)
     if names is not None and row.kind == "composite":
         all_of_them = ", leave op out for the whole family" if packet == "aten::matmul" else ""
-        return (
-            f"which is taken apart before dispatch level can see it; name {parts(row)} instead{all_of_them}, or use "
-            "level='function'"
-        )
+        return f"dispatch level sees only its parts; name {parts(row)} instead{all_of_them}, or use level='function'"
     if names is not None and row.kind == "seen":
-        return "which the kernel engine sees as the products that it runs; use engine='mode' to see it whole"
+        return "the kernel engine sees the products that it runs; use engine='mode' to see it whole"
     if not _exists(name):
-        return f"an unknown name; {_hint(name, known)}"
+        return f"there is no such operator; {_hint(name, known)}"
     return not_watched
 
 

@@ -14,7 +14,7 @@ from opintercept._errors import OpInterceptError
 from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
 from opintercept._text import counted, printable
-from opintercept.cli._names import Names
+from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, tolerance
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout, width
 from opintercept.runs._pairing import module_name, operator_name
@@ -67,7 +67,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Compare two runs and print the result."""
     with plain_warnings("diff"):
         a, b = open_run(arguments.a), open_run(arguments.b)
-        names = Names(arguments.module, arguments.op, module_name, operator_name)
+        names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
         phase = arguments.phase
         chosen = phase is not None or arguments.op is not None or arguments.module is not None
 

@@ -20,7 +20,7 @@ from typing import Any
 from opintercept._errors import OpInterceptError
 from opintercept._record import CallRecord
 from opintercept._text import amount, counted, csv_cell, duration, printable
-from opintercept.cli._names import Names
+from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, steps
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
 from opintercept.runs.codec import StoredCall, is_output
@@ -92,13 +92,13 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.limit = None if arguments.json or arguments.csv else _ROWS
     if arguments.calls and arguments.sort and arguments.limit is None:
         raise OpInterceptError("--calls with --sort needs a --limit, since every call might not fit into memory")
-    names = Names(arguments.module, arguments.op, lambda name: name, _short)
+    names = NameFilter(arguments.module, arguments.op, lambda name: name, _short)
     with safe_stdout(), plain_warnings("show"):
         _show_calls(run, arguments, names) if arguments.calls else _show_groups(run, arguments, names)
     return 0
 
 
-def _filter(arguments: argparse.Namespace, names: Names) -> Callable[[StoredCall], bool]:
+def _filter(arguments: argparse.Namespace, names: NameFilter) -> Callable[[StoredCall], bool]:
     chosen = arguments
 
     def admits(call: StoredCall) -> bool:
@@ -160,7 +160,7 @@ def _rate(flops: int | None, seconds: float | None) -> float | None:
     return flops / seconds if flops and seconds and seconds > 0 else None
 
 
-def _show_groups(run: Run, arguments: argparse.Namespace, names: Names) -> None:
+def _show_groups(run: Run, arguments: argparse.Namespace, names: NameFilter) -> None:
     total, chosen, first = _Sum(), _Sum(), _First()
     groups: dict[tuple[Any, ...], _Sum] = {}
     admits = _filter(arguments, names)
@@ -291,7 +291,7 @@ def _sorted(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit: in
     return sorted(keys, key=place) if limit is None else heapq.nsmallest(limit, keys, key=place)
 
 
-def _located(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator[tuple[int, int, StoredCall]]:
+def _located(run: Run, arguments: argparse.Namespace, names: NameFilter) -> Iterator[tuple[int, int, StoredCall]]:
     """Yield rank, place and call of those that the filters admit; several processes are merged by step and index."""
     admits = _filter(arguments, names)
 
@@ -304,7 +304,7 @@ def _located(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator[
     return heapq.merge(*map(of, ranks), key=lambda entry: entry[2].place)
 
 
-def _in_order(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator[StoredCall]:
+def _in_order(run: Run, arguments: argparse.Namespace, names: NameFilter) -> Iterator[StoredCall]:
     located = _located(run, arguments, names)
     if not arguments.sort:
         yield from (call for _, _, call in located)
@@ -329,7 +329,7 @@ def _in_order(run: Run, arguments: argparse.Namespace, names: Names) -> Iterator
             yield readers[rank](position)
 
 
-def _show_calls(run: Run, arguments: argparse.Namespace, names: Names) -> None:
+def _show_calls(run: Run, arguments: argparse.Namespace, names: NameFilter) -> None:
     calls = _in_order(run, arguments, names)
     # Wait for the first call, or the end of the run, before printing anything.
     first = next(calls, None)

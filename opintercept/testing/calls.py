@@ -303,7 +303,7 @@ class OpCalls:
             return
         for name in [op] if isinstance(op, str) else op:
             if (why := refuse(name)) is not None:
-                raise ValueError(f"op must name operators that these calls can have, got {name!r}, {why}")
+                raise ValueError(f"no call can have op={name!r}: {why}")
 
     def _what_ran(self) -> str:
         records = self._ran._records

@@ -20,7 +20,7 @@ _LONGEST = 120  # characters of a kept name
 _CLOSE, _SUGGESTED = 0.6, 3  # the defaults of difflib
 
 
-class Names:
+class NameFilter:
     """Choose calls by module and operator, and notice a filter that matches nothing at all.
 
     Args:
