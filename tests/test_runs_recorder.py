@@ -327,7 +327,7 @@ def test_keeping_tensors_needs_safetensors_and_numpy(
     options: dict[str, Any], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    needs = f"keeping tensors needs {missing.partition('.')[0]}, got none; "
+    needs = f"keeping tensors needs {missing.partition('.')[0]}; "
     with pytest.raises(ImportError, match=rf"{needs}pip install 'opintercept\[cli\]'"):
         runs.RunRecorder(tmp_path / "run", **options)
     with intercept(runs.RunRecorder(tmp_path / "run")):

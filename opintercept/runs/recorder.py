@@ -55,7 +55,7 @@ class RunRecorder:
     has several processes, as under `torchrun`, each writes to a folder of its own, `rank0`, `rank1`, ... Calls of a
     forked child are not written. Wrap the recorder in `when` to record some calls only.
 
-    On a CPU, values are read while the operator's call runs. From CUDA, they are copied and the program does not wait.
+    Values on a CPU are read as soon as the operator returns. Values on CUDA are copied while the program goes on.
 
     Args:
         path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
