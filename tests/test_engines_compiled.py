@@ -719,7 +719,7 @@ def test_the_look_in_cpp_leaves_few_numbers_to_python() -> None:
     for look in (compiled.load().look, _record.look):
         assert look(torch.tensordot, (torch.ones(64, dtype=torch.int64),), {}, A)
         for number in (torch.ones(63, dtype=torch.int64), torch.tensor(1j), torch.ones((), dtype=torch.bool)):
-            with pytest.raises(TypeError, match="the numbers may count"):
+            with pytest.raises(TypeError, match="numbers"):
                 look(torch.tensordot, (number,), {}, A)
 
 

@@ -55,6 +55,8 @@ class _Stack:
             return self._in_graph(phase, module, root, code)
         if module is None or root is None:
             return Place(("",), code, instruction)
+        if not all(issubclass(type(each), torch.nn.Module) for each in (module, root)):
+            return Place((), code, instruction)  # a mock, which only says that it is a module
         again = self._labels.recomputed(module) if phase == "recompute" else None
         return Place(again or self._labels.names(root, module), code, instruction)
 
