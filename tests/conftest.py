@@ -22,6 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compiled", action="store_true", help="test the kernel engine with the kernels of the compiled engine"
     )
+    parser.addoption("--whole", action="store_true", help="run the slow tests too, as continuous integration does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out the slow tests, unless the command line has `--whole` or chooses files, markers or names."""
+    chosen = config.args != config.getini("testpaths") or config.option.markexpr or config.option.keyword
+    if not (config.option.whole or chosen):
+        config.option.markexpr = "not slow"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,4 +12,4 @@ python3 -m venv "$environment"
 sed "s/^torch==.*/torch==$version/" constraints.txt > "$environment/constraints.txt"
 "$environment/bin/pip" install -q -c "$environment/constraints.txt" -e '.[test]'
 "$environment/bin/python" -c 'import torch; print("torch", torch.__version__)'
-"$environment/bin/python" -m pytest -q "$@"
+"$environment/bin/python" -m pytest -q --whole "$@"
