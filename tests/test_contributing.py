@@ -31,12 +31,13 @@ def test_the_set_up_is_that_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     install, *checks = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
     assert f"$ {install} && pytest -q\n" in readme
-    assert checks == ["pytest -q -m 'not slow'", "ruff check && ruff format --check && mypy"]
+    assert checks == ["pytest -q", "ruff check && ruff format --check && mypy"]
 
 
 def test_the_markers_and_options_of_pytest_exist(pytestconfig: pytest.Config) -> None:
     assert any(marker.startswith("slow:") for marker in pytestconfig.getini("markers"))
     assert pytestconfig.getoption("--compiled") in (True, False)
+    assert pytestconfig.getoption("--whole") in (True, False)
 
 
 def test_the_hook_that_it_shows_works() -> None:
