@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -30,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.args != config.getini("testpaths") or config.option.markexpr or config.option.keyword
     if not (config.option.whole or chosen):
         config.option.markexpr = "not slow"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that are slow as a whole without importing them, which takes seconds too."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
 
 
 @pytest.fixture(autouse=True, scope="session")
