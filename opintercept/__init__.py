@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from opintercept._errors import OpInterceptWarning as OpInterceptWarning
     from opintercept._hook import Handle as Handle
     from opintercept._hook import Hook as Hook
+    from opintercept._hook import HookDeclaration as HookDeclaration
     from opintercept._intercept import Interceptor as Interceptor
     from opintercept._intercept import intercept as intercept
     from opintercept._record import CallRecord as CallRecord
@@ -36,6 +37,7 @@ _HOMES = {
     "Gemm": "_record",
     "Handle": "_hook",
     "Hook": "_hook",
+    "HookDeclaration": "_hook",
     "HookError": "_errors",
     "Interceptor": "_intercept",
     "NonFiniteError": "_errors",

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opintercept import _record, intercept
-from opintercept._hook import HookDeclaration
+from opintercept import HookDeclaration, _record, intercept
 from opintercept._ops import table
 
 ROOT = Path(__file__).parent.parent
