@@ -13,7 +13,6 @@ import itertools
 import operator
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -25,7 +24,7 @@ from opintercept._engines import scope as _scope
 from opintercept._engines.base import Engine, Keys
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
-from opintercept._engines.quiet import has_forked_tasks, is_quiet, native_threads
+from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_quiet
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, Watcher, state, take
 from opintercept._errors import OpInterceptError
 from opintercept._fork import in_child
@@ -155,8 +154,8 @@ class Kernels:
         """Install the kernels that are missing, and keep all of them until `user` releases them."""
         with self.lock:
             self.makers.add(maker)
-            if self.installed and not self.users and self._last_maker is not maker and self._is_quiet():
-                self._remove()  # idle kernels that could not be removed earlier
+            if self.installed and not self.users and self._last_maker is not maker:
+                self._remove_if_quiet()  # idle kernels that could not be removed earlier
             if not self.users:
                 self._threads_before = native_threads()
             self.users.add(user)
@@ -178,8 +177,8 @@ class Kernels:
         """End a `hold`."""
         with self.lock:
             self.users.discard(user)
-            if not self.users and self.installed and self._is_quiet():
-                self._remove()
+            if not self.users and self.installed:
+                self._remove_if_quiet()
 
     def _install(self, overloads: Overloads, maker: KernelEngine) -> None:
         self._last_maker = maker
@@ -200,14 +199,13 @@ class Kernels:
         # The C++ method below `Library.impl`, which also keeps records in Python.
         return functools.partial(library.m.impl, name, "BackendSelect", kernel, True)  # type: ignore[union-attr]
 
-    def _remove(self) -> None:
-        # `reset` empties a library, as interpreter shutdown does, and it can be used again. A single C call, as above.
+    def _remove_if_quiet(self) -> None:
+        """Remove the kernels, unless one of them is running or another thread may be about to run one."""
+        if any(maker.running() for maker in self.makers):
+            return
+        # `reset` empties a library, as interpreter shutdown does, and it can be used again.
         resets = [library.m.reset for library in self._libraries.values() if library.m is not None]
-        deque(map(operator.call, (self._whole.clear, *resets, self.installed.clear)), maxlen=0)
-
-    def _is_quiet(self) -> bool:
-        """Whether no kernel of ours is running, or can start before it is removed."""
-        return not any(maker.running() for maker in self.makers) and is_quiet(_kernel_code, self._threads_before)
+        run_if_quiet(_kernel_code, self._threads_before, (self._whole.clear, *resets, self.installed.clear))
 
     def selects_backend(self, overload: torch._ops.OpOverload) -> bool:
         """Whether other code has a kernel where ours would go, as torch has for factories, which choose a device."""

@@ -5,11 +5,17 @@ Invariant: in doubt the answer is no.
 
 from __future__ import annotations
 
-import ctypes
+import _thread
+import gc
+import operator
 import os
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, compress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,68 +27,97 @@ _CLASSES_IN = ("tqdm._monitor",)
 _FUNCTIONS_IN = "execnet.gateway_base"
 
 
-def is_quiet(kernel: CodeType | None, threads_before: frozenset[str]) -> bool:
-    """Whether no other thread can be running an operator, and this one runs none of our kernels.
+def run_if_quiet(kernel: CodeType | None, threads_before: frozenset[str], steps: Iterable[Callable[[], Any]]) -> bool:
+    """Run `steps` if no other thread can be running an operator, and this one runs none of our kernels.
+
+    No thread comes in between the last look at the threads and the last step. A thread that has yet to begin does not
+    matter: it finds all steps done.
 
     Args:
         kernel: The code of our kernels; None before the first was made.
         threads_before: The process's native threads at a time when no task of `torch.jit.fork` had our scope.
+        steps: Callables of C that keep the GIL.
+
+    Returns:
+        Whether the steps have run.
     """
-    _let_threads_start()
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    here = threading.get_ident()
-    frame: FrameType | None = None
-    try:
-        for ident, frame in sys._current_frames().items():  # noqa: B007 - walked below
-            harmless = ident == here or _runs_no_operator(threads.get(ident))
-            while frame is not None:
-                if frame.f_code is kernel:
-                    return False
-                if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:
-                    return False
-                frame = frame.f_back
-    finally:
-        del frame  # our own is among them, and a frame that holds itself is garbage
-    return not has_forked_tasks(threads_before)
+    done: list[bool] = []
+    every: list[Callable[[], Any]] = [*steps, partial(done.append, True)]
+    calls: Iterator[Any] = map(operator.call, every)
+    for _ in range(_TRIES):
+        harmless = _harmless_threads(kernel)
+        if harmless is None or has_forked_tasks(threads_before):
+            return False
+        # All of this in C, so that no other thread runs meanwhile.
+        looks = map(operator.call, (sys._current_frames,))
+        _without_gc(chain.from_iterable(compress((calls,), map(harmless.__eq__, map(frozenset, looks)))))
+        if done:
+            return True
+    return False
+
+
+_TRIES = 8  # how often a thread may begin or end while we look
+
+
+def _harmless_threads(kernel: CodeType | None) -> frozenset[int] | None:
+    """The threads that have Python frames; None if one of all threads may be running an operator."""
+    global _in_c_before
+    end = time.monotonic() + 0.25
+    while True:
+        known = {thread.ident: thread for thread in threading.enumerate()}
+        frames: dict[int, FrameType] = {}
+        frame: FrameType | None = None
+        try:
+            _without_gc(map(frames.update, map(operator.call, (sys._current_frames,))))
+            for ident, frame in frames.items():  # noqa: B007 - walked below
+                harmless = ident == threading.get_ident() or _runs_no_operator(known.get(ident))
+                while frame is not None:
+                    if frame.f_code is kernel:
+                        return None
+                    if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:
+                        return None
+                    frame = frame.f_back
+            threads = frozenset(frames)
+        finally:
+            del frame
+            frames.clear()  # our own is among them, and a frame that holds itself is garbage
+        in_c = _in_c(known, threads)
+        if in_c <= 0:
+            _in_c_before = 0
+            return threads
+        if in_c <= _in_c_before or time.monotonic() > end:
+            _in_c_before = in_c
+            return None
+        time.sleep(0.001)
+
+
+_in_c_before = 0  # threads that were waited for and went on
+
+
+def _in_c(known: dict[int | None, threading.Thread], with_frames: frozenset[int]) -> int:
+    """How many threads run a function of C and so have no frame; also one that is ending."""
+    others = (type(threading.main_thread()), threading._DummyThread)  # threads that the `_thread` module did not start
+    started = sum(ident is not None and not isinstance(thread, others) for ident, thread in known.items())
+    return _thread._count() - started - len(with_frames - known.keys())
 
 
 def _runs_no_operator(thread: threading.Thread | None) -> bool:
     return getattr(thread, RUNS_NO_OPERATOR, False) or type(thread).__module__ in _CLASSES_IN
 
 
-def _thread_states() -> int:
-    """How many threads Python knows of, including those that have yet to run their first line."""
-    states, state = 0, _first_state(_interpreter())
-    while state:
-        states, state = states + 1, _next_state(state)
-    return states
+def _without_gc(calls: Iterator[Any]) -> None:
+    """Make calls to functions of C, one right after the other, without the garbage collector.
 
-
-def _python_api(name: str, argument: Any) -> Any:
-    function = getattr(ctypes.pythonapi, name)
-    function.argtypes, function.restype = argument, ctypes.c_void_p
-    return function
-
-
-# Part of Python's stable interface for debuggers.
-_interpreter = _python_api("PyInterpreterState_Get", [])
-_first_state = _python_api("PyInterpreterState_ThreadHead", [ctypes.c_void_p])
-_next_state = _python_api("PyThreadState_Next", [ctypes.c_void_p])
-_without_frames = 0  # of threads that Python did not start, such as autograd's for a device
-
-
-def _let_threads_start() -> None:
-    """Wait for threads that were started and have no frame yet to reach their first line.
-
-    A thread of C++ that was once in Python has no frame either, and never gets one: it is waited for once.
+    Up to Python 3.11 it runs wherever an object is made. In `sys._current_frames` it may wait for a lock that this
+    thread holds (python #106883), and it lets other threads run.
     """
-    global _without_frames
-    end = time.monotonic() + 0.25
-    while (missing := _thread_states() - len(sys._current_frames())) > _without_frames:
-        if time.monotonic() > end:
-            _without_frames = missing
-            return
-        time.sleep(0.001)
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        deque(calls, maxlen=0)
+        return
+    try:
+        deque(chain(map(operator.call, (gc.disable,)), calls, map(operator.call, (gc.enable,))), maxlen=0)
+    finally:
+        gc.enable()
 
 
 def native_threads() -> frozenset[str]:

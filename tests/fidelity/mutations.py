@@ -178,7 +178,7 @@ MUTATIONS = (
     Mutation(
         "leaves its kernels behind",
         "_engines/kernels.py",
-        "            if not self.users and self.installed and self._is_quiet():\n                self._remove()\n",
+        "            if not self.users and self.installed:\n                self._remove_if_quiet()\n",
         "",
         ("tests/test_engines.py::test_kernel_engine_restores_every_operator_of_the_family",),
     ),
@@ -186,7 +186,7 @@ MUTATIONS = (
         "removes its kernels while other threads may be in them",
         "_engines/quiet.py",
         '                if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:\n'
-        "                    return False\n",
+        "                    return None\n",
         "",
         ("tests/test_intercept.py::test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit",),
     ),
