@@ -5,13 +5,13 @@ Invariant: in doubt the answer is no.
 
 from __future__ import annotations
 
-import _thread
 import gc
 import operator
 import os
 import sys
 import threading
 import time
+from _thread import _count as running_threads
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -98,7 +98,7 @@ def _in_c(known: dict[int | None, threading.Thread], with_frames: frozenset[int]
     """How many threads run a function of C and so have no frame; also one that is ending."""
     others = (type(threading.main_thread()), threading._DummyThread)  # threads that the `_thread` module did not start
     started = sum(ident is not None and not isinstance(thread, others) for ident, thread in known.items())
-    return _thread._count() - started - len(with_frames - known.keys())
+    return running_threads() - started - len(with_frames - known.keys())
 
 
 def _runs_no_operator(thread: threading.Thread | None) -> bool:
