@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from opintercept._hook import HookDeclaration as HookDeclaration
     from opintercept._intercept import Interceptor as Interceptor
     from opintercept._intercept import intercept as intercept
+    from opintercept._ops.register import Registration as Registration
+    from opintercept._ops.register import register_op as register_op
     from opintercept._record import CallRecord as CallRecord
     from opintercept._record import Gemm as Gemm
     from opintercept._tensors import TensorMeta as TensorMeta
@@ -44,9 +46,11 @@ _HOMES = {
     "OpCall": "_call",
     "OpInterceptError": "_errors",
     "OpInterceptWarning": "_errors",
+    "Registration": "_ops.register",
     "TensorMeta": "_tensors",
     "hooks": "",
     "intercept": "_intercept",
+    "register_op": "_ops.register",
     "runs": "",
 }
 

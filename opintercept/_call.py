@@ -118,18 +118,26 @@ class OpCall:
 
     @property
     def lhs(self) -> torch.Tensor | None:
-        """The left operand, `[*b, m, k]`, or an attention's query; None if the operator table names none."""
+        """The left operand, `[*b, m, k]`, or an attention's query; None if the operator table names none.
+
+        Of a quantised operand, the values if `register_op(dequantize=...)` says how to compute them, otherwise codes.
+        """
         return self._resolved("lhs")
 
     @property
     def rhs(self) -> torch.Tensor | None:
-        """The right operand, `[*b, k, n]`, a linear's weight, `[n, k]`, or an attention's key; None as for `lhs`."""
+        """The right operand, `[*b, k, n]`, a linear's weight, `[n, k]`, or an attention's key; otherwise as `lhs`."""
         return self._resolved("rhs")
 
     @property
     def bias(self) -> torch.Tensor | None:
         """The tensor that is added to the product, or None."""
         return self._resolved("bias")
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, ...]:
+        """The scales of quantised operands that `register_op(scales=...)` names and the program passed."""
+        return tuple(self._spec.scale_tensors(self.args, self.kwargs))
 
     def operand(self, role: str) -> torch.Tensor | None:
         """Return the operand as the operator gets it, for a hook that does not read its values.
@@ -148,7 +156,26 @@ class OpCall:
 
     def _resolved(self, role: str) -> torch.Tensor | None:
         tensor = self.operand(role)
-        return None if tensor is None else unflipped(tensor)
+        if tensor is None:
+            return None
+        if role in self._spec.dequantize:
+            return self.once((role, id(tensor)), lambda call: call._dequantized(role, tensor))
+        return unflipped(tensor)
+
+    def _dequantized(self, role: str, codes: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor | None = self._spec.dequantized(role, self.func, self.args, self.kwargs)
+        return codes if values is None else values
+
+    def coded(self, role: str) -> bool:
+        """Whether an operand holds codes, of which nobody has said how to compute the values: `dequantize` is missing.
+
+        Args:
+            role: `"lhs"` or `"rhs"`.
+        """
+        tensor = self.operand(role)
+        if tensor is None or not self._spec.scales or role in self._spec.dequantize:
+            return False
+        return not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
 
     def summed(self, role: str) -> int | None:
         """Return the dimension of an operand's matrices that the product sums over, or None if the operator fixes none.
@@ -209,8 +236,7 @@ class OpCall:
     def _inputs(self) -> list[Any]:
         spec, args, kwargs = self._spec, self.args, self.kwargs
         lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
-        found = [*tensors_in(lhs), *([] if rhs is lhs else tensors_in(rhs)), self.operand("bias")]
-        return found
+        return [*tensors_in(lhs), *([] if rhs is lhs else tensors_in(rhs)), self.operand("bias"), *self.scales]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

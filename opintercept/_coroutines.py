@@ -116,6 +116,7 @@ class _Life:
     __exit__ = _with_statement.Exit(lambda self: self)
 
     def begin(self) -> None:
+        self._watcher.renew()
         self._watcher.engine.hold(self, self._watcher)
         self._watcher.pipeline.enter(self)
         blind_spots.enter(self)

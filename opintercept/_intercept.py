@@ -103,11 +103,10 @@ class Interceptor:
         chosen = choose(ops, level, engine, threads)
         hooks = _hooks(hooks, level)
         chosen.require()
-        keys = chosen.keys(ops)
         below = level == "dispatch"
         origin = Origin(below, _scope.owner, chosen.walk)
         pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, chosen.look)
-        self.watcher = Watcher(pipeline, chosen, keys, threads == "all")
+        self.watcher = Watcher(pipeline, chosen, ops, threads == "all")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, also one in another process, is a new interceptor with copies of the hooks, and has not been entered.

@@ -339,7 +339,12 @@ def run(
             raise
         call.elapsed = perf_counter() - started
         if args is not given_args or kwargs is not given_kwargs:
-            output = written_back(spec.written(func, given_args, given_kwargs), output)
+            output = _in_place_of(spec, func, given_args, given_kwargs, args, kwargs, output)
+        if output is None:
+            call.output = spec.result(func, given_args, given_kwargs)
+            if pipeline.post:
+                _after(pipeline, call, spec, given_args, given_kwargs)
+            return None
         call.output = output
         if pipeline.post:
             output = _after(pipeline, call, spec, given_args, given_kwargs)
@@ -385,20 +390,40 @@ def _run_several(
             raise
         elapsed = perf_counter() - started
         if args is not given_args or kwargs is not given_kwargs:
-            output = written_back(spec.written(func, given_args, given_kwargs), output)
+            output = _in_place_of(spec, func, given_args, given_kwargs, args, kwargs, output)
+        result = spec.result(func, given_args, given_kwargs) if output is None else output
         for pipeline, call in zip(pipelines, calls, strict=True):
-            call.output = output
+            call.output = result
             call.elapsed = elapsed
-            output = _after(pipeline, call, spec, given_args, given_kwargs)
+            result = _after(pipeline, call, spec, given_args, given_kwargs)
+        if output is None:
+            return None
         for tap in filter(None, reversed(taps)):
-            output = tap.output(output)
-        return output
+            result = tap.output(result)
+        return result
     finally:
         for call in calls:
             call.owner = None
         calls.clear()
         call = None  # type: ignore[assignment]
         del args, kwargs, given_args, given_kwargs  # as in `run`
+
+
+def _in_place_of(
+    spec: Op,
+    func: Any,
+    given_args: tuple[Any, ...],
+    given_kwargs: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    """Copy what the operator wrote into the tensors that the program gave it, and return the output for the program."""
+    targets = spec.written(func, given_args, given_kwargs)
+    if output is not None:
+        return written_back(targets, output)
+    written_back(targets, spec.result(func, args, kwargs))
+    return None
 
 
 def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:

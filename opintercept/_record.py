@@ -187,6 +187,11 @@ def summary_of(call: OpCall, look: Callable[..., Any]) -> Summary:
     return known[0]
 
 
+def forget_summaries() -> None:
+    """Work all summaries out anew: the operator table has changed."""
+    _summaries.clear()
+
+
 def _summarise(call: OpCall) -> Summary:
     return Summary(**{name: read(call) for name, read in SHARED.items()})
 

@@ -50,7 +50,7 @@ def written_back(targets: list[Any], output: Any) -> Any:
 
     Args:
         targets: The tensors that the program passed to be written to; with none, `output` stays as it is.
-        output: What the operator returned.
+        output: What the operator returned, or what it wrote to if it returns nothing.
 
     Returns:
         The output for the program.

@@ -33,7 +33,7 @@ LAYERS = (
     {"_call.py", "_ops/shapes.py"},
     {"_hook.py"},
     {"_replace.py", "_ops/table.py"},
-    {"_pipeline.py", "_ops/select.py", "_origin/autocast.py", "_origin/compiled_graphs.py"},
+    {"_pipeline.py", "_ops/register.py", "_ops/select.py", "_origin/autocast.py", "_origin/compiled_graphs.py"},
     {"_origin/stack.py"},
     {"_origin/links.py", "_origin/names.py"},
     {"_origin/origin.py"},

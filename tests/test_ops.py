@@ -69,7 +69,7 @@ def unlisted(overload_names: Iterable[str]) -> set[str]:
     """The packets that look like a matmul and are in neither list."""
     packets = {name.partition(".")[0] for name in overload_names}
     found = {packet for packet in packets if LOOKS_LIKE_A_MATMUL.search(packet.partition("::")[2])}
-    return found - table.MATMUL.keys() - table.NOT_MATMUL.keys()
+    return found - table.ROWS.keys() - table.NOT_MATMUL.keys()
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:
@@ -118,13 +118,13 @@ def test_the_check_of_the_registry_ignores_names_that_only_sound_like_a_matmul()
 
 
 def test_the_lists_are_disjoint() -> None:
-    assert table.MATMUL.keys() & table.NOT_MATMUL.keys() == set()
+    assert table.ROWS.keys() & table.NOT_MATMUL.keys() == set()
 
 
 @pytest.mark.skipif(not TABLED_VERSION, reason="the lists are those of torch 2.13")
 def test_everything_listed_exists(registry: list[str]) -> None:
     packets = {name.partition(".")[0] for name in registry}
-    missing = {*table.MATMUL, *table.NOT_MATMUL} - packets
+    missing = {*table.ROWS, *table.NOT_MATMUL} - packets
     # Python modules of torch register these when they are imported.
     registered_later = ("symm_mem::fused_", "onnx::", "higher_order::")
     assert {name for name in missing if not name.startswith(registered_later)} == NOT_IN_IT
@@ -132,7 +132,7 @@ def test_everything_listed_exists(registry: list[str]) -> None:
 
 def test_a_row_is_composite_if_its_default_overload_is() -> None:
     wrong = []
-    for name, row in table.MATMUL.items():
+    for name, row in table.ROWS.items():
         for overload in table.overloads(name):
             expected = row.kind == "composite" or name in WORKS_IN_A_SIBLING
             if overload._overloadname == "default" and is_composite(overload) is not expected:
@@ -142,7 +142,7 @@ def test_a_row_is_composite_if_its_default_overload_is() -> None:
 
 @pytest.mark.parametrize(("name", "sibling"), WORKS_IN_A_SIBLING.items(), ids=WORKS_IN_A_SIBLING)
 def test_a_row_that_is_not_composite_has_an_overload_to_watch(name: str, sibling: str) -> None:
-    assert table.MATMUL[name].kind != "composite"
+    assert table.ROWS[name].kind != "composite"
     by_name = {overload._overloadname: overload for overload in table.overloads(name)}
     assert is_composite(by_name["default"])
     assert not is_composite(by_name[sibling])
@@ -151,7 +151,7 @@ def test_a_row_that_is_not_composite_has_an_overload_to_watch(name: str, sibling
 @pytest.mark.skipif(not TABLED_VERSION, reason="argument names are those of torch 2.13")
 def test_roles_name_the_arguments_of_the_schema() -> None:
     wrong = []
-    for name, row in table.MATMUL.items():
+    for name, row in table.ROWS.items():
         for overload in table.overloads(name):
             names = [argument.name for argument in overload._schema.arguments]
             for role, (position, keyword) in row.roles.items():

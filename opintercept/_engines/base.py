@@ -12,6 +12,8 @@ import torch
 
 from opintercept import _record
 from opintercept._errors import OpInterceptError
+from opintercept._ops.select import split
+from opintercept._ops.table import ROWS
 from opintercept._origin import stack
 
 if TYPE_CHECKING:
@@ -61,6 +63,27 @@ class Engine(Protocol):
             TypeError: An entry that cannot name an operator.
             ValueError: An unknown operator, or one that the engine cannot watch.
         """
+        if isinstance(ops, str) and ops == "all":
+            return None
+        families, entries = split(ops)
+        found: list[Any] = [self.named(entries)] if entries else []
+        if families:
+            found.append(self.of_families(families, ROWS.version))
+        keys: Keys = found[0] if len(found) == 1 else found[0] | found[1]
+        return keys
+
+    def of_families(self, families: tuple[str, ...], version: int) -> Any:
+        """What to watch of whole families, `"matmul"` and `"convolution"`. May be cached by its arguments.
+
+        Args:
+            families: Their names.
+            version: `ROWS.version`, which grows when the rows change.
+        """
+        return frozenset()
+
+    def named(self, entries: list[Any]) -> Any:
+        """What to watch for other entries of `ops`. Raises as `keys` does."""
+        return frozenset()
 
     def is_leaf(self, key: Any) -> bool:
         """Whether no Python, and nothing that another block could watch, runs inside of an operator."""

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opintercept._engines import overloads
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import Keys
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN, Block
@@ -48,16 +47,18 @@ class DispatchModeEngine(ModeEngine):
         "torch._C._dispatch_find_schema_or_throw": overloads.find_schema,
     }
 
-    def keys(self, ops: Any) -> Keys:
-        """Any overload. Of the family, composites too: under inference_mode a dispatch mode gets them whole."""
-        if isinstance(ops, str) and ops == "all":
-            return None
-        return _family() if isinstance(ops, str) and ops == "matmul" else overloads.named(ops)
+    def of_families(self, families: tuple[str, ...], version: int) -> frozenset[str]:
+        """All overloads, composites too: under inference_mode a dispatch mode gets them whole."""
+        return _of_families(families, version)
+
+    def named(self, entries: list[Any]) -> frozenset[str]:
+        """Any overload."""
+        return frozenset(overloads.named(entries))
 
 
-@functools.cache
-def _family() -> frozenset[str]:
-    return frozenset(overloads.family()) | HIGHER_ORDER
+@functools.lru_cache(maxsize=8)
+def _of_families(families: tuple[str, ...], version: int) -> frozenset[str]:
+    return frozenset(overloads.of_families(families)) | (HIGHER_ORDER if "matmul" in families else frozenset())
 
 
 _flags_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one

@@ -15,12 +15,11 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import Keys
 from opintercept._engines.dynamo import keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN, Block
 from opintercept._errors import OpInterceptWarning
-from opintercept._ops.select import select
+from opintercept._ops.select import of_families, select
 
 FEED = "function mode"
 
@@ -44,14 +43,18 @@ class FunctionModeEngine(ModeEngine):
         "torch._C._push_on_torch_function_stack": _push,
     }
 
-    def keys(self, ops: Any) -> Keys:
+    def of_families(self, families: tuple[str, ...], version: int) -> frozenset[Any]:
         """Functions of torch, and overloads that Python calls by themselves."""
-        return _family() if isinstance(ops, str) and ops == "matmul" else select(ops, "function")
+        return _of_families(families, version)
+
+    def named(self, entries: list[Any]) -> frozenset[Any]:
+        """As `of_families`."""
+        return select(entries, "function")
 
 
-@functools.cache
-def _family() -> Keys:
-    return select("matmul", "function")
+@functools.lru_cache(maxsize=8)
+def _of_families(families: tuple[str, ...], version: int) -> frozenset[Any]:
+    return of_families(families, "function")
 
 
 class FunctionMode(TorchFunctionMode):

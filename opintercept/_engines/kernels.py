@@ -21,14 +21,14 @@ import torch
 
 from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import Engine, Keys
+from opintercept._engines.base import Engine
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_quiet
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, Watcher, state, take
 from opintercept._errors import OpInterceptError
 from opintercept._fork import in_child
-from opintercept._ops.table import MATMUL, row_of
+from opintercept._ops.table import OWN, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
 from opintercept._pipeline import run
@@ -83,9 +83,13 @@ class KernelEngine(Engine):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def keys(self, ops: Any) -> Keys:
+    def of_families(self, families: tuple[str, ...], version: int) -> Overloads:
         """The overloads that kernels can watch: those that reach BackendSelect whole and have no other kernel there."""
-        return _family() if isinstance(ops, str) and ops == "matmul" else _overloads.named(ops, _why_not)
+        return _of_families(families, version)
+
+    def named(self, entries: list[Any]) -> Overloads:
+        """As `of_families`."""
+        return _overloads.named(entries, _why_not)
 
     def is_leaf(self, key: Any) -> bool:
         """True of torch's own operators; one of another library may run Python."""
@@ -235,11 +239,11 @@ in_child(KERNELS.forget_parent)
 _kernel_code: CodeType | None = None
 
 
-@functools.cache
-def _family() -> Overloads:
+@functools.lru_cache(maxsize=8)
+def _of_families(families: tuple[str, ...], version: int) -> Overloads:
     return {
         name: overload
-        for name, overload in sorted(_overloads.family().items())
+        for name, overload in sorted(_overloads.of_families(families).items())
         if row_of(name).kind == "leaf" and not _overloads.is_composite(overload) and _overloads.is_runnable(overload)
     }
 
@@ -265,8 +269,8 @@ def _descend(keyset: Any) -> tuple[Any, bool]:
 def redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """A callable that runs the operator for a key set: `OpOverload.redispatch` without its Python frame."""
     boxed = overload._handle.redispatch_boxed
-    if name.partition(".")[0] in MATMUL:
-        return boxed
+    if name.partition(".")[0] in OWN:
+        return boxed  # nobody passes a number for one of their tensors
     # In `x + 1` the 1 is a tensor, which torch hands to Python as a number and `redispatch_boxed` does not accept
     # back. A call by dispatch key accepts it, and promotes types as for a number; a tensor that we made would not.
     tensors = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]

@@ -6,10 +6,11 @@ Invariant: an overload that no call could reach is left out of the family, and r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from opintercept._ops.select import parts, select
+from opintercept._ops import select
 from opintercept._ops.table import row_of
 
 # Private; engines that need them name them in `needs`.
@@ -40,23 +41,25 @@ _BACKENDS = (
 # fmt: on
 
 
-def family() -> Overloads:
-    """Every overload of the whole family that the dispatcher knows, by name."""
-    return _known(select("matmul", "dispatch") or ())
+def of_families(families: tuple[str, ...]) -> Overloads:
+    """Every overload of the families that the dispatcher knows, by name."""
+    return _known(select.of_families(families, "dispatch"))
 
 
-def named(ops: object, refuse: Callable[[torch._ops.OpOverload], str | None] = lambda overload: None) -> Overloads:
-    """The overloads that `ops` names, without those that are taken apart, by name.
+def named(
+    entries: Iterable[Any], refuse: Callable[[torch._ops.OpOverload], str | None] = lambda overload: None
+) -> Overloads:
+    """The overloads that entries of `ops` name, without those that are taken apart, by name.
 
     Args:
-        ops: As for `intercept`, but not `"all"`.
+        entries: Names, packets and overloads.
         refuse: Says why the engine cannot watch an overload; None if it can.
 
     Raises:
         TypeError: An entry that cannot name an operator.
         ValueError: An overload that cannot be watched, or no overload at all.
     """
-    found = _known(select(ops, "dispatch") or ())
+    found = _known(select.select(entries, "dispatch"))
     chosen = {}
     for name in sorted(found):
         overload = found[name]
@@ -64,7 +67,7 @@ def named(ops: object, refuse: Callable[[torch._ops.OpOverload], str | None] = l
             siblings = [other for other in found.values() if other._schema.name == overload._schema.name]
             if row_of(name).kind == "composite" or all(map(is_composite, siblings)):
                 raise ValueError(
-                    f"{name} is taken apart before dispatch level can see it; watch {parts(row_of(name))} instead, "
+                    f"{name} is taken apart before dispatch level can see it; watch {select.parts(row_of(name))} instead, "
                     "or use level='function'"
                 )
         elif (reason := refuse(overload)) is not None:

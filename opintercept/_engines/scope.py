@@ -25,7 +25,7 @@ from opintercept._engines.base import Engine, Keys
 from opintercept._engines.quiet import native_threads
 from opintercept._fork import in_child
 from opintercept._ops.op import Op
-from opintercept._ops.table import row_of
+from opintercept._ops.table import ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._pipeline import Pipeline
 from opintercept._with_statement import Entry
@@ -48,17 +48,26 @@ class Watcher:
     Attributes:
         pipeline: Runs its hooks.
         engine: Shows it calls.
+        ops: The argument of `intercept`.
         keys: What it watches: overloads by name, or functions; None for everything.
         everywhere: Whether it watches all threads.
     """
 
-    __slots__ = ("engine", "everywhere", "keys", "pipeline")
+    __slots__ = ("_version", "engine", "everywhere", "keys", "ops", "pipeline")
 
-    def __init__(self, pipeline: Pipeline, engine: Engine, keys: Keys, everywhere: bool = False) -> None:
+    def __init__(self, pipeline: Pipeline, engine: Engine, ops: Any, everywhere: bool = False) -> None:
         self.pipeline = pipeline
         self.engine = engine
-        self.keys = keys
+        self.ops = ops
         self.everywhere = everywhere
+        self._version = ROWS.version
+        self.keys: Keys = engine.keys(ops)
+
+    def renew(self) -> None:
+        """Watch what has been registered since: a library may register its operators after the interceptor was made."""
+        if self._version != ROWS.version:
+            self._version = ROWS.version
+            self.keys = self.engine.keys(self.ops)
 
     def watches(self, key: Any) -> bool:
         """Whether it watches `key`."""

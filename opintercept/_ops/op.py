@@ -6,17 +6,19 @@ Must not import the table.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from opintercept._errors import OpInterceptWarning
 from opintercept._record import Gemm
-from opintercept._tensors import describe, is_tensor
+from opintercept._tensors import describe, is_tensor, named_tensors
 
-Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "other"]
+Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "foreign", "convolution", "other"]
 # How an operator reaches the kernels:
 #   leaf       As itself. Both dispatch engines watch it.
 #   composite  Decomposed above autograd. Whole only at function level, or under inference_mode.
@@ -26,6 +28,7 @@ Kind = Literal["leaf", "composite", "seen"]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 FlopsRule = Callable[["Op", Args, Kwargs], int | None]
+Layout = Literal["kn", "nk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,17 @@ class GemmRule:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Declared:
+    """The arguments of `register_op` that need the operator's parameters: names or positions by role, and formulas."""
+
+    roles: Mapping[str, str | int]
+    scales: tuple[str | int, ...]
+    layout: Layout
+    gemm: Callable[..., Any] | None
+    flops: Callable[..., Any] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """One row of the table.
 
@@ -55,6 +69,10 @@ class Op:
         roles: By role, the position and the keyword of the argument, `{"lhs": (1, "mat1")}`.
         gemm_rule: How it multiplies; None if it is not a single product.
         flops_rule: Computes its FLOPs; None if they follow from the GEMM shape or are unknown.
+        scales: The position and the keyword of each argument with scales of a quantised operand.
+        dequantize: By role, what computes the operand's values from the arguments of a call, by name.
+        reference: What computes the same as the operator, from the same arguments.
+        declared: What `register_op` was given, until `fitted` has a schema or a signature to find the arguments in.
     """
 
     name: str
@@ -64,6 +82,10 @@ class Op:
     roles: dict[str, tuple[int, str]] = field(default_factory=dict)
     gemm_rule: GemmRule | None = None
     flops_rule: FlopsRule | None = None
+    scales: tuple[tuple[int, str], ...] = ()
+    dequantize: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    reference: Callable[..., Any] | None = None
+    declared: Declared | None = None
 
     def operand(self, role: str, args: Args, kwargs: Kwargs) -> Any:
         """Return the tensor in `role`, the first one of a list, or None."""
@@ -77,14 +99,13 @@ class Op:
         where = self.roles.get(role)
         if where is None:
             return None
-        position, keyword = where
         if self._takes_a_list(args):
             args = (args[0], *args[1])
-        if position < len(args):
-            return args[position]
-        if keyword == "input":  # torch's C functions accept both names
-            return kwargs.get("input", kwargs.get("self"))
-        return kwargs.get(keyword)
+        return passed(where, args, kwargs)
+
+    def scale_tensors(self, args: Args, kwargs: Kwargs) -> list[Any]:
+        """Return the scales that were passed as tensors, alone or in a list."""
+        return [t for where in self.scales for _, t in named_tensors("", passed(where, args, kwargs))]
 
     def replaced(self, role: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return the inputs with `value` in `role`, passed in the same way as the tensor that it replaces.
@@ -93,6 +114,8 @@ class Op:
             ValueError: There is no tensor in that role, or a list of tensors.
         """
         old = self.argument(role, args, kwargs)
+        if role in self.dequantize:
+            raise ValueError(f"the {role} of {self.name} holds codes, which values cannot replace; change its codes")
         if not is_tensor(old):
             raise ValueError(
                 f"only a tensor can be replaced, got {describe(old)} as the {role} of {self.name}; "
@@ -123,8 +146,8 @@ class Op:
         rule = self.gemm_rule
         if rule is None:
             return None
-        lhs, rhs = self.operand("lhs", args, kwargs), self.operand("rhs", args, kwargs)
-        if lhs is None or rhs is None or lhs.is_nested or rhs.is_nested:
+        operands = [self.operand(role, args, kwargs) for role in ("lhs", "rhs") if role in self.roles]
+        if any(operand is None or operand.is_nested for operand in operands):
             return None
         try:
             return rule.shape(self, args, kwargs)
@@ -145,24 +168,42 @@ class Op:
         return None if shape is None else 2 * shape.batch * shape.m * shape.n * shape.k
 
     def arguments(self, func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-        """Return every argument except `out=` by the name of its parameter, defaults included.
+        """Return every argument except outputs by the name of its parameter, defaults included.
 
         If torch does not tell a function's parameters, their names are their positions, `"args[2]"`.
         """
-        parameters = _parameters(func, self.name.rpartition(".")[2])
-        found: dict[str, Any] = {}
-        for position, parameter in enumerate(parameters):
-            if position < len(args):
-                found[parameter.name] = args[position]
-            elif parameter.name in kwargs:
-                found[parameter.name] = kwargs[parameter.name]
-            elif parameter.default is not inspect.Parameter.empty:
-                found[parameter.name] = parameter.default
-        found |= {f"args[{i}]": args[i] for i in range(len(parameters), len(args))}
-        return found | {name: value for name, value in kwargs.items() if name not in found and name != "out"}
+        parameters = parameters_of(func, self.name.rpartition(".")[2])
+        outputs = {self.roles.get("out", (0, "out"))[1], *(p.name for p in parameters if p.is_out)}
+        return {name: value for name, value in bound(parameters, args, kwargs).items() if name not in outputs}
+
+    def dequantized(self, role: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Return the values of a quantised operand, or None, after a warning, if they cannot be computed."""
+        values = error = None
+        try:
+            values = self.dequantize[role](**bound(parameters_of(func), args, kwargs))
+        except Exception as exception:
+            error = exception
+        if is_tensor(values):
+            return values
+        got = describe(values) if error is None else f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"dequantize of {self.name} must return the values of {role}, got {got}; hooks get the codes",
+            OpInterceptWarning,
+            stacklevel=2,
+        )
+        return None
+
+    def result(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Return the output of a call that returns nothing: what it writes to, alone or in a tuple, or None."""
+        if "out" in self.roles:
+            return self.argument("out", args, kwargs)
+        written = self.written(func, args, kwargs)
+        return tuple(written) if len(written) > 1 else written[0] if written else None
 
     def written(self, func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
         """Return the program's tensors that a call writes its result to: those of `out=` and in-place forms."""
+        if "out" in self.roles and not hasattr(func, "_schema"):
+            return [t for _, t in named_tensors("", self.argument("out", args, kwargs))]
         schema = getattr(func, "_schema", None)
         if schema is None:
             short = self.name.rpartition(".")[2]
@@ -179,27 +220,61 @@ class Op:
         ]
 
 
-class _Parameter(NamedTuple):
+def passed(where: tuple[int, str], args: Args, kwargs: Kwargs) -> Any:
+    """Return the argument at a position or, if it was passed by keyword, of a name; None if it was not passed."""
+    position, keyword = where
+    if position < len(args):
+        return args[position]
+    if keyword == "input":  # torch's C functions accept both names
+        return kwargs.get("input", kwargs.get("self"))
+    return kwargs.get(keyword)
+
+
+class Parameter(NamedTuple):
+    """A parameter of an operator or a function.
+
+    Attributes:
+        name: Its name.
+        default: Its default value; `inspect.Parameter.empty` if it has none.
+        is_out: Whether it is a tensor for the result, which can only be passed by keyword.
+    """
+
     name: str
     default: Any = inspect.Parameter.empty
+    is_out: bool = False
+
+
+def bound(parameters: tuple[Parameter, ...], args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Return the arguments of a call by the names of their parameters, with defaults for those that are not outputs."""
+    found: dict[str, Any] = {}
+    for position, parameter in enumerate(parameters):
+        if position < len(args):
+            found[parameter.name] = args[position]
+        elif parameter.name in kwargs:
+            found[parameter.name] = kwargs[parameter.name]
+        elif parameter.default is not inspect.Parameter.empty and not parameter.is_out:
+            found[parameter.name] = parameter.default
+    found |= {f"args[{i}]": args[i] for i in range(len(parameters), len(args))}
+    return found | {name: value for name, value in kwargs.items() if name not in found}
 
 
 @lru_cache(maxsize=4096)
-def _parameters(func: Any, short: str) -> tuple[_Parameter, ...]:
-    """Return the parameters of an overload or a function except those of outputs; none if torch does not tell them."""
+def parameters_of(func: Any, short: str = "") -> tuple[Parameter, ...]:
+    """Return the parameters of an overload or a function; none if torch and Python do not tell them.
+
+    Args:
+        func: An overload, or a function.
+        short: For a function in C, the name of the operator of torch whose parameters it usually has.
+    """
     schema = getattr(func, "_schema", None)
     if schema is None:
         try:
             parameters = inspect.signature(func).parameters.values()
             several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            return tuple(_Parameter(p.name, p.default) for p in parameters if p.kind not in several)
-        except (
-            TypeError,
-            ValueError,
-        ):  # a function in C, which usually has the parameters of the operator with its name
+            return tuple(Parameter(p.name, p.default) for p in parameters if p.kind not in several)
+        except (TypeError, ValueError):
             schema = getattr(getattr(getattr(torch.ops.aten, short, None), "default", None), "_schema", None)
     return tuple(
-        _Parameter(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty)
+        Parameter(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty, a.is_out)
         for a in (() if schema is None else schema.arguments)
-        if not a.is_out
     )

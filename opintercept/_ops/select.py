@@ -9,34 +9,48 @@ from typing import Any, Literal
 import torch
 
 from opintercept._ops.op import Op
-from opintercept._ops.table import HIGHER_ORDER, MATMUL, PLACES, functions, overloads, row_of
+from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, functions, overloads, row_of
 
-Selection = frozenset[Any] | None
-"""Overloads to watch at dispatch level, or functions at function level; None for everything."""
+FAMILIES = ("matmul", "convolution")
 
 
-def select(ops: Any, level: Literal["function", "dispatch"]) -> Selection:
-    """Return what `ops=` selects.
+def split(ops: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """Split `ops` into the families that it names and its other entries.
 
-    Args:
-        ops: `"matmul"`, `"all"`, or one or more operators: names, overloads and packets, or names and functions.
-        level: The level of the interceptor.
+    Raises:
+        ValueError: There is no entry.
+    """
+    one = isinstance(ops, (str, torch._ops.OpOverloadPacket)) or not isinstance(ops, Iterable)
+    entries = [ops] if one else list(ops)
+    if not entries:
+        raise ValueError(f"ops must name at least one operator, got {ops!r}; leave it out to watch the whole family")
+    named = [entry for entry in entries if isinstance(entry, str)]
+    return tuple(f for f in FAMILIES if f in named), [e for e in entries if not isinstance(e, str) or e not in FAMILIES]
+
+
+def of_families(families: tuple[str, ...], level: Literal["function", "dispatch"]) -> frozenset[Any]:
+    """Return the overloads and, at function level, the functions of families."""
+    keys = [key for key, row in ROWS.items() if family_of(row) in families]
+    found = frozenset(overload for key in keys for overload in overloads(key))
+    if level == "dispatch":
+        return found
+    return found | frozenset(function for function, row in functions().items() if family_of(row) in families)
+
+
+def family_of(row: Op) -> str:
+    """Return the family of `ops=` to which a row belongs."""
+    return "convolution" if row.family == "convolution" else "matmul"
+
+
+def select(entries: Iterable[Any], level: Literal["function", "dispatch"]) -> frozenset[Any]:
+    """Return the overloads at dispatch level, or the functions at function level, that entries of `ops=` name.
 
     Raises:
         TypeError: An entry has a type that the level does not take.
-        ValueError: A name is unknown, or there is no entry.
+        ValueError: A name is unknown.
     """
-    if isinstance(ops, str) and ops == "all":
-        return None
     one = _overloads_of if level == "dispatch" else _functions_of
-    if isinstance(ops, str) and ops == "matmul":
-        family = frozenset(overload for name in MATMUL for overload in overloads(name))
-        return family if level == "dispatch" else family | frozenset(functions())
-    entries = ops if isinstance(ops, Iterable) and not isinstance(ops, (str, torch._ops.OpOverloadPacket)) else [ops]
-    found = frozenset(key for entry in entries for key in one(entry))
-    if not found:
-        raise ValueError(f"ops must name at least one operator, got {ops!r}; leave it out to watch the whole family")
-    return found
+    return frozenset(key for entry in entries for key in one(entry))
 
 
 def _overloads_of(entry: Any) -> list[Any]:
@@ -52,7 +66,7 @@ def _overloads_of(entry: Any) -> list[Any]:
     packet, _, overload = (entry if "::" in entry else f"aten::{entry}").partition(".")
     found = [o for o in overloads(packet) if not overload or o._overloadname == overload]
     if not found:
-        raise _unknown(entry, [name.removeprefix("aten::") for name in MATMUL])
+        raise _unknown(entry, [name.removeprefix("aten::") for name in ROWS])
     return found
 
 
@@ -76,7 +90,7 @@ def _functions_of(entry: Any) -> list[Any]:
 
 
 def _unknown(name: str, known: Iterable[str]) -> ValueError:
-    return ValueError(f"ops must be names of operators, got unknown op {name!r}; {_hint(name, known)}")
+    return ValueError(f"ops must be names of operators, got unknown op {name!r}; {_hint(name, (*known, *FAMILIES))}")
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -111,12 +125,12 @@ def why_never(
             watched, so that one test serves all devices.
     """
     names = None if keys is None else {row_of(key).name for key in keys}
-    known = {_short(full) for full in (MATMUL if names is None else names)}
+    known = {_short(full) for full in (ROWS if names is None else names)}
     if names is not None:
         if family and level == "dispatch":
-            names.update(row.name for row in MATMUL.values() if row.kind == "leaf")
+            names.update(row.name for row in ROWS.values() if row.kind == "leaf")
             # Leaves out "linear", which means torch's own and not `quantized::linear`.
-            apart = {_short(row.name) for row in MATMUL.values() if row.kind == "composite"}
+            apart = {_short(row.name) for row in ROWS.values() if row.kind == "composite"}
             known = {_short(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}
         if name in names or name in known:
             return None

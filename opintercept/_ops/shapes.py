@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from opintercept._ops.op import Args, FlopsRule, GemmRule, Kwargs, Op
+from opintercept._errors import OpInterceptWarning
+from opintercept._ops.op import Args, FlopsRule, GemmRule, Kwargs, Layout, Op, Parameter, bound
 from opintercept._record import Gemm
 from opintercept._tensors import dtype_name, is_strided, is_tensor
+
+_Checked = TypeVar("_Checked")
+SUMMED: dict[Layout, tuple[int, int]] = {"kn": (-1, -2), "nk": (-1, -1)}
 
 
 def _transposed(tensor: torch.Tensor, swapped: bool = False) -> bool:
@@ -28,8 +34,8 @@ def _shape(op: Op, args: Args, kwargs: Kwargs, batch: int, m: int, n: int, k: in
         int(m),
         int(n),
         int(k),
-        (dtype_name(lhs.dtype), dtype_name(rhs.dtype)),
-        (_transposed(lhs), _transposed(rhs, linear and rhs.dim() == 2)),
+        tuple("" if t is None else dtype_name(t.dtype) for t in (lhs, rhs)),  # type: ignore[arg-type]
+        (lhs is not None and _transposed(lhs), rhs is not None and _transposed(rhs, linear and rhs.dim() == 2)),
     )
 
 
@@ -199,3 +205,91 @@ inner = GemmRule(_inner, summed=(-1, -1))
 vecdot = GemmRule(_vecdot)
 tensordot = GemmRule(_tensordot)
 einsum = GemmRule(_einsum, in_list=True)
+_RULES: dict[Layout, GemmRule] = {"kn": matmul, "nk": linear}
+
+
+def of_layout(layout: Layout) -> GemmRule:
+    """Return the rule for an operator of another library that multiplies lhs and rhs as they are.
+
+    Unlike torch's operators, it may have packed an operand, whose sizes are not those of the product. Then the sizes
+    do not fit one another, and there is no shape.
+    """
+    rule = _RULES[layout]
+
+    def shape(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
+        lhs, rhs = _pair(op, args, kwargs)
+        fits = lhs and rhs and lhs[-1] == rhs[SUMMED[layout][1] if len(rhs) > 1 else -1]
+        return rule.shape(op, args, kwargs) if fits else None
+
+    return GemmRule(shape, summed=rule.summed)
+
+
+def gemm_formula(name: str, parameters: tuple[Parameter, ...], layout: Layout, formula: Callable[..., Any]) -> GemmRule:
+    """Return the rule that `register_op(gemm=...)` declares."""
+    compute = _told_once(name, "gemm", "(batch, m, n, k), four whole numbers", parameters, formula, _four)
+
+    def shape(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
+        sizes = compute(args, kwargs)
+        return None if sizes is None else _shape(op, args, kwargs, *sizes, linear=layout == "nk")
+
+    return GemmRule(shape, summed=SUMMED[layout])
+
+
+def flops_formula(name: str, parameters: tuple[Parameter, ...], formula: Callable[..., Any]) -> FlopsRule:
+    """Return the rule that `register_op(flops=...)` declares."""
+    compute = _told_once(name, "flops", "a whole number", parameters, formula, _whole)
+    return lambda op, args, kwargs: compute(args, kwargs)
+
+
+def _told_once(
+    name: str,
+    what: str,
+    wanted: str,
+    parameters: tuple[Parameter, ...],
+    formula: Callable[..., Any],
+    check: Callable[[Any], _Checked],
+) -> Callable[[Args, Kwargs], _Checked | None]:
+    """Return what calls a user's formula with sizes in place of tensors. The first failure is told in a warning."""
+    told = False
+
+    def compute(args: Args, kwargs: Kwargs) -> _Checked | None:
+        nonlocal told
+        got = "an exception"
+        try:
+            if parameters:
+                value = formula(**{key: _sizes(each) for key, each in bound(parameters, args, kwargs).items()})
+            else:
+                value = formula(*map(_sizes, args), **{key: _sizes(each) for key, each in kwargs.items()})
+            got = repr(value)
+            return check(value)
+        except Exception as error:
+            if told:
+                return None
+            told = True
+            warnings.warn(
+                f"the {what} formula of {name} must return {wanted}, got {got} ({type(error).__name__}: {error}); its "
+                f"{what} is unknown until register_op gets another formula",
+                OpInterceptWarning,
+                stacklevel=2,
+            )
+            return None
+
+    return compute
+
+
+def _sizes(value: Any) -> Any:
+    if is_tensor(value):
+        return value.shape
+    return type(value)(map(_sizes, value)) if type(value) in (list, tuple) else value
+
+
+def _whole(value: Any) -> int:
+    number = operator.index(value)
+    if isinstance(value, bool) or number < 0:
+        raise ValueError("not a count")
+    return number
+
+
+def _four(value: Any) -> tuple[int, int, int, int]:
+    batch, m, n, k = map(_whole, value)
+    return batch, m, n, k

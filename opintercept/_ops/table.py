@@ -6,6 +6,7 @@ Invariant: one row per operator packet, so that no overload (`.out`, `.dtype`) i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
@@ -13,10 +14,86 @@ from typing import Any
 import torch
 
 from opintercept._ops import shapes
-from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op
+from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
+from opintercept._record import forget_summaries
 
-MATMUL: dict[str, Op] = {}
-"""The rows of the whole family by the packet's name."""
+
+class Table(dict[str, Op]):
+    """Rows by the name of a packet or, for a single overload, by its whole name, `"aten::mm.default"`.
+
+    Attributes:
+        version: Counts the changes since torch's own rows were declared.
+    """
+
+    version = 0
+
+    def declare(self, key: str, row: Op) -> None:
+        """Put a row in. The rows of torch's operators come in here, and those of `register_op`."""
+        self[key] = row
+        self._changed()
+
+    def withdraw(self, key: str, row: Op) -> None:
+        """Take a row out, if it is still there."""
+        if self.get(key) is row:
+            del self[key]
+            self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        row_of.cache_clear()
+        forget_summaries()
+
+
+ROWS = Table()
+"""The rows of every operator that multiplies."""
+
+
+@lru_cache(maxsize=4096)
+def row_of(key: Any) -> Op:
+    """Return the row of an overload, of its name, or of a function; a row without operands if it is not a matmul."""
+    name = key if isinstance(key, str) else getattr(key, "_name", None)
+    if name is None:
+        return functions().get(key) or Op(torch.overrides.resolve_name(key) or getattr(key, "__qualname__", repr(key)))
+    packet = f"higher_order::{name}" if name in HIGHER_ORDER else name.partition(".")[0]
+    row = ROWS.get(exact(name)) or ROWS.get(packet)
+    if row is None:
+        return Op(packet)
+    if row.declared is None:
+        return row
+    return fitted(row, next(iter(overloads(exact(name)) or overloads(name)), None))
+
+
+def exact(name: str) -> str:
+    """Return the whole name of an overload, `"aten::mm.default"`, which torch shortens to `"aten::mm"`."""
+    return name if "." in name else f"{name}.default"
+
+
+def fitted(row: Op, func: Any) -> Op:
+    """Return a registered row for one overload or function, with the arguments found in its schema or signature."""
+    declared = row.declared
+    if declared is None or func is None:
+        return row
+    parameters = parameters_of(func)
+    names = [parameter.name for parameter in parameters]
+
+    def found(given: str | int) -> list[tuple[int, str]]:
+        if isinstance(given, int):
+            return [(given, names[given] if given < len(names) else "")]
+        return [(names.index(given), given)] if given in names else []
+
+    roles = {role: places[0] for role, given in declared.roles.items() if (places := found(given))}
+    if declared.gemm is not None:
+        gemm: GemmRule | None = shapes.gemm_formula(row.name, parameters, declared.layout, declared.gemm)
+    else:
+        gemm = shapes.of_layout(declared.layout) if {"lhs", "rhs"} <= roles.keys() and not declared.flops else None
+    return replace(
+        row,
+        roles=roles,
+        gemm_rule=gemm,
+        flops_rule=declared.flops and shapes.flops_formula(row.name, parameters, declared.flops),
+        scales=tuple(place for given in declared.scales for place in found(given)),
+        declared=None,
+    )
 
 
 def _add(
@@ -37,7 +114,7 @@ def _add(
             roles[role] = (position, keyword)
     for name in names.split():
         name = name if "::" in name else f"aten::{name}"
-        MATMUL[name] = Op(name, family, kind, opaque, roles, gemm, flops)
+        ROWS.declare(name, Op(name, family, kind, opaque, roles, gemm, flops))
 
 
 _add("mm", "lhs:input rhs:mat2", gemm=shapes.matmul)
@@ -229,7 +306,7 @@ HIGHER_ORDER = frozenset(
     for name in names.split()
 )
 for _name in HIGHER_ORDER:
-    MATMUL[f"higher_order::{_name}"] = Op(f"higher_order::{_name}", "fused", "seen", opaque=True)
+    ROWS[f"higher_order::{_name}"] = Op(f"higher_order::{_name}", "fused", "seen", opaque=True)
 NOT_MATMUL: dict[str, str] = {
     name if "::" in name else f"aten::{name}": reason
     for reason, names in {
@@ -270,12 +347,13 @@ NOT_MATMUL: dict[str, str] = {
 
 
 def overloads(packet_name: str) -> list[torch._ops.OpOverload]:
-    """Return every overload of a packet, or none if this build of torch lacks it."""
+    """Return every overload of a packet, or the one that is named; none if this process lacks it."""
     namespace, _, name = packet_name.partition("::")
+    name, _, overload_name = name.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return []
-    return [getattr(packet, overload) for overload in packet.overloads()]
+    return [getattr(packet, each) for each in packet.overloads() if overload_name in ("", each)]
 
 
 # Where the functions of a row are: the public prefix, the module or class, and the prefix of the operator's name.
@@ -299,20 +377,9 @@ def functions() -> dict[Callable[..., Any], Op]:
 
     def put(function: Any, name: str, row: Op, roles: dict[str, tuple[int, str]] | None = None) -> None:
         if callable(function) and not isinstance(function, (type, ModuleType)):
-            found.setdefault(
-                function,
-                Op(
-                    name,
-                    row.family,
-                    row.kind,
-                    row.opaque,
-                    row.roles if roles is None else roles,
-                    row.gemm_rule,
-                    row.flops_rule,
-                ),
-            )
+            found.setdefault(function, replace(row, name=name, roles=row.roles if roles is None else roles))
 
-    for row in MATMUL.values():
+    for row in ROWS.values():
         namespace, _, short = row.name.partition("::")
         if namespace != "aten":
             continue
@@ -320,7 +387,7 @@ def functions() -> dict[Callable[..., Any], Op]:
             if short.startswith(prefix):
                 public = short.removeprefix(prefix)
                 put(getattr(owner, public, None), f"{place}.{public}", row)
-    matmul = MATMUL["aten::matmul"]
+    matmul = ROWS["aten::matmul"]
     for method in _SPELLINGS:
         put(getattr(torch.Tensor, method), f"torch.Tensor.{method}", matmul)
     for method in _REFLECTED:
@@ -339,11 +406,5 @@ def functions() -> dict[Callable[..., Any], Op]:
     return found
 
 
-@lru_cache(maxsize=4096)
-def row_of(key: Any) -> Op:
-    """Return the row of an overload, of its name, or of a function; a row without operands if it is not a matmul."""
-    name = key if isinstance(key, str) else getattr(key, "_name", None)
-    if name is not None:
-        packet = f"higher_order::{name}" if name in HIGHER_ORDER else name.partition(".")[0]
-        return MATMUL.get(packet) or Op(packet)
-    return functions().get(key) or Op(torch.overrides.resolve_name(key) or getattr(key, "__qualname__", repr(key)))
+OWN = frozenset(ROWS)
+"""The operators that come with torch."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._call import OpCall
-from opintercept._ops.table import MATMUL, row_of
+from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.compiled_graphs import GraphPlace
 from opintercept._origin.place import NOWHERE, Place
 from opintercept._origin.stack import custom_function
@@ -216,7 +216,7 @@ def address(tensor: torch.Tensor) -> int:
         return 0
 
 
-_NODES = frozenset(name.partition("::")[2].replace("_", "") for name, row in MATMUL.items() if row.kind == "leaf")
+_NODES = frozenset(name.partition("::")[2].replace("_", "") for name in OWN if ROWS[name].kind == "leaf")
 
 
 def _computes(node: Any, link: Link) -> bool:
@@ -232,7 +232,8 @@ def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     output, that of lhs is `G @ rhs.T` and that of rhs is `lhs.T @ G`. For a column-major operand, autograd swaps the
     factors and transposes the product (`mm_mat1_backward` in FunctionsManual.cpp).
     """
-    roles = row_of(link.op).roles
+    row = row_of(link.op)
+    roles = row.roles
     if "lhs" not in roles or "rhs" not in roles:
         return None, False
     if link.sure and not link.needed:
@@ -243,4 +244,6 @@ def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
         return None, False
     left = call.operand("lhs")
     on_the_left = left is not None and address(left) in (lhs, rhs)
-    return ("rhs", not on_the_left) if lhs in used else ("lhs", on_the_left)
+    if lhs not in used:
+        return "lhs", on_the_left
+    return "rhs", on_the_left if row.summed("rhs") == -1 else not on_the_left  # a weight of [n, k] is transposed

@@ -223,7 +223,7 @@ MUTATIONS = (
     Mutation(
         "passes numbers on as tensors, which promote the result's type",
         "_engines/kernels.py",
-        '    if name.partition(".")[0] in MATMUL:\n        return boxed\n',
+        '    if name.partition(".")[0] in ROWS:\n        return boxed\n',
         "    return boxed\n",
         ("tests/test_engines.py::test_kernel_engine_passes_numbers_on_as_numbers",),
     ),

@@ -1,0 +1,178 @@
+"""`register_op`: how a program declares the products of its own operators and of other libraries.
+
+Invariant: what cannot be right is refused before the table changes, and `remove` puts it back as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+
+from opintercept._checks import check_choice
+from opintercept._ops.op import Declared, Layout, Op, parameters_of
+from opintercept._ops.table import ROWS, exact, overloads
+
+Role: TypeAlias = str | int
+"""An argument: the name of a parameter, or its position from 0."""
+
+_NAME = re.compile(r"\w+::\w+(\.\w+)?")
+
+
+class Registration:
+    """One operator that `register_op` has declared. `remove()` takes it back; so does leaving it as a context manager.
+
+    Attributes:
+        name: The operator, `"mylib::scaled_mm"`.
+    """
+
+    def __init__(self, name: str, row: Op) -> None:
+        self.name = name
+        self._row = row
+
+    def remove(self) -> None:
+        """Forget the operator. Blocks that are open watch it until they end. Removing twice does no harm."""
+        ROWS.withdraw(self.name, self._row)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<Registration of {self.name}>"
+
+
+def register_op(
+    target: Any,
+    *,
+    lhs: Role | None = None,
+    rhs: Role | None = None,
+    bias: Role | None = None,
+    out: Role | None = None,
+    scales: Role | Iterable[Role] = (),
+    layout: Layout = "kn",
+    gemm: Callable[..., Any] | None = None,
+    flops: Callable[..., Any] | None = None,
+    dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None = None,
+    reference: Callable[..., Any] | None = None,
+) -> Registration:
+    """Declare an operator of another library to be a matmul, so that every interceptor watches it.
+
+    Roles are the names of parameters, or positions from 0. The formulas `gemm`, `flops` and `dequantize` are called
+    with all arguments by name, defaults included: `lambda a, b, **_: ...` takes those that it needs.
+
+    Args:
+        target: A name, `"mylib::scaled_mm"` for all overloads of an operator or `"mylib::scaled_mm.out"` for one. Its
+            library may load later. Or an `OpOverloadPacket`, an `OpOverload`, or what `torch.library.custom_op` returns.
+        lhs: The left operand, `[*b, m, k]`.
+        rhs: The right operand; `layout` says how it lies.
+        bias: The tensor that is added to the product.
+        out: The tensor that the operator writes its result to. An operator that returns nothing needs no `out` if its
+            schema marks what it writes, `Tensor(a!)`.
+        scales: The scales of quantised operands, one or several.
+        layout: `"kn"` if rhs is `[*b, k, n]`, `"nk"` if it is `[n, k]`, as the weight of a linear.
+        gemm: Computes `(batch, m, n, k)`. Gets sizes in place of tensors, so that it never waits for a device. By
+            default the shape follows from those of lhs and rhs.
+        flops: Computes the floating-point operations, from sizes as `gemm` does. By default `2 * batch * m * n * k`.
+        dequantize: Computes the values of rhs from the operator's arguments, in the shape that `layout` says. A dict
+            has such a function by role: `{"lhs": ..., "rhs": ...}`. Without it hooks get the codes.
+        reference: Computes the same as the operator from the same arguments, for `hooks.Reference`. It gets
+            floating-point tensors in the precision of the reference.
+
+    Returns:
+        The registration. `remove()` takes it back.
+
+    Raises:
+        TypeError: The target is something else.
+        ValueError: A name is no operator's name, the operator is declared already, or it has no such argument.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import intercept, register_op
+        >>> @torch.library.custom_op("docs::scaled_mm", mutates_args=())
+        ... def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        ...     return (a @ b) * scale
+        >>> with register_op(scaled_mm, lhs="a", rhs="b"), intercept(lambda call: print(call, call.gemm)):
+        ...     _ = scaled_mm(torch.ones(2, 3), torch.ones(3, 4), 0.5)
+        docs::scaled_mm(float32[2, 3], float32[3, 4], 0.5) [2, 3] @ [3, 4]
+    """
+    key, name = _key_of(target)
+    check_choice("layout", layout, ("kn", "nk"))
+    roles = {"lhs": lhs, "rhs": rhs, "bias": bias, "out": out}
+    given = {role: where for role, where in roles.items() if where is not None}
+    if isinstance(scales, (str, int)):
+        scales = (scales,)
+    declared = Declared(given, tuple(scales), layout, _callable("gemm", gemm), _callable("flops", flops))
+    if dequantize is None or not isinstance(dequantize, Mapping):
+        dequantize = {} if dequantize is None else {"rhs": dequantize}
+    for role, function in dequantize.items():
+        check_choice("a role of dequantize", role, ("lhs", "rhs", "bias"))
+        _callable("dequantize", function)
+    row = Op(
+        name,
+        "foreign",
+        dequantize=dict(dequantize),
+        reference=_callable("reference", reference),
+        declared=declared,
+    )
+    _check_roles(key, declared)
+    known = ROWS.get(key)
+    if known is not None:
+        whose = "torch's own table has it" if known.declared is None else "call remove() on its registration first"
+        raise ValueError(f"an operator can be declared once, got {key} again; {whose}")
+    ROWS.declare(key, row)
+    return Registration(key, row)
+
+
+def _callable(what: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise TypeError(f"{what} must be a function, got {value!r}")
+    return value
+
+
+def _key_of(target: Any) -> tuple[str, str]:
+    """The key of a target's row, and the name that its calls have."""
+    if isinstance(target, torch.library.CustomOpDef):
+        target = target._qualname
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        target = target._qualified_op_name
+    elif isinstance(target, torch._ops.OpOverload):
+        target = exact(target._name)
+    if not isinstance(target, str):
+        raise TypeError(
+            f"register_op takes a name such as 'mylib::scaled_mm', an operator of torch.ops or what "
+            f"torch.library.custom_op returns, got {target!r}"
+        )
+    if not _NAME.fullmatch(target):
+        raise ValueError(f"an operator's name must have its namespace, as in 'mylib::scaled_mm', got {target!r}")
+    return target, target.partition(".")[0]
+
+
+def _check_roles(key: str, declared: Declared) -> None:
+    """Check the roles if the operator is loaded. One of its overloads must have all of them.
+
+    Raises:
+        ValueError: There is no such argument.
+    """
+    found = overloads(key)
+    problems = [_problem(key, overload, declared) for overload in found]
+    if found and all(problems):
+        raise ValueError(problems[0])
+
+
+def _problem(key: str, func: Any, declared: Declared) -> str | None:
+    names = [parameter.name for parameter in parameters_of(func)]
+    for role, given in (*declared.roles.items(), *(("scales", each) for each in declared.scales)):
+        if isinstance(given, bool) or not isinstance(given, (int, str)):
+            raise TypeError(f"{role} must be the name or the position of an argument, got {given!r}")
+        missing = given not in names if isinstance(given, str) else not 0 <= given < len(names)
+        if missing:
+            return f"{role} must be an argument of {key}, which has {', '.join(names)}; got {given!r}"
+    return None
