@@ -6,14 +6,17 @@ Invariant: what cannot be right is refused before the table changes, and `remove
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 
 from opintercept._checks import check_choice
-from opintercept._ops.op import Declared, Layout, Op, parameters_of
+from opintercept._errors import OpInterceptWarning
+from opintercept._ops.op import Declared, Family, Layout, Op, parameters_of
 from opintercept._ops.table import ROWS, exact, overloads
 
 Role: TypeAlias = str | int
@@ -79,7 +82,8 @@ def register_op(
         scales: The scales of quantised operands, one or several.
         layout: `"kn"` if rhs is `[*b, k, n]`, `"nk"` if it is `[n, k]`, as the weight of a linear.
         gemm: Computes `(batch, m, n, k)`. Gets sizes in place of tensors, so that it never waits for a device. By
-            default the shape follows from those of lhs and rhs.
+            default the shape follows from those of lhs and rhs. If the arguments of a call do not tell, it raises
+            NotImplementedError.
         flops: Computes the floating-point operations, from sizes as `gemm` does. By default `2 * batch * m * n * k`.
         dequantize: Computes the values of rhs from the operator's arguments, in the shape that `layout` says. A dict
             has such a function by role: `{"lhs": ..., "rhs": ...}`. Without it hooks get the codes.
@@ -103,18 +107,79 @@ def register_op(
         ...     _ = scaled_mm(torch.ones(2, 3), torch.ones(3, 4), 0.5)
         docs::scaled_mm(float32[2, 3], float32[3, 4], 0.5) [2, 3] @ [3, 4]
     """
+    roles = {"lhs": lhs, "rhs": rhs, "bias": bias, "out": out}
+    key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, reference)
+    _check_roles(key, declared)
+    if not ROWS.gives_way(key):
+        whose = "torch's own table has it" if ROWS[key].declared is None else "call remove() on its registration first"
+        raise ValueError(f"an operator can be declared once, got {key} again; {whose}")
+    ROWS.declare(key, row)
+    return Registration(key, row)
+
+
+def offer_op(
+    target: str,
+    *,
+    lhs: Role | None = None,
+    rhs: Role | None = None,
+    value: Role | None = None,
+    bias: Role | None = None,
+    out: Role | None = None,
+    scales: Role | Iterable[Role] = (),
+    layout: Layout = "kn",
+    gemm: Callable[..., Any] | None = None,
+    flops: Callable[..., Any] | None = None,
+    dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None = None,
+    family: Family = "foreign",
+    opaque: bool = False,
+) -> None:
+    """Declare an operator for a pack, as `register_op` does, unless the program or torch's own table has declared it.
+
+    Args:
+        target: The name of a packet. The row of one overload would win over what the program declares for all.
+        lhs: As for `register_op`, and so are all others but these:
+        value: An attention's value.
+        family: What kind of operator it is.
+        opaque: Whether it multiplies inside, where no single product can be seen.
+
+    Warns:
+        OpInterceptWarning: The operator has no such lhs or rhs, so that the pack does not fit this version of its
+            library. It stays undeclared. Other arguments come and go between versions.
+    """
+    roles = {"lhs": lhs, "rhs": rhs, "value": value, "bias": bias, "out": out}
+    key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
+    operands = {role: where for role, where in declared.roles.items() if role in ("lhs", "rhs")}
+    try:
+        _check_roles(key, replace(declared, roles=operands, scales=()))
+    except ValueError as error:
+        text = f"{error}, which opintercept does not know yet; declare it with register_op"
+        warnings.warn(text, OpInterceptWarning, stacklevel=2)
+        return
+    ROWS.offer(key, replace(row, family=family, opaque=opaque))
+
+
+def _row(
+    target: Any,
+    roles: Mapping[str, Role | None],
+    scales: Role | Iterable[Role],
+    layout: Layout,
+    gemm: Callable[..., Any] | None,
+    flops: Callable[..., Any] | None,
+    dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None,
+    reference: Callable[..., Any] | None,
+) -> tuple[str, Op, Declared]:
+    """The key of a target's row, the row, and what it declares."""
     key, name = _key_of(target)
     check_choice("layout", layout, ("kn", "nk"))
-    roles = {"lhs": lhs, "rhs": rhs, "bias": bias, "out": out}
     given = {role: where for role, where in roles.items() if where is not None}
     if isinstance(scales, (str, int)):
         scales = (scales,)
-    declared = Declared(given, tuple(scales), layout, _callable("gemm", gemm), _callable("flops", flops))
     if dequantize is None or not isinstance(dequantize, Mapping):
         dequantize = {} if dequantize is None else {"rhs": dequantize}
     for role, function in dequantize.items():
         check_choice("a role of dequantize", role, ("lhs", "rhs", "bias"))
         _callable("dequantize", function)
+    declared = Declared(given, tuple(scales), layout, _callable("gemm", gemm), _callable("flops", flops))
     row = Op(
         name,
         "foreign",
@@ -122,13 +187,7 @@ def register_op(
         reference=_callable("reference", reference),
         declared=declared,
     )
-    _check_roles(key, declared)
-    known = ROWS.get(key)
-    if known is not None:
-        whose = "torch's own table has it" if known.declared is None else "call remove() on its registration first"
-        raise ValueError(f"an operator can be declared once, got {key} again; {whose}")
-    ROWS.declare(key, row)
-    return Registration(key, row)
+    return key, row, declared
 
 
 def _callable(what: str, value: Any) -> Any:

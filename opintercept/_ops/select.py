@@ -30,7 +30,8 @@ def split(ops: Any) -> tuple[tuple[str, ...], list[Any]]:
 
 def of_families(families: tuple[str, ...], level: Literal["function", "dispatch"]) -> frozenset[Any]:
     """Return the overloads and, at function level, the functions of families."""
-    keys = [key for key, row in ROWS.items() if family_of(row) in families]
+    # A copy: another thread may declare operators meanwhile.
+    keys = [key for key, row in ROWS.copy().items() if family_of(row) in families]
     found = frozenset(overload for key in keys for overload in overloads(key))
     if level == "dispatch":
         return found

@@ -27,15 +27,32 @@ class Table(dict[str, Op]):
 
     version = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._offered: dict[str, Op] = {}  # what packs declare, also while a row of the program is in its place
+
     def declare(self, key: str, row: Op) -> None:
         """Put a row in. The rows of torch's operators come in here, and those of `register_op`."""
         self[key] = row
         self._changed()
 
+    def offer(self, key: str, row: Op) -> None:
+        """Put a row of a pack in. It gives way to a row that the program has declared, or declares later."""
+        self._offered[key] = row
+        if key not in self:
+            self.declare(key, row)
+
+    def gives_way(self, key: str) -> bool:
+        """Whether the program may declare this row: there is none, or only that of a pack."""
+        return self.get(key) is self._offered.get(key)
+
     def withdraw(self, key: str, row: Op) -> None:
-        """Take a row out, if it is still there."""
+        """Take a row out, if it is still there. The row of a pack in whose place it was comes back."""
         if self.get(key) is row:
-            del self[key]
+            if key in self._offered:
+                self[key] = self._offered[key]
+            else:
+                del self[key]
             self._changed()
 
     def _changed(self) -> None:
