@@ -153,7 +153,7 @@ def test_a_formula_that_cannot_tell_says_so_without_a_warning() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_pack_imports_torch_and_this_package_only(path: Path) -> None:
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

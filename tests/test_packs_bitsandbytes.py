@@ -64,7 +64,7 @@ def loaded(folder: Path, **config: Any) -> Any:
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **quantised).eval()
 
 
-def records(run: Callable[[], Any], engine: str = "auto") -> tuple[Any, list[CallRecord]]:
+def records(run: Callable[[], Any], engine: Any = "auto") -> tuple[Any, list[CallRecord]]:
     """What a program returns, and its calls."""
     with intercept(recorder := hooks.Recorder(), engine=engine):
         returned = run()
@@ -140,10 +140,9 @@ def test_the_values_of_4_bits_in_the_layout_for_avx512_are_right() -> None:
     packed, state = functional._convert_weight_packed_for_cpu(packed, state)
     library = torch.library.Library("bitsandbytes", "IMPL")
     seen: list[Any] = []
-    try:  # only a CPU with bfloat16 in AVX-512 has the kernel
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("bitsandbytes::gemv_4bit", "CPU"):
+        # Only a CPU with bfloat16 in AVX-512 has the kernel.
         library.impl("gemv_4bit", lambda a, b, shape, *_: a.new_zeros(*a.shape[:-1], shape[0]), "CPU")
-    except RuntimeError:
-        pass
     with intercept(lambda call: seen.append(call.rhs)):
         torch.ops.bitsandbytes.gemv_4bit(x, packed, list(state.shape), state.absmax, state.code, state.blocksize)
     library._destroy()
@@ -151,7 +150,7 @@ def test_the_values_of_4_bits_in_the_layout_for_avx512_are_right() -> None:
 
 
 @engines
-def test_int8_has_the_output_that_it_writes(engine: str) -> None:
+def test_int8_has_the_output_that_it_writes(engine: Any) -> None:
     a, b = (torch.randint(-127, 127, shape, dtype=torch.int8) for shape in ((2, 3), (4, 3)))
     out = torch.empty(2, 4, dtype=torch.int32)
     seen: list[Any] = []
@@ -200,3 +199,13 @@ def test_training_with_lora_links_backward_calls(config: str, engine: str, saved
 
     assert links(found) == links(wanted)
     assert all(module == forward is not None for module, forward in links(found))
+
+
+@pytest.mark.xfail(reason="backward dequantises the weight anew, so that no address tells the operand", strict=True)
+def test_the_gradients_of_frozen_layers_are_those_of_their_input(saved: Path) -> None:
+    model = adapted(saved, **FOUR_BITS)
+    _, found = records(lambda: trained(model))
+    backward = [call for call in found if call.phase == "backward" and call.forward is not None]
+    layers = [call for call in backward if found[call.forward].op == "bitsandbytes::gemm_4bit"]  # type: ignore[index]
+    assert len(layers) == 14
+    assert [call.grad_of for call in layers] == ["lhs"] * 14

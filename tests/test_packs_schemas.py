@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -741,7 +740,7 @@ def loaded() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_call_has_roles_shape_flops_and_output(case: Case, engine: str) -> None:
+def test_a_call_has_roles_shape_flops_and_output(case: Case, engine: Any) -> None:
     func = operator(case)
     args = [tensor(value) for value in case.args]
     given = dict(zip((argument.name for argument in func.default._schema.arguments), args, strict=False))
@@ -759,7 +758,7 @@ def test_a_call_has_roles_shape_flops_and_output(case: Case, engine: str) -> Non
     for role, operand in zip(case.roles.split(), operands, strict=True):
         expected = given.get(role)
         expected = expected[0] if isinstance(expected, list) else expected
-        assert operand is expected or torch.equal(operand, expected), role
+        assert operand is expected or (expected is not None and torch.equal(operand, expected)), role
     assert (gemm and gemm[:4]) == case.gemm
     assert flops == (2 * math.prod(case.gemm) if case.gemm else case.flops)
     assert len(scales) == case.scales
@@ -776,7 +775,7 @@ VOID = [case for case in CASES if case.schema.endswith("-> ()")]
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", VOID, ids=lambda case: case.name)
-def test_a_hook_can_change_what_an_operator_writes(case: Case, engine: str) -> None:
+def test_a_hook_can_change_what_an_operator_writes(case: Case, engine: Any) -> None:
     func = operator(case)
     args = [tensor(value) for value in case.args]
     given = dict(zip((argument.name for argument in func.default._schema.arguments), args, strict=False))
@@ -791,3 +790,42 @@ def test_a_hook_can_change_what_an_operator_writes(case: Case, engine: str) -> N
         assert func(*args) is None
     assert torch.equal(written, -result(case.output))
     assert all(torch.equal(value, torch.ones_like(value)) for value in others)
+
+
+RETURNS = [case for case in CASES if not case.schema.endswith("-> ()") and not isinstance(case.args[0], list)]
+WRITES = {
+    "_moe_C::moe_wna16_gemm",
+    "_moe_C::moe_wna16_marlin_gemm",
+    "_vllm_fa2_C::varlen_fwd",
+    "flash_attn::_flash_attn_backward",
+    "sgl_kernel::gptq_marlin_gemm",
+    "sgl_kernel::moe_wna16_marlin_gemm",
+}
+"""Operators that write to an argument, a workspace for example, and return something else."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=pytest.mark.xfail(
+                condition=case.name in WRITES,
+                reason="the result is copied into the first argument that the schema marks as written",
+                strict=True,
+            ),
+        )
+        for case in RETURNS
+    ],
+)
+def test_a_hook_that_replaces_an_operand_changes_no_tensor_of_the_program(case: Case) -> None:
+    class Double:
+        def pre(self, call: Any) -> Any:
+            return call.replace(lhs=call.operand("lhs") * 2)
+
+    args = [tensor(value) for value in case.args]
+    with intercept(Double()):
+        operator(case)(*args)
+    for value, given in zip(args, case.args, strict=True):
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, torch.ones(given))
