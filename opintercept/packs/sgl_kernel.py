@@ -11,7 +11,7 @@ import math
 from opintercept._ops.register import offer_op
 from opintercept.packs._formulas import attention, experts, linear, rows
 
-_NEVER = ("page_table", "cu_seqlens_k_new", "seqused_q", "seqused_k", "k_new", "q_v", "qv", "kv_batch_idx", "leftpad_k")
+_NEVER = ("page_table", "seqused_q", "seqused_k", "k_new", "q_v", "kv_batch_idx", "leftpad_k")
 
 for _name in ("sgl_kernel::int8_scaled_mm", "sgl_kernel::fp8_scaled_mm"):
     offer_op(_name, lhs="mat_a", rhs="mat_b", bias="bias", scales=("scales_a", "scales_b"))

@@ -1,7 +1,7 @@
 """vLLM: its CUDA and CPU kernels, and the operators that it defines in Python.
 
 The schemas are those of `csrc/libtorch_stable/torch_bindings.cpp` at commit 0135b6c, `csrc/torch_bindings.cpp` at
-00256d5, and `csrc/moe/torch_bindings.cpp` and `csrc/cpu/torch_bindings.cpp` of the same time, 0.11 and later.
+00256d5, and of `csrc/moe/torch_bindings.cpp`, `csrc/cpu/torch_bindings.cpp` and Python files of 0.11 and later.
 """
 
 from __future__ import annotations
@@ -153,9 +153,23 @@ offer_op(
     gemm=lambda a, c, **_: linear(a, c[-1]),
 )
 
-# Operators that vLLM defines in Python, around Triton and DeepGEMM.
-for _name in ("vllm::w8a8_block_fp8_matmul_deepgemm", "vllm::w8a8_triton_block_scaled_mm"):
-    offer_op(_name, lhs="A", rhs="B", scales=("As", "Bs"), layout="nk")
+# Operators that vLLM defines in Python, around Triton, DeepGEMM and FlashInfer.
+offer_op("vllm::w8a8_block_fp8_matmul_deepgemm", lhs="A", rhs="B", scales=("As", "Bs"), layout="nk")
+offer_op(
+    "vllm::w8a8_triton_block_scaled_mm_func",
+    lhs="qx",
+    rhs="weight",
+    scales=("x_scale", "weight_scale"),
+    layout="nk",
+)
+offer_op(
+    "vllm::flashinfer_mm_fp4",
+    lhs="A",
+    rhs="B",
+    scales=("A_scale", "B_scale", "g_scale"),
+    gemm=lambda A, B, **_: linear(A, B[1], 2 * A[-1]),
+)
+offer_op("vllm::bmm_fp8", lhs="A", rhs="B", scales=("A_scale", "B_scale"))
 for _name in ("vllm::inplace_fused_experts", "vllm::outplace_fused_experts"):
     offer_op(
         _name,

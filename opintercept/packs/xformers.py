@@ -10,7 +10,7 @@ from opintercept._ops.register import offer_op
 from opintercept.packs._formulas import attention
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqstart_q", "seqstart_k")
-_UNKNOWN = ("block_tables", "seqused_k", "seqlen_k")
+_UNKNOWN = ("block_tables", "seqused_k", "seqlen_k", "leftpad_k")
 
 for _name in (
     "xformers_flash::flash_fwd",
