@@ -419,10 +419,9 @@ def _in_place_of(
     output: Any,
 ) -> Any:
     """Copy what the operator wrote into the tensors that the program gave it, and return the output for the program."""
-    targets = spec.written(func, given_args, given_kwargs)
     if output is not None:
-        return written_back(targets, output)
-    written_back(targets, spec.result(func, args, kwargs))
+        return written_back(spec.returned(func, given_args, given_kwargs), output)
+    written_back(spec.written(func, given_args, given_kwargs), spec.result(func, args, kwargs))
     return None
 
 

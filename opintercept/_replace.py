@@ -49,21 +49,23 @@ def written_back(targets: list[Any], output: Any) -> Any:
     """Copy a result into the program's own tensors, after a hook has replaced those that the operator writes to.
 
     Args:
-        targets: The tensors that the program passed to be written to; with none, `output` stays as it is.
+        targets: For each output, the tensor that the program passed to be written to, or None if there is none.
         output: What the operator returned, or what it wrote to if it returns nothing.
 
     Returns:
         The output for the program.
     """
-    if not targets:
+    if all(target is None for target in targets):
         return output
     results = output if isinstance(output, (tuple, list)) else (output,)
-    for target, result in zip(targets, results, strict=False):
-        if is_tensor(result):
+    parts = list(results)
+    for place, (target, result) in enumerate(zip(targets, results, strict=False)):
+        if target is not None and is_tensor(result):
             if tuple(target.shape) != tuple(result.shape):
                 target.resize_(result.shape)
             copy_into(target, result)
-    return targets[0] if not isinstance(output, (tuple, list)) else type(output)(targets)
+            parts[place] = target
+    return parts[0] if not isinstance(output, (tuple, list)) else type(output)(parts)
 
 
 def check_gradients(gradients: tuple[Any, ...], replacement: Any) -> None:

@@ -24,6 +24,7 @@ class Spec:
 
     def __init__(self, written: Callable[..., list[Any]] = lambda func, args, kwargs: []) -> None:
         self.written = written
+        self.returned = written
 
     def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None

@@ -211,12 +211,32 @@ class Op:
             if out is None and short.endswith("_") and not short.endswith("__"):
                 out = args[0] if args else kwargs.get("input", kwargs.get("self"))
             return list(out) if isinstance(out, (list, tuple)) else [] if out is None else [out]
-        return [
-            args[position] if position < len(args) else kwargs[argument.name]
+        found = [
+            passed((position, argument.name), args, kwargs)
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None
-            and argument.alias_info.is_write
-            and (position < len(args) or argument.name in kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return [value for value in found if value is not None]
+
+    def returned(self, func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+        """Return, for each output of a call, the program's tensor that it is, or None for a tensor of its own.
+
+        An operator may write to an argument, such as a workspace, and return something else.
+        """
+        schema = getattr(func, "_schema", None)
+        if schema is None:
+            return self.written(func, args, kwargs)
+        written = {
+            name: passed((position, argument.name), args, kwargs)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for name in argument.alias_info.before_set
+        }
+        return [
+            next((written[name] for name in output.alias_info.before_set if name in written), None)
+            if output.alias_info is not None
+            else None
+            for output in schema.returns
         ]
 
 

@@ -40,6 +40,7 @@ class Link(NamedTuple):
         operands: The addresses of its arguments; 0 for arguments that are not tensors.
         sure: Whether autograd has recorded this call for certain, and not only an operator of its name.
         needed: Whether one of its operands needs a gradient. In a custom Function, which may have cast them, none may.
+        wanted: The positions of the arguments that need a gradient.
     """
 
     index: int  # type: ignore[assignment]
@@ -48,6 +49,7 @@ class Link(NamedTuple):
     operands: tuple[int, ...]
     sure: bool
     needed: bool
+    wanted: tuple[int, ...]
 
 
 class _ThreadLinks:
@@ -132,11 +134,14 @@ class Links:
                     call.place = self._place(call.phase)
                 return
             function = custom_function()
-        operands = []
+        operands: list[int] = []
+        wanted: list[int] = []
         needed = False
         for value in call.args:
             if isinstance(value, torch.Tensor):
-                needed = needed or value.requires_grad
+                if value.requires_grad:
+                    needed = True
+                    wanted.append(len(operands))
                 operands.append(address(value))
             else:
                 operands.append(0)
@@ -171,7 +176,8 @@ class Links:
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, so that the garbage collector need not visit it.
-        links[number] = Link(call.index, call.op, self._round, tuple(operands), needed or function is not None, needed)
+        sure = needed or function is not None
+        links[number] = Link(call.index, call.op, self._round, tuple(operands), sure, needed, tuple(wanted))
         if call.place is not None:
             mine.places[number] = call.place
         elif (behind := self.find()) is not None:
@@ -241,7 +247,9 @@ def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
     used = {address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
     if (lhs in used) == (rhs in used):
-        return None, False
+        # A custom Function may multiply with a copy of an operand, such as a weight that it dequantises again.
+        wanted = [role for role in ("lhs", "rhs") if roles[role][0] in link.wanted]
+        return (wanted[0] if len(wanted) == 1 and lhs not in used else None), False
     left = call.operand("lhs")
     on_the_left = left is not None and address(left) in (lhs, rhs)
     if lhs not in used:
