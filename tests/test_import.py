@@ -31,7 +31,7 @@ LAYERS = (
     {"_record.py", "_with_statement.py", "cli/__init__.py"},
     {"_ops/op.py"},
     {"_call.py", "_ops/shapes.py"},
-    {"_hook.py"},
+    {"_hook.py", "_ops/convolutions.py"},
     {"_replace.py", "_ops/table.py"},
     {"_pipeline.py", "_ops/register.py", "_ops/select.py", "_origin/autocast.py", "_origin/compiled_graphs.py"},
     {"packs/_formulas.py"},

@@ -39,11 +39,13 @@ class GemmRule:
         shape: Computes the product's shape from the arguments of a call; returns None if it is not a single product.
         summed: The dimensions of a matrix in lhs and in rhs over which the product sums; None if they vary.
         in_list: Whether the operands may come in one list instead of one by one.
+        sharing: Computes what `Op.sharing` returns, if it does not follow from `summed`.
     """
 
     shape: Callable[[Op, Args, Kwargs], Gemm | None]
     summed: tuple[int, int] | None = None
     in_list: bool = False
+    sharing: Callable[[Op, str, Args, Kwargs], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +142,17 @@ class Op:
         if self.gemm_rule is None or self.gemm_rule.summed is None:
             return None
         return self.gemm_rule.summed[0 if role == "lhs" else 1]
+
+    def sharing(self, role: str, args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:
+        """Return the dimensions of an operand over which a scale must be the same to factor out of the product.
+
+        All other dimensions may have a scale for each element. None if there is no such product.
+        """
+        rule, tensor = self.gemm_rule, self.operand(role, args, kwargs)
+        if rule is not None and rule.sharing is not None:
+            return rule.sharing(self, role, args, kwargs)
+        dim = self.summed(role)
+        return None if dim is None or tensor is None else (dim if tensor.dim() > 1 else -1,)
 
     def gemm(self, args: Args, kwargs: Kwargs) -> Gemm | None:
         """Return the shape of the matrix product, or None if a call is not a single product."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from opintercept._ops import shapes
+from opintercept._ops import convolutions, shapes
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
 from opintercept._record import forget_summaries
 
@@ -324,6 +324,8 @@ HIGHER_ORDER = frozenset(
 )
 for _name in HIGHER_ORDER:
     ROWS[f"higher_order::{_name}"] = Op(f"higher_order::{_name}", "fused", "seen", opaque=True)
+for _row in convolutions.ROWS:
+    ROWS.declare(_row.name, replace(_row, name=_row.name.partition(".")[0]))
 NOT_MATMUL: dict[str, str] = {
     name if "::" in name else f"aten::{name}": reason
     for reason, names in {
