@@ -6,6 +6,7 @@ Invariant: a record holds no tensor. Must not import torch: the pipeline is test
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, SimpleNamespace
@@ -79,6 +80,17 @@ class Summary:
     flops: int | None = field(metadata=shared(lambda call: call.flops))
     bytes: int | None = field(metadata=shared(lambda call: call.bytes))
     opaque: bool = field(metadata=shared(lambda call: call.opaque))
+
+    @property
+    def terms(self) -> int | None:
+        """How many products of an element of lhs and one of rhs each element of the output sums; None if unknown."""
+        output = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
+        # The operands of a backward operator are those of the forward one, and it multiplies the gradient. In a
+        # transposed convolution, the product is summed again where kernels overlap; in addbmm, over the batch.
+        if self.gemm is None or not isinstance(output, TensorMeta) or self.op.endswith("_backward"):
+            return None
+        batch, m, n, k = self.gemm[:4]
+        return k if math.prod(output.shape) == batch * m * n else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from opintercept import OpCall, intercept
 from opintercept._hook import Level
-from opintercept._ops import table
+from opintercept._ops import convolutions, table
 from opintercept._ops.select import of_families, select, split
 from opintercept._ops.shapes import broadcast
 
@@ -30,8 +30,13 @@ NOT_IN_IT = {  # in torch 2.11 or 2.15 only
     "aten::_cudnn_attention_forward_no_dropout_inplace",
     "aten::_scaled_addmm",
     "aten::_scaled_addmm_",
+    "prepacked::conv2d_clamp_prepack",
+    "prepacked::conv2d_clamp_run",
+    "prepacked::conv2d_transpose_clamp_prepack",
+    "prepacked::conv2d_transpose_clamp_run",
     "prepacked::linear_clamp_prepack",
     "prepacked::linear_clamp_run",
+    "prepacked::unpack_prepacked_sizes_conv2d",
     "prepacked::unpack_prepacked_sizes_linear",
 }
 
@@ -41,6 +46,8 @@ LOOKS_LIKE_A_MATMUL = re.compile(
     r"|tensordot|(^|_)inner(?!_tensor)|matrix_power|cdist|euclid|pinv|matrix_exp|outer|kron|(^|_)ger|addr|cov$"
     r"|corrcoef|sdp|transformer|multi_?head|flash|contract|spm[mv]"
 )
+
+LOOKS_LIKE_A_CONVOLUTION = re.compile(r"[Cc]onv(?!er[st])")
 
 # Packets whose default overload is composite although another overload does the work.
 WORKS_IN_A_SIBLING = {"aten::linalg_pinv": "atol_rtol_tensor", "aten::sspaddmm": "out"}
@@ -66,10 +73,14 @@ def registry() -> list[str]:
 
 
 def unlisted(overload_names: Iterable[str]) -> set[str]:
-    """The packets that look like a matmul and are in neither list."""
+    """The packets that look like a matmul or a convolution and are in no list."""
     packets = {name.partition(".")[0] for name in overload_names}
-    found = {packet for packet in packets if LOOKS_LIKE_A_MATMUL.search(packet.partition("::")[2])}
-    return found - table.ROWS.keys() - table.NOT_MATMUL.keys()
+    names = {packet: packet.partition("::")[2] for packet in packets}
+    matmuls = {packet for packet, name in names.items() if LOOKS_LIKE_A_MATMUL.search(name)}
+    convolved = {packet for packet, name in names.items() if LOOKS_LIKE_A_CONVOLUTION.search(name)}
+    matmuls -= table.NOT_MATMUL.keys()
+    convolved -= convolutions.NOT_CONVOLUTION.keys()
+    return (matmuls | convolved) - table.ROWS.keys()
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:
@@ -109,28 +120,43 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def test_every_operator_that_looks_like_a_matmul_is_listed(registry: list[str]) -> None:
+def test_every_operator_that_looks_like_a_matmul_or_a_convolution_is_listed(registry: list[str]) -> None:
     assert unlisted(registry) == set()
 
 
 def test_the_check_of_the_registry_finds_unlisted_operators(registry: list[str]) -> None:
     fakes = ["aten::_fused_mm_bias", "vendor::linear_fp4.out", "vendor::FlashAttention", "vendor::gemv_int8"]
+    fakes += ["aten::conv4d", "vendor::Conv2dBias.out", "vendor::fp8_deconvolution"]
     assert unlisted([*registry, *fakes]) == {name.partition(".")[0] for name in fakes}
     assert len(registry) > 1000
 
 
-def test_the_check_of_the_registry_ignores_names_that_only_sound_like_a_matmul() -> None:
-    assert unlisted(["aten::digamma", "aten::swapdims", "aten::histogramdd", "aten::_dimV", "aten::dott"]) == set()
+def test_the_check_of_the_registry_ignores_names_that_only_sound_alike() -> None:
+    assert (
+        unlisted(
+            [
+                "aten::_convert_weight",
+                "prims::conversion",
+                "aten::digamma",
+                "aten::swapdims",
+                "aten::histogramdd",
+                "aten::_dimV",
+                "aten::dott",
+            ]
+        )
+        == set()
+    )
 
 
 def test_the_lists_are_disjoint() -> None:
-    assert table.ROWS.keys() & table.NOT_MATMUL.keys() == set()
+    lists = [table.ROWS, table.NOT_MATMUL, convolutions.NOT_CONVOLUTION]
+    assert len(set().union(*lists)) == sum(map(len, lists))
 
 
 @pytest.mark.skipif(not TABLED_VERSION, reason="the lists are those of torch 2.13")
 def test_everything_listed_exists(registry: list[str]) -> None:
     packets = {name.partition(".")[0] for name in registry}
-    missing = {*table.OWN, *table.NOT_MATMUL} - packets
+    missing = {*table.ROWS, *table.NOT_MATMUL, *convolutions.NOT_CONVOLUTION} - packets - set(registry)
     # Python modules of torch register these when they are imported.
     registered_later = ("symm_mem::fused_", "onnx::", "higher_order::")
     assert {name for name in missing if not name.startswith(registered_later)} == NOT_IN_IT

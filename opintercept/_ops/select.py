@@ -104,6 +104,7 @@ _PARTS = {
     "fused": "'mm' and 'addmm', or 'mkldnn_rnn_layer' and '_cudnn_rnn' for a fused LSTM",
     "sparse": "'_sparse_addmm' and 'addmm'",
     "low precision": "its namespace's operators",
+    "convolution": "'convolution' and 'convolution_backward'",
     "other": "what ops='all' shows of it",
 }
 
@@ -114,7 +115,7 @@ def parts(row: Op) -> str:
 
 
 def why_never(
-    name: str, level: Literal["function", "dispatch"], keys: Collection[Any] | None, family: bool
+    name: str, level: Literal["function", "dispatch"], keys: Collection[Any] | None, families: tuple[str, ...]
 ) -> str | None:
     """Return why no watched call can have this name and what to write instead, or None if one can.
 
@@ -122,14 +123,14 @@ def why_never(
         name: An operator's name, with or without its namespace, as in `hooks.when`.
         level: The level of the calls.
         keys: What the engine watches: names of overloads, or functions; None for everything.
-        family: Whether `keys` is the whole family. Then operators that only other builds of torch have count as
-            watched, so that one test serves all devices.
+        families: The families that are whole in `keys`. Their operators that only other builds of torch have count
+            as watched, so that one test serves all devices.
     """
     names = None if keys is None else {row_of(key).name for key in keys}
     known = {_short(full) for full in (ROWS if names is None else names)}
     if names is not None:
-        if family and level == "dispatch":
-            names.update(row.name for row in ROWS.values() if row.kind == "leaf")
+        if families and level == "dispatch":
+            names.update(row.name for row in ROWS.values() if row.kind == "leaf" and family_of(row) in families)
             # Leaves out "linear", which means torch's own and not `quantized::linear`.
             apart = {_short(row.name) for row in ROWS.values() if row.kind == "composite"}
             known = {_short(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}

@@ -74,7 +74,7 @@ class Watch:
         filters = {"module": chosen.module, "phase": chosen.phase, "steps": chosen.steps}
         if any(value is not None for value in filters.values()):
             watching = [hooks.when(hook, **filters) for hook in watching]
-        ops = chosen.ops if chosen.ops in ("matmul", "all") else chosen.ops.split(",")
+        ops = "all" if chosen.ops == "all" else chosen.ops.split(",")
         sees_all = choose(ops, chosen.level, chosen.engine, "current").every_thread
         return intercept(
             watching,

@@ -51,7 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", metavar="N", type=count, default=20, help="rows of each table (default 20)")
     parser.add_argument("-q", "--quiet", action="store_true", help="show neither progress nor tables")
     parser.add_argument(
-        "--ops", default="matmul", help="matmul, all, or names separated by commas: mm,bmm (default matmul)"
+        "--ops",
+        default="matmul,convolution",
+        help="all, or families and operators separated by commas: matmul,conv_tbc (default matmul,convolution)",
     )
     parser.add_argument(
         "--level",

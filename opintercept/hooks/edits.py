@@ -17,6 +17,7 @@ from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError
 from opintercept._hook import Read
+from opintercept._ops.table import row_of
 from opintercept._record import Phase
 from opintercept._tensors import describe, dtype_name, is_strided
 from opintercept.hooks._copyable import Copyable
@@ -105,7 +106,8 @@ class FakeQuantize(_Edit):
         of: One or more of `"lhs"`, `"rhs"`, `"bias"` and `"output"`.
         per: `"tensor"` uses one scale. `"channel"` uses one for each row of the lhs and each column of the rhs, in
             each batch, since these scales factor out of a product (Dettmers et al. 2022, arXiv:2208.07339, section
-            3.1); it does not work for bias and output.
+            3.1); it does not work for bias and output. Of a convolution, whose patches overlap, it uses one for each
+            sample of the input and each output channel of the weight.
         symmetric: For int8, True uses `scale = amax / 127`, zero at 0 and values from -127 to 127 (Wu et al. 2020,
             arXiv:2004.09602, section 3.1.2). False is affine: `scale = (max - min) / 255` with a zero point and
             values from -128 to 127, where the range is widened to contain 0 (Jacob et al. 2017, arXiv:1712.05877,
@@ -117,7 +119,7 @@ class FakeQuantize(_Edit):
         ValueError: The dtype or a choice is unknown, bias or output is rounded per channel, or a float8 is affine.
 
     A call raises `OpInterceptError` if an operand is not a dense tensor of float16, bfloat16, float32 or float64, or
-    if it is not known which dimension the product sums over.
+    if it is not known which dimensions the product sums over, as in the backward pass of a convolution.
 
     Example:
         >>> import torch
@@ -164,13 +166,13 @@ class FakeQuantize(_Edit):
         """The dimensions that share a scale."""
         if self.per == "tensor":
             return tuple(range(tensor.dim()))
-        dim = call.summed(role)
-        if dim is None:
+        dims = row_of(call.func).sharing(role, call.args, call.kwargs)
+        if dims is None:
             raise OpInterceptError(
-                f"per='channel' needs an operator that sums over one dimension of each operand, got {call.op}; leave "
-                "it out with hooks.when(op=...)"
+                f"per='channel' needs an operator whose channels are known, got {call.op}; leave it out with "
+                "hooks.when(op=...) or, in a backward pass, hooks.when(phase='forward')"
             )
-        return (dim if tensor.dim() > 1 else -1,)
+        return dims
 
     def _scaled(self, wide: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
         largest = 127.0 if self.dtype == torch.int8 else torch.finfo(self.dtype).max

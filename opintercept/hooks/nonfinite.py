@@ -163,16 +163,16 @@ class Finding:
 
     def _bound(self) -> str | None:
         """How large the sums of products could become: k times the largest magnitudes."""
-        gemm, output = self.record.gemm, self.record.output
+        terms, output = self.record.terms, self.record.output
         lhs, rhs = self.operands.get("lhs"), self.operands.get("rhs")
-        if self.kind != "made" or gemm is None or lhs is None or rhs is None or output is None:
+        if self.kind != "made" or terms is None or lhs is None or rhs is None or output is None:
             return None
         if not (lhs.finite and rhs.finite):
             return None
         dtype = getattr(torch, (output[0] if isinstance(output, tuple) else output).dtype)  # type: ignore[union-attr]
         left, right = (max(abs(extent.min), abs(extent.max)) for extent in (lhs, rhs))
         return (
-            f"largest possible sum of products: {gemm.k} x {left:.4g} x {right:.4g} = {gemm.k * left * right:.4g}; "
+            f"largest possible sum of products: {terms} x {left:.4g} x {right:.4g} = {terms * left * right:.4g}; "
             f"{self.record.output and str(dtype).removeprefix('torch.')} holds {torch.finfo(dtype).max:.4g}"
         )
 

@@ -12,10 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from opintercept._call import OpCall
+from opintercept._ops.table import row_of
 from opintercept._tensors import dtype_name
 from opintercept._text import aligned, write_csv
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
+from opintercept.hooks._values import convolution_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class ProfileRow:
         autocast: The dtype that autocast ran the calls in, or None.
         precision: How torch may round float32 operands and sums: `torch.get_float32_matmul_precision()`, or the
             `fp32_precision` of the device's backend if the program has set that; on CUDA also the flags for
-            reduced-precision reductions that are on.
+            reduced-precision reductions that are on. Of a convolution, the `conv.fp32_precision` of the backend.
         calls: How many calls.
         flops: Their floating-point operations; None if there is no formula for the operator.
         bytes: Bytes of their operands and outputs; None if a layout has no plain size.
@@ -124,7 +126,7 @@ class Profile(Copyable):
             ", ".join(dict.fromkeys(meta.dtype for meta in (summary.lhs, summary.rhs) if meta is not None)),
             call.phase,
             None if autocast is None else dtype_name(autocast),
-            _precision(call.operand("lhs")),
+            _precision(call),
         )
         started = self._started.take(call)
         if started is None:
@@ -270,7 +272,10 @@ class Profile(Copyable):
         return aligned(table, left=5)
 
 
-def _precision(lhs: torch.Tensor | None) -> str:
+def _precision(call: OpCall) -> str:
+    lhs = call.operand("lhs")
+    if lhs is not None and row_of(call.func).family == "convolution":
+        return convolution_precision(lhs.device)
     try:
         words = [torch.get_float32_matmul_precision()]
     except RuntimeError:  # the program has set the fp32_precision of a backend

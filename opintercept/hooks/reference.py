@@ -22,7 +22,7 @@ from opintercept._text import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._values import in_graph_capture, in_memory, without_graph
+from opintercept.hooks._values import convolution_precision, in_graph_capture, in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
@@ -30,6 +30,8 @@ PIECE = 1 << 20
 """How many elements are compared at a time: 8 MiB of float64."""
 
 _TABLE_ROWS = 20
+
+_GENERIC = ("gemm", "sparse", "convolution")
 
 _EXPONENT = 0x7FF0000000000000  # the exponent bits of a float64
 
@@ -88,7 +90,7 @@ class Reference(Copyable):
     stay the same, and no random number is drawn.
 
     In-place and `out=` forms, complex and sparse operands, grouped products, scaled products (per tensor and per
-    row) and attention have a reference, forward and backward. `skipped` counts calls without one, by reason: integers,
+    row), convolutions and attention have a reference, forward and backward. `skipped` counts calls without one, by reason: integers,
     dropout, RNN layers, packed and quantised weights, block scales, and operators that torch lacks for the dtype.
 
     Reference copies the operands to the higher precision, waits for the device at each call, and keeps a row for each
@@ -241,7 +243,7 @@ class Reference(Copyable):
             raise _NoReference(f"already {dtype_name(operands[0].dtype)}")
         if not all(map(in_memory, (*call.tensors.values(), *_tensors((call.output,))))):
             raise _NoReference("its operands have no values: their memory was freed, or they wrap other tensors")
-        if self.dtype == torch.float32 and _rounds_float32(self.device or operands[0].device):
+        if self.dtype == torch.float32 and _rounds_float32(call, self.device or operands[0].device):
             raise _NoReference("torch may round float32 operands; see torch.set_float32_matmul_precision")
         if any(map(in_graph_capture, operands)):
             raise _NoReference("a CUDA graph is being captured, so no value can be read")
@@ -378,8 +380,10 @@ class Reference(Copyable):
         return "\n".join(lines)
 
 
-def _rounds_float32(device: torch.device) -> bool:
+def _rounds_float32(call: OpCall, device: torch.device) -> bool:
     """Whether torch may round the operands of a float32 product to fewer bits."""
+    if row_of(call.func).family == "convolution":
+        return convolution_precision(device) != "highest"
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # the program has set precisions that this function has no name for
@@ -480,7 +484,7 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 def _is_generic(call: OpCall) -> bool:
     """Whether the operator itself can compute the reference from operands of higher precision."""
-    return row_of(call.func).family in ("gemm", "sparse") and call.op.rpartition("::")[0] in ("aten", "")
+    return row_of(call.func).family in _GENERIC and call.op.rpartition("::")[0] in ("aten", "")
 
 
 def _functional(call: OpCall) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -111,18 +111,18 @@ def _eps(dtype: str) -> float:
 
 def _expected(call: StoredCall, dtype: str) -> str:
     """How large an error rounding alone explains, in words."""
-    gemm, eps = call.record.gemm, _eps(dtype)
-    if gemm is None or not gemm.k or not eps:
+    terms, eps = call.record.terms, _eps(dtype)
+    if not terms or not eps:
         return "0 and a cosine of 1 mean equality"
     lhs, rhs, output = (call.values.get(role) for role in ("lhs", "rhs", "output"))
     if not (lhs and rhs and output and lhs.rms and rhs.rms and output.rms):
         return f"rounding to {dtype} explains a cosine that differs from 1 by up to about {eps:.0e}"
     # Operands are rounded before the sum, in which their errors partly cancel. Partial sums are rounded to float32 or
     # better, and the output at the end.
-    sums = 4 * (eps * math.sqrt(gemm.k) + min(eps, _eps("float32")) * gemm.k)
+    sums = 4 * (eps * math.sqrt(terms) + min(eps, _eps("float32")) * terms)
     bound = sums * lhs.rms * rhs.rms + eps * max(abs(output.min or 0.0), abs(output.max or 0.0))
     return (
-        f"rounding to {dtype} explains an absolute error up to about {bound:.1e}, in sums of {gemm.k} products; "
+        f"rounding to {dtype} explains an absolute error up to about {bound:.1e}, in sums of {terms} products; "
         "if these nearly cancel, the relative error and the ulp are large even so"
     )
 

@@ -20,7 +20,7 @@ from opintercept._checks import check_count
 from opintercept._engines.choose import EngineChoice
 from opintercept._hook import Hook, Level
 from opintercept._intercept import Interceptor, intercept
-from opintercept._ops.select import why_never
+from opintercept._ops.select import split, why_never
 from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
 from opintercept._text import aligned
@@ -365,12 +365,11 @@ def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None
         interceptor.register(finite_hook())
     for hook in others if isinstance(others, Iterable) else [others]:
         interceptor.register(hook)
-    ops = options.get("ops", "matmul")
     refuse = partial(
         why_never,
         level=options.get("level", "dispatch"),
         keys=interceptor.watcher.keys,
-        family=isinstance(ops, str) and ops == "matmul",
+        families=split(interceptor.watcher.ops)[0],
     )
     return interceptor, OpCalls(recorder, recorder.finite, options, snapshots, refuse=refuse)
 
