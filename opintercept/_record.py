@@ -13,7 +13,7 @@ from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from opintercept._origin.place import Place
-from opintercept._tensors import TensorMeta, dtype_name, tensors_in
+from opintercept._tensors import TensorMeta, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,10 @@ def _func(call: OpCall) -> str:
 
 
 def _output(call: OpCall) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
-    outputs = [TensorMeta.of(t) for t in tensors_in(call.output)]
+    values = call.output if isinstance(call.output, (list, tuple)) else (call.output,)
+    outputs = [TensorMeta.of(value) for value in values]
+    while outputs and outputs[-1] is None:
+        outputs.pop()  # the others keep their places: of a gradient that nobody needs, the place is empty
     return outputs[0] if len(outputs) == 1 else tuple(outputs) or None
 
 

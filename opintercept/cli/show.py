@@ -23,7 +23,7 @@ from opintercept._text import amount, counted, csv_cell, duration, printable
 from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, steps
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
-from opintercept.runs.codec import StoredCall, is_output
+from opintercept.runs.codec import StoredCall, Values, is_output
 from opintercept.runs.store import Run, RunInfo, open_run
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source")
@@ -134,7 +134,7 @@ class _Sum:
         self.max: float | None = None
 
     def add(self, call: StoredCall) -> None:
-        record, output = call.record, call.values.get("output")
+        record, output = call.record, _first_output(call)
         self.calls += 1
         if record.flops is not None:
             self.flops += record.flops
@@ -264,6 +264,10 @@ def _key(call: StoredCall, name: str) -> Any:
     return value[:_LONGEST] if isinstance(value, str) else value
 
 
+def _first_output(call: StoredCall) -> Values | None:
+    return next((values for role, values in call.values.items() if is_output(role)), None)
+
+
 def _shape(record: CallRecord) -> str:
     if record.gemm is not None:
         return str(record.gemm)
@@ -362,7 +366,7 @@ def _write_json(head: Row, name: str, rows: Iterable[Row]) -> None:
 
 
 def _call_row(call: StoredCall) -> Row:
-    record, output = call.record, call.values.get("output")
+    record, output = call.record, _first_output(call)
     values = {} if output is None else output.as_dict()
     return {
         "rank": call.rank,

@@ -246,12 +246,14 @@ def leaves_out_captured(tensor: torch.Tensor, hook: object) -> bool:
 
 
 def first_output(output: Any) -> Any:
-    """The output, or the first of several: an attention's result, not its log-sum-exp."""
-    return output[0] if isinstance(output, (tuple, list)) and output else output
+    """The output, or the first tensor of several: an attention's result, not its log-sum-exp."""
+    if not isinstance(output, (tuple, list)):
+        return output
+    return next((each for each in output if isinstance(each, torch.Tensor)), output)
 
 
 def convolution_precision(device: torch.device) -> str:
-    """How torch may round the float32 operands of convolutions: `"highest"`, which is not at all, `"tf32"` or `"bf16"`."""
+    """How torch may round the float32 operands of convolutions: `"tf32"`, `"bf16"`, or `"highest"` for not at all."""
     backend: Any = torch.backends.cudnn if device.type == "cuda" else torch.backends.mkldnn
     precision: str = backend.conv.fp32_precision
     return "highest" if precision in ("ieee", "none") else precision

@@ -59,7 +59,7 @@ class _Edit(Copyable):
         if "output" not in self.of or not isinstance(first, torch.Tensor) or not in_memory(first):
             return None
         edited = self.edited(first, "output", call)
-        return edited if first is output else type(output)((edited, *output[1:]))
+        return edited if first is output else type(output)([edited if each is first else each for each in output])
 
     def edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
         """Return the tensor to use instead."""

@@ -90,8 +90,9 @@ class Reference(Copyable):
     stay the same, and no random number is drawn.
 
     In-place and `out=` forms, complex and sparse operands, grouped products, scaled products (per tensor and per
-    row), convolutions and attention have a reference, forward and backward. `skipped` counts calls without one, by reason: integers,
-    dropout, RNN layers, packed and quantised weights, block scales, and operators that torch lacks for the dtype.
+    row), convolutions and attention have a reference, forward and backward. `skipped` counts calls without one, by
+    reason: integers, dropout, RNN layers, packed and quantised weights, block scales, and operators that torch lacks
+    for the dtype.
 
     Reference copies the operands to the higher precision, waits for the device at each call, and keeps a row for each
     call. Choose calls with `when`. It measures the changes of an earlier hook too.

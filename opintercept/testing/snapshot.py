@@ -75,7 +75,8 @@ class Snapshots:
 
 def _entry(record: CallRecord) -> Entry:
     """Return what is the same on every machine: no device, strides, line or time."""
-    output = record.output[0] if isinstance(record.output, tuple) else record.output
+    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
+    output = next((meta for meta in outputs if meta is not None), None)
     operands = {
         role: None if t is None else f"{t.dtype}{list(t.shape)}"
         for role, t in (("lhs", record.lhs), ("rhs", record.rhs), ("output", output))
