@@ -80,8 +80,9 @@ class _Signature:
         sizes, (wants_input, wants_weight) = self._sizes(op, args, kwargs), self._mask(args, kwargs)
         if sizes is None or wants_input == wants_weight:
             return None
-        if wants_weight:
-            return _gemm(op, args, kwargs, sizes, (sizes.columns, sizes.sum, sizes.rows))
+        if wants_weight:  # which is laid out by channels of the output, or of the input if transposed
+            m, n = (sizes.sum, sizes.columns) if sizes.transposed else (sizes.columns, sizes.sum)
+            return _gemm(op, args, kwargs, sizes, (m, n, sizes.rows))
         return _gemm(op, args, kwargs, sizes, (sizes.rows, sizes.sum, sizes.columns))
 
     def backward_flops(self, op: Op, args: Args, kwargs: Kwargs) -> int | None:

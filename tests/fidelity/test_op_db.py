@@ -48,7 +48,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Operators that run a matmul, forward or backward. They are tested in DTYPES, strided, in place and with out= too.
+# Operators that run a matmul or a convolution. They are tested in DTYPES, strided, in place and with out= too.
 MULTIPLIES = _names(
     """
     __rmatmul__ addbmm addmm addmm.decomposed addmv addr baddbmm bmm bmm.triton_optimized cdist cholesky
@@ -68,6 +68,12 @@ if TORCH >= (2, 15):
     # Its samples of cdist are too small for a product, and these operators are new to the database.
     MULTIPLIES -= _names("cdist")
     MULTIPLIES |= _names("linalg.matrix_sqrth linalg.polar torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
+CONVOLVES = _names(
+    """
+    nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d nn.functional.conv_transpose1d
+    nn.functional.conv_transpose2d nn.functional.conv_transpose3d
+    """
+)
 DTYPES = (torch.float64, torch.bfloat16, torch.complex64)
 SAMPLES = 8
 
@@ -108,6 +114,11 @@ class Case:
     def name(self) -> str:
         return str(self.op.full_name)
 
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The families to watch."""
+        return ("matmul", "convolution") if self.name in CONVOLVES else ("matmul",)
+
     def __str__(self) -> str:
         return f"{self.name}-{str(self.dtype).removeprefix('torch.')}"
 
@@ -115,7 +126,7 @@ class Case:
 CASES = [
     Case(op, dtype)
     for op in _load()
-    for dtype in (torch.float32, *(DTYPES if op.full_name in MULTIPLIES else ()))
+    for dtype in (torch.float32, *(DTYPES if op.full_name in MULTIPLIES | CONVOLVES else ()))
     if op.supports_dtype(dtype, "cpu")
 ]
 
@@ -158,7 +169,7 @@ def _runs(case: Case) -> Iterator[Run]:
         for number, error in enumerate(op.error_inputs_func(op, "cpu")):
             # Some inputs are made with torch.empty, as the operator refuses them before it reads them.
             yield replace(run(f"error {number}", op, error.sample_input), written=False)
-    if case.name not in MULTIPLIES:
+    if case.name not in MULTIPLIES | CONVOLVES:
         return
     if op.inplace_variant is not None:
         for name, sample in _samples(case):
@@ -386,23 +397,23 @@ def bare(case: Case) -> dict[str, Found]:
 
 def test_kernel_engine_changes_nothing(case: Case, bare: dict[str, Found]) -> None:
     count = _Count()
-    interceptor = intercept(count)
+    interceptor = intercept(count, ops=case.ops)
     found = _observe(case, around=interceptor)  # not around each run: kernels take 2 ms to install and remove
     _fail_on(_differences(bare, found))
     watched = {name.partition(".")[0] for name in interceptor.watcher.keys or ()}
     expected = [name for run in found.values() for name in _outermost(run["operators"], watched)]
     assert count.seen == expected
     if case.dtype is torch.float32:
-        assert bool(expected) == (case.name in MULTIPLIES), "MULTIPLIES must list what multiplies"
+        assert bool(expected) == (case.name in MULTIPLIES | CONVOLVES), "MULTIPLIES must list what multiplies"
 
 
 def test_function_level_changes_nothing(case: Case, bare: dict[str, Found]) -> None:
-    interceptor = intercept(_Count(), level="function")
+    interceptor = intercept(_Count(), ops=case.ops, level="function")
     _fail_on(_differences(bare, _observe(case, lambda: interceptor)))
 
 
 def test_mode_engine_changes_what_an_empty_mode_changes(case: Case, bare: dict[str, Found]) -> None:
-    interceptor = intercept(_Count(), engine="mode")
+    interceptor = intercept(_Count(), ops=case.ops, engine="mode")
     found = _observe(case, lambda: interceptor)
     _fail_on(_differences(_observe(case, EMPTY["mode"]), found))
     # Under any dispatch mode autograd accumulates gradients out of place, and views come from other operators.
