@@ -48,8 +48,8 @@ def intercept(
 
     Args:
         hooks: One hook or an iterable of them. A plain callable `hook(call)` runs after each operator.
-        ops: `"matmul"` for the whole family, `"all"` for every operator, or one or more names (`"bmm"`,
-            `"aten::mm.out"`), `OpOverloadPacket`s or `OpOverload`s; at function level also functions of
+        ops: `"all"` for every operator, or one or more of: the families `"matmul"` and `"convolution"`, names
+            (`"bmm"`, `"aten::mm.out"`), `OpOverloadPacket`s, `OpOverload`s, and at function level functions of
             torch (`torch.bmm`).
         level: `"dispatch"` shows what runs, below autograd and autocast, forward and backward. `"function"` shows
             what the program calls, above autograd.

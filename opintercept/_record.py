@@ -26,6 +26,8 @@ Phase = Literal["forward", "backward", "recompute"]
 class Gemm(NamedTuple):
     """The matrix product behind a call: `batch` times `[m, k] @ [k, n]`.
 
+    Of a convolution, `batch` are its groups, and lhs has a row with the patch of the input for each position.
+
     `dtypes` and `transposes` are those of lhs and rhs. A transpose is true if, in the operand as the product reads it,
     neighbours in a column are neighbours in memory, and not those in a row.
     """

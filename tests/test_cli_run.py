@@ -18,6 +18,7 @@ import pytest
 from compiler import needs_compiler
 
 from opintercept import runs
+from opintercept._text import amount
 
 OURS = ("-m", "opintercept", "run")
 # What the console script does, whose own folder is sys.path[0].
@@ -381,6 +382,27 @@ def test_a_failing_operator_prints_the_traceback_of_a_plain_run(tmp_path: Path, 
     expected = ends(plain)
     assert "shapes cannot be multiplied" in expected[2]
     assert ends(watched) == expected
+
+
+def test_run_watches_matmuls_and_convolutions(tmp_path: Path) -> None:
+    program = """
+        import torch
+        data, weight = torch.ones(1, 2, 4, 4), torch.ones(3, 2, 3, 3, requires_grad=True)
+        (torch.conv2d(data, weight).reshape(3, 4) @ torch.ones(4, 1)).sum().backward()
+        """
+    name = script(tmp_path, program)
+    convolution, product = 2 * 4 * 3 * 18, 2 * 3 * 4
+    for options, calls, flop in (
+        ((), 4, 2 * convolution + 2 * product),
+        (("--ops", "matmul"), 2, 2 * product),
+        (("--ops", "convolution"), 2, 2 * convolution),
+        (("--ops", "mm,convolution_backward"), 3, convolution + 2 * product),
+    ):
+        status, _, err = ends(start(tmp_path, *OURS, *options, name))
+        found = SUMMARY.search(err)
+        assert status == 0
+        assert found is not None, err
+        assert (int(found["calls"]), found["flop"]) == (calls, amount(flop, "FLOP"))
 
 
 def test_options_that_need_torch_to_check_exit_with_2_at_its_import(tmp_path: Path) -> None:
