@@ -116,6 +116,15 @@ def test_show_gives_an_overview_and_a_table_by_module(run: str, capsys: pytest.C
     ]
 
 
+def test_extremes_are_those_of_the_first_output_that_is_a_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = call(0, values={"output.1": values(5), "output.2": values(9)})
+    name = write(tmp_path / "run", [made])
+    assert [(row["min"], row["max"]) for row in rows(capsys, name)] == [("-1.0", "5.0")]
+    assert [(row["min"], row["max"]) for row in rows(capsys, name, "--calls")] == [("-1.0", "5.0")]
+
+
 def test_groups_add_up(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = json.loads(shown(capsys, run, "--json"))
     total = plain["calls"]

@@ -388,6 +388,37 @@ def test_products_inside_a_convolution_are_seen_by_those_who_do_not_watch_it() -
     assert sum(flops or 0 for _, _, flops in inner) == 2 * 10 * 4 * 15
 
 
+class TimeFirst(nn.Module):
+    """Its gradients are sums of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(r(5, 3, 4)), nn.Parameter(r(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.conv_tbc(x, self.weight, self.bias)
+
+
+def test_products_of_a_gradient_belong_to_the_convolution() -> None:
+    net, recorder = nn.Sequential(TimeFirst()), hooks.Recorder()
+    with intercept(recorder, ops=BOTH):
+        net(r(9, 2, 3).requires_grad_()).sum().backward()
+    backward = [record for record in recorder.records if record.phase == "backward"]
+    assert {record.op for record in backward} == {"aten::addmm_"}
+    assert {record.module for record in recorder.records} == {"0"}
+    assert {record.grad_of for record in backward} == {None}
+    assert {record.forward for record in backward} == {0}
+
+
+def test_a_gradient_of_a_gradient_is_not_taken_for_that_of_an_operand() -> None:
+    recorder, layer, data = hooks.Recorder(), nn.Conv2d(3, 4, 3), r(2, 3, 5, 5).requires_grad_()
+    with intercept(recorder, ops=BOTH):
+        (gradient,) = torch.autograd.grad(layer(data).square().sum(), data, create_graph=True)
+        gradient.square().sum().backward()
+    assert len(recorder.records) > 3
+    assert {record.grad_of for record in recorder.records} == {None}
+
+
 def test_the_default_family_has_no_convolutions() -> None:
     assert calls_of(lambda: nn.Linear(27, 2)(F.conv2d(r(2, 3, 5, 5), r(3, 3, 3, 3)).flatten(1)), ops="matmul") == [
         ("aten::addmm", (1, 2, 2, 27), 2 * 2 * 2 * 27)
@@ -563,6 +594,17 @@ def test_outputs_that_are_left_out_keep_the_places_of_the_others() -> None:
     assert "-> float32[4, 3, 3], float32[4]" in str(recorder.records[-1])
     (row,) = [row for row in stats.rows() if row.phase == "backward"]
     assert row.count == 36
+
+
+def test_an_edited_output_keeps_its_place() -> None:
+    layer = nn.Conv1d(3, 4, 3)
+    with intercept(hooks.when(hooks.Noise(10.0), phase="backward"), ops="convolution"):
+        layer(r(2, 3, 9)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.bias is not None
+    assert layer.bias.grad is not None
+    assert layer.weight.grad.std() > 5
+    assert (layer.bias.grad == 2 * 7).all()
 
 
 def test_runs_of_convolutions_are_recorded_compared_and_replayed(tmp_path: Any) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from made_calls import Net, meta, record, three_calls
 
 from opintercept.testing.plugin import OpCalls
-from opintercept.testing.snapshot import FOLDER, Snapshots, _file_name, _read, _write
+from opintercept.testing.snapshot import FOLDER, Snapshots, _entry, _file_name, _read, _write
 
 
 @pytest.fixture
@@ -50,6 +50,10 @@ def test_a_snapshot_is_a_readable_file_beside_the_test(tmp_path: Path, snapshots
     }
     assert len(file.read_text().splitlines()) == 4  # a line for each call, for readable diffs
     assert snapshots().mismatch(records, None) is None
+
+
+def test_a_snapshot_has_the_first_output_that_is_a_tensor() -> None:
+    assert _entry(record(output=(None, meta(4, 3), meta(4))))["output"] == "float32[4, 3]"
 
 
 def test_a_snapshot_ignores_devices_lines_and_times(snapshots: Callable[..., Snapshots]) -> None:

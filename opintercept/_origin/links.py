@@ -240,8 +240,8 @@ def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     """
     row = row_of(link.op)
     roles = row.roles
-    if "lhs" not in roles or "rhs" not in roles:
-        return None, False
+    if "lhs" not in roles or "rhs" not in roles or row.family == "convolution":
+        return None, False  # one call computes both gradients of a convolution, or several a part of one each
     if link.sure and not link.needed:
         return None, False  # operands that were cast may have been freed, and others may be in their memory
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))

@@ -176,6 +176,20 @@ MUTATIONS = (
         ("tests/test_intercept.py::test_a_forked_child_does_not_run_the_hooks_of_its_parent",),
     ),
     Mutation(
+        "counts the FLOPs of a convolution without its padding",
+        "_ops/convolutions.py",
+        "size + 2 * pad - ",
+        "size - ",
+        ("tests/test_ops_convolutions.py::test_flops_of_a_network_are_those_of_torchs_counter",),
+    ),
+    Mutation(
+        "shows convolutions to those who watch matmuls",
+        "_ops/select.py",
+        'return "convolution" if row.family == "convolution" else "matmul"',
+        'return "matmul"',
+        ("tests/test_ops_convolutions.py::test_the_default_family_has_no_convolutions",),
+    ),
+    Mutation(
         "leaves its kernels behind",
         "_engines/kernels.py",
         "            if not self.users and self.installed:\n                self._remove_if_quiet()\n",

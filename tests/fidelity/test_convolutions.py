@@ -42,6 +42,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Use one thread, since the tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=[True, False], ids=["mkldnn", "no mkldnn"])
 def mkldnn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Kernels of oneDNN, or torch's own."""
@@ -79,28 +88,34 @@ class Watched:
         self.seen: list[str] = []
 
     def pre(self, call: OpCall) -> None:
-        self.seen.append(call.op)
-        assert call.flops or call.op.endswith("double_backward")
+        self.seen.append(f"{call.op} {call.phase}")
+        assert call.flops
 
     def post(self, call: OpCall) -> None:
         assert call.output is not None
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("options", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_trained_as_without_interception(kind: str, options: dict[str, Any], mkldnn: None) -> None:
-    for dtype, layout, bias in itertools.product(DTYPES, LAYOUTS, (True, False)):
+    for dtype, layout in itertools.product(DTYPES, LAYOUTS):
+        bias = dtype in (torch.float32, torch.bfloat16)
         # Under any dispatch mode autograd sums gradients in another order.
         with EMPTY["mode"]() if options.get("engine") == "mode" else warnings.catch_warnings():
             expected = trained(KINDS[kind], dtype, layout, bias)
         watched = Watched()
         with intercept((watched, hooks.Recorder()), ops=("matmul", "convolution"), **options):
             found = trained(KINDS[kind], dtype, layout, bias)
-        assert found == expected, (dtype, layout, bias)
+        assert found == expected, (dtype, layout)
+        calls = Counter(watched.seen)
         if options.get("level") == "function":
-            assert len(watched.seen) == 2
-        else:
-            assert Counter(watched.seen) == {"aten::convolution": 4, "aten::convolution_backward": 3}
+            assert calls.total() == 2
+            continue
+        # Torch computes the gradient of a gradient by convolutions of its own, several if there are groups.
+        assert calls.pop("aten::convolution backward") >= 2
+        assert calls == {"aten::convolution forward": 2, "aten::convolution_backward backward": 3}
 
 
 def volume() -> list[Any]:
