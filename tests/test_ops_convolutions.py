@@ -578,10 +578,11 @@ def test_the_number_of_summed_products_is_unknown_where_the_product_does_not_tel
     data = r(1, 3, 5).requires_grad_()
     with intercept(recorder, ops=BOTH):
         F.conv1d(data, r(4, 3, 3)).sum().backward()
+        F.conv1d(data, r(4, 3, 1)).sum().backward()  # the gradient has the size of the product
         F.conv_transpose1d(r(1, 3, 5), r(3, 4, 2), stride=2)  # the kernels do not overlap
         F.conv_transpose1d(r(1, 3, 5), r(3, 4, 3), stride=2)
         torch.addbmm(r(2, 4), r(5, 2, 3), r(5, 3, 4))
-    assert [record.terms for record in recorder.records] == [9, None, 3, None, None]
+    assert [record.terms for record in recorder.records] == [9, None, 3, None, 3, None, None]
 
 
 def test_outputs_that_are_left_out_keep_the_places_of_the_others() -> None:

@@ -245,7 +245,9 @@ class Reference(Copyable):
         if not all(map(in_memory, (*call.tensors.values(), *_tensors((call.output,))))):
             raise _NoReference("its operands have no values: their memory was freed, or they wrap other tensors")
         if self.dtype == torch.float32 and _rounds_float32(call, self.device or operands[0].device):
-            raise _NoReference("torch may round float32 operands; see torch.set_float32_matmul_precision")
+            convolves = row_of(call.func).family == "convolution"
+            where = "conv.fp32_precision of torch.backends" if convolves else "torch.set_float32_matmul_precision"
+            raise _NoReference(f"torch may round float32 operands; see {where}")
         if any(map(in_graph_capture, operands)):
             raise _NoReference("a CUDA graph is being captured, so no value can be read")
         return without_graph(self._measured, call, saved, self.device or operands[0].device)

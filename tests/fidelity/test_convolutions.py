@@ -70,7 +70,8 @@ def bits(tensor: Tensor | None) -> Any:
 def trained(make: Callable[..., nn.Module], dtype: torch.dtype, layout: Any, bias: bool = True) -> list[Any]:
     """Output and gradients of a layer, gradients of a gradient, and the gradient of its input alone."""
     torch.manual_seed(3)
-    layer = make(bias=bias).to(dtype=dtype, memory_format=layout)
+    layer: Any = make(bias=bias)
+    layer.to(dtype=dtype, memory_format=layout)
     data = torch.randn(2, 4, 9, 8).to(dtype=dtype, memory_format=layout).requires_grad_()
     output = layer(data)
     parameters = [data, *layer.parameters()]
@@ -150,8 +151,8 @@ def pointwise() -> list[Any]:
 def quantised() -> list[Any]:
     kinds = torch.ao.nn.quantized
     data = torch.quantize_per_tensor(torch.randn(1, 3, 6, 6), 0.1, 0, torch.quint8)
-    layers = kinds.Conv2d(3, 4, 3), kinds.ConvTranspose2d(3, 4, 3), kinds.Conv2d(3, 3, 3, groups=3)
-    dynamic = kinds.dynamic.Conv2d(3, 4, 3)
+    layers: Any = kinds.Conv2d(3, 4, 3), kinds.ConvTranspose2d(3, 4, 3), kinds.Conv2d(3, 3, 3, groups=3)
+    dynamic: Any = kinds.dynamic.Conv2d(3, 4, 3)
     for layer in (*layers, dynamic):
         weight = torch.quantize_per_tensor(torch.randn(layer.weight().shape), 0.1, 0, torch.qint8)
         layer.set_weight_bias(weight, None)
@@ -163,7 +164,7 @@ def quantised_pointwise() -> list[Any]:
     weight, scales = torch.randint(-9, 9, (4, 3, 3, 3), dtype=torch.int8), torch.rand(4)
     packed = ops.qconv_prepack(weight, scales, 0.1, 0, [1, 1], [0, 0], [1, 1], 1, [1, 3, 6, 6])
     data = torch.randint(0, 9, (1, 3, 6, 6), dtype=torch.uint8)
-    common = ([1, 1], [0, 0], [1, 1], 1, 1.0, 0, torch.float32, "none", [], "")
+    common: Any = ([1, 1], [0, 0], [1, 1], 1, 1.0, 0, torch.float32, "none", [], "")
     return [ops.qconv2d_pointwise(data, 0.1, 0, packed, scales, torch.zeros(4).int(), None, *common)]
 
 
