@@ -156,7 +156,7 @@ def test_the_lists_are_disjoint() -> None:
 @pytest.mark.skipif(not TABLED_VERSION, reason="the lists are those of torch 2.13")
 def test_everything_listed_exists(registry: list[str]) -> None:
     packets = {name.partition(".")[0] for name in registry}
-    missing = {*table.ROWS, *table.NOT_MATMUL, *convolutions.NOT_CONVOLUTION} - packets - set(registry)
+    missing = {*table.OWN, *table.NOT_MATMUL, *convolutions.NOT_CONVOLUTION} - packets - set(registry)
     # Python modules of torch register these when they are imported.
     registered_later = ("symm_mem::fused_", "onnx::", "higher_order::")
     assert {name for name in missing if not name.startswith(registered_later)} == NOT_IN_IT
