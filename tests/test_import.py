@@ -41,6 +41,7 @@ LAYERS = (
     {"_origin/links.py", "_origin/names.py"},
     {"_origin/origin.py"},
     {"_engines/base.py", "_engines/dynamo.py", "_engines/overloads.py", "_engines/quiet.py"},
+    {"_engines/foreign.py"},
     {"_engines/scope.py"},
     {"_engines/gradients.py", "_engines/greenlets.py", "_engines/modes.py", "_engines/blind_spots.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py"},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,9 +20,13 @@ def define(schema: str, function: Callable[..., Any]) -> str:
     return f"foreign_tests::{name}"
 
 
+def void(_: object) -> None:
+    """Return nothing."""
+
+
 MM = define("mm(Tensor a, Tensor b, *, Tensor? bias=None) -> Tensor", lambda a, b, *, bias=None: a @ b)
 LINEAR = define("linear(Tensor x, Tensor w) -> Tensor", lambda x, w: x @ w.T)
-VOID = define("void(Tensor(a!) y, Tensor x, Tensor w) -> ()", lambda y, x, w: [y.copy_(x @ w.T)] and None)
+VOID = define("void(Tensor(a!) y, Tensor x, Tensor w) -> ()", lambda y, x, w: void(y.copy_(x @ w.T)))
 SIZES = define("sizes(Tensor x, Tensor packed, int n, int k) -> Tensor", lambda x, packed, n, k: x @ packed.view(k, n))
 INT8 = define(
     "int8(Tensor x, Tensor codes, Tensor scale) -> Tensor", lambda x, codes, scale: x @ (codes.float() * scale).T
@@ -34,19 +38,22 @@ def operator(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), short)
 
 
+Engine = Literal["kernel", "mode", "compiled"]
+
+
 @pytest.fixture(params=["kernel", "mode", "compiled"])
-def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def engine(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-def calls(engine: str, run: Callable[[], Any]) -> list[Any]:
+def calls(engine: Engine, run: Callable[[], Any]) -> list[Any]:
     recorder = hooks.Recorder()
     with intercept(recorder, engine=engine):
         run()
     return recorder.records
 
 
-def test_a_registered_operator_has_roles_shape_and_flops(engine: str) -> None:
+def test_a_registered_operator_has_roles_shape_and_flops(engine: Engine) -> None:
     a, b = torch.randn(2, 3), torch.randn(3, 4)
     with register_op(MM, lhs="a", rhs="b", bias="bias"):
         (call,) = calls(engine, lambda: operator(MM)(a, b, bias=torch.ones(4)))
@@ -60,7 +67,7 @@ def test_a_registered_operator_has_roles_shape_and_flops(engine: str) -> None:
         assert plain.op == "aten::mm"
 
 
-def test_an_operator_that_returns_nothing_has_what_it_writes_as_output(engine: str) -> None:
+def test_an_operator_that_returns_nothing_has_what_it_writes_as_output(engine: Engine) -> None:
     y, x, w = torch.zeros(2, 4), torch.randn(2, 3), torch.randn(4, 3)
     outputs = []
     with register_op(VOID, lhs="x", rhs="w", layout="nk"), intercept(lambda c: outputs.append(c.output), engine=engine):
@@ -72,7 +79,7 @@ def test_an_operator_that_returns_nothing_has_what_it_writes_as_output(engine: s
     assert not torch.equal(y, x @ w.T)
 
 
-def test_a_formula_gets_sizes_and_integers(engine: str) -> None:
+def test_a_formula_gets_sizes_and_integers(engine: Engine) -> None:
     given: dict[str, Any] = {}
 
     def gemm(**arguments: Any) -> tuple[int, int, int, int]:
@@ -87,7 +94,7 @@ def test_a_formula_gets_sizes_and_integers(engine: str) -> None:
     assert call.flops == 48
 
 
-def test_hooks_get_the_values_of_a_dequantized_operand(engine: str) -> None:
+def test_hooks_get_the_values_of_a_dequantized_operand(engine: Engine) -> None:
     x, codes, scale = torch.randn(2, 3), torch.randint(-127, 127, (4, 3), dtype=torch.int8), torch.tensor(0.01)
     seen: list[Any] = []
 
@@ -160,3 +167,36 @@ def test_a_formula_that_returns_nonsense_warns_once(result: Any) -> None:
             records = calls("kernel", lambda: [operator(MM)(torch.ones(2, i), torch.ones(i, 4)) for i in (2, 3)])
     assert len(told) == 1
     assert [record.gemm for record in records] == [None, None]
+
+
+def test_an_operator_that_nobody_has_declared_is_told_once(engine: Engine) -> None:
+    name = define(f"unknown_gemm_{engine}(Tensor x, Tensor w) -> Tensor", lambda x, w: torch.from_numpy(x.numpy()))
+    x, w = torch.ones(2, 3), torch.ones(4, 3)
+    with pytest.warns(OpInterceptWarning, match=f"{name} looks like a matmul of another library") as told:
+        with intercept(recorder := hooks.Recorder(), engine=engine) as interceptor:
+            operator(name)(x, w)
+            operator(name)(x, w)
+    assert interceptor.opaque == {name: 2}
+    assert recorder.records == []
+    line = str(told.pop().message).partition("opintercept.")[2]
+    assert line == f'register_op("{name}", lhs="x", rhs="w", layout="nk")'
+    with eval(line, {"register_op": register_op}):
+        (call,) = calls(engine, lambda: operator(name)(x, w))
+    assert call.gemm[:4] == (1, 2, 4, 3)
+    assert len(told) == 0
+
+
+def test_an_operator_whose_products_are_seen_is_not_told() -> None:
+    name = define("python_gemm(Tensor x, Tensor w) -> Tensor", lambda x, w: x @ w)
+    with intercept(recorder := hooks.Recorder()) as interceptor:
+        operator(name)(torch.ones(2, 3), torch.ones(3, 4))
+    assert interceptor.opaque == {}
+    assert [record.op for record in recorder.records] == ["aten::mm"]
+
+
+def test_an_operator_without_two_matrices_that_fit_is_not_told(engine: Engine) -> None:
+    name = define(f"attn_mask_{engine}(Tensor x, Tensor y) -> Tensor", lambda x, y: x.clone())
+    with intercept(hooks.Recorder(), engine=engine) as interceptor:
+        operator(name)(torch.ones(2, 3), torch.ones(5))
+        operator(name)(torch.ones(2, 3), torch.ones(5, 7))
+    assert interceptor.opaque == {}

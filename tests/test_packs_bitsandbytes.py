@@ -201,7 +201,6 @@ def test_training_with_lora_links_backward_calls(config: str, engine: str, saved
     assert all(module == forward is not None for module, forward in links(found))
 
 
-@pytest.mark.xfail(reason="backward dequantises the weight anew, so that no address tells the operand", strict=True)
 def test_the_gradients_of_frozen_layers_are_those_of_their_input(saved: Path) -> None:
     model = adapted(saved, **FOUR_BITS)
     _, found = records(lambda: trained(model))

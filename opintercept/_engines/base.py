@@ -85,6 +85,10 @@ class Engine(Protocol):
         """What to watch for other entries of `ops`. Raises as `keys` does."""
         return frozenset()
 
+    def unknown(self, ops: Any) -> Any:
+        """Operators that nobody has declared, to be told of if they turn out to multiply; a dict, or a set."""
+        return frozenset()
+
     def is_leaf(self, key: Any) -> bool:
         """Whether no Python, and nothing that another block could watch, runs inside of an operator."""
         return False

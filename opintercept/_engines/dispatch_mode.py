@@ -15,12 +15,13 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opintercept._engines import overloads
+from opintercept._engines import foreign, overloads
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN, Block
 from opintercept._fork import in_child
+from opintercept._ops.select import split
 from opintercept._ops.table import HIGHER_ORDER
 
 FEED = "dispatch mode"
@@ -50,6 +51,11 @@ class DispatchModeEngine(ModeEngine):
     def of_families(self, families: tuple[str, ...], version: int) -> frozenset[str]:
         """All overloads, composites too: under inference_mode a dispatch mode gets them whole."""
         return _of_families(families, version)
+
+    def unknown(self, ops: Any) -> frozenset[str]:
+        """What looks like a matmul, if the block watches the family of matmuls."""
+        families, _ = split(ops)
+        return frozenset(foreign.unknown()) if "matmul" in families else frozenset()
 
     def named(self, entries: list[Any]) -> frozenset[str]:
         """Any overload."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from opintercept._engines import foreign
 from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Engine
@@ -28,7 +29,8 @@ from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, Watcher, state, take
 from opintercept._errors import OpInterceptError
 from opintercept._fork import in_child
-from opintercept._ops.table import OWN, row_of
+from opintercept._ops.select import split
+from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
 from opintercept._pipeline import run
@@ -91,6 +93,11 @@ class KernelEngine(Engine):
         """As `of_families`."""
         return _overloads.named(entries, _why_not)
 
+    def unknown(self, ops: Any) -> Overloads:
+        """What looks like a matmul, if the block watches the family of matmuls."""
+        families, _ = split(ops)
+        return _unknown(ROWS.version) if "matmul" in families else {}
+
     def is_leaf(self, key: Any) -> bool:
         """True of torch's own operators; one of another library may run Python."""
         return str(key).startswith("aten::")
@@ -119,7 +126,7 @@ class KernelEngine(Engine):
         Raises:
             OpInterceptError: Other code has a kernel where ours would go, and it would not be called.
         """
-        KERNELS.hold(user, watcher.keys, self)  # type: ignore[arg-type]  # as `keys` gave them
+        KERNELS.hold(user, watcher.shown, self)  # type: ignore[arg-type]  # as `keys` gave them
 
     def release(self, user: object) -> None:
         """End a `hold`. If it was the last and the process is quiet, remove the kernels. Can be repeated."""
@@ -245,6 +252,15 @@ def _of_families(families: tuple[str, ...], version: int) -> Overloads:
         name: overload
         for name, overload in sorted(_overloads.of_families(families).items())
         if row_of(name).kind == "leaf" and not _overloads.is_composite(overload) and _overloads.is_runnable(overload)
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _unknown(version: int) -> Overloads:
+    return {
+        name: overload
+        for name, overload in foreign.unknown().items()
+        if not KERNELS.selects_backend(overload) and _overloads.is_runnable(overload)
     }
 
 

@@ -131,7 +131,7 @@ class ModeEngine(Engine):
             self._take_out(mode)
 
     def _set_keys(self, mode: Mode) -> None:
-        distinct = {id(block.watcher.keys): block.watcher.keys for block in mode.blocks}
+        distinct = {id(block.watcher.shown): block.watcher.shown for block in mode.blocks}
         if None in distinct.values():
             mode.keys = Everything()
         elif len(distinct) == 1:

@@ -67,8 +67,8 @@ def named(
             siblings = [other for other in found.values() if other._schema.name == overload._schema.name]
             if row_of(name).kind == "composite" or all(map(is_composite, siblings)):
                 raise ValueError(
-                    f"{name} is taken apart before dispatch level can see it; watch {select.parts(row_of(name))} instead, "
-                    "or use level='function'"
+                    f"{name} is taken apart before dispatch level can see it; watch {select.parts(row_of(name))} "
+                    "instead, or use level='function'"
                 )
         elif (reason := refuse(overload)) is not None:
             raise ValueError(f"{name} {reason}")

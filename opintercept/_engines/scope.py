@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from opintercept._engines import foreign
 from opintercept._engines.base import Engine, Keys
 from opintercept._engines.quiet import native_threads
 from opintercept._fork import in_child
@@ -50,24 +51,40 @@ class Watcher:
         engine: Shows it calls.
         ops: The argument of `intercept`.
         keys: What it watches: overloads by name, or functions; None for everything.
+        unknown: Operators of other libraries that look like matmuls and that nobody has declared.
+        shown: What its engine must show: `keys`, and `unknown`.
         everywhere: Whether it watches all threads.
     """
 
-    __slots__ = ("_version", "engine", "everywhere", "keys", "ops", "pipeline")
+    __slots__ = ("_rows", "_tells", "engine", "everywhere", "keys", "ops", "pipeline", "shown", "unknown")
 
     def __init__(self, pipeline: Pipeline, engine: Engine, ops: Any, everywhere: bool = False) -> None:
         self.pipeline = pipeline
         self.engine = engine
         self.ops = ops
         self.everywhere = everywhere
-        self._version = ROWS.version
-        self.keys: Keys = engine.keys(ops)
+        self._tells = Pipeline((foreign.Tell(pipeline),), look=engine.look)
+        foreign.look()
+        self._rows = ROWS.version
+        self._choose()
+
+    def _choose(self) -> None:
+        self.keys: Keys = self.engine.keys(self.ops)
+        self.unknown: Any = self.engine.unknown(self.ops)
+        self.shown: Keys = self.keys | self.unknown if self.unknown and self.keys is not None else self.keys
 
     def renew(self) -> None:
-        """Watch what has been registered since: a library may register its operators after the interceptor was made."""
-        if self._version != ROWS.version:
-            self._version = ROWS.version
-            self.keys = self.engine.keys(self.ops)
+        """Watch what has come since: a library may register its operators after the interceptor was made."""
+        foreign.look()
+        if self._rows != ROWS.version:
+            self._rows = ROWS.version
+            self._choose()
+
+    def watched_by(self, key: Any) -> Pipeline | None:
+        """The pipeline for calls of `key`; None if nothing sees them."""
+        if self.watches(key):
+            return self.pipeline
+        return self._tells if key in self.unknown else None
 
     def watches(self, key: Any) -> bool:
         """Whether it watches `key`."""
@@ -297,18 +314,20 @@ class Scope:
         if getattr(key, "__name__", "") in ("__get__", "__set__", "__delete__"):
             return None  # function modes also see reads of a tensor's attributes, which are not operators
         active = self.active()
-        found = [w for w in active if w.engine.feed == feed and w not in self.inside and w.watches(key)]
-        if not found:
+        shown = [w for w in active if w.engine.feed == feed and w not in self.inside]
+        pipelines = tuple(p for w in shown if (p := w.watched_by(key)) is not None)
+        if not pipelines:
             return None
+        found = [w for w in shown if w.watches(key)]
         hidden = self.while_hooks_run()
         alone = len(active) == len(found)
-        if alone and found[0].engine.is_leaf(key):
+        if alone and active[0].engine.is_leaf(key):
             inner = hidden  # saves two switches: no Python runs inside that could enter a block
         else:
             # Watchers that see this operator do not see its inner steps. The others do.
             inside = self.inside | set(found)
             inner = Scope(self.blocks, self.carried, inside=inside, floor=self._above(), owner=self.owner)
-        return Watch(row_of(key), tuple(w.pipeline for w in found), hidden, inner)
+        return Watch(row_of(key), pipelines, hidden, inner)
 
     def innermost(self, watcher: Watcher, pauses: bool) -> Block | None:
         """The innermost block of a watcher, or its innermost pause, that may be left here; or None."""

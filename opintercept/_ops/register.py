@@ -72,8 +72,9 @@ def register_op(
     with all arguments by name, defaults included: `lambda a, b, **_: ...` takes those that it needs.
 
     Args:
-        target: A name, `"mylib::scaled_mm"` for all overloads of an operator or `"mylib::scaled_mm.out"` for one. Its
-            library may load later. Or an `OpOverloadPacket`, an `OpOverload`, or what `torch.library.custom_op` returns.
+        target: A name, `"mylib::scaled_mm"` for all overloads of an operator or `"mylib::scaled_mm.out"` for one,
+            whose library may load later; an `OpOverloadPacket` or `OpOverload`; or what `torch.library.custom_op`
+            returns.
         lhs: The left operand, `[*b, m, k]`.
         rhs: The right operand; `layout` says how it lies.
         bias: The tensor that is added to the product.
@@ -198,7 +199,7 @@ def _callable(what: str, value: Any) -> Any:
 
 def _key_of(target: Any) -> tuple[str, str]:
     """The key of a target's row, and the name that its calls have."""
-    if isinstance(target, torch.library.CustomOpDef):
+    if isinstance(target, torch._library.custom_ops.CustomOpDef):
         target = target._qualname
     elif isinstance(target, torch._ops.OpOverloadPacket):
         target = target._qualified_op_name

@@ -34,7 +34,7 @@ class Table(dict[str, Op]):
     def declare(self, key: str, row: Op) -> None:
         """Put a row in. The rows of torch's operators come in here, and those of `register_op`."""
         self[key] = row
-        self._changed()
+        self.changed()
 
     def offer(self, key: str, row: Op) -> None:
         """Put a row of a pack in. It gives way to a row that the program has declared, or declares later."""
@@ -53,9 +53,10 @@ class Table(dict[str, Op]):
                 self[key] = self._offered[key]
             else:
                 del self[key]
-            self._changed()
+            self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Note that the rows have changed, or that the dispatcher has more operators."""
         self.version += 1
         row_of.cache_clear()
         forget_summaries()

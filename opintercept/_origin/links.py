@@ -247,9 +247,10 @@ def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
     used = {address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
     if (lhs in used) == (rhs in used):
-        # A custom Function may multiply with a copy of an operand, such as a weight that it dequantises again.
+        # Another library may multiply with a copy of an operand, such as a weight that it dequantises again.
         wanted = [role for role in ("lhs", "rhs") if roles[role][0] in link.wanted]
-        return (wanted[0] if len(wanted) == 1 and lhs not in used else None), False
+        sure = row.family == "foreign" and len(wanted) == 1 and lhs not in used
+        return (wanted[0] if sure else None), False
     left = call.operand("lhs")
     on_the_left = left is not None and address(left) in (lhs, rhs)
     if lhs not in used:

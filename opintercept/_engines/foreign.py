@@ -1,0 +1,164 @@
+"""Operators of other libraries: loads the pack that knows them, and finds those that nobody has declared.
+
+Invariant: a look costs a microsecond while no library has registered operators.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from opintercept import packs
+from opintercept._call import OpCall
+from opintercept._engines.overloads import Overloads, is_composite
+from opintercept._errors import OpInterceptWarning, caller_level
+from opintercept._fork import in_child
+from opintercept._hook import Read
+from opintercept._ops.op import parameters_of
+from opintercept._ops.table import NOT_MATMUL, ROWS, exact, overloads
+from opintercept._pipeline import Pipeline
+from opintercept._tensors import is_tensor
+
+# Private. Where a torch lacks them, operators of other libraries that are not loaded before the first block are not
+# found, or none of those that nobody has declared.
+_defined: Any = getattr(torch.library, "_defs", ())
+_implemented: Any = getattr(torch.library, "_impls", ())
+_all_names: Any = getattr(torch._C, "_dispatch_get_all_op_names", list)
+
+# The namespaces of torch's own operators.
+_TORCH = frozenset(
+    word
+    for words in (
+        "_c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d debug_mode_ops",
+        "debugprims export fsdp higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn onnx",
+        "prepacked prim prims profiler quantization quantized quantized_decomposed rngprims sparse static_runtime",
+        "symm_mem torch_attn",
+    )
+    for word in words.split()
+)
+# Packages that register none, and are imported with torch or by every program.
+_PLAIN = frozenset(sys.stdlib_module_names) | frozenset(
+    word
+    for words in (
+        "__main__ __mp_main__ _distutils_hack _pytest filelock fsspec functorch hypothesis iniconfig jinja2 markupsafe",
+        "mpmath networkx numpy opintercept packaging pluggy pytest setuptools sympy torch torchgen tqdm",
+        "typing_extensions",
+    )
+    for word in words.split()
+)
+_LOOKS_LIKE = re.compile(r"gemm|gemv|matmul|linear|attn|attention|mm(?![a-z])")
+
+_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread looks
+_seen: tuple[int, ...] = ()
+_modules: frozenset[str] = frozenset()
+_known: frozenset[str] = frozenset()
+_unknown: Overloads = {}
+_unknown_at = -1
+_told: set[str] = set()
+
+
+def look() -> None:
+    """Load the packs of libraries that have come since the last look. `ROWS.version` grows if any operator has come."""
+    global _seen, _modules
+    now = (len(sys.modules), len(_defined), len(_implemented), len(torch.ops.loaded_libraries))
+    if now == _seen:
+        return
+    with _lock:
+        modules = frozenset(sys.modules)
+        fresh = {name.partition(".")[0] for name in modules - _modules} - _PLAIN
+        if fresh or now[1:] != _seen[1:]:
+            _scan()
+        _modules, _seen = modules, now
+
+
+def _scan() -> None:
+    global _known
+    names = frozenset(name for name in _all_names() if name.partition("::")[0] not in _TORCH)
+    packs.load({name.partition("::")[0] for name in names})
+    _known = names
+    ROWS.changed()
+
+
+def unknown() -> Overloads:
+    """Overloads of other libraries that look like matmuls and that nobody has declared, by name."""
+    global _unknown, _unknown_at
+    with _lock:
+        if _unknown_at != ROWS.version:
+            _unknown = {
+                name: overload
+                for name in sorted(_known)
+                if _looks_like_one(name)
+                for overload in overloads(exact(name))
+            }
+            _unknown = {name: overload for name, overload in _unknown.items() if not is_composite(overload)}
+            _unknown_at = ROWS.version
+        return _unknown
+
+
+def _looks_like_one(name: str) -> bool:
+    packet = name.partition(".")[0]
+    if packet in ROWS or exact(name) in ROWS or packet in NOT_MATMUL:
+        return False
+    return _LOOKS_LIKE.search(packet.partition("::")[2].lower()) is not None
+
+
+class Tell:
+    """A hook that tells of products of operators that nobody has declared.
+
+    An operator that runs products which are seen hides nothing. One without two matrices that fit is no product.
+
+    Args:
+        pipeline: Counts the operators in `opaque`, and the products that are seen.
+    """
+
+    reads: tuple[Read, ...] = ()
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def pre(self, call: OpCall) -> None:
+        """Note how many products have been seen."""
+        call.once(Tell, lambda _: self._pipeline.calls)
+
+    def post(self, call: OpCall) -> None:
+        """Count and tell."""
+        before = call.once(Tell, lambda _: self._pipeline.calls)
+        roles = _roles(call)
+        if roles is None or self._pipeline.calls != before:
+            return
+        self._pipeline.count_opaque(call.op)
+        if call.op not in _told:
+            _told.add(call.op)
+            lhs, rhs, layout = roles
+            warnings.warn(
+                f"{call.op} looks like a matmul of another library, and hooks do not see it; declare it: "
+                f'opintercept.register_op("{call.op}", lhs="{lhs}", rhs="{rhs}", layout="{layout}")',
+                OpInterceptWarning,
+                stacklevel=caller_level(),
+            )
+
+
+def _roles(call: OpCall) -> tuple[str, str, str] | None:
+    """The first two matrices that share a dimension, by their parameters, and how the second lies."""
+    named = zip((p.name for p in parameters_of(call.func)), call.args, strict=False)
+    matrices = [
+        (name, value.shape) for name, value in (*named, *call.kwargs.items()) if is_tensor(value) and value.dim() > 1
+    ]
+    for place, (lhs, one) in enumerate(matrices):
+        for rhs, other in matrices[place + 1 :]:
+            if one[-1] == other[-2]:
+                return lhs, rhs, "kn"
+            if one[-1] == other[-1]:
+                return lhs, rhs, "nk"
+    return None
+
+
+@in_child
+def _forget_parent() -> None:
+    global _lock
+    _lock = threading.RLock()
