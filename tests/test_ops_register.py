@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from compiler import needs_compiler
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept, register_op
 
@@ -200,3 +205,121 @@ def test_an_operator_without_two_matrices_that_fit_is_not_told(engine: Engine) -
         operator(name)(torch.ones(2, 3), torch.ones(5))
         operator(name)(torch.ones(2, 3), torch.ones(5, 7))
     assert interceptor.opaque == {}
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_native_kernel_of_another_library_is_told(tmp_path: Path) -> None:
+    source = """
+    #include <ATen/ATen.h>
+    #include <torch/library.h>
+    at::Tensor gemm(const at::Tensor& a, const at::Tensor& b) {  // without the dispatcher
+      auto c = at::zeros({a.size(0), b.size(1)});
+      auto x = a.accessor<float, 2>(), y = b.accessor<float, 2>(), z = c.accessor<float, 2>();
+      for (int64_t i = 0; i < c.size(0); i++)
+        for (int64_t j = 0; j < c.size(1); j++)
+          for (int64_t k = 0; k < a.size(1); k++) z[i][j] += x[i][k] * y[k][j];
+      return c;
+    }
+    TORCH_LIBRARY(native_tests, m) { m.def("scaled_gemm(Tensor a, Tensor b) -> Tensor"); }
+    TORCH_LIBRARY_IMPL(native_tests, CPU, m) { m.impl("scaled_gemm", gemm); }
+    """
+    code = f"""
+        import torch, warnings
+        from torch.utils.cpp_extension import load_inline
+        from opintercept import hooks, intercept, register_op
+        interceptor = intercept(hooks.Recorder())
+        with interceptor: pass
+        load_inline("native_tests", {source!r}, is_python_module=False, build_directory={str(tmp_path)!r})
+        a, b = torch.randn(2, 3), torch.randn(3, 4)
+        with warnings.catch_warnings(record=True) as told, interceptor:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                torch.ops.native_tests.scaled_gemm(a, b)
+        (warning,) = told
+        print(interceptor.opaque)
+        line = str(warning.message).partition("opintercept.")[2]
+        print(line)
+        eval(line)
+        hook = hooks.Recorder()
+        for engine in ("kernel", "compiled", "mode"):
+            with intercept(hook, engine=engine):
+                assert torch.allclose(torch.ops.native_tests.scaled_gemm(a, b), a @ b)
+        print([record.op for record in hook.records if record.op != "aten::mm"], hook.records[0].gemm)
+        """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "{'native_tests::scaled_gemm': 3}",
+        'register_op("native_tests::scaled_gemm", lhs="a", rhs="b", layout="kn")',
+        "['native_tests::scaled_gemm', 'native_tests::scaled_gemm', 'native_tests::scaled_gemm'] [2, 3] @ [3, 4]",
+    ]
+
+
+QUANTISED: dict[str, Any] = {"lhs": "x", "rhs": "codes", "scales": "scale", "layout": "nk"}
+
+
+def test_stats_say_which_values_are_codes() -> None:
+    x, codes, scale = torch.ones(2, 3), torch.full((4, 3), 100, dtype=torch.int8), torch.tensor(0.5)
+    largest: dict[str, float] = {}
+    for dequantize in (None, lambda codes, scale, **_: codes * scale):
+        stats = hooks.Stats(of=("lhs", "rhs"))
+        with register_op(INT8, **QUANTISED, dequantize=dequantize), intercept(stats):
+            operator(INT8)(x, codes, scale)
+        largest |= {row.operand: row.max for row in stats.rows()}
+    assert largest == {"lhs": 1.0, "rhs codes": 100.0, "rhs": 50.0}
+
+
+def test_reference_computes_what_is_declared() -> None:
+    x, codes, scale = torch.randn(64, 64), torch.randint(-127, 127, (64, 64), dtype=torch.int8), torch.tensor(0.01)
+    reference = hooks.Reference()
+    with register_op(INT8, **QUANTISED, reference=lambda x, codes, scale: x @ (codes * scale).T), intercept(reference):
+        operator(INT8)(x, codes, scale)
+    (row,) = reference.rows()
+    assert row.op == INT8
+    assert 120 < row.snr < 160  # a float32 product
+    with register_op(INT8, **QUANTISED), intercept(nothing := hooks.Reference()):
+        operator(INT8)(x, codes, scale)
+    assert nothing.rows() == []
+    assert list(nothing.skipped) == [f"{INT8}: it has no reference; register_op(reference=...) declares one"]
+
+
+def test_nonfinite_capture_profile_and_fake_quantize_work_on_a_registered_operator() -> None:
+    x, w = torch.randn(2, 3), torch.full((4, 3), float("inf"))
+    with register_op(LINEAR, lhs="x", rhs="w", layout="nk"):
+        with intercept(hooks.NonFinite(action="warn")), pytest.warns(OpInterceptWarning, match=LINEAR):
+            operator(LINEAR)(x, w)
+        with intercept(capture := hooks.Capture(of=("lhs", "output"))), intercept(profile := hooks.Profile()):
+            output = operator(LINEAR)(x, w.zero_() + 0.3)
+        kept_lhs, kept_output = (kept.tensor for kept in capture.entries)
+        assert torch.equal(kept_lhs, x)
+        assert torch.equal(kept_output, output)
+        assert [row.flops for row in profile.rows()] == [48]
+        with intercept(hooks.FakeQuantize(of="lhs", per="channel")):
+            assert not torch.equal(operator(LINEAR)(x, w + 0.3), output)
+
+
+def test_a_quantised_operand_cannot_be_replaced_by_values() -> None:
+    x, codes, scale = torch.ones(2, 3), torch.ones((4, 3), dtype=torch.int8), torch.tensor(0.5)
+    with register_op(INT8, **QUANTISED, dequantize=lambda codes, scale, **_: codes * scale):
+        with intercept(hooks.FakeQuantize(of="rhs")), pytest.raises(ValueError, match=r"the rhs of .* holds codes"):
+            operator(INT8)(x, codes, scale)
+
+
+def test_backward_products_of_a_registered_operator_link_to_it() -> None:
+    @torch.library.custom_op("foreign_tests::with_gradient", mutates_args=())
+    def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w.T
+
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = context.saved_tensors
+        return gradient @ w, gradient.T @ x
+
+    multiply.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    x, w = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    with register_op(multiply, lhs="x", rhs="w", layout="nk"), intercept(recorder := hooks.Recorder()):
+        multiply(x, w).sum().backward()
+    records = recorder.records
+    assert [record.op for record in records] == ["foreign_tests::with_gradient", "aten::mm", "aten::mm"]
+    assert [(record.forward, record.grad_of) for record in records[1:]] == [(0, "lhs"), (0, "rhs")]

@@ -63,7 +63,7 @@ class Watcher:
         self.engine = engine
         self.ops = ops
         self.everywhere = everywhere
-        self._tells = Pipeline((foreign.Tell(pipeline),), look=engine.look)
+        self._tells: Pipeline | None = None
         foreign.look()
         self._rows = ROWS.version
         self._choose()
@@ -71,7 +71,10 @@ class Watcher:
     def _choose(self) -> None:
         self.keys: Keys = self.engine.keys(self.ops)
         self.unknown: Any = self.engine.unknown(self.ops)
-        self.shown: Keys = self.keys | self.unknown if self.unknown and self.keys is not None else self.keys
+        self.shown: Keys = self.keys
+        if self.unknown and self.keys is not None:
+            self.shown = self.keys | self.unknown
+            self._tells = Pipeline((foreign.Tell(self.pipeline),), look=self.engine.look)
 
     def renew(self) -> None:
         """Watch what has come since: a library may register its operators after the interceptor was made."""

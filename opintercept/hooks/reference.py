@@ -164,7 +164,7 @@ class Reference(Copyable):
     def pre(self, call: OpCall) -> None:
         """Copy the operands that the call is about to overwrite."""
         written = call.written
-        if written and _is_generic(call):
+        if written and (_is_generic(call) or row_of(call.func).reference):
             _, args, kwargs = _functional(call)
             copies = {
                 id(tensor): tensor.detach().clone()
@@ -238,9 +238,10 @@ class Reference(Copyable):
         operands = [t for t in (call.lhs, call.rhs) if t is not None]
         if not operands:
             raise _NoReference("it has no reference")
-        if not any(t.is_floating_point() or t.is_complex() or t.is_quantized for t in operands):
+        declared = row_of(call.func).reference is not None
+        if not declared and not any(t.is_floating_point() or t.is_complex() or t.is_quantized for t in operands):
             raise _NoReference("integers do not round")
-        if all(t.dtype == self._dtype(t) and t.device == (self.device or t.device) for t in operands):
+        if not declared and all(t.dtype == self._dtype(t) and t.device == (self.device or t.device) for t in operands):
             raise _NoReference(f"already {dtype_name(operands[0].dtype)}")
         if not all(map(in_memory, (*call.tensors.values(), *_tensors((call.output,))))):
             raise _NoReference("its operands have no values: their memory was freed, or they wrap other tensors")
@@ -274,14 +275,15 @@ class Reference(Copyable):
             bound = {name: self._raised(value) for name, value in arguments(call).items()}
             reference = formula(bound)
             return call.output[tuple(map(slice, reference.shape))], reference  # rows past the last group are empty
-        if not _is_generic(call):
-            raise _NoReference("it has no reference")
+        declared = row_of(call.func).reference
+        if not (declared or _is_generic(call)):
+            raise _NoReference("it has no reference; register_op(reference=...) declares one")
         copies: dict[int, torch.Tensor] = {}
         if call.written:
             if saved is None or saved.args is not call.args:  # a later hook has replaced them
                 raise _NoReference("its operands were overwritten before they could be copied")
             copies = saved.copies
-        func, args, kwargs = _functional(call)
+        func, args, kwargs = (declared, call.args, call.kwargs) if declared else _functional(call)
         again = func(*self._raised(args, copies), **{name: self._raised(v, copies) for name, v in kwargs.items()})
         return call.output, again
 

@@ -43,7 +43,8 @@ class StatsRow:
     Attributes:
         module: Qualified name of the module; None if it is not known.
         op: The operator.
-        operand: `"lhs"`, `"rhs"`, `"bias"` or `"output"`.
+        operand: `"lhs"`, `"rhs"`, `"bias"` or `"output"`; `"rhs codes"` for a quantised operand whose values nobody has
+            said how to compute, see `register_op`.
         phase: `"forward"`, `"backward"` or `"recompute"`.
         calls: How many calls.
         count: How many values, including NaN and infinite ones.
@@ -186,7 +187,8 @@ class Stats(Copyable):
     def _see(self, call: OpCall, operand: str, tensor: Any) -> None:
         if tensor is None:
             return
-        key = _Key(call.module, call.op, operand, call.phase)
+        shown = f"{operand} codes" if operand != "output" and call.coded(operand) else operand
+        key = _Key(call.module, call.op, shown, call.phase)
         try:
             values = stored_values(tensor)
             if values is None or leaves_out_captured(values, self):
