@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,12 @@ def interruptible() -> None:
     """Restore the handling of SIGINT, which a shell switches off in the background, for programs that tests start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_width() -> None:
+    """Forget the terminal's width, which pytest-xdist tells its workers: tables depend on it."""
+    os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(autouse=True, scope="session")

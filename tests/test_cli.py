@@ -14,6 +14,8 @@ import opintercept
 from opintercept.cli import main
 from opintercept.cli._options import size
 
+pytestmark = pytest.mark.slow
+
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)

@@ -20,6 +20,8 @@ from compiler import needs_compiler
 from opintercept import runs
 from opintercept._text import amount
 
+pytestmark = pytest.mark.slow
+
 OURS = ("-m", "opintercept", "run")
 # What the console script does, whose own folder is sys.path[0].
 SCRIPT = ("-c", "import sys; sys.argv[0] = 'opintercept'; from opintercept.cli import main; sys.exit(main())", "run")

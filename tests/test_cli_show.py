@@ -446,6 +446,7 @@ def test_groups_beyond_the_limit_share_one(
 @pytest.mark.parametrize(
     "arguments", [[], ["--calls", "--limit", "all"], ["--calls", "--sort", "time"], ["--calls", "--json"]]
 )
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_calls(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -463,6 +464,7 @@ def test_memory_does_not_grow_with_the_number_of_calls(
 
 
 @pytest.mark.parametrize("options", [[], ["--calls"], ["--calls", "--sort", "time"], ["--calls", "--json"]], ids=str)
+@pytest.mark.slow
 def test_large_calls_are_not_kept(options: list[str], tmp_path: Path) -> None:
     nested = json.dumps([[]] * 20_000, separators=(",", ":"))  # 60 kB, 1.4 MB as objects
     lines = [json.dumps(call(index) | {"given": {"args": "@", "kwargs": {}}}) for index in range(16)]

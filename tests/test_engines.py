@@ -374,6 +374,7 @@ def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
     assert operators(watch=True) == operators(watch=False)
 
 
+@pytest.mark.slow
 def test_an_interceptor_may_be_made_while_another_thread_installs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     impl: Callable[..., Any] = torch.library.Library.impl
     installing, made = threading.Event(), []

@@ -681,6 +681,7 @@ def _key(look: Callable[..., Any], call: tuple[Any, ...]) -> Any:
 @needs_compiler
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_calls, st.lists(_calls, max_size=3))
+@pytest.mark.slow
 def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
     call: tuple[Any, ...], others: list[tuple[Any, ...]]
 ) -> None:

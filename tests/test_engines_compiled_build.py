@@ -22,6 +22,8 @@ from opintercept._engines import compiled, kernels
 from opintercept._engines.compiled import build
 from opintercept._intercept import Interceptor
 
+pytestmark = pytest.mark.slow
+
 
 def watch() -> Interceptor:
     return intercept((), engine="compiled")

@@ -152,6 +152,7 @@ INTERRUPTED = {
 
 @needs_timer
 @pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.slow
 def test_an_interrupt_in_a_hook_mixes_up_no_modules(name: str) -> None:
     model = Constants()
     hook, check = INTERRUPTED[name]()
@@ -265,6 +266,7 @@ HANDLER = """
     ],
     ids=["Stats.rows", "Stats.step", "Profile.rows", "Recorder.records"],
 )
+@pytest.mark.slow
 def test_a_signal_handler_may_call_and_read_the_hook_while_it_is_read(hook: str, read: str, calls: str) -> None:
     program = textwrap.dedent(HANDLER).format(hook=hook, read=read, calls=calls)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -20,6 +20,8 @@ from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 from opintercept.hooks import _attention
 
+pytestmark = pytest.mark.slow
+
 EPS = 2.0**-24  # the unit roundoff of float32, which the weights are computed in
 
 

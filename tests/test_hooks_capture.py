@@ -784,6 +784,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells a process its size")
 @pytest.mark.parametrize("when_full", ["stop", "drop"])
+@pytest.mark.slow
 def test_memory_stays_flat_and_within_the_budget_over_many_calls(when_full: Any) -> None:
     capture = hooks.Capture(of=("lhs", "output", "grad_rhs"), max_bytes=64 * 1024, when_full=when_full)
     lhs, rhs = torch.randn(8, 16), torch.randn(16, 8, requires_grad=True)

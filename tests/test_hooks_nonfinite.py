@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from opintercept import NonFiniteError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
 from opintercept.hooks.nonfinite import Extent
 
+pytestmark = pytest.mark.slow
+
 ENGINES = [
     pytest.param({}, id="kernel"),
     pytest.param({"engine": "mode"}, id="mode"),
@@ -178,6 +180,7 @@ def test_an_overwritten_operand_is_judged_by_its_old_values() -> None:
     assert nonfinite.passed_on == 1
 
 
+@pytest.mark.slow
 def test_save_writes_a_script_that_reproduces_it(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"to run it again: python .*call-0\.py") as caught:
         with intercept(hooks.NonFinite(inf=True, save=tmp_path / "found")):

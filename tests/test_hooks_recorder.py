@@ -94,7 +94,7 @@ def test_no_output_and_several_outputs() -> None:
     assert nothing is None
     assert empty is None
     assert isinstance(two, tuple)
-    assert [meta and meta.shape for meta in two] == [(2,), (3,)]
+    assert [meta and meta.shape for meta in two] == [(2,), None, (3,)]
     assert not isinstance(one, tuple)
     assert one is not None
     assert one.shape == (4,)

@@ -28,6 +28,8 @@ from opintercept._ops.table import row_of
 from opintercept._pipeline import Pipeline
 from opintercept.hooks import reference as module
 
+pytestmark = pytest.mark.slow
+
 SHORT = torch.bfloat16
 
 
@@ -479,12 +481,15 @@ SKIPPED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.mm(matrix(2, 2, dtype=torch.complex128), matrix(2, 2, dtype=torch.complex128)),
         "mm: already complex128",
     ),
-    "LSTM": (lambda: nn.LSTM(4, 4)(matrix(2, 1, 4)), "mkldnn_rnn_layer: it has no reference"),
+    "LSTM": (
+        lambda: nn.LSTM(4, 4)(matrix(2, 1, 4)),
+        "mkldnn_rnn_layer: it has no reference; register_op(reference=...) declares one",
+    ),
     "packed": (
         lambda: torch._weight_int8pack_mm(
             matrix(32, 32).bfloat16(), torch.ones(32, 32, dtype=torch.int8), torch.ones(32).bfloat16()
         ),
-        "_weight_int8pack_mm: it has no reference",
+        "_weight_int8pack_mm: it has no reference; register_op(reference=...) declares one",
     ),
 }
 
@@ -805,6 +810,7 @@ NEWER = [
 
 
 @pytest.mark.parametrize(("setting", "skipped"), NEWER)
+@pytest.mark.slow
 def test_the_newer_precision_settings_raise_no_error(setting: str, skipped: set[str]) -> None:
     if not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("this torch does not have them")

@@ -39,10 +39,13 @@ from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpInterceptError, hooks, intercept
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support is experimental:UserWarning",
-    "ignore:torch.quantize_per_tensor, torch.quantize_per_channel:UserWarning",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:ComplexHalf support is experimental:UserWarning",
+        "ignore:torch.quantize_per_tensor, torch.quantize_per_channel:UserWarning",
+    ),
+]
 
 
 def test_a_step_returns_its_own_rows_and_the_totals_keep_all() -> None:
@@ -67,6 +70,7 @@ def test_a_step_returns_its_own_rows_and_the_totals_keep_all() -> None:
 @ways
 @settings(deadline=None)
 @given(mine=st.lists(tensors(), max_size=4), theirs=st.lists(tensors(), max_size=4), after=st.booleans())
+@pytest.mark.slow
 def test_merging_two_gives_the_statistics_of_both(
     way: str, mine: list[Tensor], theirs: list[Tensor], after: bool
 ) -> None:
@@ -183,6 +187,7 @@ print("well")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.slow
 def test_two_ranks_get_the_statistics_of_a_single_process(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
@@ -482,6 +487,7 @@ def test_training_is_unchanged_bit_for_bit(engine: dict[str, Any], way: str) -> 
     assert found.skipped == 0
 
 
+@pytest.mark.slow
 def test_the_linear_layers_of_a_pretrained_model_agree_with_numpy() -> None:
     model, tokenizer = minilm.load()
     texts = tokenizer(["See every matmul.", "Change nothing, cost nothing."], padding=True, return_tensors="pt")

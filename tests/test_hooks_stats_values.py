@@ -37,10 +37,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opintercept import HookError, hooks, intercept
 from opintercept.hooks import _sums, stats
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support is experimental:UserWarning",
-    "ignore:torch.quantize_per_tensor, torch.quantize_per_channel:UserWarning",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:ComplexHalf support is experimental:UserWarning",
+        "ignore:torch.quantize_per_tensor, torch.quantize_per_channel:UserWarning",
+    ),
+]
 
 
 @ways

@@ -192,6 +192,7 @@ def test_importing_the_pytest_plugin_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     "code", ["import torch", "from opintercept import intercept", "import opintercept.hooks"], ids=lambda code: code
 )
+@pytest.mark.slow
 def test_the_check_reports_code_that_imports_torch(code: str) -> None:
     assert imports_torch(code)
 
@@ -341,6 +342,7 @@ def test_the_private_api_check_finds_what_it_should(line: str, found: bool) -> N
     assert bool(PRIVATE.search(line)) is found
 
 
+@pytest.mark.slow
 def test_making_a_record_does_not_import_sympy() -> None:
     code = (
         "import sys, torch\nfrom opintercept import hooks, intercept\nrecorder = hooks.Recorder()\n"

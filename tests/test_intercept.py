@@ -629,6 +629,7 @@ BESIDE_FORKED_TASKS = """
 
 
 @pytest.mark.parametrize("script", [BESIDE_C_THREADS, BESIDE_FORKED_TASKS], ids=["pool", "torch.jit.fork"])
+@pytest.mark.slow
 def test_kernels_do_not_go_under_the_feet_of_a_thread_without_frames_of_its_own(script: str, tmp_path: Path) -> None:
     file = tmp_path / "program.py"  # torch.jit.script wants to read its source
     file.write_text(textwrap.dedent(script))
@@ -764,6 +765,7 @@ def test_a_forked_child_may_leave_the_block_of_its_parent() -> None:
 
 
 @pytest.mark.parametrize("way", ["pass", "sys.exit(0)", "raise SystemExit(0)"], ids=["end", "sys.exit", "raise"])
+@pytest.mark.slow
 def test_the_interpreter_may_end_inside_a_block(way: str) -> None:
     script = f"""
         import sys, torch

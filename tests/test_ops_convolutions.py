@@ -24,6 +24,8 @@ from opintercept._ops.convolutions import ROWS
 from opintercept._ops.select import FAMILIES, why_never
 from opintercept.runs.replay import replay
 
+pytestmark = pytest.mark.slow
+
 BOTH = ("matmul", "convolution")
 ENGINES = [pytest.param({}, id="kernel"), COMPILED, pytest.param({"engine": "mode"}, id="mode")]
 FUNCTION: dict[str, Any] = {"level": "function"}

@@ -132,6 +132,7 @@ MEMORY = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident memory from /proc")
+@pytest.mark.slow
 def test_memory_stays_flat_over_ten_thousand_training_steps() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

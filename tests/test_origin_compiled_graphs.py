@@ -16,6 +16,8 @@ from compiler import needs_compiler
 from nets import IN_PAIR, Discriminator, Generator, record
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow
+
 
 def helper(x: Tensor, y: Tensor) -> Tensor:
     return x @ y.mT

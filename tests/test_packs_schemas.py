@@ -11,6 +11,8 @@ import torch
 
 from opintercept import hooks, intercept, packs
 
+pytestmark = pytest.mark.slow
+
 LIBRARIES: dict[str, torch.library.Library] = {}  # they live as long as the process, as a loaded library does
 ENGINES = ["kernel", "mode", "compiled"]
 

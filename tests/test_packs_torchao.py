@@ -16,9 +16,11 @@ from opintercept import CallRecord, hooks, intercept, packs
 with warnings.catch_warnings():  # the library's own
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    pytest.importorskip("torchao.ops")
-    quantization = pytest.importorskip("torchao.quantization")
-    logging.disable(logging.NOTSET)
+    try:
+        pytest.importorskip("torchao.ops")
+        quantization = pytest.importorskip("torchao.quantization")
+    finally:
+        logging.disable(logging.NOTSET)
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [

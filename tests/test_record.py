@@ -56,6 +56,7 @@ main(["show", "--calls", "--json", "run"])
 """
 
 
+@pytest.mark.slow
 def test_a_new_field_of_a_record_takes_one_line(tmp_path: Path) -> None:
     package = Path(opintercept.__file__).parent
     shutil.copytree(package, tmp_path / "opintercept", ignore=shutil.ignore_patterns("__pycache__"))

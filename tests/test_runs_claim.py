@@ -19,7 +19,7 @@ from recorded import calls_of, files_in, forks, run_forked
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 from opintercept.runs import open_run, writer
 
-pytestmark = pytest.mark.usefixtures("no_writer_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
 
 
 # One recorder at a time

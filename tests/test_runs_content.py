@@ -16,6 +16,8 @@ from torch import Tensor
 from opintercept.runs import Values, _content, _hash
 from opintercept.runs._content import content_of
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex64, torch.complex128, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -301,6 +303,7 @@ def test_writes_through_numpy_are_seen() -> None:
 
 
 @pytest.mark.usefixtures("forgetful")
+@pytest.mark.slow
 def test_memory_that_is_used_again_is_read_again() -> None:
     source = torch.randn(32, 32)
     addresses = []
@@ -385,6 +388,7 @@ def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.Monk
     assert values(torch.zeros(4)).count == 4
 
 
+@pytest.mark.slow
 def test_few_values_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_content, "REMEMBERED", 50)
     _content.forget()

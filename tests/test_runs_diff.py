@@ -21,6 +21,8 @@ from torch._inductor import config as inductor
 
 from opintercept import OpInterceptError, intercept, runs
 
+pytestmark = pytest.mark.slow
+
 # Untyped: many attributes of a difference can be None, and each test knows which are not.
 diff: Callable[..., Any] = runs.diff
 

@@ -24,7 +24,7 @@ from opintercept import hooks, intercept, runs
 from opintercept.runs import open_run
 from opintercept.runs import recorder as run_recorder
 
-pytestmark = pytest.mark.usefixtures("no_writer_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
 
 
 # What is written

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opintercept import hooks, intercept, runs
 
-pytestmark = pytest.mark.usefixtures("no_writer_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
 
 
 def train(steps: int = 3) -> tuple[list[Tensor], Tensor, list[int]]:
@@ -255,6 +255,7 @@ def test_a_filter_chooses_what_is_recorded(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_compiled_graphs_are_recorded(tmp_path: Path) -> None:
     with torch._inductor.config.patch(compile_threads=1):
         torch._dynamo.reset()

@@ -20,7 +20,7 @@ from recorded import calls_of, forks, run_forked, run_script
 from opintercept import OpInterceptWarning, intercept, runs
 from opintercept.runs import open_run, writer
 
-pytestmark = pytest.mark.usefixtures("no_writer_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
 
 
 def test_max_bytes_stops_the_recording_with_one_warning(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_a_signals_handler_may_run_operators(tmp_path: Path, monkeypatch: pytest
 
 @forks
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+@pytest.mark.slow
 def test_a_forked_childs_calls_are_not_written(end: str, tmp_path: Path) -> None:
     if end == "sys.exit(0)":  # runs exit handlers, which the child has inherited
         program = f"""

@@ -137,6 +137,7 @@ def test_a_flag_holds_only_during_the_replay(name: str, value: str, tmp_path: Pa
     assert read() == before
 
 
+@pytest.mark.slow
 def test_a_script_runs_the_call_with_only_torch_and_safetensors(tmp_path: Path) -> None:
     run = record(tmp_path, views)
     script = write_script(run, 0, tmp_path / "again")

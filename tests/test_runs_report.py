@@ -23,6 +23,8 @@ from opintercept._record import CallRecord, Gemm
 from opintercept._tensors import TensorMeta
 from opintercept.runs import StoredCall, _panels, open_run, report
 
+pytestmark = pytest.mark.slow
+
 LHS, RHS, OUT = (TensorMeta(shape, "float32", "cpu", None, False) for shape in ((2, 3), (3, 4), (2, 4)))
 CALL = CallRecord(
     index=0,

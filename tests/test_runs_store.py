@@ -24,6 +24,8 @@ from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 from opintercept.runs import Run, StoredCall, codec, open_run
 from opintercept.runs._untrusted import MAX_TEXT
 
+pytestmark = pytest.mark.slow
+
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 INFO = {
     "schema": 1,

@@ -350,6 +350,7 @@ def test_other_greenlets_are_seen_while_a_hook_has_switched_away(options: dict[s
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.slow
 def test_a_thousand_tasks_with_random_awaits_and_cancellations_see_exactly_their_own_calls(seed: int) -> None:
     choose = random.Random(seed)
     tasks = 1000

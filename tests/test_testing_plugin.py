@@ -19,6 +19,8 @@ from opintercept import hooks, intercept
 from opintercept.testing.plugin import OpCalls
 from opintercept.testing.snapshot import FOLDER
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 asks_xdist = pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="needs pytest-xdist")

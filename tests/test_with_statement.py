@@ -28,6 +28,7 @@ NUMBER = 150
 # An interrupt between `open` and `with` leaves an open file, in Python's own library too. An interrupt in a callback of
 # the garbage collector is lost, and Hypothesis leaves such a callback behind.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

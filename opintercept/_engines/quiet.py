@@ -19,6 +19,8 @@ from itertools import chain, compress
 from types import CodeType, FrameType
 from typing import Any
 
+from opintercept._fork import in_child
+
 # A thread that never runs an operator has this attribute, set to True.
 RUNS_NO_OPERATOR = "runs_no_operator"
 # Threads of other projects that run none, by the module of their class or of a function on their stack: tqdm's monitor
@@ -92,13 +94,24 @@ def _harmless_threads(kernel: CodeType | None) -> frozenset[int] | None:
 
 
 _in_c_before = 0  # threads that were waited for and went on
+_lost = 0  # threads of a parent process, which Python goes on counting in a forked child
 
 
 def _in_c(known: dict[int | None, threading.Thread], with_frames: frozenset[int]) -> int:
     """How many threads run a function of C and so have no frame; also one that is ending."""
-    others = (type(threading.main_thread()), threading._DummyThread)  # threads that the `_thread` module did not start
-    started = sum(ident is not None and not isinstance(thread, others) for ident, thread in known.items())
-    return running_threads() - started - len(with_frames - known.keys())
+    return running_threads() - _lost - _started(known) - len(with_frames - known.keys())
+
+
+def _started(known: dict[int | None, threading.Thread]) -> int:
+    others = (type(threading.main_thread()), threading._DummyThread)  # which the `_thread` module did not start
+    return sum(ident is not None and not isinstance(thread, others) for ident, thread in known.items())
+
+
+@in_child
+def _forget_parent() -> None:
+    global _in_c_before, _lost
+    _in_c_before = 0
+    _lost = running_threads() - _started({thread.ident: thread for thread in threading.enumerate()})
 
 
 def _runs_no_operator(thread: threading.Thread | None) -> bool:

@@ -199,8 +199,8 @@ MUTATIONS = (
     Mutation(
         "removes its kernels while other threads may be in them",
         "_engines/quiet.py",
-        '                if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:\n'
-        "                    return None\n",
+        '                    if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:\n'
+        "                        return None\n",
         "",
         ("tests/test_intercept.py::test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit",),
     ),
@@ -237,8 +237,8 @@ MUTATIONS = (
     Mutation(
         "passes numbers on as tensors, which promote the result's type",
         "_engines/kernels.py",
-        '    if name.partition(".")[0] in ROWS:\n        return boxed\n',
-        "    return boxed\n",
+        '    if name.partition(".")[0] in OWN:\n        return boxed',
+        "    return boxed",
         ("tests/test_engines.py::test_kernel_engine_passes_numbers_on_as_numbers",),
     ),
     Mutation(

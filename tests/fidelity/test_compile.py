@@ -23,6 +23,7 @@ from opintercept import OpCall, OpInterceptWarning, intercept
 from opintercept._engines import blind_spots
 
 pytestmark = [
+    pytest.mark.slow,
     # From torch, which pickles its tree specifications.
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec..:FutureWarning"),
 ]

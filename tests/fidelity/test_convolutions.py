@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from opintercept import OpCall, hooks, intercept
 
+pytestmark = pytest.mark.slow
+
 ENGINES = [
     pytest.param({}, id="kernel"),
     COMPILED,

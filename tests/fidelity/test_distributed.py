@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader
 from opintercept import hooks, intercept
 from opintercept._engines import kernels
 
+pytestmark = pytest.mark.slow
+
 UNWRAPPED = "unwrapped"
 RANKS = (0, 1)
 

@@ -32,6 +32,7 @@ from opintercept import intercept
 
 README = Path(__file__).parents[2] / "README.md"
 ELSEWHERE = {
+    "`F.conv2d`, `nn.ConvTranspose1d`": "test_convolutions.py",
     "`torch.compile`: `eager`, `aot_eager`": "test_compile.py",
     "`torch.compile`: Inductor": "test_compile.py",
     "`make_fx`, `torch.export`: while tracing; what they made": "test_compile.py",
@@ -316,7 +317,14 @@ FEATURES = [
         "_scaled_dot_product_flash_attention_for_cpu",
         "scaled_dot_product_attention",
     ),
-    Feature("inside custom operators", lambda: [squared(torch.randn(4, 4))], "mm", "", "", name="custom_op"),
+    Feature(
+        "inside custom operators, unless they are declared",
+        lambda: [squared(torch.randn(4, 4))],
+        "mm",
+        "",
+        "",
+        name="custom_op",
+    ),
     Feature(SCRIPT, scripted, "mm mm mm' mm' mm' mm'", "mm mm mm' mm' mm' mm'", ""),
     Feature(SCRIPT, traced, "mm mm mm' mm' mm' mm'", "mm mm mm' mm' mm' mm'", ""),
     Feature(
@@ -376,6 +384,7 @@ FORKS = """
 """
 
 
+@pytest.mark.slow
 def test_each_engine_sees_of_forked_tasks_what_it_should_and_changes_nothing(tmp_path: Path) -> None:
     # In a process of its own: torch's thread pool for them stays, and would keep our kernels installed.
     file = tmp_path / "program.py"  # torch.jit.script reads its source

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _PROGRAM = """
 import io, logging, sys, tempfile, warnings
 

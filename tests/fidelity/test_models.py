@@ -14,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from opintercept import hooks, intercept
 
+pytestmark = pytest.mark.slow
+
 CONTEXTS = {"training": torch.enable_grad, "evaluation": torch.no_grad, "inference": torch.inference_mode}
 
 

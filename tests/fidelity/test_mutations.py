@@ -32,6 +32,7 @@ def test_a_mutation_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
         Mutation("", "file.py", "x", "y", ()).apply(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_tests_that_notice_mutations_exist() -> None:
     tests = sorted({test for mutation in MUTATIONS for test in mutation.noticed_by})
     collected = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests]

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
 
+pytestmark = pytest.mark.slow
+
 Watch = Callable[[], AbstractContextManager[Any]]
 
 # Observing hooks that keep no tensor.

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from opintercept import OpCall, hooks, intercept
 
+pytestmark = pytest.mark.slow
+
 NAN, INF = math.nan, math.inf
 PLANTED = 2  # the step
 Next = Callable[[], None]

@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from opintercept import Interceptor, OpInterceptWarning, intercept
 
+pytestmark = pytest.mark.slow
+
 CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
     "grad": (nullcontext, True),
     "no_grad": (torch.no_grad, False),

@@ -19,6 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from opintercept import Interceptor, OpCall, hooks, intercept
 
+pytestmark = pytest.mark.slow
+
 
 def _examples(count: int) -> settings:
     return settings(max_examples=count, derandomize=True, deadline=None, database=None)

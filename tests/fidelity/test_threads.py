@@ -24,6 +24,8 @@ from compiler import BUILDS
 from opintercept import OpCall, intercept
 from opintercept._engines import kernels, scope
 
+pytestmark = pytest.mark.slow
+
 THREADS, ROUNDS = 8, 1000
 
 ENGINES: dict[str, dict[str, Any]] = {
