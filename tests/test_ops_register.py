@@ -323,3 +323,23 @@ def test_backward_products_of_a_registered_operator_link_to_it() -> None:
     records = recorder.records
     assert [record.op for record in records] == ["foreign_tests::with_gradient", "aten::mm", "aten::mm"]
     assert [(record.forward, record.grad_of) for record in records[1:]] == [(0, "lhs"), (0, "rhs")]
+
+
+def test_the_registry_is_not_read_while_no_library_comes() -> None:
+    code = """
+        import sys, time, torch
+        from opintercept import intercept
+        from opintercept._ops.table import ROWS
+        intercept()
+        before = ROWS.version
+        import wave
+        with intercept():
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert "wave" in sys.modules and ROWS.version == before
+        library = torch.library.Library("late_tests", "DEF")
+        library.define("f(Tensor x) -> Tensor")
+        intercept()
+        assert ROWS.version > before
+        """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ _PLAIN = frozenset(sys.stdlib_module_names) | frozenset(
 _LOOKS_LIKE = re.compile(r"gemm|gemv|matmul|linear|attn|attention|mm(?![a-z])")
 
 _lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread looks
-_seen: tuple[int, ...] = ()
+_seen: tuple[int, ...] = (0, 0, 0, 0)
 _modules: frozenset[str] = frozenset()
 _known: frozenset[str] = frozenset()
 _unknown: Overloads = {}
@@ -71,7 +71,10 @@ def look() -> None:
     with _lock:
         modules = frozenset(sys.modules)
         fresh = {name.partition(".")[0] for name in modules - _modules} - _PLAIN
-        if fresh or now[1:] != _seen[1:]:
+        fresh = {name for name in fresh if not name.startswith(("_sysconfigdata", "__editable__"))}
+        python = {name.partition("::")[0] for name in tuple(_defined)}
+        python.update(name.partition("/")[0] for name in tuple(_implemented))
+        if fresh or (now[1:] != _seen[1:] and (python - _TORCH or now[3])):
             _scan()
         _modules, _seen = modules, now
 
