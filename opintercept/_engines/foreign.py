@@ -37,7 +37,8 @@ _TORCH = frozenset(
         "_c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d debug_mode_ops",
         "debugprims export fsdp higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn onnx",
         "prepacked prim prims profiler quantization quantized quantized_decomposed rngprims sparse static_runtime",
-        "symm_mem torch_attn",
+        "_inductor_debug _inductor_test _torch_testing bucketing c10d_functional device_mesh flex_lib semi_structured",
+        "streams symm_mem torch_attn torch_nn triton",
     )
     for word in words.split()
 )
