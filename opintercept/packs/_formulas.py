@@ -90,3 +90,10 @@ def attention(
         return int(2 * pairs * (d + d_v if products == 2 else 3 * d + 2 * d_v))
 
     return flops
+
+
+def flash_attention(products: int = 2) -> Callable[..., int]:
+    """Return the formula for FlashAttention and for what has its parameters, as `attention` does."""
+    # A cache of keys in pages, lengths on the device, keys to append, and the part of a query that multiplies values.
+    unknown = ("block_table", "page_table", "seqused_q", "seqused_k", "k_new", "q_v", "kv_batch_idx", "leftpad_k")
+    return attention("q", "k", "v", products, ragged=("cu_seqlens_q", "cu_seqlens_k"), never=unknown)

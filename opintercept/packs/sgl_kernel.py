@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 
 from opintercept._ops.register import offer_op
-from opintercept.packs._formulas import attention, experts, linear, rows
-
-_NEVER = ("page_table", "seqused_q", "seqused_k", "k_new", "q_v", "kv_batch_idx", "leftpad_k")
+from opintercept.packs._formulas import experts, flash_attention, linear, rows
 
 for _name in ("sgl_kernel::int8_scaled_mm", "sgl_kernel::fp8_scaled_mm"):
     offer_op(_name, lhs="mat_a", rhs="mat_b", bias="bias", scales=("scales_a", "scales_b"))
@@ -129,7 +127,7 @@ offer_op(
     lhs="q",
     rhs="k",
     value="v",
-    flops=attention("q", "k", "v", ragged=("cu_seqlens_q", "cu_seqlens_k"), never=_NEVER),
+    flops=flash_attention(),
     family="attention",
     opaque=True,
 )

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 
 from opintercept._ops.register import offer_op
-from opintercept.packs._formulas import attention, experts, linear, rows
-
-_NEVER = ("block_table", "page_table", "seqused_q", "seqused_k", "k_new", "q_v", "kv_batch_idx", "leftpad_k")
+from opintercept.packs._formulas import experts, flash_attention, linear, rows
 
 # Most of these return nothing, and write `out`.
 for _name in ("_C::cutlass_scaled_mm", "_C::cutlass_scaled_mm_azp"):
@@ -30,20 +28,14 @@ for _name in ("_C::fp32_router_gemm", "_moe_C::dsv3_router_gemm"):
     offer_op(_name, lhs="mat_a", rhs="mat_b", out="output", layout="nk")
 
 # The weights of these are packed along k, and shuffled.
-offer_op(
-    "_C::cutlass_w4a8_mm",
-    lhs="A",
-    rhs="B",
-    scales=("group_scales", "channel_scales", "token_scales"),
-    gemm=lambda A, B, **_: linear(A, B[1]),
-)
-offer_op(
-    "_C::machete_mm",
-    lhs="A",
-    rhs="B",
-    scales=("group_scales", "channel_scales", "token_scales"),
-    gemm=lambda A, B, **_: linear(A, B[1]),
-)
+for _name in ("_C::cutlass_w4a8_mm", "_C::machete_mm"):
+    offer_op(
+        _name,
+        lhs="A",
+        rhs="B",
+        scales=("group_scales", "channel_scales", "token_scales"),
+        gemm=lambda A, B, **_: linear(A, B[1]),
+    )
 for _name in ("_C::marlin_gemm", "_C::gptq_marlin_gemm"):
     offer_op(
         _name,
@@ -197,7 +189,7 @@ for _name in ("_vllm_fa2_C::varlen_fwd", "_vllm_fa3_C::fwd"):
         lhs="q",
         rhs="k",
         value="v",
-        flops=attention("q", "k", "v", ragged=("cu_seqlens_q", "cu_seqlens_k"), never=_NEVER),
+        flops=flash_attention(),
         family="attention",
         opaque=True,
     )
