@@ -5,6 +5,7 @@ A new engine is one file with a subclass of `Engine`; `choose.ENGINES` makes it 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -68,25 +69,23 @@ class Engine(Protocol):
         families, entries = split(ops)
         found: list[Any] = [self.named(entries)] if entries else []
         if families:
-            found.append(self.of_families(families, ROWS.version))
+            found.append(_of_families(self, families, ROWS.version))  # type: ignore[arg-type]  # engines are hashable
         keys: Keys = found[0] if len(found) == 1 else found[0] | found[1]
         return keys
 
-    def of_families(self, families: tuple[str, ...], version: int) -> Any:
-        """What to watch of whole families, `"matmul"` and `"convolution"`. May be cached by its arguments.
-
-        Args:
-            families: Their names.
-            version: `ROWS.version`, which grows when the rows change.
-        """
+    def of_families(self, families: tuple[str, ...]) -> Any:
+        """What to watch of whole families, `"matmul"` and `"convolution"`. It is asked once while the rows stay."""
         return frozenset()
 
     def named(self, entries: list[Any]) -> Any:
         """What to watch for other entries of `ops`. Raises as `keys` does."""
         return frozenset()
 
-    def unknown(self, ops: Any) -> Any:
-        """Operators that nobody has declared, to be told of if they turn out to multiply; a dict, or a set."""
+    def unknown(self) -> Any:
+        """Operators that nobody has declared, to be told of if they turn out to multiply; a dict, or a set.
+
+        Only blocks that watch the family of matmuls ask.
+        """
         return frozenset()
 
     def is_leaf(self, key: Any) -> bool:
@@ -120,3 +119,9 @@ class Engine(Protocol):
     def look(self) -> Callable[..., Any]:
         """What tells calls apart that do not look alike, see `_record.look`."""
         return _record.look
+
+
+@functools.lru_cache(maxsize=32)
+def _of_families(engine: Engine, families: tuple[str, ...], version: int) -> Any:
+    # `version` is that of the rows. All blocks get the same object: kernels know by its identity what is installed.
+    return engine.of_families(families)

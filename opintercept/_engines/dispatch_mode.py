@@ -6,7 +6,6 @@ It is not the default, since ATen takes other branches while a dispatch mode is 
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from typing import Any
@@ -21,7 +20,6 @@ from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN, Block
 from opintercept._fork import in_child
-from opintercept._ops.select import split
 from opintercept._ops.table import HIGHER_ORDER
 
 FEED = "dispatch mode"
@@ -48,23 +46,17 @@ class DispatchModeEngine(ModeEngine):
         "torch._C._dispatch_find_schema_or_throw": overloads.find_schema,
     }
 
-    def of_families(self, families: tuple[str, ...], version: int) -> frozenset[str]:
+    def of_families(self, families: tuple[str, ...]) -> frozenset[str]:
         """All overloads, composites too: under inference_mode a dispatch mode gets them whole."""
-        return _of_families(families, version)
+        return frozenset(overloads.of_families(families)) | (HIGHER_ORDER if "matmul" in families else frozenset())
 
-    def unknown(self, ops: Any) -> frozenset[str]:
-        """What looks like a matmul, if the block watches the family of matmuls."""
-        families, _ = split(ops)
-        return frozenset(foreign.unknown()) if "matmul" in families else frozenset()
+    def unknown(self) -> frozenset[str]:
+        """Any overload that looks like a matmul."""
+        return frozenset(foreign.unknown())
 
     def named(self, entries: list[Any]) -> frozenset[str]:
         """Any overload."""
         return frozenset(overloads.named(entries))
-
-
-@functools.lru_cache(maxsize=8)
-def _of_families(families: tuple[str, ...], version: int) -> frozenset[str]:
-    return frozenset(overloads.of_families(families)) | (HIGHER_ORDER if "matmul" in families else frozenset())
 
 
 _flags_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one

@@ -19,7 +19,7 @@ from opintercept._engines.overloads import Overloads, is_composite
 from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._fork import in_child
 from opintercept._hook import Read
-from opintercept._ops.op import parameters_of
+from opintercept._ops.op import bound, parameters_of
 from opintercept._ops.table import NOT_MATMUL, ROWS, exact, overloads
 from opintercept._pipeline import Pipeline
 from opintercept._tensors import is_tensor
@@ -73,11 +73,15 @@ def look() -> None:
         modules = frozenset(sys.modules)
         fresh = {name.partition(".")[0] for name in modules - _modules} - _PLAIN
         fresh = {name for name in fresh if not name.startswith(("_sysconfigdata", "__editable__"))}
-        python = {name.partition("::")[0] for name in tuple(_defined)}
-        python.update(name.partition("/")[0] for name in tuple(_implemented))
-        if fresh or (now[1:] != _seen[1:] and (python - _TORCH or now[3])):
+        if fresh or (now[1:] != _seen[1:] and (now[3] or _from_python() - _TORCH)):
             _scan()
         _modules, _seen = modules, now
+
+
+def _from_python() -> set[str]:
+    """The namespaces of operators that Python has defined or given kernels."""
+    names = {name.partition("::")[0] for name in tuple(_defined)}
+    return names.union(name.partition("/")[0] for name in tuple(_implemented))
 
 
 def _scan() -> None:
@@ -149,10 +153,8 @@ class Tell:
 
 def _roles(call: OpCall) -> tuple[str, str, str] | None:
     """The first two matrices that share a dimension, by their parameters, and how the second lies."""
-    named = zip((p.name for p in parameters_of(call.func)), call.args, strict=False)
-    matrices = [
-        (name, value.shape) for name, value in (*named, *call.kwargs.items()) if is_tensor(value) and value.dim() > 1
-    ]
+    named = bound(parameters_of(call.func), call.args, call.kwargs).items()
+    matrices = [(name, value.shape) for name, value in named if is_tensor(value) and value.dim() > 1]
     for place, (lhs, one) in enumerate(matrices):
         for rhs, other in matrices[place + 1 :]:
             if one[-1] == other[-2]:

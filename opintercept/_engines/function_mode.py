@@ -6,7 +6,6 @@ Torch disables the mode inside the functions that it shows, so nothing is seen w
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -43,18 +42,13 @@ class FunctionModeEngine(ModeEngine):
         "torch._C._push_on_torch_function_stack": _push,
     }
 
-    def of_families(self, families: tuple[str, ...], version: int) -> frozenset[Any]:
+    def of_families(self, families: tuple[str, ...]) -> frozenset[Any]:
         """Functions of torch, and overloads that Python calls by themselves."""
-        return _of_families(families, version)
+        return of_families(families, "function")
 
     def named(self, entries: list[Any]) -> frozenset[Any]:
         """As `of_families`."""
         return select(entries, "function")
-
-
-@functools.lru_cache(maxsize=8)
-def _of_families(families: tuple[str, ...], version: int) -> frozenset[Any]:
-    return of_families(families, "function")
 
 
 class FunctionMode(TorchFunctionMode):

@@ -29,7 +29,6 @@ from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, Watcher, state, take
 from opintercept._errors import OpInterceptError
 from opintercept._fork import in_child
-from opintercept._ops.select import split
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
@@ -85,18 +84,23 @@ class KernelEngine(Engine):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def of_families(self, families: tuple[str, ...], version: int) -> Overloads:
+    def of_families(self, families: tuple[str, ...]) -> Overloads:
         """The overloads that kernels can watch: those that reach BackendSelect whole and have no other kernel there."""
-        return _of_families(families, version)
+        return {
+            name: overload
+            for name, overload in sorted(_overloads.of_families(families).items())
+            if row_of(name).kind == "leaf"
+            and not _overloads.is_composite(overload)
+            and _overloads.is_runnable(overload)
+        }
 
     def named(self, entries: list[Any]) -> Overloads:
         """As `of_families`."""
         return _overloads.named(entries, _why_not)
 
-    def unknown(self, ops: Any) -> Overloads:
-        """What looks like a matmul, if the block watches the family of matmuls."""
-        families, _ = split(ops)
-        return _unknown(ROWS.version) if "matmul" in families else {}
+    def unknown(self) -> Overloads:
+        """As `of_families`."""
+        return _unknown(ROWS.version)
 
     def is_leaf(self, key: Any) -> bool:
         """True of torch's own operators; one of another library may run Python."""
@@ -244,15 +248,6 @@ atexit.register(KERNELS.let_forked_tasks_end)
 in_child(KERNELS.forget_parent)
 
 _kernel_code: CodeType | None = None
-
-
-@functools.lru_cache(maxsize=8)
-def _of_families(families: tuple[str, ...], version: int) -> Overloads:
-    return {
-        name: overload
-        for name, overload in sorted(_overloads.of_families(families).items())
-        if row_of(name).kind == "leaf" and not _overloads.is_composite(overload) and _overloads.is_runnable(overload)
-    }
 
 
 @functools.lru_cache(maxsize=1)

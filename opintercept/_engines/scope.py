@@ -26,6 +26,7 @@ from opintercept._engines.base import Engine, Keys
 from opintercept._engines.quiet import native_threads
 from opintercept._fork import in_child
 from opintercept._ops.op import Op
+from opintercept._ops.select import split
 from opintercept._ops.table import ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._pipeline import Pipeline
@@ -69,11 +70,13 @@ class Watcher:
         self._choose()
 
     def _choose(self) -> None:
-        self.keys: Keys = self.engine.keys(self.ops)
-        self.unknown: Any = self.engine.unknown(self.ops)
-        self.shown: Keys = self.keys
-        if self.unknown and self.keys is not None:
-            self.shown = self.keys | self.unknown
+        keys: Any = self.engine.keys(self.ops)
+        families, _ = split(self.ops)
+        self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
+        self.keys: Keys = keys
+        self.shown: Keys = keys
+        if self.unknown and keys is not None:
+            self.shown = keys | self.unknown
             self._tells = Pipeline((foreign.Tell(self.pipeline),), look=self.engine.look)
 
     def renew(self) -> None:
