@@ -13,7 +13,7 @@ from typing import Any
 
 from opintercept import _with_statement
 from opintercept._blocks import Part, innermost
-from opintercept._engines import blind_spots
+from opintercept._engines import outside
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import Watcher
 
@@ -119,7 +119,7 @@ class _Life:
         self._watcher.renew()
         self._watcher.engine.hold(self, self._watcher)
         self._watcher.pipeline.enter(self)
-        blind_spots.enter(self)
+        outside.enter(self)
 
     def check(self) -> None:
         pass  # a body may end anywhere
@@ -129,6 +129,6 @@ class _Life:
             self._watcher.engine.release(self)
         finally:
             try:
-                blind_spots.leave(self)
+                outside.leave(self)
             finally:
                 self._watcher.pipeline.exit(self, None if isinstance(failed, GeneratorExit) else failed)

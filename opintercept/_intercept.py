@@ -17,7 +17,7 @@ from opintercept import _with_statement
 from opintercept._blocks import Part, check_leaving, enter_block, innermost, leave_block
 from opintercept._checks import check_choice
 from opintercept._coroutines import suspending
-from opintercept._engines import blind_spots
+from opintercept._engines import outside
 from opintercept._engines import scope as _scope
 from opintercept._engines.choose import EngineChoice, choose
 from opintercept._engines.dynamo import keep_out
@@ -196,7 +196,7 @@ class _Stay:
     def begin(self) -> None:
         self._block = block = Block(self._watcher, self)
         self._watcher.pipeline.enter(block)
-        blind_spots.enter(block)
+        outside.enter(block)
         enter_block(block)
 
     def check(self) -> None:
@@ -210,7 +210,7 @@ class _Stay:
             leave_block(block)
         finally:
             try:
-                blind_spots.leave(block)
+                outside.leave(block)
             finally:
                 self._watcher.pipeline.exit(block, failed)
         self._block = None  # breaks a reference cycle, too

@@ -107,3 +107,8 @@ def printable(text: str, most: int | None = None) -> str:
     if most is not None and len(text) > most:
         text = f"{text[: most // 2 - 1]}...{text[len(text) - most + most // 2 + 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def short_name(op: str) -> str:
+    """Return an operator's name without its namespace: `"mm"` of `"aten::mm"`, `"mul"` of `"package.module:mul"`."""
+    return op.rpartition(":")[2].rpartition(".")[2]

@@ -159,7 +159,7 @@ def test_an_operator_is_declared_once() -> None:
 
 
 def test_a_name_without_a_namespace_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have its namespace, as in 'mylib::scaled_mm', got 'mm'"):
+    with pytest.raises(ValueError, match=r"must have its namespace, as in 'mylib::scaled_mm', and .*, got 'mm'"):
         register_op("mm")
     with pytest.raises(TypeError, match="register_op takes a name"):
         register_op(3)

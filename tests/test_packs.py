@@ -164,4 +164,4 @@ def test_a_pack_imports_torch_and_this_package_only(path: Path) -> None:
 
 
 def test_every_pack_has_a_namespace_and_every_namespace_a_pack() -> None:
-    assert {path.stem for path in FILES} == set(packs.PACKS.values())
+    assert {path.stem for path in FILES} == {*packs.PACKS.values(), *packs.MODULES.values()}

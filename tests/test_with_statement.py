@@ -19,8 +19,8 @@ import pytest
 import torch
 from compiler import COMPILED, needs_compiler
 
-from opintercept import OpCall, OpInterceptError, intercept
-from opintercept._engines import blind_spots, dispatch_mode, kernels, quiet, scope
+from opintercept import OpCall, OpInterceptError, intercept, register_op
+from opintercept._engines import blind_spots, dispatch_mode, kernels, quiet, scope, seams
 
 # How many interrupts each test delivers. Set it to 10,000 for a thorough run, which takes some minutes.
 NUMBER = 150
@@ -36,6 +36,17 @@ pytestmark = [
 needs_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
 
 A = torch.ones(4, 4)
+
+
+def square(a: torch.Tensor) -> torch.Tensor:
+    return a @ a
+
+
+@pytest.fixture(autouse=True, scope="module")
+def declared() -> Iterator[None]:
+    """Declare `square`, so that blocks replace it."""
+    with register_op(square, lhs="a", rhs="a"):
+        yield
 
 
 class Framed:
@@ -89,6 +100,10 @@ class Program:
         for _ in self.generator():
             A @ A
 
+    def run_seam(self) -> None:
+        with self.outer:
+            square(A)
+
     @staticmethod
     def generate() -> Generator[None, None, None]:
         A @ A
@@ -105,8 +120,9 @@ class Program:
             "everywhere": scope.state.everywhere.blocks,
             "in tasks": len(scope.state.in_tasks),
             "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
-            "unseen": (len(blind_spots._users), len(blind_spots._in_place)),
+            "patches": [(len(p._users), len(p._in_place)) for p in (blind_spots.PATCHES, seams.PATCHES)],
             "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+            "keys": [keys().raw_repr() for keys in KEYS],
             "active": len(dispatch_mode._active),
             "flags": (flags._is_in_torch_dispatch_mode, flags._is_in_non_infra_torch_dispatch_mode),
             "tables": [torch._C._dispatch_dump_table(f"aten::{name}") for name in ("mm", "bmm", "addmm")],
@@ -124,7 +140,8 @@ class Program:
         return (time.perf_counter() - started) / 20
 
 
-KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator"]
+KEYS = (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
+KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator", "seam"]
 KINDS += [pytest.param("compiled", marks=needs_compiler)]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from opintercept import _record
 from opintercept._errors import OpInterceptError
+from opintercept._ops.seams import is_seam
 from opintercept._ops.select import split
 from opintercept._ops.table import ROWS
 from opintercept._origin import stack
@@ -67,8 +68,9 @@ class Engine(Protocol):
         if isinstance(ops, str) and ops == "all":
             return None
         families, entries = split(ops)
+        entries = [entry for entry in entries if not is_seam(entry)]  # those are not for engines
         found: list[Any] = [self.named(entries)] if entries else []
-        if families:
+        if families or not found:
             found.append(_of_families(self, families, ROWS.version))  # type: ignore[arg-type]  # engines are hashable
         keys: Keys = found[0] if len(found) == 1 else found[0] | found[1]
         return keys

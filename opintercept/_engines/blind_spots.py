@@ -6,20 +6,16 @@ Invariant: torch's entry points to such code are wrapped only while a block is e
 from __future__ import annotations
 
 import functools
-import operator
-import threading
 import warnings
-from collections import deque
 from collections.abc import Callable
-from itertools import chain, starmap
 from typing import Any
 
 import torch
 
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
+from opintercept._engines.patches import Patch, Patches
 from opintercept._errors import OpInterceptWarning
-from opintercept._fork import in_child
 
 _MESSAGES = {
     "inductor::aoti_package": "an AOTInductor package ran in a block, and calls kernels without the dispatcher: none "
@@ -41,42 +37,22 @@ _ENTRIES = {
     "_CUDAGraph.replay": "cuda::graph_replay",
 }
 
-_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
-_users: set[object] = set()
-_wrappers: dict[tuple[Any, str], tuple[Any, Any]] = {}  # each with what it wraps, by its place
-_in_place: list[tuple[Any, str, Any]] = []
+_patches: dict[tuple[Any, str], Patch] = {}
 _warned: set[str] = set()
 
 
-def enter(user: object) -> None:
-    """Wrap the entry points until `user` leaves."""
-    with _lock:
-        _users.add(user)
-        if not _in_place:
-            _wrap()
-
-
-def leave(user: object) -> None:
-    """End an `enter`. Can be repeated."""
-    with _lock:
-        _users.discard(user)
-        if not _users:
-            # A single C call, so that neither an interrupt nor a signal handler comes in between.
-            deque(chain(starmap(setattr, _in_place), map(operator.call, (_in_place.clear,))), maxlen=0)
-
-
-def _wrap() -> None:
-    originals, wrappers = [], []
+def _find() -> list[Patch]:
+    found = []
     for owner, attribute, name in _owners():
-        original = owner.__dict__.get(attribute)
-        if original is not None:
-            known, wrapper = _wrappers.get((owner, attribute), (None, None))
-            if known is not original:
-                wrapper = _telling(original, name)
-                _wrappers[owner, attribute] = original, wrapper
-            originals.append((owner, attribute, original))
-            wrappers.append((owner, attribute, wrapper))
-    _in_place.extend(map(operator.itemgetter(0), zip(originals, starmap(setattr, wrappers), strict=True)))  # as above
+        now = owner.__dict__.get(attribute)
+        patch = _patches.get((owner, attribute))
+        if patch is None or (now is not patch.original and now is not patch.replacement):
+            if now is None:
+                continue
+            place = owner if isinstance(owner, type) else vars(owner)
+            patch = _patches[owner, attribute] = Patch(name, place, attribute, now, _telling(now, name))
+        found.append(patch)
+    return found
 
 
 @functools.cache
@@ -111,10 +87,5 @@ def _tell(name: str) -> None:
         warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=3)
 
 
-@in_child
-def _forget_parent() -> None:
-    # A forked child ignores its parent's blocks.
-    global _lock
-    _lock = threading.RLock()
-    for user in tuple(_users):
-        leave(user)
+PATCHES = Patches(_find)
+"""The entry points, which are wrapped while a block is open."""

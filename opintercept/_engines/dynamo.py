@@ -30,6 +30,14 @@ def keep_out(function: F) -> F:
     return function
 
 
+def keep_out_of_frame(function: F) -> F:
+    """Mark a function so that Dynamo does not compile its frame. It may inline it, and compile what it calls."""
+    if CAN_MARK:
+        skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, default))
+    return function
+
+
 # Private: the modes of make_fx, torch.export and functionalisation. Where they are missing, nothing counts as traced.
 _depth: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _infra_mode: Any = getattr(torch._C, "_get_dispatch_mode", lambda key: None)

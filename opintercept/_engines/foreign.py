@@ -74,7 +74,7 @@ def look() -> None:
         fresh = {name.partition(".")[0] for name in modules - _modules} - _PLAIN
         fresh = {name for name in fresh if not name.startswith(("_sysconfigdata", "__editable__"))}
         if fresh or (now[1:] != _seen[1:] and (now[3] or _from_python() - _TORCH)):
-            _scan()
+            _scan(fresh)
         _modules, _seen = modules, now
 
 
@@ -84,10 +84,10 @@ def _from_python() -> set[str]:
     return names.union(name.partition("/")[0] for name in tuple(_implemented))
 
 
-def _scan() -> None:
+def _scan(modules: set[str]) -> None:
     global _known
     names = frozenset(name for name in _all_names() if name.partition("::")[0] not in _TORCH)
-    packs.load({name.partition("::")[0] for name in names})
+    packs.load({name.partition("::")[0] for name in names}, modules)
     _known = names
     ROWS.changed()
 

@@ -27,15 +27,26 @@ class Everything:
         return True
 
 
-def run_hooked(scope: Scope, watch: Watch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a watched call: in the hidden scope while hooks run, and in the inner one while `func` runs."""
+def run_hooked(
+    scope: Scope, watch: Watch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], invoke: Any = None
+) -> Any:
+    """Run a watched call: in the hidden scope while hooks run, and in the inner one while `func` runs.
+
+    Args:
+        scope: That of the thread.
+        watch: What it has for the call.
+        func: For `OpCall.func`.
+        args: The arguments of the call.
+        kwargs: Likewise.
+        invoke: Runs the call; `func` if left out.
+    """
     phase: Phase = "forward" if graph_task() == -1 else backward_phase()
     if take is not None:
         take(watch.hidden)
         take(scope)
     try:
         _scope.stash(KEY, watch.hidden)  # inside the try: a signal handler may raise right after it
-        return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, func), args, kwargs)
+        return run(watch.pipelines, watch.row, func, phase, _step_inside, (watch, invoke or func), args, kwargs)
     finally:
         _scope.stash(KEY, scope)
 

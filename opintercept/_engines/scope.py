@@ -26,7 +26,7 @@ from opintercept._engines.base import Engine, Keys
 from opintercept._engines.quiet import native_threads
 from opintercept._fork import in_child
 from opintercept._ops.op import Op
-from opintercept._ops.select import split
+from opintercept._ops.select import seams_of, split
 from opintercept._ops.table import ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._pipeline import Pipeline
@@ -52,12 +52,13 @@ class Watcher:
         engine: Shows it calls.
         ops: The argument of `intercept`.
         keys: What it watches: overloads by name, or functions; None for everything.
+        seams: The functions that it watches beside what its engine shows, by name.
         unknown: Operators of other libraries that look like matmuls and that nobody has declared.
         shown: What its engine must show: `keys`, and `unknown`.
         everywhere: Whether it watches all threads.
     """
 
-    __slots__ = ("_rows", "_tells", "engine", "everywhere", "keys", "ops", "pipeline", "shown", "unknown")
+    __slots__ = ("_rows", "_tells", "engine", "everywhere", "keys", "ops", "pipeline", "seams", "shown", "unknown")
 
     def __init__(self, pipeline: Pipeline, engine: Engine, ops: Any, everywhere: bool = False) -> None:
         self.pipeline = pipeline
@@ -71,7 +72,8 @@ class Watcher:
 
     def _choose(self) -> None:
         keys: Any = self.engine.keys(self.ops)
-        families, _ = split(self.ops)
+        families, entries = split(self.ops)
+        self.seams = seams_of(families, entries)
         self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
         self.keys: Keys = keys
         self.shown: Keys = keys
@@ -94,7 +96,7 @@ class Watcher:
 
     def watches(self, key: Any) -> bool:
         """Whether it watches `key`."""
-        return self.keys is None or key in self.keys
+        return self.keys is None or key in self.keys or key in self.seams
 
 
 class Block:
@@ -219,7 +221,7 @@ class Scope:
         floor: A block with a lower order may not be left here, since a hook is running inside it.
         owner: The thread that entered the blocks. Autograd's device threads share the scope of the thread that
             called backward.
-        tables: A cache of which pipelines see an operator, by feed and by key.
+        tables: A cache of which pipelines see an operator, by feed and by key. The feeds of seams are the levels.
     """
 
     __slots__ = (
@@ -320,7 +322,7 @@ class Scope:
         if getattr(key, "__name__", "") in ("__get__", "__set__", "__delete__"):
             return None  # function modes also see reads of a tensor's attributes, which are not operators
         active = self.active()
-        shown = [w for w in active if w.engine.feed == feed and w not in self.inside]
+        shown = [w for w in active if feed in (w.engine.feed, w.pipeline.level) and w not in self.inside]
         pipelines = tuple(p for w in shown if (p := w.watched_by(key)) is not None)
         if not pipelines:
             return None

@@ -6,6 +6,7 @@ Must not import the table.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "forei
 #   composite  Decomposed above autograd. Whole only at function level, or under inference_mode.
 #   seen       As itself, but its inner matmuls pass through the dispatcher too. The kernel engine watches those;
 #              a dispatch mode cannot, and gets one opaque call.
-Kind = Literal["leaf", "composite", "seen"]
+#   seam       Not at all. It is a Python function, which is replaced while a block is open.
+Kind = Literal["leaf", "composite", "seen", "seam"]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 FlopsRule = Callable[["Op", Args, Kwargs], int | None]
@@ -54,7 +56,7 @@ class Declared:
 
     roles: Mapping[str, str | int]
     scales: tuple[str | int, ...]
-    layout: Layout
+    layout: Layout | None
     gemm: Callable[..., Any] | None
     flops: Callable[..., Any] | None
 
@@ -106,8 +108,10 @@ class Op:
         return passed(where, args, kwargs)
 
     def scale_tensors(self, args: Args, kwargs: Kwargs) -> list[Any]:
-        """Return the scales that were passed as tensors, alone or in a list."""
-        return [t for where in self.scales for _, t in named_tensors("", passed(where, args, kwargs))]
+        """Return the scales that were passed as tensors, alone or in a list, which may have the operand too."""
+        operands = {id(self.operand(role, args, kwargs)) for role in self.roles} if self.scales else ()
+        found = [t for where in self.scales for _, t in named_tensors("", passed(where, args, kwargs))]
+        return [tensor for tensor in found if id(tensor) not in operands]
 
     def replaced(self, role: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return the inputs with `value` in `role`, passed in the same way as the tensor that it replaces.
@@ -185,7 +189,7 @@ class Op:
 
         If torch does not tell a function's parameters, their names are their positions, `"args[2]"`.
         """
-        parameters = parameters_of(func, self.name.rpartition(".")[2])
+        parameters = parameters_of(func, "" if self.kind == "seam" else self.name.rpartition(".")[2])
         outputs = {self.roles.get("out", (0, "out"))[1], *(p.name for p in parameters if p.is_out)}
         return {name: value for name, value in bound(parameters, args, kwargs).items() if name not in outputs}
 
@@ -218,6 +222,8 @@ class Op:
         if "out" in self.roles and not hasattr(func, "_schema"):
             return [t for _, t in named_tensors("", self.argument("out", args, kwargs))]
         schema = getattr(func, "_schema", None)
+        if self.kind == "seam":
+            return []
         if schema is None:
             short = self.name.rpartition(".")[2]
             out = kwargs.get("out")
@@ -307,7 +313,31 @@ def parameters_of(func: Any, short: str = "") -> tuple[Parameter, ...]:
             return tuple(Parameter(p.name, p.default) for p in parameters if p.kind not in several)
         except (TypeError, ValueError):
             schema = getattr(getattr(getattr(torch.ops.aten, short, None), "default", None), "_schema", None)
+        if schema is None:
+            return _documented(func)
     return tuple(
         Parameter(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty, a.is_out)
         for a in (() if schema is None else schema.arguments)
     )
+
+
+def _documented(func: Any) -> tuple[Parameter, ...]:
+    """The parameters of a function in C++, which pybind11 writes into its docstring: `mul(a: Tensor, b: Tensor)`.
+
+    Their defaults are only there as text, and left out.
+    """
+    head = _HEAD.match(getattr(func, "__doc__", None) or "")
+    if head is None or head[1] != getattr(func, "__name__", None):
+        return ()
+    depth, parts = 0, [""]
+    for character in head[2]:
+        depth += (character in "([{<") - (character in ")]}>")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    names = [part.partition("=")[0].partition(":")[0].strip() for part in parts]
+    return tuple(map(Parameter, filter(str.isidentifier, names)))
+
+
+_HEAD = re.compile(r"(\w+)\((.*)\)(?: -> .*)?$", re.MULTILINE)

@@ -6,6 +6,7 @@ Invariant: what cannot be right is refused before the table changes, and `remove
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 
 from opintercept._checks import check_choice
 from opintercept._errors import OpInterceptWarning
+from opintercept._ops import seams
 from opintercept._ops.op import Declared, Family, Layout, Op, parameters_of
 from opintercept._ops.table import ROWS, exact, overloads
 
@@ -23,6 +25,7 @@ Role: TypeAlias = str | int
 """An argument: the name of a parameter, or its position from 0."""
 
 _NAME = re.compile(r"\w+::\w+(\.\w+)?")
+_SEAM = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 
 class Registration:
@@ -60,7 +63,7 @@ def register_op(
     bias: Role | None = None,
     out: Role | None = None,
     scales: Role | Iterable[Role] = (),
-    layout: Layout = "kn",
+    layout: Layout | None = "kn",
     gemm: Callable[..., Any] | None = None,
     flops: Callable[..., Any] | None = None,
     dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None = None,
@@ -68,20 +71,26 @@ def register_op(
 ) -> Registration:
     """Declare an operator of another library to be a matmul, so that every interceptor watches it.
 
+    A function that is no operator of the dispatcher can be declared too: one in Python or C++, or a kernel of Triton.
+    While a block is open it is replaced, in its module and in every module that has imported it by name. What it runs
+    inside is not counted again. References to it elsewhere, as in a list or a closure, escape.
+
     Roles are the names of parameters, or positions from 0. The formulas `gemm`, `flops` and `dequantize` are called
     with all arguments by name, defaults included: `lambda a, b, **_: ...` takes those that it needs.
 
     Args:
         target: A name, `"mylib::scaled_mm"` for all overloads of an operator or `"mylib::scaled_mm.out"` for one,
             whose library may load later; an `OpOverloadPacket` or `OpOverload`; or what `torch.library.custom_op`
-            returns.
+            returns. For a function: `"package.module:function"` or `"package.module:Class.method"`, whose module may
+            be imported later, the function itself, or a kernel of Triton.
         lhs: The left operand, `[*b, m, k]`.
         rhs: The right operand; `layout` says how it lies.
         bias: The tensor that is added to the product.
         out: The tensor that the operator writes its result to. An operator that returns nothing needs no `out` if its
             schema marks what it writes, `Tensor(a!)`.
         scales: The scales of quantised operands, one or several.
-        layout: `"kn"` if rhs is `[*b, k, n]`, `"nk"` if it is `[n, k]`, as the weight of a linear.
+        layout: `"kn"` if rhs is `[*b, k, n]`, `"nk"` if it is `[n, k]`, as the weight of a linear, and None if that
+            varies between calls, so that `gemm` must tell the shape.
         gemm: Computes `(batch, m, n, k)`. Gets sizes in place of tensors, so that it never waits for a device. By
             default the shape follows from those of lhs and rhs. If the arguments of a call do not tell, it raises
             NotImplementedError.
@@ -96,7 +105,8 @@ def register_op(
 
     Raises:
         TypeError: The target is something else.
-        ValueError: A name is no operator's name, the operator is declared already, or it has no such argument.
+        ValueError: A name is no operator's name, the operator is declared already, or it has no such argument; a
+            module that is imported has no such function.
 
     Example:
         >>> import torch
@@ -127,7 +137,7 @@ def offer_op(
     bias: Role | None = None,
     out: Role | None = None,
     scales: Role | Iterable[Role] = (),
-    layout: Layout = "kn",
+    layout: Layout | None = "kn",
     gemm: Callable[..., Any] | None = None,
     flops: Callable[..., Any] | None = None,
     dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None = None,
@@ -137,7 +147,8 @@ def offer_op(
     """Declare an operator for a pack, as `register_op` does, unless the program or torch's own table has declared it.
 
     Args:
-        target: The name of a packet. The row of one overload would win over what the program declares for all.
+        target: The name of a packet, or the place of a function. The row of one overload would win over what the
+            program declares for all.
         lhs: As for `register_op`, and so are all others but these:
         value: An attention's value.
         family: What kind of operator it is.
@@ -151,7 +162,8 @@ def offer_op(
     key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
     operands = {role: where for role, where in declared.roles.items() if role in ("lhs", "rhs")}
     try:
-        _check_roles(key, replace(declared, roles=operands, scales=()))
+        if not seams.is_seam(key) or seams.locate(key) is not None:  # versions of a library have other functions
+            _check_roles(key, replace(declared, roles=operands, scales=()))
     except ValueError as error:
         text = f"{error}, which opintercept does not know yet; declare it with register_op"
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
@@ -163,7 +175,7 @@ def _row(
     target: Any,
     roles: Mapping[str, Role | None],
     scales: Role | Iterable[Role],
-    layout: Layout,
+    layout: Layout | None,
     gemm: Callable[..., Any] | None,
     flops: Callable[..., Any] | None,
     dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None,
@@ -171,7 +183,7 @@ def _row(
 ) -> tuple[str, Op, Declared]:
     """The key of a target's row, the row, and what it declares."""
     key, name = _key_of(target)
-    check_choice("layout", layout, ("kn", "nk"))
+    check_choice("layout", layout, ("kn", "nk", None))
     given = {role: where for role, where in roles.items() if where is not None}
     if isinstance(scales, (str, int)):
         scales = (scales,)
@@ -184,6 +196,7 @@ def _row(
     row = Op(
         name,
         "foreign",
+        "seam" if seams.is_seam(key) else "leaf",
         dequantize=dict(dequantize),
         reference=_callable("reference", reference),
         declared=declared,
@@ -205,13 +218,26 @@ def _key_of(target: Any) -> tuple[str, str]:
         target = target._qualified_op_name
     elif isinstance(target, torch._ops.OpOverload):
         target = exact(target._name)
+    elif callable(target) and not isinstance(target, (str, type)):
+        name = seams.name_of(target)
+        if name is None:
+            raise ValueError(
+                f"a function must be found under its name in its module, got {target!r}; "
+                "give its place instead, as in 'package.module:function'"
+            )
+        return name, name
     if not isinstance(target, str):
         raise TypeError(
-            f"register_op takes a name such as 'mylib::scaled_mm', an operator of torch.ops or what "
-            f"torch.library.custom_op returns, got {target!r}"
+            f"register_op takes a name such as 'mylib::scaled_mm' or 'package.module:function', an operator of "
+            f"torch.ops, what torch.library.custom_op returns, or a function, got {target!r}"
         )
+    if _SEAM.fullmatch(target):
+        return target, target
     if not _NAME.fullmatch(target):
-        raise ValueError(f"an operator's name must have its namespace, as in 'mylib::scaled_mm', got {target!r}")
+        raise ValueError(
+            f"an operator's name must have its namespace, as in 'mylib::scaled_mm', and a function's its module, as "
+            f"in 'package.module:function', got {target!r}"
+        )
     return target, target.partition(".")[0]
 
 
@@ -219,12 +245,27 @@ def _check_roles(key: str, declared: Declared) -> None:
     """Check the roles if the operator is loaded. One of its overloads must have all of them.
 
     Raises:
-        ValueError: There is no such argument.
+        ValueError: There is no such argument, or no such function.
     """
-    found = overloads(key)
+    found = _functions(key) if seams.is_seam(key) else overloads(key)
     problems = [_problem(key, overload, declared) for overload in found]
     if found and all(problems):
         raise ValueError(problems[0])
+
+
+def _functions(key: str) -> list[Any]:
+    """The function of a seam; none if its module is not imported.
+
+    Raises:
+        ValueError: The module has no such function.
+    """
+    module, _, path = key.partition(":")
+    seam = seams.locate(key)
+    if seam is None and module in sys.modules:
+        raise ValueError(f"the module {module} must have what is declared, but it has no {path}")
+    if seam is not None and (isinstance(seam.value, type) or not callable(seams.function_of(seam.value))):
+        raise ValueError(f"only functions can be declared, got {key}, which is {seam.value!r}")
+    return [] if seam is None else [seams.function_of(seam.value)]
 
 
 def _problem(key: str, func: Any, declared: Declared) -> str | None:
@@ -232,6 +273,8 @@ def _problem(key: str, func: Any, declared: Declared) -> str | None:
     for role, given in (*declared.roles.items(), *(("scales", each) for each in declared.scales)):
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             raise TypeError(f"{role} must be the name or the position of an argument, got {given!r}")
+        if seams.is_seam(key) and seams.takes_any(func, given):
+            continue
         missing = given not in names if isinstance(given, str) else not 0 <= given < len(names)
         if missing:
             return f"{role} must be an argument of {key}, which has {', '.join(names)}; got {given!r}"

@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 
 from opintercept._ops.op import Op
+from opintercept._ops.seams import is_seam
 from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, functions, overloads, row_of
+from opintercept._text import short_name
 
 FAMILIES = ("matmul", "convolution")
 
@@ -26,6 +28,23 @@ def split(ops: Any) -> tuple[tuple[str, ...], list[Any]]:
         raise ValueError(f"ops must name at least one operator, got {ops!r}; leave it out to watch the whole family")
     named = [entry for entry in entries if isinstance(entry, str)]
     return tuple(f for f in FAMILIES if f in named), [e for e in entries if not isinstance(e, str) or e not in FAMILIES]
+
+
+def seams_of(families: tuple[str, ...], entries: Iterable[Any]) -> frozenset[str]:
+    """Return the names of the functions that `ops=` selects, of those that `register_op` has declared.
+
+    Args:
+        families: As `split` gives them.
+        entries: Likewise.
+
+    Raises:
+        ValueError: A name is not declared.
+    """
+    declared = frozenset(ROWS.seams)
+    named = frozenset(filter(is_seam, entries))
+    for name in sorted(named - declared):
+        raise ValueError(f"ops must name functions that register_op has declared, got {name!r}; declare it first")
+    return declared if "matmul" in families or "all" in entries else named
 
 
 def of_families(families: tuple[str, ...], level: Literal["function", "dispatch"]) -> frozenset[Any]:
@@ -126,21 +145,23 @@ def why_never(
         families: The families that are whole in `keys`. Their operators that only other builds of torch have count
             as watched, so that one test serves all devices.
     """
+    if is_seam(name):
+        return None if name in ROWS else "nobody has declared it; declare it with register_op"
     names = None if keys is None else {row_of(key).name for key in keys}
-    known = {_short(full) for full in (ROWS if names is None else names)}
+    known = {short_name(full) for full in (ROWS if names is None else names)}
     if names is not None:
         if families and level == "dispatch":
             names.update(row.name for row in ROWS.values() if row.kind == "leaf" and family_of(row) in families)
             # Leaves out "linear", which means torch's own and not `quantized::linear`.
-            apart = {_short(row.name) for row in ROWS.values() if row.kind == "composite"}
-            known = {_short(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}
+            apart = {short_name(row.name) for row in ROWS.values() if row.kind == "composite"}
+            known = {short_name(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}
         if name in names or name in known:
             return None
     packet, not_watched = _packet(name), None if names is None else "it is not watched; name it in ops="
     if level == "function":
         if _is_function(name) or _exists(name):
             return not_watched
-        return f"there is no such operator; {_hint(name, (_short(row.name) for row in functions().values()))}"
+        return f"there is no such operator; {_hint(name, (short_name(row.name) for row in functions().values()))}"
     if any(name == row.name for row in functions().values()):
         return "it is a function; use level='function'"
     if overloads(packet.partition(".")[0]) and "." in packet:
@@ -164,10 +185,6 @@ def _is_function(name: str) -> bool:
         return bool(_functions_of(name if place is torch else place))
     except (TypeError, ValueError):
         return False
-
-
-def _short(name: str) -> str:
-    return name.rpartition("::")[2].rpartition(".")[2]
 
 
 def _packet(name: str) -> str:

@@ -224,7 +224,9 @@ def of_layout(layout: Layout) -> GemmRule:
     return GemmRule(shape, summed=rule.summed)
 
 
-def gemm_formula(name: str, parameters: tuple[Parameter, ...], layout: Layout, formula: Callable[..., Any]) -> GemmRule:
+def gemm_formula(
+    name: str, parameters: tuple[Parameter, ...], layout: Layout | None, formula: Callable[..., Any]
+) -> GemmRule:
     """Return the rule that `register_op(gemm=...)` declares."""
     compute = _told_once(name, "gemm", "(batch, m, n, k), four whole numbers", parameters, formula, _four)
 
@@ -232,7 +234,7 @@ def gemm_formula(name: str, parameters: tuple[Parameter, ...], layout: Layout, f
         sizes = compute(args, kwargs)
         return None if sizes is None else _shape(op, args, kwargs, *sizes, linear=layout == "nk")
 
-    return GemmRule(shape, summed=SUMMED[layout])
+    return GemmRule(shape, summed=None if layout is None else SUMMED[layout])
 
 
 def flops_formula(name: str, parameters: tuple[Parameter, ...], formula: Callable[..., Any]) -> FlopsRule:

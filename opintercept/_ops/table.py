@@ -5,6 +5,7 @@ Invariant: one row per operator packet, so that no overload (`.out`, `.dtype`) i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opintercept._ops import convolutions, shapes
+from opintercept._ops import convolutions, seams, shapes
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
 from opintercept._record import forget_summaries
 
@@ -30,6 +31,7 @@ class Table(dict[str, Op]):
     def __init__(self) -> None:
         super().__init__()
         self._offered: dict[str, Op] = {}  # what packs declare, also while a row of the program is in its place
+        self._seams: tuple[int, tuple[str, ...]] = (-1, ())  # with the version at which they were looked for
 
     def declare(self, key: str, row: Op) -> None:
         """Put a row in. The rows of torch's operators come in here, and those of `register_op`."""
@@ -55,6 +57,13 @@ class Table(dict[str, Op]):
                 del self[key]
             self.changed()
 
+    @property
+    def seams(self) -> tuple[str, ...]:
+        """The names of the functions that are no operators of the dispatcher."""
+        if self._seams[0] != self.version:
+            self._seams = self.version, tuple(filter(seams.is_seam, tuple(self)))
+        return self._seams[1]
+
     def changed(self) -> None:
         """Note that the rows have changed, or that the dispatcher has more operators."""
         self.version += 1
@@ -69,7 +78,10 @@ ROWS = Table()
 @lru_cache(maxsize=4096)
 def row_of(key: Any) -> Op:
     """Return the row of an overload, of its name, or of a function; a row without operands if it is not a matmul."""
-    name = key if isinstance(key, str) else getattr(key, "_name", None)
+    name = key if isinstance(key, str) else getattr(key, "_name", None) or seams.NAMES.get(key)
+    if seams.is_seam(name):
+        seam = seams.locate(name)
+        return fitted(ROWS[name], None if seam is None else seams.function_of(seam.value)) if name in ROWS else Op(name)
     if name is None:
         return functions().get(key) or Op(torch.overrides.resolve_name(key) or getattr(key, "__qualname__", repr(key)))
     packet = f"higher_order::{name}" if name in HIGHER_ORDER else name.partition(".")[0]
@@ -97,13 +109,17 @@ def fitted(row: Op, func: Any) -> Op:
     def found(given: str | int) -> list[tuple[int, str]]:
         if isinstance(given, int):
             return [(given, names[given] if given < len(names) else "")]
-        return [(names.index(given), given)] if given in names else []
+        if given in names:
+            return [(names.index(given), given)]
+        return [(sys.maxsize, given)] if row.kind == "seam" else []  # it may take any keyword
 
     roles = {role: places[0] for role, given in declared.roles.items() if (places := found(given))}
     if declared.gemm is not None:
         gemm: GemmRule | None = shapes.gemm_formula(row.name, parameters, declared.layout, declared.gemm)
+    elif {"lhs", "rhs"} <= roles.keys() and declared.layout is not None and not declared.flops:
+        gemm = shapes.of_layout(declared.layout)
     else:
-        gemm = shapes.of_layout(declared.layout) if {"lhs", "rhs"} <= roles.keys() and not declared.flops else None
+        gemm = None
     return replace(
         row,
         roles=roles,
@@ -369,6 +385,8 @@ NOT_MATMUL: dict[str, str] = {
 def overloads(packet_name: str) -> list[torch._ops.OpOverload]:
     """Return every overload of a packet, or the one that is named; none if this process lacks it."""
     namespace, _, name = packet_name.partition("::")
+    if not name:
+        return []
     name, _, overload_name = name.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):

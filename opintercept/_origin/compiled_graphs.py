@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import linecache
 import operator
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ _EVAL = "<eval_with_key>"  # the file of a GraphModule's forward, with the backe
 _INDUCTOR = re.compile(r"[/\\]c[a-z2-7]{40,}\.py$")  # the file of Inductor's wrapper, named by its hash
 _COMMENT = re.compile(r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]+)? = ")
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LINE = re.compile(r'File "(.+?)", line (\d+), in (.+)')
 _LINE_COMMENT = re.compile(r"\s*# File: (.+):(\d+) in (.+?), code: ")
 _CALL = re.compile(r"\s*(\w+)(?:: [^=]*?)? = torch\.ops\.([\w.]+)\((.*)\)(?:;.*)?$")
@@ -171,7 +173,8 @@ def _in_module(frame: FrameType, graph: Graph | None) -> Trace:
 
 def _trace(node: Any) -> Trace:
     meta = node.meta
-    lines = _LINE.findall(meta.get("stack_trace") or "")
+    # Dynamo has inlined what replaces a function.
+    lines = [line for line in _LINE.findall(meta.get("stack_trace") or "") if not line[0].startswith(_HERE)]
     line = (lines[-1][0], int(lines[-1][1]), lines[-1][2]) if lines else None
     in_backward = meta.get("autograd_backward") or meta.get("partitioner_tag") == "is_backward"
     key = "fwd_nn_module_stack" if in_backward and "nn_module_stack" not in meta else "nn_module_stack"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._call import OpCall
+from opintercept._ops.seams import is_seam
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.compiled_graphs import GraphPlace
 from opintercept._origin.place import NOWHERE, Place
@@ -55,7 +56,7 @@ class Link(NamedTuple):
 class _ThreadLinks:
     """The links of one thread, by the sequence number that autograd also gives to the node of the gradient."""
 
-    __slots__ = ("_seen", "links", "places", "shared")
+    __slots__ = ("_seen", "links", "open", "places", "shared")
 
     def __init__(self) -> None:
         # The newest number at the last call. Nodes up to it do not belong to the next call.
@@ -64,6 +65,8 @@ class _ThreadLinks:
         self.places: dict[int, Place] = {}
         # Numbers of nodes with several calls, in a custom Function or a fused operator. Which call it is, is unknown.
         self.shared: set[int] = set()
+        # A seam that is running: its link, its place, and the newest number before it.
+        self.open: tuple[Link, Place, int] | None = None
 
     def look(self, newest: int) -> bool:
         """Note the newest number, and return whether autograd has recorded anything since the last time."""
@@ -103,6 +106,7 @@ class Links:
     # reaches that never calls backward, the older half is dropped.
     SOFT, HARD = 4096, 1 << 16
     THREADS = 64  # beyond this number, those of threads that have ended are dropped
+    NODES = 64  # how many nodes of one seam are linked
 
     def __init__(self, owner: Callable[[], int | None], place: Callable[[Phase], Place]) -> None:
         self._owner = owner
@@ -150,6 +154,13 @@ class Links:
         mine = self._of_this_thread()
         links = mine.links
         newest = _sequence_nr() - 1
+        if recording and is_seam(call.op):
+            # Autograd records what the function runs, and has recorded none of it yet.
+            if not backward:
+                call.place = self._place(call.phase)
+                link = Link(call.index, call.op, self._round, tuple(operands), True, needed, tuple(wanted))
+                mine.open = (link, call.place, newest)
+            return
         fresh = mine.look(newest)
         number = newest if function is None else function._sequence_nr()
         # With a wrapper such as DTensor, autograd knows the wrapper, and this call has the tensors inside of it.
@@ -182,6 +193,18 @@ class Links:
             mine.places[number] = call.place
         elif (behind := self.find()) is not None:
             mine.places[number] = behind[1]
+
+    def close(self) -> None:
+        """Link the nodes that autograd has recorded while a seam ran: they compute gradients of its call."""
+        mine = self._of_this_thread()
+        if mine.open is not None:
+            link, place, before = mine.open
+            mine.open = None
+            newest = _sequence_nr() - 1
+            mine.look(newest)
+            for number in range(before + 1, min(newest, before + self.NODES) + 1):
+                mine.links[number] = link
+                mine.places[number] = place
 
     def _of_this_thread(self) -> _ThreadLinks:
         mine: _ThreadLinks | None = getattr(self._local, "links", None)
@@ -228,6 +251,8 @@ _NODES = frozenset(name.partition("::")[2].replace("_", "") for name in OWN if R
 def _computes(node: Any, link: Link) -> bool:
     """Whether the node can belong to the link's operator. Another thread may have a node of the same number."""
     name = node.name().lower().rstrip("0123456789").removesuffix("backward")
+    if is_seam(link.op):
+        return True  # a function may run any operators
     return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from opintercept._errors import OpInterceptError
 from opintercept._record import CallRecord
-from opintercept._text import amount, counted, csv_cell, duration, printable
+from opintercept._text import amount, counted, csv_cell, duration, printable, short_name
 from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, steps
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
@@ -92,7 +92,7 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.limit = None if arguments.json or arguments.csv else _ROWS
     if arguments.calls and arguments.sort and arguments.limit is None:
         raise OpInterceptError("--calls with --sort needs a --limit, since every call might not fit into memory")
-    names = NameFilter(arguments.module, arguments.op, lambda name: name, _short)
+    names = NameFilter(arguments.module, arguments.op, lambda name: name, short_name)
     with safe_stdout(), plain_warnings("show"):
         _show_calls(run, arguments, names) if arguments.calls else _show_groups(run, arguments, names)
     return 0
@@ -111,10 +111,6 @@ def _filter(arguments: argparse.Namespace, names: NameFilter) -> Callable[[Store
         )
 
     return admits
-
-
-def _short(op: str) -> str:
-    return op.rpartition("::")[2].rpartition(".")[2]
 
 
 def _finite(call: StoredCall) -> bool:

@@ -16,6 +16,7 @@ import torch
 from opintercept._call import OpCall
 from opintercept._ops.shapes import broadcast
 from opintercept._tensors import is_strided
+from opintercept._text import short_name
 
 PIECE = 1 << 23
 """How many scores are computed at a time: 32 MiB of float32."""
@@ -182,7 +183,7 @@ def attention_of(call: OpCall) -> Attention | str | None:
     Returns:
         A string that says why, if the operands are not known; None if the call is no attention.
     """
-    name = call.op.rpartition("::")[2].rpartition(".")[2]
+    name = short_name(call.op)
     if name not in FORWARD and name not in BACKWARD:
         if "attention" not in name.lower():
             return None

@@ -20,6 +20,7 @@ from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._hook import Hook, Read, is_hook, reads_of
 from opintercept._record import CallRecord, Phase
 from opintercept._tensors import TensorMeta, dtype_name, dtype_of
+from opintercept._text import short_name
 from opintercept.hooks._copyable import Copyable
 
 MOST_NAMES = 1024
@@ -313,7 +314,7 @@ def _op_names(op: Any) -> frozenset[str]:
 
 def _names(op: str) -> tuple[str, str]:
     """The full name of an operator and its short name."""
-    return op, op.rpartition("::")[2].rpartition(".")[2]
+    return op, short_name(op)
 
 
 def _operands(call: OpCall | CallRecord) -> list[Any]:

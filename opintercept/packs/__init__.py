@@ -1,4 +1,4 @@
-"""The operators of other libraries: one pack of rows for each library, loaded when the dispatcher has its namespace.
+"""The operators of other libraries: one pack of rows for each library, loaded when a program has imported it.
 
 Invariant: a pack imports no library, and the program's own `register_op` wins over it, whichever comes first.
 """
@@ -31,17 +31,27 @@ PACKS = {
 }
 """The pack that has the rows of a dispatcher's namespace, a module of this package."""
 
+MODULES = {
+    "deep_gemm": "deep_gemm",
+    "flashinfer": "flashinfer",
+    "nvmath": "nvmath",
+    "transformer_engine": "transformer_engine",
+}
+"""The pack that has the functions of a library which are no operators of the dispatcher, by its top-level module."""
+
 # Without a lock of our own, which a forked child could find taken: Python imports a module once, whoever asks.
 _finished: set[str] = set()
 _told: dict[str, Exception] = {}
 
 
-def load(namespaces: Iterable[str]) -> None:
-    """Load the packs of these namespaces, each once in a process. Others are ignored.
+def load(namespaces: Iterable[str], modules: Iterable[str] = ()) -> None:
+    """Load the packs of these namespaces and top-level modules, each once in a process. Others are ignored.
 
     A pack that cannot be imported is left out, with one warning.
     """
-    for pack in sorted({PACKS[name] for name in PACKS.keys() & set(namespaces)} - _finished):
+    wanted = {PACKS[name] for name in PACKS.keys() & set(namespaces)}
+    wanted |= {MODULES[name] for name in MODULES.keys() & set(modules)}
+    for pack in sorted(wanted - _finished):
         try:
             import_module(f"{__name__}.{pack}")
         except Exception as error:

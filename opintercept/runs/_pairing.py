@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
+from opintercept._text import short_name
 from opintercept.runs.codec import StoredCall, Values, is_output
 from opintercept.runs.store import Run
 
@@ -44,7 +45,7 @@ def module_name(name: str | None) -> str | None:
 @lru_cache(4096)
 def operator_name(op: str) -> str:
     """The operator's own name: `mm` for `aten::mm`, `addmm` for `torch.Tensor.addmm_`."""
-    name = op.rpartition("::")[2].rpartition(".")[2]
+    name = short_name(op)
     return name if name.endswith("__") else name.rstrip("_") or name
 
 

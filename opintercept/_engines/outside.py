@@ -1,0 +1,26 @@
+"""What runs outside the dispatcher, where engines see nothing: it is followed while a block is open.
+
+Invariant: entering and leaving cost microseconds while no library of that kind is loaded.
+"""
+
+from __future__ import annotations
+
+from opintercept._engines import blind_spots, launches, seams
+
+
+def enter(user: object) -> None:
+    """Follow it until `user` leaves."""
+    blind_spots.PATCHES.enter(user)
+    seams.PATCHES.enter(user)
+    launches.enter(user)
+
+
+def leave(user: object) -> None:
+    """End an `enter`, as far as it came. Can be repeated."""
+    try:
+        launches.leave(user)
+    finally:
+        try:
+            seams.PATCHES.leave(user)
+        finally:
+            blind_spots.PATCHES.leave(user)

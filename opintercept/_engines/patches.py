@@ -1,0 +1,113 @@
+"""`Patches`: attributes of modules, classes and objects that are replaced while a block is open.
+
+Invariant: when the last user leaves, whatever still has our value has its own again.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+from opintercept._fork import in_child
+
+MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patch:
+    """One attribute and its two values. Whoever finds it again returns the same object.
+
+    Attributes:
+        name: What messages call it.
+        owner: A class, or the `__dict__` of a module or an object.
+        attribute: The name in its owner.
+        original: Its own value; MISSING if it has none, but that of its class.
+        replacement: Ours.
+    """
+
+    name: str
+    owner: Any
+    attribute: str
+    original: Any
+    replacement: Any
+
+    def now(self) -> Any:
+        """The value that it has."""
+        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.attribute, MISSING)
+
+    def is_known(self) -> bool:
+        """Whether it has one of its two values."""
+        now = self.now()
+        return now is self.original or now is self.replacement
+
+    def assign(self, value: Any) -> Callable[[], Any]:
+        """A callable that gives it a value in one C call."""
+        if not isinstance(self.owner, dict):
+            return partial(setattr, self.owner, self.attribute, value)
+        if value is MISSING:
+            return partial(self.owner.pop, self.attribute, None)
+        return partial(operator.setitem, self.owner, self.attribute, value)
+
+
+class Patches:
+    """Attributes that are replaced as long as they have users.
+
+    Args:
+        find: Finds what to replace, including what is replaced already. It is asked when a user enters.
+        copies: Finds the places of our values when the last user leaves: other code may have copied them meanwhile.
+        displaced: Gets a patch whose value is neither ours nor its own when the last user leaves. Other code has
+            replaced it meanwhile, and it stays.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Iterable[Patch]],
+        copies: Callable[[], Iterable[Patch]] = tuple,
+        displaced: Callable[[Patch], None] | None = None,
+    ) -> None:
+        self._find = find
+        self._copies = copies
+        self._displaced = displaced
+        self._lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
+        self._users: set[object] = set()
+        self._in_place: list[Patch] = []
+        in_child(self._forget_parent)
+
+    def enter(self, user: object) -> None:
+        """Replace what there is to replace, until `user` leaves."""
+        with self._lock:
+            self._users.add(user)
+            new = [patch for patch in self._find() if patch not in self._in_place or patch.now() is patch.original]
+            if new:
+                steps = [patch.assign(patch.replacement) for patch in new]
+                # A single C call, so that neither an interrupt nor a signal handler comes in between.
+                self._in_place.extend(map(itemgetter(0), zip(new, map(operator.call, steps), strict=True)))
+
+    def leave(self, user: object) -> None:
+        """End an `enter`. Can be repeated."""
+        with self._lock:
+            self._users.discard(user)
+            if self._users or not self._in_place:
+                return
+            found = [*self._in_place, *self._copies()]
+            steps = [patch.assign(patch.original) for patch in found if patch.now() is patch.replacement]
+            lost = [patch for patch in self._in_place if not patch.is_known()]
+            deque(chain(map(operator.call, steps), map(operator.call, (self._in_place.clear,))), maxlen=0)  # as above
+        if self._displaced is not None:
+            for patch in lost:
+                self._displaced(patch)
+
+    def _forget_parent(self) -> None:
+        # A forked child ignores its parent's blocks.
+        self._lock = threading.RLock()
+        self._displaced, displaced = None, self._displaced
+        for user in tuple(self._users):
+            self.leave(user)
+        self._displaced = displaced
