@@ -23,10 +23,11 @@ from opintercept._engines.choose import EngineChoice, choose
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
 from opintercept._engines.scope import Block, Watcher
-from opintercept._errors import OpInterceptWarning
+from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._hook import Handle, Hook, Level, OnError, check_hook, is_hook
 from opintercept._origin.origin import Origin
 from opintercept._pipeline import Pipeline
+from opintercept._text import counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -186,12 +187,13 @@ _with_statement.Leaver.dropped = keep_out(_with_statement.Leaver.dropped)  # typ
 class _Stay:
     """An entry of an interceptor's block, with its hooks."""
 
-    __slots__ = ("_block", "_unseen", "_watcher")
+    __slots__ = ("_block", "_passed", "_unseen", "_watcher")
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._block: Block | None = None
         self._unseen = _scope.unseen_calls()
+        self._passed = watcher.pipeline.passed
 
     def begin(self) -> None:
         self._block = block = Block(self._watcher, self)
@@ -214,6 +216,8 @@ class _Stay:
             finally:
                 self._watcher.pipeline.exit(block, failed)
         self._block = None  # breaks a reference cycle, too
+        if failed is None:
+            _tell_of_convolutions(self._watcher.pipeline, self._passed)
         elsewhere = _scope.unseen_calls() - self._unseen
         if elsewhere and failed is None and not block.watcher.everywhere:
             self._tell_of_other_threads(elsewhere)
@@ -227,6 +231,19 @@ class _Stay:
                 OpInterceptWarning,
                 stacklevel=4,
             )
+
+
+def _tell_of_convolutions(pipeline: Pipeline, before: int) -> None:
+    """Tell once that a block has not looked at convolutions, so that totals of its hooks leave them out."""
+    passed = pipeline.passed - before
+    if passed and pipeline.hooks and not _scope.state.told_of_convolutions:
+        _scope.state.told_of_convolutions = True
+        warnings.warn(
+            f"{counted(passed, 'convolution')} ran in a block that looks at matrix products only; "
+            'ops=("matmul", "convolution") shows them too',
+            OpInterceptWarning,
+            stacklevel=caller_level(),
+        )
 
 
 class Pause:

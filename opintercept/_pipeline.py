@@ -50,6 +50,10 @@ def _never_began(function: Any, exception: BaseException) -> bool:
 _RESUME = opcode.opmap["RESUME"]
 
 
+def _read(count: itertools.count[int]) -> int:
+    return int(repr(count)[len("count(") : -1])  # the only way
+
+
 class NoOrigin:
     """An `Origin` that knows nothing of any call."""
 
@@ -79,6 +83,7 @@ class Pipeline:
     Attributes:
         steps: How often the interceptor's `step` was called.
         opaque: How many calls of each opaque operator have run, by name.
+        pass_over: Counts a call of an operator that is not looked at.
     """
 
     __slots__ = (
@@ -88,6 +93,7 @@ class Pipeline:
         "_handles",
         "_inside",
         "_lock",
+        "_passed",
         "_tap",
         "backward",
         "error",
@@ -98,6 +104,7 @@ class Pipeline:
         "on_error",
         "opaque",
         "origin",
+        "pass_over",
         "post",
         "pre",
         "steps",
@@ -122,6 +129,8 @@ class Pipeline:
         self._count = itertools.count()
         self.next_index: Callable[[], int] = self._count.__next__  # atomic, also between threads
         self.opaque: Counter[str] = Counter()
+        self._passed = itertools.count()
+        self.pass_over: Callable[[], int] = self._passed.__next__
         self._lock = threading.RLock()
         self._entered_by: set[object] = set()
         self._inside: deque[Handle] = deque()  # handles of hooks that have entered and not exited
@@ -137,7 +146,12 @@ class Pipeline:
     @property
     def calls(self) -> int:
         """How many calls there have been."""
-        return int(repr(self._count)[len("count(") : -1])  # the only way to read a count
+        return _read(self._count)
+
+    @property
+    def passed(self) -> int:
+        """How many convolutions have been passed over."""
+        return _read(self._passed)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from opintercept import OpCall, OpInterceptError, hooks, intercept, runs
+from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
+from opintercept._engines import scope
 from opintercept._ops import table
 from opintercept._ops.convolutions import ROWS
 from opintercept._ops.select import FAMILIES, why_never
@@ -31,6 +32,10 @@ ENGINES = [pytest.param({}, id="kernel"), COMPILED, pytest.param({"engine": "mod
 FUNCTION: dict[str, Any] = {"level": "function"}
 
 quick = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+
+
+def void(_: object) -> None:
+    """Return nothing."""
 
 
 def r(*shape: int) -> Tensor:
@@ -620,3 +625,66 @@ def test_runs_of_convolutions_are_recorded_compared_and_replayed(tmp_path: Any) 
     assert runs.diff(first, second).kinds == {"equal": 18}
     for index in (0, 7, 9, 17):
         assert replay(first, index).equal
+
+
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget that convolutions were told of, which a process does once."""
+    monkeypatch.setattr(scope.state, "told_of_convolutions", False)
+
+
+@pytest.mark.usefixtures("untold")
+@pytest.mark.parametrize("options", [{}, {"engine": "mode"}, COMPILED])
+def test_the_first_block_for_matmuls_tells_how_many_convolutions_it_passed_over(options: dict[str, Any]) -> None:
+    net, profile = UNet(), hooks.Profile()
+    watching = intercept(profile, **options)
+
+    def step() -> None:
+        with watching:
+            net(torch.randn(IMAGE)).sum().backward()
+
+    with pytest.warns(OpInterceptWarning, match="18 convolutions ran in a block that looks at matrix products only"):
+        step()
+    assert not profile.rows()
+    step()  # without a second warning, which would be an error
+    assert watching.watcher.pipeline.passed == 18
+    assert watching.opaque == {}
+
+
+@pytest.mark.usefixtures("untold")
+def test_function_level_passes_over_convolutions_too() -> None:
+    net = UNet()
+    with pytest.warns(OpInterceptWarning, match="9 convolutions ran in a block"), intercept(void, level="function"):
+        net(torch.randn(IMAGE))
+
+
+@pytest.mark.usefixtures("untold")
+def test_both_of_two_blocks_count_what_they_pass_over() -> None:
+    with pytest.warns(OpInterceptWarning, match="1 convolution ran"):
+        with intercept(void) as outer, intercept(void) as inner:
+            F.conv1d(r(1, 3, 5), r(4, 3, 3))
+    assert outer.watcher.pipeline.passed == inner.watcher.pipeline.passed == 1
+
+
+@pytest.mark.usefixtures("untold")
+@pytest.mark.parametrize("ops", [BOTH, "convolution", "mm", ["matmul", "relu"], "all"])
+def test_a_block_that_names_what_it_wants_passes_over_nothing(ops: Any) -> None:
+    with intercept(void, ops=ops, engine="mode") as watching:
+        F.conv1d(r(1, 3, 5), r(4, 3, 3))
+    assert watching.watcher.pipeline.passed == 0
+
+
+@pytest.mark.usefixtures("untold")
+def test_convolutions_of_hooks_are_not_counted() -> None:
+    with intercept(lambda call: void(F.conv1d(r(1, 3, 5), r(4, 3, 3)))) as watching:
+        r(2, 3) @ r(3, 4)
+    assert watching.watcher.pipeline.passed == 0
+
+
+@pytest.mark.usefixtures("untold")
+def test_a_block_beside_one_that_watches_convolutions_does_not_count_them() -> None:
+    recorder = hooks.Recorder()
+    with intercept(void) as watching, intercept(recorder, ops="convolution"):
+        F.conv1d(r(1, 3, 5), r(4, 3, 3))
+    assert watching.watcher.pipeline.passed == 0
+    assert len(recorder.records) == 1

@@ -90,6 +90,10 @@ class Engine(Protocol):
         """
         return frozenset()
 
+    def passed(self) -> Any:
+        """Convolutions, which a block that watches the family of matmuls alone counts without looking at them."""
+        return frozenset()
+
     def is_leaf(self, key: Any) -> bool:
         """Whether no Python, and nothing that another block could watch, runs inside of an operator."""
         return False

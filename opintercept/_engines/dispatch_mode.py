@@ -54,6 +54,10 @@ class DispatchModeEngine(ModeEngine):
         """Any overload that looks like a matmul."""
         return frozenset(foreign.unknown())
 
+    def passed(self) -> frozenset[str]:
+        """As `of_families`."""
+        return frozenset(overloads.passed())
+
     def named(self, entries: list[Any]) -> frozenset[str]:
         """Any overload."""
         return frozenset(overloads.named(entries))
@@ -103,6 +107,9 @@ class DispatchMode(TorchDispatchMode):
         if watch is UNKNOWN:
             watch = scope.watch(FEED, name)
         if watch is None or _unreal(args) or tracing():
+            return func(*args, **(kwargs or {}))
+        if watch.tally is not None:
+            watch.tally()
             return func(*args, **(kwargs or {}))
         return run_hooked(scope, watch, func, args, kwargs or {})
 

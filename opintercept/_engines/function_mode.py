@@ -46,6 +46,10 @@ class FunctionModeEngine(ModeEngine):
         """Functions of torch, and overloads that Python calls by themselves."""
         return of_families(families, "function")
 
+    def passed(self) -> frozenset[Any]:
+        """As `of_families`."""
+        return of_families(("convolution",), "function")
+
     def named(self, entries: list[Any]) -> frozenset[Any]:
         """As `of_families`."""
         return select(entries, "function")
@@ -77,6 +81,9 @@ class FunctionMode(TorchFunctionMode):
         if watch is UNKNOWN:
             watch = scope.watch(FEED, func)
         if watch is None or tracing():
+            return func(*args, **kwargs)
+        if watch.tally is not None:
+            watch.tally()
             return func(*args, **kwargs)
         if func is torch.nn.functional.multi_head_attention_forward:
             _warn_of_fast_path(args, kwargs)

@@ -102,6 +102,10 @@ class KernelEngine(Engine):
         """As `of_families`."""
         return _unknown(ROWS.version)
 
+    def passed(self) -> Overloads:
+        """As `of_families`."""
+        return _passed(ROWS.version)
+
     def is_leaf(self, key: Any) -> bool:
         """True of torch's own operators; one of another library may run Python."""
         return str(key).startswith("aten::")
@@ -259,6 +263,11 @@ def _unknown(version: int) -> Overloads:
     }
 
 
+@functools.lru_cache(maxsize=1)
+def _passed(version: int) -> Overloads:
+    return {name: overload for name, overload in _overloads.passed().items() if _overloads.is_runnable(overload)}
+
+
 def _why_not(overload: torch._ops.OpOverload) -> str | None:
     if not KERNELS.selects_backend(overload):
         return None
@@ -319,6 +328,9 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         if watch is None:
             if scope.owner is None:
                 state.unseen += 1
+            return redispatch(below, *args, **kwargs)
+        if watch.tally is not None:
+            watch.tally()
             return redispatch(below, *args, **kwargs)
         hidden = watch.hidden
         if take is not None:

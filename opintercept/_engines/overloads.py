@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opintercept._ops import select
+from opintercept._ops import convolutions, select, table
 from opintercept._ops.table import row_of
 
 # Private; engines that need them name them in `needs`.
@@ -44,6 +44,11 @@ _BACKENDS = (
 def of_families(families: tuple[str, ...]) -> Overloads:
     """Every overload of the families that the dispatcher knows, by name."""
     return _known(select.of_families(families, "dispatch"))
+
+
+def passed() -> Overloads:
+    """The overloads by which programs convolve, which run others inside; by name."""
+    return _known(overload for packet in convolutions.OUTERMOST for overload in table.overloads(packet))
 
 
 def named(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -54,11 +56,25 @@ class Watcher:
         keys: What it watches: overloads by name, or functions; None for everything.
         seams: The functions that it watches beside what its engine shows, by name.
         unknown: Operators of other libraries that look like matmuls and that nobody has declared.
-        shown: What its engine must show: `keys`, and `unknown`.
+        passed: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
+            process has told of them, since passing over a call takes some microseconds.
+        shown: What its engine must show: `keys`, `unknown` and `passed`.
         everywhere: Whether it watches all threads.
     """
 
-    __slots__ = ("_rows", "_tells", "engine", "everywhere", "keys", "ops", "pipeline", "seams", "shown", "unknown")
+    __slots__ = (
+        "_rows",
+        "_tells",
+        "engine",
+        "everywhere",
+        "keys",
+        "ops",
+        "passed",
+        "pipeline",
+        "seams",
+        "shown",
+        "unknown",
+    )
 
     def __init__(self, pipeline: Pipeline, engine: Engine, ops: Any, everywhere: bool = False) -> None:
         self.pipeline = pipeline
@@ -75,16 +91,20 @@ class Watcher:
         families, entries = split(self.ops)
         self.seams = seams_of(families, entries)
         self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
+        self.passed: Any = frozenset()
+        if families == ("matmul",) and not entries and not state.told_of_convolutions:
+            self.passed = self.engine.passed()
         self.keys: Keys = keys
         self.shown: Keys = keys
+        if keys is not None:
+            self.shown = _join(keys, self.passed, self.unknown)
         if self.unknown and keys is not None:
-            self.shown = keys | self.unknown
             self._tells = Pipeline((foreign.Tell(self.pipeline),), look=self.engine.look)
 
     def renew(self) -> None:
         """Watch what has come since: a library may register its operators after the interceptor was made."""
         foreign.look()
-        if self._rows != ROWS.version:
+        if self._rows != ROWS.version or (self.passed and state.told_of_convolutions):
             self._rows = ROWS.version
             self._choose()
 
@@ -97,6 +117,23 @@ class Watcher:
     def watches(self, key: Any) -> bool:
         """Whether it watches `key`."""
         return self.keys is None or key in self.keys or key in self.seams
+
+
+_joined: dict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = {}
+
+
+def _join(*parts: Any) -> Any:
+    """The union of dicts or sets, the same object for the same ones: kernels know by its identity what is installed."""
+    parts = tuple(filter(None, parts)) or parts[:1]
+    if len(parts) == 1:
+        return parts[0]
+    place = tuple(map(id, parts))
+    known = _joined.get(place)
+    if known is None:
+        if len(_joined) >= 32:
+            _joined.clear()
+        known = _joined[place] = parts, functools.reduce(operator.or_, parts)
+    return known[1]
 
 
 class Block:
@@ -165,7 +202,7 @@ class Everywhere:
 
 
 class _State:
-    __slots__ = ("everywhere", "idle", "in_tasks", "told", "unseen", "unseen_by_compiled")
+    __slots__ = ("everywhere", "idle", "in_tasks", "told", "told_of_convolutions", "unseen", "unseen_by_compiled")
 
     everywhere: Everywhere
     idle: Scope  # the scope of a thread that has entered nothing
@@ -175,6 +212,7 @@ class _State:
     # How many calls of watched operators threads made that have entered nothing: at Python and at compiled kernels.
     unseen: int
     unseen_by_compiled: Callable[[], int]
+    told_of_convolutions: bool
 
     def watch_everywhere(self, blocks: tuple[Block, ...]) -> None:
         """Replace the blocks that watch all threads."""
@@ -192,19 +230,40 @@ state = _State()
 state.told = None
 state.in_tasks = set()
 state.unseen = 0
+state.told_of_convolutions = False
 state.unseen_by_compiled = int  # returns 0 until compiled kernels are loaded
 
 
 class Watch:
-    """Which pipelines see an operator in one scope, and the scopes for its hooks and its inner steps."""
+    """Which pipelines see an operator in one scope, and the scopes for its hooks and its inner steps.
 
-    __slots__ = ("hidden", "inner", "pipelines", "row")
+    Attributes:
+        tally: What counts a call of an operator that no pipeline sees; None if pipelines see it.
+    """
 
-    def __init__(self, row: Op, pipelines: tuple[Pipeline, ...], hidden: Scope, inner: Scope) -> None:
+    __slots__ = ("hidden", "inner", "pipelines", "row", "tally")
+
+    def __init__(
+        self,
+        row: Op,
+        pipelines: tuple[Pipeline, ...],
+        hidden: Scope,
+        inner: Scope,
+        tally: Callable[[], Any] | None = None,
+    ) -> None:
         self.row = row
+        self.tally = tally
         self.pipelines = pipelines
         self.hidden = hidden
         self.inner = inner
+
+
+def _tally(pipelines: tuple[Pipeline, ...]) -> Callable[[], Any]:
+    def tally() -> None:
+        for pipeline in pipelines:
+            pipeline.pass_over()
+
+    return pipelines[0].pass_over if len(pipelines) == 1 else tally
 
 
 UNKNOWN: Any = object()  # for a key that is not in a scope's table yet
@@ -325,7 +384,9 @@ class Scope:
         shown = [w for w in active if feed in (w.engine.feed, w.pipeline.level) and w not in self.inside]
         pipelines = tuple(p for w in shown if (p := w.watched_by(key)) is not None)
         if not pipelines:
-            return None
+            passing = tuple(w.pipeline for w in shown if key in w.passed)
+            hidden = self.while_hooks_run()
+            return Watch(row_of(key), (), hidden, hidden, _tally(passing)) if passing else None
         found = [w for w in shown if w.watches(key)]
         hidden = self.while_hooks_run()
         alone = len(active) == len(found)

@@ -179,6 +179,8 @@ def _time_first(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 ROWS: list[Op] = []
+OUTERMOST = ("aten::convolution", "aten::convolution_backward", "mkldnn::_convolution_pointwise")
+"""The operators with which a convolution begins at dispatch level. Those of a device run inside."""
 """The rows. The name of one that serves a single overload has that overload's."""
 
 

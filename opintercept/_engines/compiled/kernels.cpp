@@ -86,7 +86,7 @@ struct Slot {
   }
 };
 
-Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_tables, watch_hidden, watch_inner, watch_pipelines, watch_row;
+Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_tables, watch_hidden, watch_inner, watch_pipelines, watch_row, watch_tally;
 
 struct Overload {
   PyObject* name;
@@ -333,6 +333,10 @@ struct Kernel final : c10::OperatorKernel {
     if (watch.p == Py_None) {
       return false;
     }
+    if (PyObject* tally = watch_tally.of(watch.p); tally != Py_None) {
+      Owned(check(PyObject_CallNoArgs(tally)));
+      return false;
+    }
     PyObject* hidden = watch_hidden.of(watch.p); // the watch owns it, since it never assigns it again
     PyObject* inner = watch_inner.of(watch.p);
 
@@ -438,7 +442,8 @@ PyObject* setup(PyObject*, PyObject* args) {
   if (!state_everywhere.find(type, "everywhere") || !state_idle.find(type, "idle") ||
       !scope_everywhere.find(scope, "everywhere") || !scope_carried.find(scope, "carried") || !scope_tables.find(scope, "tables") ||
       !watch_hidden.find(watch, "hidden") || !watch_inner.find(watch, "inner") ||
-      !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row")) {
+      !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row") ||
+      !watch_tally.find(watch, "tally")) {
     return nullptr;
   }
   for (PyObject* each : {state, carried, feed, watch_of, run, current, backward_phase}) {
