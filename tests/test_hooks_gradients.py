@@ -315,6 +315,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("level", ["function", "dispatch"])
+@pytest.mark.slow
 def test_attention_rollout_works_without_module_hooks(level: Any) -> None:
     """Collect attention and its gradient by module name on a ViT, and compare with doing it by hand."""
     torch.manual_seed(0)

@@ -100,6 +100,7 @@ def test_opaque_operators_have_their_own_work() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_work_equals_what_the_flop_counter_counts(name: str) -> None:
     torch.manual_seed(3)
     model = MODELS[name]().train()

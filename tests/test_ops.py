@@ -120,6 +120,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+@pytest.mark.slow
 def test_every_operator_that_looks_like_a_matmul_or_a_convolution_is_listed(registry: list[str]) -> None:
     assert unlisted(registry) == set()
 

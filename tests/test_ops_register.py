@@ -325,6 +325,7 @@ def test_backward_products_of_a_registered_operator_link_to_it() -> None:
     assert [(record.forward, record.grad_of) for record in records[1:]] == [(0, "lhs"), (0, "rhs")]
 
 
+@pytest.mark.slow
 def test_the_registry_is_not_read_while_no_library_comes() -> None:
     code = """
         import sys, time, torch

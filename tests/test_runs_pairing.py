@@ -197,6 +197,7 @@ def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> 
     assert (found.pairs, found.unmatched_calls) == (2, (1, 1))
 
 
+@pytest.mark.slow
 def test_difflib_gets_no_more_than_it_can_do_in_seconds(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It compares every call with every other call that looks alike."""
     given: list[int] = []

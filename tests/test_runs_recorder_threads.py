@@ -202,6 +202,7 @@ def test_a_child_may_have_a_recorder_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensors", ["stats", "full"])
+@pytest.mark.slow
 def test_an_interrupt_inside_the_recorder_mixes_no_calls(tensors: Any, tmp_path: Path) -> None:
     interrupts = pytest.importorskip("interrupts")
 

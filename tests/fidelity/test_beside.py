@@ -52,6 +52,7 @@ TOOLS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("place", ["outside", "inside"])
 @pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.slow
 def test_a_tool_of_torch_and_our_hook_see_what_they_see_alone(tool: str, place: str, engine: str) -> None:
     make, result = TOOLS[tool]
 

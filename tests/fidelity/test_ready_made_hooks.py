@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from opintercept import OpCall, hooks, intercept
 
+pytestmark = pytest.mark.slow
+
 
 class Small(nn.Module):
     """A Transformer with dropout, fused attention, a shared weight and a convolution in front."""
