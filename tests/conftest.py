@@ -78,7 +78,10 @@ def dispatcher_state() -> dict[str, object]:
 def clean_torch() -> Iterator[None]:
     """Fail a test that leaves a mode on torch's stacks or a kernel in the dispatcher."""
     before = dispatcher_state()
-    torch.manual_seed(0)
+    # torch.manual_seed would format the Python stack for each kind of device: a millisecond for each test.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     yield
     assert dispatcher_state() == before
 
