@@ -14,6 +14,9 @@ from recorded import no_writer
 
 from opintercept._engines import choose, compiled
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other workers
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
 pytest.register_assert_rewrite("interrupts", "numpy_stats")
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
