@@ -75,7 +75,7 @@ CONVOLVES = _names(
     """
 )
 DTYPES = (torch.float64, torch.bfloat16, torch.complex64)
-SAMPLES = 8
+SAMPLES, FEWER = 8, 4  # the most of the first runs of an operator of these lists in float32, and of all others
 
 # These return uninitialised memory, of which only the form can be compared.
 UNWRITTEN = _names("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
@@ -162,14 +162,15 @@ def _runs(case: Case) -> Iterator[Run]:
             case.name not in UNWRITTEN,
         )
 
-    for name, sample in _samples(case):
+    multiplies = case.name in MULTIPLIES | CONVOLVES
+    for name, sample in _samples(case, SAMPLES if multiplies and case.dtype is torch.float32 else FEWER):
         yield run(name, op, sample)
     if case.dtype is torch.float32 and op.error_inputs_func is not None:
         _seed()
         for number, error in enumerate(op.error_inputs_func(op, "cpu")):
             # Some inputs are made with torch.empty, as the operator refuses them before it reads them.
             yield replace(run(f"error {number}", op, error.sample_input), written=False)
-    if case.name not in MULTIPLIES | CONVOLVES:
+    if not multiplies:
         return
     if op.inplace_variant is not None:
         for name, sample in _samples(case):
@@ -184,7 +185,7 @@ def _runs(case: Case) -> Iterator[Run]:
             yield run(f"{name} out=", op, sample, out=tree_map_only(Tensor, torch.zeros_like, output))
 
 
-def _samples(case: Case, *, gradients: bool = True) -> Iterator[tuple[str, Any]]:
+def _samples(case: Case, most: int = FEWER, *, gradients: bool = True) -> Iterator[tuple[str, Any]]:
     """Some of the operator's samples, evenly spread."""
     op = case.op
     _seed()
@@ -196,7 +197,7 @@ def _samples(case: Case, *, gradients: bool = True) -> Iterator[tuple[str, Any]]
     if case.name.startswith("linalg.lstsq"):  # gelsy reads uninitialised memory (#187411)
         samples = [sample for sample in samples if sample.kwargs["driver"] != "gelsy"]
     last = len(samples) - 1
-    for number in range(last + 1) if last < SAMPLES else (i * last // (SAMPLES - 1) for i in range(SAMPLES)):
+    for number in range(last + 1) if last < most else (i * last // (most - 1) for i in range(most)):
         yield f"sample {number}", samples[number]
 
 

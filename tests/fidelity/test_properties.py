@@ -66,7 +66,7 @@ def _each(interceptors: list[Interceptor]) -> Iterator[None]:
         yield
 
 
-@_examples(1000)
+@_examples(500)
 @given(random_programs(), st.sampled_from(sorted(LOOKING)), st.booleans())
 def test_kernel_engine_changes_nothing_and_sees_what_the_profiler_sees(
     program: RandomProgram, looking: str, nested: bool
@@ -99,7 +99,7 @@ def test_kernel_engine_changes_nothing_and_sees_what_the_profiler_sees(
 
 
 @pytest.mark.parametrize("engine", ["mode", "function"])
-@_examples(500)
+@_examples(250)
 @given(program=random_programs(), looking=st.sampled_from(sorted(LOOKING)))
 def test_other_engines_change_what_an_empty_mode_of_torch_changes(
     engine: str, program: RandomProgram, looking: str
@@ -210,7 +210,7 @@ def _exact(run: Run) -> bool:
 
 
 @pytest.mark.parametrize("engine", ["kernel", "mode"])
-@_examples(250)
+@_examples(150)
 @given(
     program=random_programs(ops=_PLAIN + _IN_PLACE, backwards=("once", "none", "twice"), **_WHOLE),
     edit=_edits(("forward",), ("backward",), ("forward", "backward")),
@@ -238,7 +238,7 @@ def test_a_replacement_at_dispatch_level_is_a_straight_through_edit(
     assert edited.steps == plain.steps
 
 
-@_examples(250)
+@_examples(150)
 @given(
     program=random_programs(ops=(*_PLAIN, *_IN_PLACE, "matmul", "inner"), **_WHOLE),
     edit=_edits(("forward",)),

@@ -26,7 +26,7 @@ from opintercept._engines import kernels, scope
 
 pytestmark = pytest.mark.slow
 
-THREADS, ROUNDS = 8, 1000
+THREADS, ROUNDS = 8, 500
 
 ENGINES: dict[str, dict[str, Any]] = {
     "kernel": {},
