@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out files that are slow as a whole without importing them, which takes seconds too."""
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
-    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    slow = re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", collection_path.read_text(), re.MULTILINE)
+    return slow is not None or None
 
 
 @pytest.fixture(autouse=True, scope="session")
