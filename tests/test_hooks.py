@@ -394,6 +394,7 @@ def outcome(program: Callable[[], Any]) -> str:
 @pytest.mark.filterwarnings("ignore")  # torch warns about prototypes, AttentionWeights about tensors without values
 @pytest.mark.parametrize("level", ["function", "dispatch"])
 @pytest.mark.parametrize("program", UNUSUAL)
+@pytest.mark.slow
 def test_a_program_with_unusual_tensors_is_unchanged_under_every_hook(program: str, level: Any) -> None:
     bare = outcome(UNUSUAL[program])
     for name, make in OBSERVERS.items():

@@ -125,6 +125,7 @@ def test_every_operator_that_looks_like_a_matmul_or_a_convolution_is_listed(regi
     assert unlisted(registry) == set()
 
 
+@pytest.mark.slow
 def test_the_check_of_the_registry_finds_unlisted_operators(registry: list[str]) -> None:
     fakes = ["aten::_fused_mm_bias", "vendor::linear_fp4.out", "vendor::FlashAttention", "vendor::gemv_int8"]
     fakes += ["aten::conv4d", "vendor::Conv2dBias.out", "vendor::fp8_deconvolution"]
@@ -155,6 +156,7 @@ def test_the_lists_are_disjoint() -> None:
 
 
 @pytest.mark.skipif(not TABLED_VERSION, reason="the lists are those of torch 2.13")
+@pytest.mark.slow
 def test_everything_listed_exists(registry: list[str]) -> None:
     packets = {name.partition(".")[0] for name in registry}
     missing = {*table.OWN, *table.NOT_MATMUL, *convolutions.NOT_CONVOLUTION} - packets - set(registry)
