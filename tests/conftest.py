@@ -11,9 +11,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from native import library
 from recorded import no_writer
 
 from opintercept._engines import choose, compiled
+from opintercept._native import values
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other workers
     torch.set_num_threads(1)
@@ -61,10 +63,17 @@ def no_width() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--compiled`, put the compiled engine in the place of the kernel engine."""
+    """With `--compiled`, put the compiled engine in the place of the kernel engine, and read values in C++.
+
+    Without it, hooks read values with torch's operators, even if the library has been built.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        if request.config.getoption("--compiled"):
+        natively = request.config.getoption("--compiled")
+        if natively:
             patch.setitem(choose.ENGINES, "kernel", compiled.ENGINE)
+        patch.setattr(values, "read", library().read if natively else values.unread)
+        patch.setattr(values, "extent", library().extent if natively else values.unread)
+        patch.setattr(values, "adopt", lambda library: None)  # what the engine does when a test first builds it
         yield
 
 

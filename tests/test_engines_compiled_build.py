@@ -19,8 +19,8 @@ from compiler import needs_compiler
 
 from opintercept import OpInterceptError, intercept
 from opintercept._engines import compiled, kernels
-from opintercept._engines.compiled import build
 from opintercept._intercept import Interceptor
+from opintercept._native import build
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +30,11 @@ def watch() -> Interceptor:
 
 
 def test_the_sources_are_shipped_beside_the_module() -> None:
-    folder = importlib.resources.files("opintercept").joinpath("_engines/compiled")
-    sources = [file.name for file in folder.iterdir() if file.name.endswith(".cpp")]
-    assert sorted(sources) == ["kernels.cpp", "record.cpp", "stack.cpp"]
-    assert [path.name for path in build.SOURCES] == sorted(sources)
+    package = importlib.resources.files("opintercept")
+    folders = [package.joinpath(name) for name in ("_engines/compiled", "_native")]
+    sources = [file.name for folder in folders for file in folder.iterdir() if file.name.endswith(".cpp")]
+    assert sorted(sources) == ["kernels.cpp", "record.cpp", "stack.cpp", "values.cpp"]
+    assert sorted(path.name for path in build.SOURCES) == sorted(sources)
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ echo end >> "$here/log"
 BUILD = """
 import sys
 from pathlib import Path
-from opintercept._engines.compiled import build
+from opintercept._native import build
 build.SOURCES = [Path(name) for name in sys.argv[1:]]
 print(build.built_library().read_text(), end="", flush=True)
 """
@@ -249,8 +250,8 @@ def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch
         ("torch.compiled_with_cxx11_abi", lambda: None),
         ("sys.version", "3.11.8 (main)"),
         ("sysconfig.get_config_var", lambda name: "cpython-311d"),
-        ("opintercept._engines.compiled.build.COMPILE", ["-O3"]),
-        ("opintercept._engines.compiled.build.LINK", ["-g"]),
+        ("opintercept._native.build.COMPILE", ["-O3"]),
+        ("opintercept._native.build.LINK", ["-g"]),
     ],
 )
 def test_each_environment_has_a_build_of_its_own(
@@ -260,6 +261,14 @@ def test_each_environment_has_a_build_of_its_own(
     assert build.library_name() == before
     monkeypatch.setattr(name, value)
     assert build.library_name() != before
+
+
+def test_processors_with_other_vector_instructions_have_builds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for capability in ("AVX512", "AVX2", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        names.add(build.library_name())
+    assert len(names) == 3
 
 
 def test_each_source_and_each_compiler_has_a_build_of_its_own(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:

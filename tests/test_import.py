@@ -27,8 +27,8 @@ def below(folder: str, pattern: str = r"\w+") -> set[str]:
 LAYERS = (
     {"__init__.py"},  # the version, and where the public names live
     {"_checks.py", "_errors.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
-    {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py"},
-    {"_record.py", "_with_statement.py", "cli/__init__.py"},
+    {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py", "_native/__init__.py", "_native/build.py"},
+    {"_record.py", "_with_statement.py", "_native/values.py", "cli/__init__.py"},
     {"_ops/op.py"},
     {"_call.py", "_ops/seams.py", "_ops/shapes.py"},
     {"_hook.py", "_ops/convolutions.py"},
@@ -47,7 +47,6 @@ LAYERS = (
     | {"_engines/launches.py"},
     {"_engines/dispatch_mode.py", "_engines/function_mode.py", "_engines/kernels.py", "_engines/seams.py"},
     {"_engines/outside.py"},
-    {"_engines/compiled/build.py"},
     {"_engines/compiled/__init__.py"},
     {"_engines/choose.py", "_blocks.py"},
     {"_coroutines.py"},

@@ -141,6 +141,11 @@ class Reader:
             smallest = torch.ones(1, dtype=bits, device="cpu").view(target)
             self._tiny, self._huge = smallest.to(torch.float64).item() / 2, torch.finfo(target).max
 
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """The largest magnitude that the target rounds to zero, and the largest that it holds."""
+        return None if self.target is None else (self._tiny, self._huge)
+
     def add(self, values: torch.Tensor, cell: Cell) -> None:
         """Add values on the host to a cell."""
         for piece in values.split(CHUNK) if values.numel() > CHUNK else (values,):

@@ -15,9 +15,9 @@ import torch
 
 from opintercept import _pipeline, _record
 from opintercept._engines import kernels, scope
-from opintercept._engines.compiled import build
 from opintercept._engines.dynamo import keep_out
 from opintercept._errors import OpInterceptError
+from opintercept._native import build, values
 from opintercept._origin import stack
 
 
@@ -111,7 +111,9 @@ def load() -> Extension:
         OpInterceptError: They cannot be built or loaded here.
     """
     try:
-        return Extension(build.load_library(build.built_library()))
+        library = build.load_library(build.built_library())
+        values.adopt(library)
+        return Extension(library)
     except OpInterceptError:
         raise
     except OSError as exception:

@@ -29,11 +29,14 @@ c10::IValue toIValue(py::handle obj, const c10::TypePtr& type, std::optional<int
 PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
 c10::impl::PyInterpreter* getPyInterpreter(); // torch/csrc/PyInterpreter.h
 
-// Defined in the files beside this one.
+// Defined in the files beside this one and in `_native/values.cpp`.
 PyObject* opintercept_walk(PyObject*, PyObject*);
 PyObject* opintercept_set_up_walk(PyObject*, PyObject*);
 PyObject* opintercept_look(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_look(PyObject*, PyObject*);
+PyObject* opintercept_read(PyObject*, PyObject* const*, Py_ssize_t);
+PyObject* opintercept_extent(PyObject*, PyObject*);
+PyObject* opintercept_set_up_values(PyObject*, PyObject*);
 
 namespace {
 
@@ -536,6 +539,9 @@ PyMethodDef methods[] = {
     {"walk", opintercept_walk, METH_NOARGS, nullptr},
     {"set_up_look", opintercept_set_up_look, METH_VARARGS, nullptr},
     {"look", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_look)), METH_FASTCALL, nullptr},
+    {"set_up_values", opintercept_set_up_values, METH_VARARGS, nullptr},
+    {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_read)), METH_FASTCALL, nullptr},
+    {"extent", opintercept_extent, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,4 +1,4 @@
-"""Builds the C++ extension with the machine's compiler, once for each environment, and loads it.
+"""Builds the C++ library with the machine's compiler, once for each environment, finds it again, and loads it.
 
 Invariant: no process finds a part of a library. `torch.utils.cpp_extension` is not used: its import takes a second,
 and a build of it that is killed leaves a lock that it waits for without end.
@@ -29,10 +29,16 @@ import torch
 
 from opintercept._errors import OpInterceptError
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_PACKAGE = Path(__file__).parents[1]
+SOURCES = [*sorted((_PACKAGE / "_engines/compiled").glob("*.cpp")), *sorted((_PACKAGE / "_native").glob("*.cpp"))]
 _MODULE = "opintercept_compiled"
 # Torch's headers need C++20 since 2.12. Those of 2.11 compile under it, too.
 COMPILE = ["-O2", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
+# What a source needs beside `COMPILE`, by its name.
+EXTRA = {"values.cpp": ["-O3"]}
+# The vector instructions that `values.cpp` may use, by torch's name for the best that the processor has.
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+VECTORS = {"AVX2": _AVX2, "AVX512": [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
 LINK = ["-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 if sys.platform == "darwin":
     LINK.append("-Wl,-undefined,dynamic_lookup")  # Python's own symbols
@@ -48,6 +54,20 @@ def built_library() -> Path:
     if not is_whole(library):
         _build(library)
     return library
+
+
+def find_library() -> Any | None:
+    """Load the library that an earlier build has left for this environment; None if there is none.
+
+    Raises:
+        OpInterceptError: It cannot be loaded.
+    """
+    try:
+        library = _cache() / f"{library_name()}.so"
+        found = is_whole(library)
+    except (OSError, RuntimeError):  # a cache that this process may not read, or no home
+        return None
+    return load_library(library) if found else None
 
 
 def _cache() -> Path:
@@ -72,6 +92,7 @@ def library_name() -> str:
     for part in (
         *COMPILE,
         *LINK,
+        *(flag for source in SOURCES for flag in _extra(source)),
         *_compiler(),
         *_marks(_compiler()),
         torch.__version__,
@@ -86,6 +107,12 @@ def library_name() -> str:
         known.update(f"{part}\0".encode(errors="surrogateescape"))
     readable = re.sub(r"[^\w.+]", "_", f"torch{torch.__version__}-{sys.implementation.cache_tag}")
     return f"{readable}-{known.hexdigest()[:16]}"
+
+
+def _extra(source: Path) -> list[str]:
+    """The flags of one source. Those for vector instructions make libraries of processors differ in their names."""
+    flags = EXTRA.get(source.name)
+    return [] if flags is None else [*flags, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])]
 
 
 def _compiler() -> list[str]:
@@ -182,7 +209,8 @@ def _compile(library: Path) -> None:
     includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _PYTHON]
     flags = [*COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
     objects = [f"{source.stem}.o" for source in SOURCES]
-    _run([[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)], folder)
+    commands = zip(SOURCES, objects, strict=True)
+    _run([[*compiler, *flags, *_extra(source), "-c", str(source), "-o", made] for source, made in commands], folder)
     _run([[*compiler, *objects, f"-L{torchs / 'lib'}", *LINK, "-o", library.name]], folder)
 
 

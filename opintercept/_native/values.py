@@ -1,0 +1,93 @@
+"""Reads the values of tensors on the CPU in one pass, in C++, where the library of the compiled engine has been built.
+
+Invariant: nothing is built here. The library is looked for once, when values are first read; if there is none, or it
+cannot read a tensor, the answer is None, and the caller uses torch's operators. Call `values.read` by that name, since
+`adopt` replaces it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import torch
+
+from opintercept._errors import OpInterceptError
+from opintercept._native import build
+
+Found = tuple[tuple[float, ...], float, float, int | None, bytearray | None, bytearray | None]
+"""What `read` returns: the sums and the range of `hooks._sums.Cell`, and what else was asked for.
+
+The hash is that of `runs._hash` mod 2**64. The powers are int64, `[277]`, and the channels are float64.
+"""
+
+
+class Read(Protocol):
+    """How `read` is called."""
+
+    def __call__(
+        self,
+        tensor: Any,
+        target: tuple[float, float] | None = ...,
+        powers: bool = ...,
+        channels: bool = ...,
+        hashed: bool = ...,
+        /,
+    ) -> Found | None:
+        """Read a tensor's values, with all options or with none.
+
+        Args:
+            tensor: Anything; what is not a plain tensor of floating-point values on the CPU is not read.
+            target: The largest magnitude that the target dtype rounds to zero, and the largest that it can hold.
+            powers: Whether to count magnitudes by power of two.
+            channels: Whether to find the largest magnitude of each entry in the last dimension.
+            hashed: Whether to compute the hash.
+
+        Returns:
+            What was found; None if the tensor cannot be read here.
+        """
+
+
+class Extent(Protocol):
+    """How `extent` is called."""
+
+    def __call__(self, tensor: Any, /) -> tuple[float, float] | None:
+        """Return the smallest and the largest value, both NaN if there is one; None if the tensor cannot be read."""
+
+
+def adopt(library: Any) -> None:
+    """Read values with this library from now on."""
+    global read, extent
+    library.set_up_values(torch.Tensor, torch.nn.Parameter)
+    read, extent = library.read, library.extent
+
+
+def unread(*_: Any) -> None:
+    """Read nothing, as where there is no library."""
+
+
+def _find() -> None:
+    """Adopt the library, or none, for the rest of the process."""
+    global read, extent
+    read = extent = unread
+    try:
+        library = build.find_library()
+    except OpInterceptError as error:
+        logging.getLogger("opintercept").warning("opintercept: hooks use torch's operators, since %s", error)
+    else:
+        if library is not None:
+            adopt(library)
+
+
+def _first_read(*args: Any) -> Found | None:
+    _find()
+    return read(*args)
+
+
+def _first_extent(tensor: Any, /) -> tuple[float, float] | None:
+    _find()
+    return extent(tensor)
+
+
+read: Read = _first_read
+extent: Extent = _first_extent
