@@ -6,12 +6,14 @@ Invariant: nothing here waits for a device except `Cell.read`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from opintercept._errors import HookError
+from opintercept._native import values as native
 from opintercept.hooks._values import moments
 
 CHUNK = 1 << 19
@@ -27,7 +29,7 @@ _COUNT, _FINITE, _NAN, _NONZERO, _UNDERFLOW, _OVERFLOW, _TOTAL, _SPREAD = range(
 # The powers of two that a histogram distinguishes are those of bfloat16 and float32. Its ends include all beyond.
 LOWEST, HIGHEST = -149, 127
 
-Read = tuple[list[float], float, float]
+Read = tuple[Sequence[float], float, float]
 """The sums of some values as in `Cell.sums`, and their range as in `Cell.range`."""
 
 
@@ -62,12 +64,19 @@ class Cell:
             copy.devices = {place: [*lots] for place, lots in self.devices.items()}
         return copy
 
-    def add(self, sums: list[float], low: float, high: float) -> None:
+    def add(self, sums: Sequence[float], low: float, high: float) -> None:
         """Add sums and a range."""
         between = _between(self.sums, sums)
         self.sums = [mine + theirs for mine, theirs in zip(self.sums, sums, strict=True)]
         self.sums[_SPREAD] += between
         self.range = [max(self.range[0], low), max(self.range[1], high)]
+
+    def add_arrays(self, powers: bytearray | None, channels: bytearray | None) -> None:
+        """Add counts by power of two, and largest magnitudes of channels, as `native.read` returns them."""
+        if powers:
+            self.add_histogram(torch.frombuffer(powers, dtype=torch.int64))
+        if channels:
+            self.add_channels(torch.frombuffer(channels, dtype=torch.float64))
 
     def add_device(self, sums: torch.Tensor, stream: Any) -> None:
         """Add sums and range in one tensor, `[10]`, which stays on its device and in the order of its stream."""
@@ -134,6 +143,7 @@ class Reader:
     def __init__(self, target: torch.dtype | None, histogram: bool) -> None:
         self.target = target
         self.histogram = histogram
+        self._plain = target is None and not histogram
         self._tiny = self._huge = 0.0
         if target is not None:
             # The smallest number has the bit pattern 1. torch.finfo is wrong about float8_e5m2fnuz: eps is not 0.125.
@@ -145,6 +155,12 @@ class Reader:
     def limits(self) -> tuple[float, float] | None:
         """The largest magnitude that the target rounds to zero, and the largest that it holds."""
         return None if self.target is None else (self._tiny, self._huge)
+
+    def read_natively(self, tensor: Any, channels: bool) -> native.Found | None:
+        """Read a tensor in one pass in C++; None if that cannot be done."""
+        if self._plain and not channels:
+            return native.read(tensor)
+        return native.read(tensor, self.limits, self.histogram, channels, False)
 
     def add(self, values: torch.Tensor, cell: Cell) -> None:
         """Add values on the host to a cell."""
@@ -272,7 +288,7 @@ def check_width(width: int, known: int) -> None:
         )
 
 
-def _between(mine: list[float], theirs: list[float]) -> float:
+def _between(mine: Sequence[float], theirs: Sequence[float]) -> float:
     """What the distance between two means adds to the spread of all values together."""
     m, n = mine[_FINITE], theirs[_FINITE]
     if not m or not n:

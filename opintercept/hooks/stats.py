@@ -18,7 +18,7 @@ from opintercept._tensors import describe, dtype_name
 from opintercept._text import aligned, write_csv
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._roles import checked_roles
-from opintercept.hooks._sums import BATCH, LOWEST, Cell, Reader, check_width, flat, powers
+from opintercept.hooks._sums import BATCH, LOWEST, Cell, Read, Reader, check_width, flat, powers
 from opintercept.hooks._values import first_output, leaves_out_captured, stored_values
 
 OPERANDS = ("lhs", "rhs", "bias", "output")
@@ -89,11 +89,12 @@ class _Key(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What one tensor adds to its row: sums, and the values of a small tensor, which wait for others of their size."""
+    """What one tensor adds to its row: a cell, sums alone, or small values, which wait for others of their size."""
 
     key: _Key
     part: Cell | None
     values: torch.Tensor | None
+    read: Read | None = None
 
 
 class _State(NamedTuple):
@@ -112,9 +113,10 @@ class Stats(Copyable):
     """Streaming statistics of operands and outputs by module, operator and phase.
 
     Stats adds up the values of each tensor and their squared distances from its mean, and combines these as Chan,
-    Golub and LeVeque (1979) do. On a CPU it reads many small tensors at once, in float64. It reads large tensors in
-    chunks that stay in the cache, and adds the squares of floating-point values of up to 32 bits in float32, in rows
-    of 1024. On other devices the sums stay there, in float64, until you read them, so that no call waits.
+    Golub and LeVeque (1979) do. On a CPU it reads floating-point values in one pass in C++ if the compiled engine has
+    been built. Otherwise it reads many small tensors at once, in float64, and large tensors in chunks that stay in the
+    cache, where it adds the squares of floating-point values of up to 32 bits in float32, in rows of 1024. On other
+    devices the sums stay there, in float64, until you read them, so that no call waits.
 
     Mean and standard deviation are accurate to 1e-5 whatever the mean. A mean much smaller than the values is
     accurate only to the rounding error of their sum. `str(stats)` is a table.
@@ -190,18 +192,38 @@ class Stats(Copyable):
         shown = f"{operand} codes" if operand != "output" and call.coded(operand) else operand
         key = _Key(call.module, call.op, shown, call.phase)
         try:
-            values = stored_values(tensor)
-            if values is None or leaves_out_captured(values, self):
-                return self._skip(1)
-            width = tensor.size(-1) if operand == self._channels and tensor.dim() else None
-            part, waiting = self._read_or_wait(key, values, width)
+            entry = self._entry(key, tensor, operand == self._channels)
         except HookError:
             raise
         except Exception:  # the tensor wraps others, as under vmap, or lacks an operator, or memory is short
+            entry = None
+        if entry is None:
             return self._skip(1)
-        self._inbox.append(_Entry(key, part, waiting))
+        self._inbox.append(entry)
         if len(self._inbox) >= BATCH:
             self._settle()
+
+    def _entry(self, key: _Key, tensor: Any, with_channels: bool) -> _Entry | None:
+        """What a tensor adds to its row; None if it has no values."""
+        with_channels = with_channels and tensor.dim() > 0
+        found = self._reader.read_natively(tensor, with_channels)
+        if found is not None:
+            sums, low, high, _, counts, channels = found
+            if not counts and not channels:
+                return _Entry(key, None, None, (sums, low, high))
+            if channels:
+                self._check_width(key, tensor.size(-1))
+            part = Cell(1)
+            part.add(sums, low, high)
+            part.add_arrays(counts, channels)
+            return _Entry(key, part, None)
+        values = stored_values(tensor)
+        if values is None or leaves_out_captured(values, self):
+            return None
+        return _Entry(key, *self._read_or_wait(key, values, tensor.size(-1) if with_channels else None))
+
+    def _check_width(self, key: _Key, width: int) -> None:
+        check_width(width, self._widths.setdefault(key, width))
 
     def _skip(self, tensors: int) -> None:
         with self._lock:
@@ -216,7 +238,7 @@ class Stats(Copyable):
             device, values = "cpu", values.cpu()
         part: Cell | None = None
         if width and values.numel():
-            check_width(width, self._widths.setdefault(key, width))
+            self._check_width(key, width)
             exact = values if values.is_floating_point() and values.element_size() > 1 else values.to(torch.float64)
             part = Cell(1)
             part.channels = exact.abs().reshape(-1, width).amax(0).to(torch.float64)
@@ -259,6 +281,9 @@ class Stats(Copyable):
             cell = _own(cells, old.window, entry.key)  # keeps the order of the calls
             if entry.values is not None:
                 sizes.setdefault(entry.values.numel(), []).append(entry)
+            elif entry.read is not None:
+                cell.calls += 1
+                cell.add(*entry.read)
             elif entry.part is not None:
                 cell.merge(entry.part)
         for count, lot in sizes.items():

@@ -12,18 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiler import BUILDS
 from hypothesis import strategies as st
+from native import reading
 from torch import Tensor
 
 from opintercept import hooks
 from opintercept.hooks import StatsRow, _sums, _values, stats
 
-# Small tensors are read many at a time, large ones in pieces, those on other devices there; the pieces are small.
+# Small tensors are read many at a time, large ones in pieces, those on other devices there; the pieces are small. Or
+# all are read in C++ if they can be.
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "in pieces": {"SMALL": 0, "CHUNK": 8, "ROW": 4},
     "on a device": {"ON_HOST": (), "PIECE": 7},
 }
+if BUILDS:
+    WAYS["natively"] = {}
 
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -38,7 +43,7 @@ TARGETS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *TINY_FL
 @contextmanager
 def read(way: str, **sizes: int) -> Iterator[None]:
     """Read values in one of the ways, with pieces of other sizes."""
-    with pytest.MonkeyPatch.context() as patch:
+    with reading(way == "natively"), pytest.MonkeyPatch.context() as patch:
         for name, value in (WAYS[way] | sizes).items():
             patch.setattr({"ROW": _values, "CHUNK": _sums, "PIECE": _sums}.get(name, stats), name, value)
         yield
