@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from native import reading
 from numpy_stats import FLOATS
 from torch import Tensor
 
-from opintercept import hooks, intercept
+from opintercept import hooks, intercept, runs
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 
@@ -82,3 +85,67 @@ def test_channels_are_the_same() -> None:
 
     native, expected = both(report)
     assert torch.equal(native[0].nan_to_num(-1.0), expected[0].nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("ops", ["matmul", "all"])
+def test_findings_are_the_same(every: int, ops: str) -> None:
+    def report() -> tuple[list[Any], int, list[Any]]:
+        found = hooks.NonFinite(inf=True, action="record", every=every)
+        with intercept(found, ops=ops):
+            products()
+            torch.ones(4, 4).div_(0.0) @ torch.zeros(4, 4)
+            torch.ones(3, 3).mul_(3e38).mul_(3e38)
+        spans = [(f.kind, f.output, f.operands, f.bad, str(f)) for f in found.findings]
+        return spans, found.passed_on, [dataclasses.replace(f.record, elapsed=0.0) for f in found.findings]
+
+    native, expected = both(report)
+    assert repr(native) == repr(expected)  # with NaN as the same text
+    assert native[0]
+
+
+def test_lines_of_print_are_the_same() -> None:
+    def report() -> str:
+        lines = io.StringIO()
+        with intercept(hooks.Print(lines)):
+            products()
+        return lines.getvalue()
+
+    native, expected = both(report)
+    assert len(native.splitlines()) > 70
+    for one, other in zip(native.splitlines(), expected.splitlines(), strict=True):
+        head, _, figures = one.partition(" | ")
+        assert head == other.partition(" | ")[0]
+        for word, other_word in zip(figures.split(), other.partition(" | ")[2].split(), strict=True):
+            # Three digits are shown, and those of a mean that is a rounding error differ.
+            assert word == other_word or float(word) == pytest.approx(float(other_word), rel=2e-2, abs=1e-6)
+
+
+def test_values_in_a_log_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def report() -> list[Any]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "opintercept"), intercept(hooks.Log(values="stats")):
+            products()
+        return [record.__dict__["values"] for record in caplog.records]
+
+    native, expected = both(report)
+    assert len(native) > 70
+    for one, other in zip(native, expected, strict=True):
+        assert one is other is None or one == {name: near(value) for name, value in other.items()}
+
+
+def test_values_of_a_run_are_the_same(tmp_path: Path) -> None:
+    def report() -> list[Any]:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        with intercept(runs.RunRecorder(path, tensors="stats")):
+            products()
+        return [call.values for call in runs.open_run(path).calls()]
+
+    native, expected = both(report)
+    assert len(native) > 70
+    for one, other in zip(native, expected, strict=True):
+        assert one.keys() == other.keys()
+        for role in one:
+            ours, theirs = dataclasses.asdict(one[role]), dataclasses.asdict(other[role])
+            assert ours == {name: near(value) for name, value in theirs.items()}
+            assert ours["hash"] == theirs["hash"]

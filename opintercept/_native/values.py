@@ -15,8 +15,9 @@ import torch
 from opintercept._errors import OpInterceptError
 from opintercept._native import build
 
-Found = tuple[tuple[float, ...], float, float, int | None, bytearray | None, bytearray | None]
-"""What `read` returns: the sums and the range of `hooks._sums.Cell`, and what else was asked for.
+Sums = tuple[int, int, int, int, int, int, float, float]
+Found = tuple[Sums, float, float, int | None, bytearray | None, bytearray | None]
+"""What `read` returns: sums and range as in `hooks._sums.Cell`, hash, powers and channels; None if not asked for.
 
 The hash is that of `runs._hash` mod 2**64. The powers are int64, `[277]`, and the channels are float64.
 """

@@ -17,6 +17,7 @@ import torch
 from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import NonFiniteError, OpInterceptWarning
+from opintercept._native import values as native
 from opintercept._ops.table import row_of
 from opintercept._record import CallRecord
 from opintercept._tensors import is_strided, share_memory
@@ -303,6 +304,10 @@ class NonFinite(Copyable):
         self._sees_others = self._sees_others or kind.other
         before = self._before.take(call) if kind.writes else None
         output = call.output
+        if before is None and self._every == 1 and (ends := native.extent(output)) is not None:
+            low, high = ends
+            if math.isfinite(low) and math.isfinite(high):
+                return
         span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
         if span is None:
             return
@@ -539,6 +544,8 @@ def _range(tensor: Any) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor):
         return None
     try:
+        if (ends := native.extent(tensor)) is not None:
+            return torch.tensor(ends, dtype=torch.float64, device="cpu")
         if tensor.layout is not torch.strided and in_memory(tensor) and (parts := parts_of(tensor)):
             tensor = parts[-1]  # the dense form of a sparse tensor may not fit into memory
         if tensor.is_complex() and is_strided(tensor) and in_memory(tensor):  # the modulus of Inf + NaN i is Inf
