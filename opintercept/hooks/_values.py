@@ -5,6 +5,7 @@ Invariant: a tensor whose memory is not there is never read, since that would en
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from operator import mul
@@ -14,6 +15,7 @@ from weakref import WeakSet
 import torch
 
 from opintercept._errors import OpInterceptWarning
+from opintercept._native import values as native
 from opintercept._tensors import is_strided
 
 _Result = TypeVar("_Result")
@@ -154,8 +156,20 @@ def real_values(tensor: Any) -> torch.Tensor | None:
         return None
 
 
+def _summary_of(found: native.Found) -> ValueSummary | None:
+    (count, finite, *_, total, spread), below, high, *_ = found
+    if not count:
+        return None
+    if not finite:
+        return ValueSummary(math.nan, math.nan, math.nan, math.nan, count)
+    return ValueSummary(-below, high, total / finite, math.sqrt(spread / finite), count - finite)
+
+
 def summarize(tensor: Any) -> ValueSummary | None:
     """Summarise a tensor's values; None if it has none that can be read."""
+    found = native.read(tensor)
+    if found is not None:
+        return _summary_of(found)
     values = real_values(tensor)
     if values is None or values.numel() == 0:
         return None
@@ -163,7 +177,7 @@ def summarize(tensor: Any) -> ValueSummary | None:
         finite = values[torch.isfinite(values)]
         nonfinite = values.numel() - finite.numel()
         if finite.numel() == 0:
-            return ValueSummary(float("nan"), float("nan"), float("nan"), float("nan"), nonfinite)
+            return ValueSummary(math.nan, math.nan, math.nan, math.nan, nonfinite)
         low, high = torch.aminmax(finite)
         return ValueSummary(low.item(), high.item(), finite.mean().item(), finite.std(correction=0).item(), nonfinite)
     except RuntimeError:  # under vmap there is no single value to read for a whole batch
