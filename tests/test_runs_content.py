@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native import reading
 from torch import Tensor
 
 from opintercept.runs import Values, _content, _hash
@@ -32,6 +34,13 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_hash, "SMALL", 0)
 
 
+@pytest.fixture
+def by_torch() -> Iterator[None]:
+    """Read with torch's operators, which remember what they have read."""
+    with reading(False):
+        yield
+
+
 def values(tensor: Tensor) -> Values:
     content = content_of(tensor)
     assert content is not None
@@ -46,7 +55,7 @@ def hash_of(tensor: Tensor) -> str:
 
 def on_device(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> Values:
     """The values as a device other than the CPU computes them."""
-    with monkeypatch.context() as patched:
+    with reading(False), monkeypatch.context() as patched:
         patched.setattr(_content, "HOST", ())
         return values(tensor)
 
@@ -321,7 +330,7 @@ def test_memory_that_is_used_again_is_read_again() -> None:
     assert len(set(addresses)) < len(addresses)  # otherwise this tests nothing
 
 
-@pytest.mark.usefixtures("forgetful")
+@pytest.mark.usefixtures("forgetful", "by_torch")
 @pytest.mark.parametrize("kind", ["written to", "another at its address"])
 def test_equal_sums_alone_do_not_make_tensors_equal(kind: str) -> None:
     # One value is so large that rounding hides the exchange of two others in the sum of floats.
@@ -348,7 +357,7 @@ def test_a_dimension_of_one_may_have_any_stride(dtype: torch.dtype) -> None:
         assert hash_of(tensor) == hash_of(tensor.clone(memory_format=torch.contiguous_format))
 
 
-@pytest.mark.usefixtures("forgetful")
+@pytest.mark.usefixtures("forgetful", "by_torch")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_an_unchanged_tensor_is_hashed_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = Mock(wraps=_hash.hash_of)
@@ -373,6 +382,7 @@ def test_values_of_16_bits_that_make_odd_pairs_are_read_again_after_a_change(dty
         assert hash_of(tensor) == hash_of(tensor.clone()) != stale
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = Mock(wraps=_hash.digits_of)
     monkeypatch.setattr(_hash, "digits_of", read)
@@ -388,7 +398,7 @@ def test_small_tensors_of_the_same_values_are_read_once(monkeypatch: pytest.Monk
     assert values(torch.zeros(4)).count == 4
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("by_torch")
 def test_few_values_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_content, "REMEMBERED", 50)
     _content.forget()
@@ -400,7 +410,7 @@ def test_few_values_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < len(_content._known) <= 50
 
 
-@pytest.mark.usefixtures("forgetful")
+@pytest.mark.usefixtures("forgetful", "by_torch")
 def test_nothing_is_kept_alive() -> None:
     import weakref
 
@@ -446,6 +456,7 @@ def test_conjugate_and_negative_bits_are_resolved() -> None:
     assert hash_of(negative) == hash_of(negative.resolve_neg())
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_tensors_that_a_transform_has_wrapped_are_not_kept() -> None:
     tensors = [torch.randn(size, size) for size in (4, 20, 200)]
     expected = [hash_of(tensor) for tensor in tensors]
