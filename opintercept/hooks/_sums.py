@@ -66,10 +66,21 @@ class Cell:
 
     def add(self, sums: Sequence[float], low: float, high: float) -> None:
         """Add sums and a range."""
-        between = _between(self.sums, sums)
-        self.sums = [mine + theirs for mine, theirs in zip(self.sums, sums, strict=True)]
-        self.sums[_SPREAD] += between
-        self.range = [max(self.range[0], low), max(self.range[1], high)]
+        # Written out, this takes half the time of a loop, which is half the time that a small tensor takes.
+        count, finite, nan, nonzero, underflow, overflow, total, spread = sums
+        mine = self.sums
+        self.sums = [
+            mine[_COUNT] + count,
+            mine[_FINITE] + finite,
+            mine[_NAN] + nan,
+            mine[_NONZERO] + nonzero,
+            mine[_UNDERFLOW] + underflow,
+            mine[_OVERFLOW] + overflow,
+            mine[_TOTAL] + total,
+            mine[_SPREAD] + spread + _between(mine, sums),
+        ]
+        below, above = self.range
+        self.range = [low if low > below else below, high if high > above else above]
 
     def add_arrays(self, powers: bytearray | None, channels: bytearray | None) -> None:
         """Add counts by power of two, and largest magnitudes of channels, as `native.read` returns them."""
