@@ -13,7 +13,7 @@ import torch
 
 from benchmarks._timing import Row, table
 
-SUITES = ("operators", "models", "hook_costs", "recording", "scale", "startup", "plugin", "gpu")
+SUITES = ("operators", "models", "values", "hook_costs", "recording", "scale", "startup", "plugin", "gpu")
 
 
 def main() -> None:
