@@ -106,7 +106,7 @@ class DispatchMode(TorchDispatchMode):
         watch = scope.tables[FEED].get(name, UNKNOWN)
         if watch is UNKNOWN:
             watch = scope.watch(FEED, name)
-        if watch is None or _unreal(args) or tracing():
+        if watch is None or _unreal(args) or tracing() or _changed(watch.row.func, func):
             return func(*args, **(kwargs or {}))
         if watch.tally is not None:
             watch.tally()
@@ -166,6 +166,10 @@ def _deferred(types: Any) -> bool | None:
     if fake is not None and any(issubclass(kind, fake.FakeTensor) for kind in types):
         return False
     return True if any(hasattr(kind, "__tensor_flatten__") for kind in types) else None
+
+
+def _changed(watched: Any, called: Any) -> bool:
+    return watched is not None and watched is not called and foreign.has_changed(watched, called)
 
 
 def _unreal(args: tuple[Any, ...]) -> bool:

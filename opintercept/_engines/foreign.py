@@ -15,11 +15,12 @@ import torch
 
 from opintercept import packs
 from opintercept._call import OpCall
-from opintercept._engines.overloads import Overloads, is_composite
+from opintercept._engines.overloads import Overloads, forget_unloaded, is_composite, note, successor
 from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._fork import in_child
 from opintercept._hook import Read
 from opintercept._ops.op import bound, parameters_of
+from opintercept._ops.register import recheck
 from opintercept._ops.table import NOT_MATMUL, ROWS, exact, overloads
 from opintercept._pipeline import Pipeline
 from opintercept._tensors import is_tensor
@@ -61,19 +62,21 @@ _known: frozenset[str] = frozenset()
 _unknown: Overloads = {}
 _unknown_at = -1
 _told: set[str] = set()
+_told_of_change: set[str] = set()
 
 
 def look() -> None:
-    """Load the packs of libraries that have come since the last look. `ROWS.version` grows if any operator has come."""
+    """Load the packs of libraries that have come since the last look. `ROWS.version` grows if any came or went."""
     global _seen, _modules
     now = (len(sys.modules), len(_defined), len(_implemented), len(torch.ops.loaded_libraries))
-    if now == _seen:
+    gone = forget_unloaded()
+    if now == _seen and not gone:
         return
     with _lock:
         modules = frozenset(sys.modules)
         fresh = {name.partition(".")[0] for name in modules - _modules} - _PLAIN
         fresh = {name for name in fresh if not name.startswith(("_sysconfigdata", "__editable__"))}
-        if fresh or (now[1:] != _seen[1:] and (now[3] or _from_python() - _TORCH)):
+        if gone or fresh or (now[1:] != _seen[1:] and (now[3] or _from_python() - _TORCH)):
             _scan(fresh)
         _modules, _seen = modules, now
 
@@ -90,6 +93,7 @@ def _scan(modules: set[str]) -> None:
     packs.load({name.partition("::")[0] for name in names}, modules)
     _known = names
     ROWS.changed()
+    recheck()
 
 
 def unknown() -> Overloads:
@@ -103,7 +107,7 @@ def unknown() -> Overloads:
                 if _looks_like_one(name)
                 for overload in overloads(exact(name))
             }
-            _unknown = {name: overload for name, overload in _unknown.items() if not is_composite(overload)}
+            _unknown = note({name: overload for name, overload in _unknown.items() if not is_composite(overload)})
             _unknown_at = ROWS.version
         return _unknown
 
@@ -113,6 +117,28 @@ def _looks_like_one(name: str) -> bool:
     if packet in ROWS or exact(name) in ROWS or packet in NOT_MATMUL:
         return False
     return _LOOKS_LIKE.search(packet.partition("::")[2].lower()) is not None
+
+
+def has_changed(overload: Any, now: Any = None) -> bool:
+    """Whether an operator of another library was unloaded while a block watched it. One warning tells.
+
+    Args:
+        overload: The overload that the block watches.
+        now: The one that is called; by default that which torch.ops has now.
+    """
+    now = successor(overload) if now is None else now
+    if now is overload or (now is not None and now._schema == overload._schema):
+        return False
+    name = overload._schema.name
+    if now is not None and name not in _told_of_change:
+        _told_of_change.add(name)
+        warnings.warn(
+            f"{name} was unloaded in a block and loaded again with another schema: the block does not see its calls; "
+            "leave it and enter it again to see them",
+            OpInterceptWarning,
+            stacklevel=caller_level(),
+        )
+    return True
 
 
 class Tell:

@@ -163,7 +163,8 @@ class Kernels:
         self.installed: dict[str, Any] = {}
         self.users: set[object] = set()
         self.makers: set[KernelEngine] = set()
-        self._made: dict[str, Callable[..., Any]] = {}  # kernels in Python, by overload
+        # Kernels in Python, by the overload's name. A library that is loaded again has other overloads.
+        self._made: dict[str, tuple[torch._ops.OpOverload, Callable[..., Any]]] = {}
         self._libraries: dict[str, torch.library.Library] = {}  # by namespace
         self._whole: dict[int, Overloads] = {}  # selections whose kernels are all installed, by identity
         self._threads_before: frozenset[str] = frozenset()
@@ -209,9 +210,10 @@ class Kernels:
 
     def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
         """A callable that installs a kernel in Python in one C call."""
-        kernel = self._made.get(name)
-        if kernel is None:
-            kernel = self._made[name] = _make_kernel(name, overload)
+        known, kernel = self._made.get(name, (None, None))
+        if known is not overload or kernel is None:
+            kernel = _make_kernel(name, overload)
+            self._made[name] = overload, kernel
         library = self._libraries.get(overload.namespace)
         if library is None:
             library = self._libraries[overload.namespace] = torch.library.Library(overload.namespace, "IMPL")
@@ -312,6 +314,7 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
     below_of = _below.get
     has_scope, get_scope, stash = _has_scope, _get_scope, _stash
     carried, current = _scope.carried, _scope.current
+    foreign_overload = None if name.partition(".")[0] in OWN else overload
 
     def kernel(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
         below = below_of(keyset.raw_repr())
@@ -332,6 +335,8 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         if watch.tally is not None:
             watch.tally()
             return redispatch(below, *args, **kwargs)
+        if foreign_overload is not None and foreign.has_changed(foreign_overload):
+            return overload._handle.redispatch_boxed(below, *args, **kwargs)
         hidden = watch.hidden
         if take is not None:
             take(hidden)

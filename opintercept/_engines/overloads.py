@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from opintercept._ops import convolutions, select, table
-from opintercept._ops.table import row_of
+from opintercept._ops import convolutions, select
+from opintercept._ops.table import OWN, exact, overloads, row_of
 
 # Private; engines that need them name them in `needs`.
 find_schema = getattr(torch._C, "_dispatch_find_schema_or_throw", None)
@@ -41,6 +41,38 @@ _BACKENDS = (
 # fmt: on
 
 
+# The packets of other libraries that blocks watch, by name, each with the namespace that has it while it is loaded.
+_packets: dict[str, tuple[dict[str, Any], str, torch._ops.OpOverloadPacket]] = {}
+
+
+def note(found: Overloads) -> Overloads:
+    """Note which overloads are watched, so that `forget_unloaded` finds those whose library goes. Returns them."""
+    for overload in found.values():
+        packet, (space, _, short) = overload._overloadpacket, overload._schema.name.partition("::")
+        if overload._schema.name not in OWN:
+            _packets[overload._schema.name] = vars(getattr(torch.ops, space)), short, packet
+    return found
+
+
+def forget_unloaded() -> bool:
+    """Forget overloads whose library was unloaded, and maybe loaded again. Returns whether there are any.
+
+    Calling one of them would read memory that torch has freed.
+    """
+    gone = [name for name, (space, short, packet) in _packets.copy().items() if space.get(short) is not packet]
+    for name in gone:
+        _packets.pop(name, None)
+    return bool(gone)
+
+
+def successor(overload: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that torch.ops has by the same name: itself, unless its library was unloaded; None for none."""
+    space, _, short = overload._schema.name.partition("::")
+    if vars(getattr(torch.ops, space)).get(short) is overload._overloadpacket:
+        return overload
+    return next(iter(overloads(exact(overload._name))), None)
+
+
 def of_families(families: tuple[str, ...]) -> Overloads:
     """Every overload of the families that the dispatcher knows, by name."""
     return _known(select.of_families(families, "dispatch"))
@@ -48,7 +80,7 @@ def of_families(families: tuple[str, ...]) -> Overloads:
 
 def passed() -> Overloads:
     """The overloads by which programs convolve, which run others inside; by name."""
-    return _known(overload for packet in convolutions.OUTERMOST for overload in table.overloads(packet))
+    return _known(overload for packet in convolutions.OUTERMOST for overload in overloads(packet))
 
 
 def named(
@@ -84,8 +116,12 @@ def named(
     return chosen
 
 
-def _known(overloads: Iterable[torch._ops.OpOverload]) -> Overloads:
-    return {overload._name: overload for overload in overloads if _is_registered(overload)}
+def _known(found: Iterable[torch._ops.OpOverload]) -> Overloads:
+    return note({overload._name: overload for overload in found if _is_registered(overload) and _is_loaded(overload)})
+
+
+def _is_loaded(overload: torch._ops.OpOverload) -> bool:
+    return overload._schema.name in OWN or successor(overload) is overload
 
 
 def _is_registered(overload: torch._ops.OpOverload) -> bool:

@@ -77,6 +77,7 @@ class Op:
         dequantize: By role, what computes the operand's values from the arguments of a call, by name.
         reference: What computes the same as the operator, from the same arguments.
         declared: What `register_op` was given, until `fitted` has a schema or a signature to find the arguments in.
+        func: The overload or function in whose schema or signature it has found them.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Op:
     dequantize: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     reference: Callable[..., Any] | None = None
     declared: Declared | None = None
+    func: Any = None
 
     def operand(self, role: str, args: Args, kwargs: Kwargs) -> Any:
         """Return the tensor in `role`, the first one of a list, or None."""

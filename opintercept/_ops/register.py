@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from opintercept._checks import check_choice
-from opintercept._errors import OpInterceptWarning
+from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._ops import seams
 from opintercept._ops.op import Declared, Family, Layout, Op, parameters_of
 from opintercept._ops.table import ROWS, exact, overloads
@@ -24,6 +24,8 @@ from opintercept._ops.table import ROWS, exact, overloads
 Role: TypeAlias = str | int
 """An argument: the name of a parameter, or its position from 0."""
 
+_programs: dict[str, Op] = {}  # the rows that the program has declared and not taken back
+_misfits: set[str] = set()  # what `recheck` has warned of
 _NAME = re.compile(r"\w+::\w+(\.\w+)?")
 _SEAM = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
@@ -42,6 +44,8 @@ class Registration:
     def remove(self) -> None:
         """Forget the operator. Blocks that are open watch it until they end. Removing twice does no harm."""
         ROWS.withdraw(self.name, self._row)
+        if _programs.get(self.name) is self._row:
+            del _programs[self.name]
 
     def __enter__(self) -> Registration:
         return self
@@ -125,7 +129,24 @@ def register_op(
         whose = "torch's own table has it" if ROWS[key].declared is None else "call remove() on its registration first"
         raise ValueError(f"an operator can be declared once, got {key} again; {whose}")
     ROWS.declare(key, row)
+    _programs[key] = row
     return Registration(key, row)
+
+
+def recheck() -> None:
+    """Check the roles again after libraries have come, which `register_op` could not see or had other schemas then.
+
+    Warns:
+        OpInterceptWarning: A registration does not fit. Hooks do not get the argument that is missing.
+    """
+    for key, row in _programs.copy().items():
+        try:
+            _check_roles(key, row.declared)  # type: ignore[arg-type]  # it has what it was declared with
+        except ValueError as error:
+            if str(error) not in _misfits:
+                _misfits.add(str(error))
+                text = f"{error}; declare it anew with register_op, after remove() on its registration"
+                warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
 
 
 def offer_op(

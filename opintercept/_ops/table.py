@@ -127,6 +127,7 @@ def fitted(row: Op, func: Any) -> Op:
         flops_rule=declared.flops and shapes.flops_formula(row.name, parameters, declared.flops),
         scales=tuple(place for given in declared.scales for place in found(given)),
         declared=None,
+        func=func,
     )
 
 

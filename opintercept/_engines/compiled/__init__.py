@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from opintercept import _pipeline, _record
-from opintercept._engines import kernels, scope
+from opintercept._engines import foreign, kernels, scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._errors import OpInterceptError
 from opintercept._native import build, values
+from opintercept._ops.table import OWN
 from opintercept._origin import stack
 
 
@@ -32,9 +33,10 @@ class Extension:
 
     def __init__(self, extension: Any) -> None:
         self._extension = extension
-        self._prepared: dict[str, Any] = {}  # by overload; None for those that need a kernel in Python
+        # By the overload's name, with the overload; None for those that need a kernel in Python.
+        self._prepared: dict[str, tuple[torch._ops.OpOverload, Any]] = {}
         # C++ calls these directly, without a frame of ours above them that keeps Dynamo out.
-        called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase)
+        called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase, foreign.has_changed)
         functions = [keep_out(function) for function in called]
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
         scope.state.told = extension.watch_all_threads
@@ -50,10 +52,11 @@ class Extension:
         """A callable that installs a kernel in C++; None for an overload that needs a kernel in Python."""
         schema = overload._schema
         names = (schema.name, schema.overload_name)
-        if name not in self._prepared:
+        known, prepared = self._prepared.get(name, (None, None))
+        if known is not overload:
             redispatch = _from_raw(kernels.redispatcher(name, overload))
-            self._prepared[name] = self._extension.prepare(*names, name, overload, redispatch)
-        prepared = self._prepared[name]
+            prepared = self._extension.prepare(*names, name, overload, redispatch, schema.name not in OWN)
+            self._prepared[name] = overload, prepared
         return None if prepared is None else functools.partial(self._extension.install, *names, prepared)
 
 

@@ -58,7 +58,7 @@ const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one k
     DispatchKey::PythonTLSSnapshot,
 });
 
-PyObject *state, *carried, *watch_of, *run, *current, *backward_phase; // Python objects, see `setup`
+PyObject *state, *carried, *watch_of, *run, *current, *backward_phase, *has_changed; // Python objects, see `setup`
 PyObject *feed, *forward_phase; // strings
 PyObject* invoke_function;
 
@@ -95,9 +95,10 @@ struct Overload {
   PyObject* name;
   PyObject* overload;
   PyObject* redispatch; // (raw key set, *args, **kwargs), for arguments that a hook has replaced
+  bool foreign; // whether its library may be unloaded, and loaded again with another schema
   size_t positional = 0;
   std::vector<PyObject*> names;
-  std::vector<const c10::IValue*> defaults;
+  std::vector<std::optional<c10::IValue>> defaults; // a schema that is unloaded takes its own with it
 };
 
 struct Owned { // owns a reference
@@ -340,6 +341,12 @@ struct Kernel final : c10::OperatorKernel {
       Owned(check(PyObject_CallNoArgs(tally)));
       return false;
     }
+    if (overload.foreign) {
+      Owned changed(check(PyObject_CallOneArg(has_changed, overload.overload)));
+      if (changed.p == Py_True) {
+        return false;
+      }
+    }
     PyObject* hidden = watch_hidden.of(watch.p); // the watch owns it, since it never assigns it again
     PyObject* inner = watch_inner.of(watch.p);
 
@@ -352,7 +359,7 @@ struct Kernel final : c10::OperatorKernel {
     const c10::IValue* values = stack->data() + stack->size() - call.count;
     // As torch does for kernels in Python, leave out trailing defaults and the defaults of keyword arguments.
     size_t positional = overload.positional;
-    while (positional > 0 && overload.defaults[positional - 1] != nullptr &&
+    while (positional > 0 && overload.defaults[positional - 1].has_value() &&
            *overload.defaults[positional - 1] == values[positional - 1]) {
       positional--;
     }
@@ -362,7 +369,7 @@ struct Kernel final : c10::OperatorKernel {
     }
     Owned kwargs(check(PyDict_New()));
     for (size_t i = overload.positional; i < call.count; i++) {
-      if (overload.defaults[i] == nullptr || !(*overload.defaults[i] == values[i])) {
+      if (!overload.defaults[i].has_value() || !(*overload.defaults[i] == values[i])) {
         Owned value(to_python(values[i]));
         if (PyDict_SetItem(kwargs.p, overload.names[i], value.p) < 0) {
           check(nullptr);
@@ -435,10 +442,11 @@ struct Kernel final : c10::OperatorKernel {
   }
 };
 
-// setup(state, carried, Scope, Watch, feed, Scope.watch, run, current, backward_phase)
+// setup(state, carried, Scope, Watch, feed, Scope.watch, run, current, backward_phase, has_changed)
 PyObject* setup(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOO", &state, &carried, &scope, &watch, &feed, &watch_of, &run, &current, &backward_phase)) {
+  if (!PyArg_ParseTuple(
+          args, "OOOOOOOOOO", &state, &carried, &scope, &watch, &feed, &watch_of, &run, &current, &backward_phase, &has_changed)) {
     return nullptr;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
@@ -449,18 +457,19 @@ PyObject* setup(PyObject*, PyObject* args) {
       !watch_tally.find(watch, "tally")) {
     return nullptr;
   }
-  for (PyObject* each : {state, carried, feed, watch_of, run, current, backward_phase}) {
+  for (PyObject* each : {state, carried, feed, watch_of, run, current, backward_phase, has_changed}) {
     Py_INCREF(each);
   }
   Py_RETURN_NONE;
 }
 
-// prepare(name, overload name, both as one, overload, redispatch) -> capsule, or None for an overload with an argument
-// for which torch makes a Python object that C++ cannot easily make: a dtype, a layout, a memory format
+// prepare(name, overload name, both as one, overload, redispatch, foreign) -> capsule, or None for an overload with an
+// argument for which torch makes a Python object that C++ cannot easily make: a dtype, a layout, a memory format
 PyObject* prepare(PyObject*, PyObject* args) {
   const char *name, *overload_name;
   PyObject *key, *object, *redispatch;
-  if (!PyArg_ParseTuple(args, "ssOOO", &name, &overload_name, &key, &object, &redispatch)) {
+  int foreign;
+  if (!PyArg_ParseTuple(args, "ssOOOp", &name, &overload_name, &key, &object, &redispatch, &foreign)) {
     return nullptr;
   }
   try {
@@ -473,10 +482,10 @@ PyObject* prepare(PyObject*, PyObject* args) {
         }
       }
     }
-    auto* made = new Overload{Py_NewRef(key), Py_NewRef(object), Py_NewRef(redispatch)};
+    auto* made = new Overload{Py_NewRef(key), Py_NewRef(object), Py_NewRef(redispatch), foreign != 0};
     for (const auto& argument : op.schema().arguments()) {
       made->names.push_back(PyUnicode_InternFromString(argument.name().c_str()));
-      made->defaults.push_back(argument.default_value() ? &*argument.default_value() : nullptr);
+      made->defaults.push_back(argument.default_value());
       if (!argument.kwarg_only()) {
         made->positional++;
       }
