@@ -102,7 +102,8 @@ def register_op(
         dequantize: Computes the values of rhs from the operator's arguments, in the shape that `layout` says. A dict
             has such a function by role: `{"lhs": ..., "rhs": ...}`. Without it hooks get the codes.
         reference: Computes the same as the operator from the same arguments, for `hooks.Reference`. It gets
-            floating-point tensors in the precision of the reference.
+            floating-point tensors in the precision of the reference, and returns the result or writes it to the
+            same argument as the operator.
 
     Returns:
         The registration. `remove()` takes it back.

@@ -114,6 +114,12 @@ def fitted(row: Op, func: Any) -> Op:
         return [(sys.maxsize, given)] if row.kind == "seam" else []  # it may take any keyword
 
     roles = {role: places[0] for role, given in declared.roles.items() if (places := found(given))}
+    if "out" not in roles and (schema := getattr(func, "_schema", None)) is not None and not schema.returns:
+        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        places = [(i, names[i]) for i in written]
+        # Its values before the call are nobody's. In a role of its own, the operator adds to it.
+        if len(places) == 1 and places[0] not in roles.values():
+            roles["out"] = places[0]
     if declared.gemm is not None:
         gemm: GemmRule | None = shapes.gemm_formula(row.name, parameters, declared.layout, declared.gemm)
     elif {"lhs", "rhs"} <= roles.keys() and declared.layout is not None and not declared.flops:

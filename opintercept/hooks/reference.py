@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -257,7 +258,10 @@ class Reference(Copyable):
         with without_autocast(device):
             outputs, references = self._again(call, saved)
             errors = Errors()
-            for output, reference in zip(_tensors((outputs,)), _tensors((references,)), strict=True):
+            pairs = list(zip_longest(_tensors((outputs,)), _tensors((references,))))
+            if any(output is None or reference is None for output, reference in pairs):
+                raise _NoReference("its reference computes another number of tensors")
+            for output, reference in pairs:
                 if output.is_floating_point() or output.is_complex():
                     errors.add(output.detach(), reference)
         if not errors.dtype:
@@ -284,7 +288,10 @@ class Reference(Copyable):
                 raise _NoReference("its operands were overwritten before they could be copied")
             copies = saved.copies
         func, args, kwargs = (declared, call.args, call.kwargs) if declared else _functional(call)
-        again = func(*self._raised(args, copies), **{name: self._raised(v, copies) for name, v in kwargs.items()})
+        args, kwargs = self._raised(args, copies), {name: self._raised(v, copies) for name, v in kwargs.items()}
+        again = func(*args, **kwargs)
+        if declared and again is None:  # like the operator, it may write to an argument
+            again = row_of(call.func).result(call.func, args, kwargs)
         return call.output, again
 
     def _attention(self, call: OpCall) -> tuple[Any, Any]:
