@@ -52,6 +52,8 @@ def engine(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(params=["destroy", "delete"])
 def how(request: pytest.FixtureRequest) -> Any:
+    if request.param == "delete" and not hasattr(torch.library, "_clear_torch_ops_cache"):
+        pytest.skip("this torch keeps the operators of a deleted library, and crashes when a program calls them")
     return request.param
 
 
