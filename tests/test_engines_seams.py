@@ -368,6 +368,26 @@ def test_a_library_may_be_imported_after_it_was_declared(library: Any, tmp_path:
     assert (call.op, call.flops) == ("seamlate:mul", 48)
 
 
+def test_a_module_that_enters_a_block_while_it_is_imported_may_have_its_function_later(
+    library: Any, tmp_path: Path
+) -> None:
+    text = "from opintercept import intercept\nwith intercept():\n    pass\n\ndef mul(a, b):\n    return a @ b\n"
+    (tmp_path / "seamlate.py").write_text(text)
+    with register_op("seamlate:mul", lhs="a", rhs="b"):
+        late = importlib.import_module("seamlate")
+        assert len(recorded(lambda: late.mul(A, B))) == 1
+
+
+def test_a_library_without_the_function_is_told_when_it_comes(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "seamlate.py").write_text("")
+    with register_op("seamlate:mull", lhs="a", rhs="b"):
+        with intercept():
+            pass  # the library is not there yet
+        importlib.import_module("seamlate")
+        with pytest.warns(OpInterceptWarning, match="the module seamlate must have what is declared"), intercept():
+            pass
+
+
 def test_a_forked_child_has_the_function_itself(library: Any) -> None:
     original = library.mul
     with intercept():

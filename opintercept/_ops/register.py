@@ -141,6 +141,9 @@ def recheck() -> None:
         OpInterceptWarning: A registration does not fit. Hooks do not get the argument that is missing.
     """
     for key, row in _programs.copy().items():
+        spec = getattr(sys.modules.get(key.partition(":")[0]), "__spec__", None)
+        if seams.is_seam(key) and getattr(spec, "_initializing", False):
+            continue  # its module is being imported
         try:
             _check_roles(key, row.declared)  # type: ignore[arg-type]  # it has what it was declared with
         except ValueError as error:
