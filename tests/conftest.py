@@ -14,7 +14,7 @@ import torch
 from native import library
 from recorded import no_writer
 
-from opintercept._engines import choose, compiled
+from opintercept._engines import choose, compiled, scope
 from opintercept._native import values
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other workers
@@ -59,6 +59,12 @@ def interruptible() -> None:
 def no_width() -> None:
     """Forget the terminal's width, which pytest-xdist tells its workers: tables depend on it."""
     os.environ.pop("COLUMNS", None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def convolutions_told() -> None:
+    """Take the process to have told of convolutions, which it does once, whichever test is the first to have some."""
+    scope.state.told_of_convolutions = True
 
 
 @pytest.fixture(autouse=True, scope="session")
