@@ -87,5 +87,5 @@ def _tell(name: str) -> None:
         warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=3)
 
 
-PATCHES = Patches(_find)
+PATCHES = Patches(_find, fixed=True)
 """The entry points, which are wrapped while a block is open."""

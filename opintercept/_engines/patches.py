@@ -64,6 +64,7 @@ class Patches:
         copies: Finds the places of our values when the last user leaves: other code may have copied them meanwhile.
         displaced: Gets a patch whose value is neither ours nor its own when the last user leaves. Other code has
             replaced it meanwhile, and it stays.
+        fixed: Whether `find` always finds the same, so that it is not asked while its patches are in place.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Patches:
         find: Callable[[], Iterable[Patch]],
         copies: Callable[[], Iterable[Patch]] = tuple,
         displaced: Callable[[Patch], None] | None = None,
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed
         self._find = find
         self._copies = copies
         self._displaced = displaced
@@ -84,6 +87,8 @@ class Patches:
         """Replace what there is to replace, until `user` leaves."""
         with self._lock:
             self._users.add(user)
+            if self._fixed and self._in_place:
+                return
             new = [patch for patch in self._find() if patch not in self._in_place or patch.now() is patch.original]
             if new:
                 steps = [patch.assign(patch.replacement) for patch in new]
