@@ -259,7 +259,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add what ran to the report of a failing test, and hide our frames in its traceback."""
     watch = _watch(item)
-    library = [vars(module) for name, module in sys.modules.items() if watch.watching and name.startswith(_LIBRARY)]
+    modules = tuple(sys.modules.items()) if watch.watching else ()
+    library = [vars(module) for name, module in modules if name.startswith(_LIBRARY)]
     for namespace in library:
         namespace["__tracebackhide__"] = True  # pytest looks for this in a frame's globals too
     try:
