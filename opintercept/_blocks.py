@@ -24,7 +24,6 @@ def enter_block(block: Block) -> None:
     if block.watcher.pipeline.links is not None:
         block.watcher.pipeline.links.begin()
     greenlets.follow()
-    block.watcher.renew()
     block.watcher.engine.enter(block)
 
 

@@ -119,7 +119,7 @@ class _Life:
         self._watcher.renew()
         self._watcher.engine.hold(self, self._watcher)
         self._watcher.pipeline.enter(self)
-        outside.enter(self)
+        outside.enter(self, self._watcher)
 
     def check(self) -> None:
         pass  # a body may end anywhere

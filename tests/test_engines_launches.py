@@ -169,6 +169,22 @@ def test_a_hook_may_replace_what_a_kernel_reads_and_writes(kernels: Any) -> None
     assert c.equal(torch.full((5, 6), 3.0))
 
 
+def test_what_other_code_has_put_on_a_kernel_stays(kernels: Any) -> None:
+    launched: list[Any] = []
+    own, kernel = kernels.mm_kernel.run, kernels.mm_kernel
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        launched.append(args)
+        return own(*args, **kwargs)
+
+    kernel.run = run
+    recorder = hooks.Recorder()
+    with register_op(kernel, lhs="a_ptr", rhs="b_ptr", out="c_ptr", gemm=gemm), intercept(recorder):
+        kernels.mm(torch.eye(5), torch.ones(5, 6))
+    assert (len(launched), len(recorder.records)) == (1, 1)
+    assert kernel.run is run
+
+
 def test_a_kernel_runs_as_before_after_its_registration(kernels: Any) -> None:
     with register_op(kernels.mm_kernel, lhs="a_ptr", rhs="b_ptr", out="c_ptr", gemm=gemm):
         pass

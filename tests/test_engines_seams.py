@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from compiler import needs_compiler
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept, register_op
 from opintercept._engines import seams
@@ -386,6 +387,113 @@ def test_a_library_without_the_function_is_told_when_it_comes(library: Any, tmp_
         importlib.import_module("seamlate")
         with pytest.warns(OpInterceptWarning, match="the module seamlate must have what is declared"), intercept():
             pass
+
+
+def test_what_is_no_function_when_the_library_comes_is_left_alone(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "seamlate.py").write_text("mul = None\nkind = int\n")
+    with register_op("seamlate:mul", lhs="a", rhs="b"), register_op("seamlate:kind", lhs=0, rhs=1):
+        with intercept():
+            pass  # the library is not there yet
+        late = importlib.import_module("seamlate")
+        with pytest.warns(OpInterceptWarning, match="only functions can be declared, got seamlate:"), intercept():
+            assert (late.mul, late.kind, library.__spec__.parent) == (None, int, "")
+
+
+def test_a_function_that_other_code_moves_in_a_block_is_restored_where_it_is(library: Any, user: Any) -> None:
+    original = library.mul
+    for _ in range(3):
+        with intercept():
+            pass
+    with (
+        pytest.warns(OpInterceptWarning, match="other code has replaced seamlib:mul"),
+        intercept(),
+    ):
+        user.kept, library.mul = library.mul, print  # as many references as before
+    assert user.kept is original
+    library.mul = original
+
+
+def test_a_name_that_takes_the_place_of_another_is_found(library: Any, user: Any) -> None:
+    for _ in range(3):
+        with intercept():
+            pass
+    library.taken = user.times
+    del user.times
+    assert len(recorded(lambda: library.taken(A, B))) == 1
+    user.times = library.taken
+
+
+def test_a_function_in_c_as_a_method_is_called_without_the_object(library: Any) -> None:
+    library.Layer.mm = torch.mm
+    with register_op("seamlib:Layer.mm", lhs=0, rhs=1):
+        (call,) = recorded(lambda: library.Layer(B).mm(A, B))
+    assert call.gemm[:4] == (1, 2, 4, 3)
+    assert library.Layer.mm is torch.mm
+
+
+def test_hooks_do_not_run_for_fake_tensors_and_proxies(library: Any) -> None:
+    seen: list[str] = []
+    with intercept(lambda call: seen.append(call.op)):
+        with FakeTensorMode() as mode:
+            library.mul(mode.from_tensor(A), mode.from_tensor(B))
+        traced = torch.fx.symbolic_trace(lambda a, b: library.mul(a, b))
+        torch.vmap(lambda a: library.mul(a, B))(A[None])
+    assert seen == ["aten::mm"]  # which vmap runs with plain tensors
+    assert traced(A, B).equal(A @ B)
+
+
+def test_a_call_that_a_hook_stopped_has_no_backward_calls(library: Any) -> None:
+    class Once:
+        reads = ("record",)
+        done = False
+
+        def pre(self, call: Any) -> None:
+            if not self.done:
+                self.done = True
+                raise RuntimeError("once")
+
+    recorder, x = hooks.Recorder(), torch.ones(2, 3, requires_grad=True)
+    with intercept([recorder, Once()]):
+        with pytest.raises(RuntimeError, match="once"):
+            library.mul(x, B)
+        y, z = torch.mm(x, B), torch.mm(x * 2, B)
+        with torch.no_grad():
+            library.mul(A, B)
+        (y.sum() + z.sum()).backward()
+    assert {call.forward for call in recorder.records if call.phase == "backward"} == {1, 2}
+
+
+def test_hooks_run_below_autocast_and_the_function_in_it(library: Any) -> None:
+    seen: list[torch.dtype] = []
+    with torch.autocast("cpu"), intercept(lambda call: seen.append((A @ B).dtype)):
+        y = library.mul(A, B)
+    assert (seen, y.dtype) == ([torch.float32], torch.bfloat16)
+
+
+def test_a_block_that_watches_no_function_replaces_none(library: Any) -> None:
+    original = library.mul
+    with intercept(ops="bmm"):
+        assert library.mul is original
+        with intercept(ops="seamlib:mul"):
+            assert library.mul is not original
+
+
+def test_a_function_can_be_declared_under_one_name(library: Any, user: Any) -> None:
+    with pytest.raises(ValueError, match="a function can be declared once, got seamuser:times, which is seamlib:mul"):
+        register_op("seamuser:times", lhs="a", rhs="b")
+
+
+def test_a_variable_that_had_the_function_for_a_while_is_no_matter(library: Any, user: Any) -> None:
+    with intercept():
+        user.times = print
+    assert user.times is print
+    user.times = library.mul
+
+
+@pytest.mark.parametrize("name", ["builtins:str.join", "torch._C:TensorBase.matmul"])
+def test_a_method_of_a_type_in_c_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"only functions can be declared, got {name}, which is "):
+        register_op(name, lhs=0, rhs=1)
 
 
 def test_a_forked_child_has_the_function_itself(library: Any) -> None:

@@ -6,12 +6,14 @@ Invariant: entering and leaving cost microseconds while no library of that kind 
 from __future__ import annotations
 
 from opintercept._engines import blind_spots, launches, seams
+from opintercept._engines.scope import Watcher
 
 
-def enter(user: object) -> None:
-    """Follow it until `user` leaves."""
+def enter(user: object, watcher: Watcher) -> None:
+    """Follow what `watcher` can see of it, until `user` leaves."""
     blind_spots.PATCHES.enter(user)
-    seams.PATCHES.enter(user)
+    if watcher.seams:
+        seams.PATCHES.enter(user)
     launches.enter(user)
 
 

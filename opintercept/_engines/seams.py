@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,20 +25,21 @@ from opintercept._hook import Level
 from opintercept._ops import seams
 from opintercept._ops.table import ROWS, row_of
 
-# Private. At dispatch level hooks run below autograd, and the function itself as the program has called it. Where a
-# torch lacks them, autograd records what hooks compute from the operands of a seam.
+# Private. At dispatch level hooks run below autograd and autocast, and the function itself as the program has called
+# it. Where a torch lacks them, autograd records what hooks compute from the operands of a seam.
 _below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 _as_before: Any = getattr(torch._C, "_ForceDispatchKeyGuard", None)
 _included: Any = getattr(torch._C, "_dispatch_tls_local_include_set", None)
 _excluded: Any = getattr(torch._C, "_dispatch_tls_local_exclude_set", None)
-_HAS_GUARDS = None not in (_below_autograd, _as_before, _included, _excluded)
+_below_autocast: Any = getattr(torch._C, "_DisableAutocast", None)
+_HAS_GUARDS = None not in (_below_autograd, _below_autocast, _as_before, _included, _excluded)
 # Private. Where it is missing, hooks also run for tensors that have shapes only.
 _keys_of: Any = getattr(torch._C, "_dispatch_keys", None)
 
 _wrappers: dict[tuple[str, int], tuple[Any, Any]] = {}  # what was at the place of a name, and what we put there
 _ours: dict[int, tuple[str, Any, Any]] = {}  # the same with the name, by the identity of what we put there
 _patches: dict[tuple[int, str], Patch] = {}
-_counts: dict[str, dict[int, tuple[int, int]]] = {}
+_last: dict[str, tuple[Any, list[Patch]]] = {}  # what `_in_modules` has found, and what tells whether it still holds
 _told: set[str] = set()
 
 
@@ -48,15 +49,17 @@ def _find() -> Iterable[Patch]:
     nested = False
     for name in ROWS.seams:
         seam = seams.locate(name)
-        if seam is None:
+        if seam is None or not seams.can_replace(seam):
             continue
         original, wrapper = _wrapped(name, seam.value)
         if seams.is_kernel(seam.value):
-            found.append(_patch(name, vars(seam.value), "run", MISSING, wrapper))
+            run = vars(seam.value).get("run", MISSING)
+            found.append(_patch(name, vars(seam.value), "run", MISSING if run is wrapper else run, wrapper))
         elif isinstance(seam.owner, type):
             found.append(_patch(name, seam.owner, seam.attribute, original, wrapper))
         else:
-            values[id(original)] = values[id(wrapper)] = (name, original, wrapper)
+            values.setdefault(id(original), (name, original, wrapper))
+            values.setdefault(id(wrapper), (name, original, wrapper))
             nested = nested or seam.value is wrapper
     return [*found, *_in_modules(values, "nested" if nested else "entering")]
 
@@ -76,13 +79,13 @@ def _copies() -> Iterable[Patch]:
 def _in_modules(values: dict[int, tuple[str, Any, Any]], when: str) -> list[Patch]:
     """The places in modules where one of these values is, by identity.
 
-    Looking through a process's 100,000 names takes 10 ms. It is left out if nothing has taken or dropped a reference
-    to one of the values since this was asked at the same point of a block.
+    Looking through a process's 100,000 names takes 10 ms. It is left out if no module has come, what was found is
+    still there, and each value has as many references as when this was asked at the same point of a block.
     """
     counts = {place: (sys.getrefcount(one), sys.getrefcount(other)) for place, (_, one, other) in values.items()}
-    if _counts.get(when) == counts:
-        wrappers = {id(wrapper) for _, _, wrapper in values.values()}
-        return [patch for patch in _patches.values() if id(patch.replacement) in wrappers and patch.is_known()]
+    before, places = _last.get(when, (None, []))
+    if before == (len(sys.modules), counts) and all(patch.is_known() for patch in places):
+        return places
     found: list[Patch] = []
     for module in tuple(sys.modules.values()) if values else ():
         namespace = seams.attributes(module)
@@ -91,7 +94,7 @@ def _in_modules(values: dict[int, tuple[str, Any, Any]], when: str) -> list[Patc
                 if id(value) in values:
                     name, original, wrapper = values[id(value)]
                     found.append(_patch(name, namespace, attribute, original, wrapper))
-    _counts[when] = counts
+    _last[when] = (len(sys.modules), counts), found
     return found
 
 
@@ -117,6 +120,8 @@ def _wrapped(name: str, value: Any) -> tuple[Any, Any]:
         wrapper = type(value)(_function(name, function, value.__func__))
     else:
         wrapper = _function(name, function, value)
+        if "." in name.partition(":")[2] and not hasattr(type(value), "__get__"):
+            wrapper = staticmethod(wrapper)  # a function in C as a method is called without the object
     _ours[id(wrapper)] = name, value, wrapper
     _wrappers[name, id(value)] = value, wrapper
     return value, wrapper
@@ -134,7 +139,7 @@ def _function(name: str, function: Any, original: Callable[..., Any]) -> Callabl
 
 
 def _kernel(name: str, function: Any, kernel: Any) -> Callable[..., Any]:
-    launch = type(kernel).run.__get__(kernel)
+    launch = kernel.run
 
     def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup:  # compiles only
@@ -191,10 +196,15 @@ def _run_below(scope: Scope, watch: Watch, function: Any, invoke: Callable[..., 
                 if pipeline.links is not None:
                     pipeline.links.close()
 
-    if not above:
-        return run_hooked(scope, watch, function, args, kwargs, run)
-    with _below_autograd():
-        return run_hooked(scope, watch, function, args, kwargs, run)
+    try:
+        if not above:
+            return run_hooked(scope, watch, function, args, kwargs, run)
+        with _below_autograd(), _below_autocast():
+            return run_hooked(scope, watch, function, args, kwargs, run)
+    finally:
+        for pipeline in watch.pipelines:
+            if pipeline.links is not None:
+                pipeline.links.abandon()  # a hook may have raised before the function ran
 
 
 # Tensors with these keys have shapes only, or stand for others, as in `kernels`.
@@ -202,14 +212,29 @@ _UNREAL = ("Meta", "Functionalize", "FuncTorchBatched", "FuncTorchGradWrapper")
 
 
 def _is_real(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if _keys_of is None:
-        return True
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    keys = [_keys_of(tensor) for tensor in tensors]
-    return not any(each.has(getattr(torch._C.DispatchKey, name)) for each in keys for name in _UNREAL)
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+    for value in _values((*args, *kwargs.values())):
+        if isinstance(value, (torch.fx.Proxy, fake)):
+            return False
+        if isinstance(value, torch.Tensor) and _keys_of is not None:
+            keys = _keys_of(value)
+            if any(keys.has(getattr(torch._C.DispatchKey, name)) for name in _UNREAL):
+                return False
+    return True
+
+
+def _values(arguments: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+    """The arguments, and what lists among them hold."""
+    for value in arguments:
+        yield value
+        if depth and isinstance(value, (list, tuple)):
+            yield from _values(value, depth - 1)
 
 
 def _displaced(patch: Patch) -> None:
+    seam = seams.locate(patch.name)
+    if seam is None or not (patch.owner is seam.owner or patch.owner is seams.attributes(seam.owner)):
+        return  # another variable, which happened to have the function
     if patch.name not in _told:
         _told.add(patch.name)
         warnings.warn(

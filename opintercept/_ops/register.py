@@ -126,6 +126,9 @@ def register_op(
     roles = {"lhs": lhs, "rhs": rhs, "bias": bias, "out": out}
     key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, reference)
     _check_roles(key, declared)
+    other = next((name for name in ROWS.seams if name != key and seams.same(name, key)), None)
+    if other is not None:
+        raise ValueError(f"a function can be declared once, got {key}, which is {other}, declared before")
     if not ROWS.gives_way(key):
         whose = "torch's own table has it" if ROWS[key].declared is None else "call remove() on its registration first"
         raise ValueError(f"an operator can be declared once, got {key} again; {whose}")
@@ -288,7 +291,7 @@ def _functions(key: str) -> list[Any]:
     seam = seams.locate(key)
     if seam is None and module in sys.modules:
         raise ValueError(f"the module {module} must have what is declared, but it has no {path}")
-    if seam is not None and (isinstance(seam.value, type) or not callable(seams.function_of(seam.value))):
+    if seam is not None and not seams.can_replace(seam):
         raise ValueError(f"only functions can be declared, got {key}, which is {seam.value!r}")
     return [] if seam is None else [seams.function_of(seam.value)]
 

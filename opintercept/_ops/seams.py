@@ -52,11 +52,31 @@ def locate(name: str) -> Seam | None:
     return Seam(owner, attribute, found[attribute]) if attribute in found else None
 
 
+def can_replace(seam: Seam) -> bool:
+    """Whether what is there is a function, in a place that takes another value.
+
+    Anything else, such as the None of a library that could not import it, may be everywhere in the process.
+    """
+    if isinstance(seam.value, type) or (isinstance(seam.owner, type) and seam.owner.__flags__ & _IMMUTABLE):
+        return False
+    function = function_of(seam.value)
+    return callable(function) and type(function).__hash__ is not None
+
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, of types in C
+
+
 def attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of a module or a class; none of anything else."""
     if isinstance(owner, type):
         return dict(vars(owner))
     return _namespace(owner) if issubclass(type(owner), ModuleType) else {}
+
+
+def same(name: str, other: str) -> bool:
+    """Whether two names are of one function."""
+    one, two = locate(name), locate(other)
+    return one is not None and two is not None and function_of(one.value) is function_of(two.value)
 
 
 def name_of(value: Any) -> str | None:

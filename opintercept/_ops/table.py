@@ -78,7 +78,9 @@ ROWS = Table()
 @lru_cache(maxsize=4096)
 def row_of(key: Any) -> Op:
     """Return the row of an overload, of its name, or of a function; a row without operands if it is not a matmul."""
-    name = key if isinstance(key, str) else getattr(key, "_name", None) or seams.NAMES.get(key)
+    name = key if isinstance(key, str) else getattr(key, "_name", None)
+    if name is None and key not in functions() and seams.NAMES.get(key) in ROWS:
+        name = seams.NAMES[key]
     if seams.is_seam(name):
         seam = seams.locate(name)
         return fitted(ROWS[name], None if seam is None else seams.function_of(seam.value)) if name in ROWS else Op(name)

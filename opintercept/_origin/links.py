@@ -206,6 +206,10 @@ class Links:
                 mine.links[number] = link
                 mine.places[number] = place
 
+    def abandon(self) -> None:
+        """Forget a seam that has not run."""
+        self._of_this_thread().open = None
+
     def _of_this_thread(self) -> _ThreadLinks:
         mine: _ThreadLinks | None = getattr(self._local, "links", None)
         if mine is None:
