@@ -32,6 +32,7 @@ from opintercept._engines import compiled, kernels
 from opintercept._intercept import Interceptor
 from opintercept._origin import stack
 
+pytestmark = pytest.mark.slow
 A, B = torch.randn(4, 4), torch.randn(4, 4)
 X = torch.randn(2, 3, 4)
 

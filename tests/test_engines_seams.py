@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from compiler import needs_compiler
+from compiler import ENGINES, needs_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept, register_op
@@ -100,7 +100,7 @@ def user(library: Any) -> ModuleType:
     return sys.modules["seamuser"]
 
 
-@pytest.fixture(params=["kernel", "mode", "compiled"])
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Any:
     return request.param
 

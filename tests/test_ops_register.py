@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from compiler import needs_compiler
+from compiler import ENGINES, needs_compiler
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept, register_op
 
@@ -46,7 +46,7 @@ def operator(name: str) -> Any:
 Engine = Literal["kernel", "mode", "compiled"]
 
 
-@pytest.fixture(params=["kernel", "mode", "compiled"])
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Any:
     return request.param
 

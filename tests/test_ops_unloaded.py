@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from compiler import ENGINES
 
 from opintercept import CallRecord, OpInterceptWarning, hooks, intercept, register_op
 
@@ -45,7 +46,7 @@ def run(name: str, *args: Any) -> Any:
     return getattr(torch.ops.unloaded_tests, name)(*args)
 
 
-@pytest.fixture(params=["kernel", "mode", "compiled"])
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import ENGINES
 
 from opintercept import CallRecord, OpCall, hooks, intercept, packs
 
@@ -21,7 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-ENGINES = ["kernel", "mode", "compiled"]
 IDS = torch.arange(14).reshape(2, 7)
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import ENGINES
 
 from opintercept import hooks, intercept, packs
 
 pytestmark = pytest.mark.slow
 
 LIBRARIES: dict[str, torch.library.Library] = {}  # they live as long as the process, as a loaded library does
-ENGINES = ["kernel", "mode", "compiled"]
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import ENGINES
 
 from opintercept import CallRecord, hooks, intercept, packs
 
@@ -28,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
 ]
-ENGINES = ["kernel", "mode", "compiled"]
 IDS = torch.arange(14).reshape(2, 7)
 CONFIGS = {
     "int8 dynamic": ("Int8DynamicActivationInt8WeightConfig", "aten::_int_mm"),

@@ -11,4 +11,7 @@ import pytest
 BUILDS = shutil.which((shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]) is not None
 
 needs_compiler = pytest.mark.skipif(not BUILDS, reason="needs a C++ compiler")
-COMPILED = pytest.param({"engine": "compiled"}, id="compiled", marks=needs_compiler)
+# Slow, since the first test that asks for compiled kernels builds them.
+_MARKS = [needs_compiler, pytest.mark.slow]
+COMPILED = pytest.param({"engine": "compiled"}, id="compiled", marks=_MARKS)
+ENGINES = ["kernel", "mode", pytest.param("compiled", marks=_MARKS)]
