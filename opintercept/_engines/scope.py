@@ -385,8 +385,10 @@ class Scope:
         pipelines = tuple(p for w in shown if (p := w.watched_by(key)) is not None)
         if not pipelines:
             passing = tuple(w.pipeline for w in shown if key in w.passed)
+            if not passing:
+                return None
             hidden = self.while_hooks_run()
-            return Watch(row_of(key), (), hidden, hidden, _tally(passing)) if passing else None
+            return Watch(row_of(key), (), hidden, hidden, _tally(passing))
         found = [w for w in shown if w.watches(key)]
         hidden = self.while_hooks_run()
         alone = len(active) == len(found)
