@@ -33,6 +33,8 @@ class Origin(Protocol):
     def autocast(self, call: OpCall) -> Any: ...
     def place(self, call: OpCall, read: str) -> Place: ...
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]: ...
+    def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None: ...
+    def behind(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None: ...
 
 
 class Owner(Protocol):
@@ -92,6 +94,7 @@ class OpCall:
         phase: Phase,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        index: int | None = None,
     ) -> None:
         self.owner: Owner | None = owner
         self._spec = spec
@@ -103,7 +106,7 @@ class OpCall:
         self.kwargs = kwargs
         self.output: Any = None
         self.elapsed: float | None = None
-        self.index: int = owner.next_index()
+        self.index: int = owner.next_index() if index is None else index
         self.step: int = owner.steps
 
     @property

@@ -106,7 +106,7 @@ class Interceptor:
         chosen.require()
         below = level == "dispatch"
         origin = Origin(below, _scope.owner, chosen.walk)
-        pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, chosen.look)
+        pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, chosen.look, chosen.ring())
         self.watcher = Watcher(pipeline, chosen, ops, threads == "all")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ class Interceptor:
 
     def step(self) -> None:
         """Count a step of the program, such as a batch. `call.step` has the number, from 0."""
-        self.watcher.pipeline.steps += 1
+        self.watcher.pipeline.next_step()
 
     def paused(self) -> Pause:
         """A context manager inside which this interceptor sees nothing of the thread that entered it."""
@@ -134,6 +134,7 @@ class Interceptor:
     @property
     def opaque(self) -> dict[str, int]:
         """How often operators ran that hide matmuls, by name: they were seen, but not what they did inside."""
+        self.watcher.pipeline.settle()
         return dict(self.watcher.pipeline.opaque)
 
     @keep_out

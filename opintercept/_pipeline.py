@@ -23,8 +23,9 @@ from opintercept._errors import HookError, OpInterceptWarning
 from opintercept._fork import in_child
 from opintercept._hook import Handle, Hook, Level, OnError
 from opintercept._origin.place import NOWHERE, Place
-from opintercept._record import Phase, look
+from opintercept._record import CallRecord, Phase, look
 from opintercept._replace import check_alike, check_replacement, checked_inputs, written_back
+from opintercept._rows import Ring, Rows
 from opintercept._tensors import copy_into
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class NoOrigin:
     def forward(self, call: OpCall, read: str) -> tuple[None, None, bool]:
         return None, None, False
 
+    def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> None:
+        return None
+
+    def behind(self, operands: tuple[int, ...], lhs: int) -> None:
+        return None
+
 
 class Pipeline:
     """The ordered hooks of one interceptor, with its counters.
@@ -79,9 +86,11 @@ class Pipeline:
         origin: Tells where calls come from. Injected, since it needs torch.
         tap: `_engines.gradients.Tap`, which gets at the gradients of one call; None at dispatch level. Injected too.
         look: `_record.look` or a function with the same results.
+        ring: Where kernels note calls, if the engine has some that do.
 
     Attributes:
         steps: How often the interceptor's `step` was called.
+        rows: The calls that kernels have noted, if they do.
         opaque: How many calls of each opaque operator have run, by name.
         pass_over: Counts a call of an operator that is not looked at.
     """
@@ -107,6 +116,7 @@ class Pipeline:
         "pass_over",
         "post",
         "pre",
+        "rows",
         "steps",
     )
 
@@ -118,7 +128,9 @@ class Pipeline:
         origin: Origin | None = None,
         tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
         look: Callable[..., Any] = look,
+        ring: Ring | None = None,
     ) -> None:
+        self.rows = None if ring is None else Rows(ring, self)
         self._tap = tap
         self.look = look
         self.level = level
@@ -127,7 +139,8 @@ class Pipeline:
         self.links = self.origin.links
         self.steps = 0
         self._count = itertools.count()
-        self.next_index: Callable[[], int] = self._count.__next__  # atomic, also between threads
+        # Atomic, also between threads.
+        self.next_index: Callable[[], int] = self._count.__next__ if ring is None else ring.next_index
         self.opaque: Counter[str] = Counter()
         self._passed = itertools.count()
         self.pass_over: Callable[[], int] = self._passed.__next__
@@ -146,7 +159,7 @@ class Pipeline:
     @property
     def calls(self) -> int:
         """How many calls there have been."""
-        return _read(self._count)
+        return _read(self._count) if self.rows is None else self.rows.ring.calls()
 
     @property
     def passed(self) -> int:
@@ -157,6 +170,17 @@ class Pipeline:
     def hooks(self) -> tuple[Hook, ...]:
         """The hooks in order."""
         return tuple(handle.hook for handle in self._handles)
+
+    def next_step(self) -> None:
+        """Count a step of the program."""
+        self.steps += 1
+        if self.rows is not None:
+            self.rows.ring.set_step(self.steps)
+
+    def settle(self) -> None:
+        """Tell the hooks of the calls that kernels have noted."""
+        if self.rows is not None:
+            self.rows.settle()
 
     def register(self, hook: Hook) -> Handle:
         """Append a hook. If the interceptor is active, the hook's `enter` runs at once."""
@@ -178,6 +202,8 @@ class Pipeline:
             raise failure
 
     def _take_out(self, handle: Handle) -> BaseException | None:
+        if not handle.removed:
+            self.settle()
         with self._lock:
             handle.removed = True
             self._set(tuple(h for h in self._handles if h is not handle))
@@ -198,6 +224,8 @@ class Pipeline:
         if self.links is not None:
             self.links.wanted |= any(h.tracks for h in handles)
             self.links.names_all |= any(h.names_all for h in handles)
+        if self.rows is not None:
+            self.rows.plan(handles)
 
     def enter(self, user: object) -> None:
         """Run the hooks' `enter` if this is the first block. `exit` undoes it, also if an `enter` has failed."""
@@ -228,6 +256,10 @@ class Pipeline:
             failed: The exception of the program that leaves the block, which no other may replace; or None.
         """
         failures: list[BaseException] = []
+        try:
+            self.settle()
+        except Exception as exception:  # as a hook's that fails on exit
+            failures.append(exception)
         with self._lock:
             self._entered_by.discard(user)
             if self._entered_by:
@@ -271,12 +303,79 @@ class Pipeline:
         handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
         return self._tap(self, call, handles) if handles and self._tap is not None else None
 
+    def late(
+        self,
+        spec: Op,
+        func: Any,
+        phase: Phase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        index: int,
+        place: Place | None,
+        elapsed: float,
+    ) -> tuple[Any, ...] | None:
+        """Run the hooks of a call whose operator has run already, in a kernel that could not note the call.
+
+        The operator writes to none of its arguments, so that they are as before.
+
+        Args:
+            spec: As for `run`, and as the next ones.
+            func: What torch called.
+            phase: The pass of the call.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            output: What it returned.
+            index: The number of the call.
+            place: Where it comes from, if that is known.
+            elapsed: The operator's time in seconds.
+
+        Returns:
+            See `Rows.learn`.
+        """
+        self.settle()
+        call = OpCall(self, spec, func, phase, args, kwargs, index)
+        call.place = place
+        try:
+            _before(self, call)
+            if spec.opaque:
+                self.count_opaque(spec.name)
+            call.output, call.elapsed = output, elapsed
+            learned = None if self.rows is None else self.rows.learn(call)
+            _after(self, call, spec, args, kwargs)
+            return learned
+        finally:
+            call.owner = None
+            del call, args, kwargs, output  # as in `run`
+
+    def failed(
+        self,
+        spec: Op,
+        func: Any,
+        phase: Phase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        exception: BaseException,
+        index: int,
+        place: Place | None,
+        elapsed: float,
+    ) -> None:
+        """Run the error hooks of a call whose operator has raised in a kernel; otherwise as `late`."""
+        self.settle()
+        call = OpCall(self, spec, func, phase, args, kwargs, index)
+        call.place = place
+        try:
+            _report((self,), [call], exception)
+        finally:
+            call.owner = None
+            del call, args, kwargs, exception
+
     def count_opaque(self, name: str) -> None:
         """Count a call of an opaque operator."""
         with self._lock:
             self.opaque[name] += 1
 
-    def survives(self, handle: Handle, phase: str, call: OpCall, exception: Exception) -> bool:
+    def survives(self, handle: Handle, phase: str, call: OpCall | CallRecord, exception: Exception) -> bool:
         """Handle an exception of a hook: add a note that says where, or switch the hook off and return True."""
         try:
             shown = str(call)
@@ -289,6 +388,7 @@ class Pipeline:
                 # Python takes a TypeError in `a @ b` to mean that `a` cannot multiply `b`, and discards its message.
                 raise HookError(f"a hook raised TypeError: {exception}; in {where}") from exception
             return False
+        handle.removed = True  # now: it is not to be told of calls that kernels have noted, either
         failure = self._take_out(handle)
         if failure is not None:
             where += f"; its exit raised {failure!r}"
@@ -333,6 +433,8 @@ def run(
     # The same as _run_several for one pipeline, without its lists, which cost half a microsecond.
     (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
+    if pipeline.rows is not None:
+        pipeline.rows.settle()  # hooks see the calls in order
     call = OpCall(pipeline, spec, func, phase, args, kwargs)
     try:
         links = pipeline.links
@@ -383,6 +485,7 @@ def _run_several(
     calls: list[OpCall] = []
     try:
         for pipeline in pipelines:
+            pipeline.settle()
             call = OpCall(pipeline, spec, func, phase, given_args, given_kwargs)
             calls.append(call)
             if pipeline.links is not None and pipeline.links.wanted:

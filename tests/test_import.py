@@ -29,7 +29,7 @@ LAYERS = (
     {"_checks.py", "_errors.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
     {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py", "_native/__init__.py", "_native/build.py"},
     {"_record.py", "_with_statement.py", "_native/values.py", "cli/__init__.py"},
-    {"_ops/op.py"},
+    {"_ops/op.py", "_rows.py"},
     {"_call.py", "_ops/seams.py", "_ops/shapes.py"},
     {"_hook.py", "_ops/convolutions.py"},
     {"_replace.py", "_ops/table.py"},

@@ -17,6 +17,7 @@ from opintercept._ops.seams import is_seam
 from opintercept._ops.select import split
 from opintercept._ops.table import ROWS
 from opintercept._origin import stack
+from opintercept._rows import Ring
 
 if TYPE_CHECKING:
     from opintercept._engines.scope import Block, Watcher
@@ -120,6 +121,10 @@ class Engine(Protocol):
     def walk(self) -> Callable[[], stack.Walked]:
         """What reads the Python stack for a call."""
         return stack.walk
+
+    def ring(self) -> Ring | None:
+        """A ring in which its kernels can note the calls of one interceptor; None if they cannot."""
+        return None
 
     @property
     def look(self) -> Callable[..., Any]:

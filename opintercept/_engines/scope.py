@@ -207,8 +207,9 @@ class _State:
     everywhere: Everywhere
     idle: Scope  # the scope of a thread that has entered nothing
     in_tasks: set[Block]
-    # Tells compiled kernels, which ask without the GIL, whether a thread that has entered nothing may be watched.
-    told: Callable[[bool], None] | None
+    # Tells compiled kernels, which ask without the GIL, whether a thread that has entered nothing may be watched, and
+    # whether a task has entered something.
+    told: Callable[[bool, bool], None] | None
     # How many calls of watched operators threads made that have entered nothing: at Python and at compiled kernels.
     unseen: int
     unseen_by_compiled: Callable[[], int]
@@ -223,7 +224,7 @@ class _State:
     def tell(self) -> None:
         """Tell compiled kernels what has changed."""
         if self.told is not None:
-            self.told(bool(self.everywhere.blocks or self.in_tasks))
+            self.told(bool(self.everywhere.blocks or self.in_tasks), bool(self.in_tasks))
 
 
 state = _State()
@@ -281,6 +282,7 @@ class Scope:
         owner: The thread that entered the blocks. Autograd's device threads share the scope of the thread that
             called backward.
         tables: A cache of which pipelines see an operator, by feed and by key. The feeds of seams are the levels.
+        notes: What compiled kernels remember of that.
     """
 
     __slots__ = (
@@ -291,6 +293,7 @@ class Scope:
         "floor",
         "hidden",
         "inside",
+        "notes",
         "owner",
         "tables",
     )
@@ -312,6 +315,7 @@ class Scope:
         self.floor = floor
         self.everywhere = state.everywhere
         self.tables: defaultdict[str, dict[Any, Watch | None]] = defaultdict(dict)
+        self.notes: Any = None
         self._hidden: Scope | None = None
         self.owner = owner
 

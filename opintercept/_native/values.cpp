@@ -12,6 +12,8 @@
 #include <ATen/core/jit_type.h>
 #include <pybind11/pybind11.h>
 
+#include "values.h"
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -37,6 +39,9 @@ c10::IValue toIValue(pybind11::handle obj, const c10::TypePtr& type, std::option
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 
 namespace {
+
+using opintercept::Sums;
+using opintercept::Target;
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 64; // bytes of a vector register
@@ -284,45 +289,6 @@ inline Moments moments_of(const typename F::Bits* from, int64_t count, double ar
   }
   return moments;
 }
-
-// What `Stats` adds up, see `hooks._sums.Cell`.
-struct Sums {
-  int64_t count = 0, finite = 0, nan = 0, zeros = 0, underflow = 0, overflow = 0;
-  double total = 0, spread = 0, low = INFINITY, high = -INFINITY;
-
-  void add(const Sums& other) {
-    if (finite && other.finite) { // as in `hooks._sums._between`
-      auto mine = static_cast<double>(finite), theirs = static_cast<double>(other.finite);
-      double apart = total / mine - other.total / theirs;
-      spread += other.spread + apart * apart * (mine * theirs / (mine + theirs));
-      spread = std::isnan(spread) ? INFINITY : spread; // the total is infinite
-    } else {
-      spread += other.spread;
-    }
-    count += other.count;
-    finite += other.finite;
-    nan += other.nan;
-    zeros += other.zeros;
-    underflow += other.underflow;
-    overflow += other.overflow;
-    total += other.total;
-    low = std::min(low, other.low);
-    high = std::max(high, other.high);
-  }
-
-  void repeat(int64_t times) {
-    for (int64_t* each : {&count, &finite, &nan, &zeros, &underflow, &overflow}) {
-      *each *= times;
-    }
-    total *= static_cast<double>(times);
-    spread *= static_cast<double>(times);
-  }
-};
-
-// Values of magnitude up to `tiny` become zero in the target dtype, and those above `huge` are beyond it.
-struct Target {
-  double tiny, huge;
-};
 
 template <typename F, int N>
 inline int64_t count_misfits(const typename F::Bits* from, int64_t at, int64_t count, const Target& target, Sums& sums) {
@@ -891,6 +857,39 @@ PyObject* as_python(const Answer& answer, const Request& request) {
 }
 
 } // namespace
+
+bool opintercept::read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash) {
+  Request request;
+  request.target = target;
+  request.hash = hashed;
+  Layout layout;
+  if (!layout.describe(tensor, request.in_order())) {
+    return false;
+  }
+  Answer answer;
+  bool known = with_format(layout, [&](auto format) {
+    if (layout.count > 0) {
+      read<decltype(format)>(layout, request, answer);
+    }
+  });
+  sums = answer.sums;
+  hash = answer.hash;
+  return known;
+}
+
+bool opintercept::is_finite(const at::Tensor& tensor, bool& finite) {
+  Layout layout;
+  if (!layout.describe(tensor, false)) {
+    return false;
+  }
+  finite = true;
+  return with_format(layout, [&](auto format) {
+    if (layout.count > 0) {
+      Ends ends = ends_of<decltype(format)>(layout);
+      finite = std::isfinite(ends.low) && std::isfinite(ends.high);
+    }
+  });
+}
 
 // read(tensor, target or None, powers, channels, hash) -> see `values.read`
 PyObject* opintercept_read(PyObject*, PyObject* const* args, Py_ssize_t count) {

@@ -17,6 +17,7 @@ import torch
 from opintercept._ops import convolutions, seams, shapes
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
 from opintercept._record import forget_summaries
+from opintercept._rows import forget
 
 
 class Table(dict[str, Op]):
@@ -69,6 +70,7 @@ class Table(dict[str, Op]):
         self.version += 1
         row_of.cache_clear()
         forget_summaries()
+        forget()
 
 
 ROWS = Table()

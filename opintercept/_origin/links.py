@@ -151,34 +151,65 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        mine = self._of_this_thread()
-        links = mine.links
-        newest = _sequence_nr() - 1
         if recording and is_seam(call.op):
             # Autograd records what the function runs, and has recorded none of it yet.
             if not backward:
                 call.place = self._place(call.phase)
                 link = Link(call.index, call.op, self._round, tuple(operands), True, needed, tuple(wanted))
-                mine.open = (link, call.place, newest)
+                self._of_this_thread().open = (link, call.place, _sequence_nr() - 1)
             return
+        call.place = self._link(
+            call.op, call.index, call.phase, tuple(operands), tuple(wanted), needed, recording, function, call.place
+        )
+
+    def add(self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Place) -> None:
+        """Remember a forward call that autograd records.
+
+        Args:
+            op: The operator.
+            index: The index of the call.
+            operands: See `Link`.
+            wanted: See `Link`.
+            place: Where the call comes from.
+        """
+        self._link(op, index, "forward", operands, wanted, bool(wanted), True, None, place)
+
+    def _link(
+        self,
+        op: str,
+        index: int,
+        phase: Phase,
+        operands: tuple[int, ...],
+        wanted: tuple[int, ...],
+        needed: bool,
+        recording: bool,
+        function: Any,
+        place: Place | None,
+    ) -> Place | None:
+        """Remember a call if autograd may compute its gradient, and return its place if that has been found out."""
+        backward = phase == "backward"
+        mine = self._of_this_thread()
+        links = mine.links
+        newest = _sequence_nr() - 1
         fresh = mine.look(newest)
         number = newest if function is None else function._sequence_nr()
         # With a wrapper such as DTensor, autograd knows the wrapper, and this call has the tensors inside of it.
         inside = not needed and recording and _is_excluded(_ABOVE_PYTHON)
         if not backward and (self.names_all or needed or function is not None or (inside and fresh)):
-            call.place = self._place(call.phase)  # reading the stack takes most of the time of a note
-            if isinstance(call.place, GraphPlace):
+            if place is None:
+                place = self._place(phase)  # reading the stack takes most of the time of a note
+            if isinstance(place, GraphPlace):
                 needed = needed and function is None  # in a compiled graph no operand tells more than another
         other = links.get(number)
         if other is not None:
             if not needed or other.needed or not other.sure:
                 if needed or (function is not None and not other.needed) or (inside and not other.sure):
                     # Inside of a wrapper, the first product belongs to the node. Others may have no node.
-                    mine.share(number, None if inside else call.place)
-                return
+                    mine.share(number, None if inside else place)
+                return place
             mine.forget([number])  # autograd knows the operands of this one among a custom Function's products
         elif not needed and function is None and not (inside and fresh):
-            return
+            return place
         if self._in_backward and not backward:
             self._in_backward = False
             self._round += 1
@@ -188,11 +219,12 @@ class Links:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, so that the garbage collector need not visit it.
         sure = needed or function is not None
-        links[number] = Link(call.index, call.op, self._round, tuple(operands), sure, needed, tuple(wanted))
-        if call.place is not None:
-            mine.places[number] = call.place
+        links[number] = Link(index, op, self._round, operands, sure, needed, wanted)
+        if place is not None:
+            mine.places[number] = place
         elif (behind := self.find()) is not None:
             mine.places[number] = behind[1]
+        return place
 
     def close(self) -> None:
         """Link the nodes that autograd has recorded while a seam ran: they compute gradients of its call."""
@@ -229,6 +261,7 @@ class Links:
         node = _current_node()
         if node is None:
             return None
+        self._in_backward = True
         thread = threading.get_ident()
         if thread not in self._threads:
             # A thread of autograd works for the thread that called backward.
@@ -260,12 +293,17 @@ def _computes(node: Any, link: Link) -> bool:
     return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 
 
-def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
+def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None, bool]:
     """Return the operand of the link whose gradient a backward call computes, and whether it computes the transpose.
 
     The gradient of one operand is a product with the other, which autograd has saved. If G is the gradient of the
     output, that of lhs is `G @ rhs.T` and that of rhs is `lhs.T @ G`. For a column-major operand, autograd swaps the
     factors and transposes the product (`mm_mat1_backward` in FunctionsManual.cpp).
+
+    Args:
+        operands: The addresses of the backward call's tensors.
+        left: That of its left operand.
+        link: The forward call.
     """
     row = row_of(link.op)
     roles = row.roles
@@ -274,14 +312,13 @@ def grad_of(call: OpCall, link: Link) -> tuple[str | None, bool]:
     if link.sure and not link.needed:
         return None, False  # operands that were cast may have been freed, and others may be in their memory
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
-    used = {address(value) for value in call.args if isinstance(value, torch.Tensor)} - {0}
+    used = {*operands} - {0}
     if (lhs in used) == (rhs in used):
         # Another library may multiply with a copy of an operand, such as a weight that it dequantises again.
         wanted = [role for role in ("lhs", "rhs") if roles[role][0] in link.wanted]
         sure = row.family == "foreign" and len(wanted) == 1 and lhs not in used
         return (wanted[0] if sure else None), False
-    left = call.operand("lhs")
-    on_the_left = left is not None and address(left) in (lhs, rhs)
+    on_the_left = left != 0 and left in (lhs, rhs)
     if lhs not in used:
         return "lhs", on_the_left
     return "rhs", on_the_left if row.summed("rhs") == -1 else not on_the_left  # a weight of [n, k] is transposed

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from opintercept._origin.stack import OUTER_CALL, module_of, pipeline_frame
+from opintercept._rows import forget
 
 # Attributes with which torch puts a wrapper between a module and its parent.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
@@ -156,6 +157,10 @@ class Labels:
             seen = self._turn_to(root)
         return seen.home.find(module) or self._unregistered(seen.home, module)
 
+    def lasts(self, root: torch.nn.Module, module: torch.nn.Module) -> bool:
+        """Whether `names` will answer the same again, until a module is freed or kernels are told to `forget`."""
+        return self._last.root() is root and id(module) in self._last.home.names
+
     def registered(self, root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
         """Return the names of `module` without a look at the stack; None if it is not registered under `root`."""
         return self._turn_to(root).home.find(module)
@@ -186,6 +191,8 @@ class Labels:
         inside = [home for home in homes if (part := home.root()) is not None and _has(root, part)]
         if any(not home.prefix for home in inside) or (self._plain is None and _unwrapped(root)._modules):
             self._plain = kind
+        if inside:
+            forget()
         for home in inside:  # parts of this model that the program called before it
             del self._homes[home.label]
             home.root = _no_root

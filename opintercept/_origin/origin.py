@@ -16,7 +16,7 @@ from opintercept._call import OpCall
 from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._origin import compiled_graphs
 from opintercept._origin.autocast import autocast_above, autocast_below
-from opintercept._origin.links import Link, Links, grad_of
+from opintercept._origin.links import Link, Links, address, grad_of
 from opintercept._origin.names import Labels
 from opintercept._origin.place import NOWHERE, Place
 from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
@@ -59,6 +59,17 @@ class _Stack:
             return Place((), code, instruction)  # a mock, which only says that it is a module
         again = self._labels.recomputed(module) if phase == "recompute" else None
         return Place(again or self._labels.names(root, module), code, instruction)
+
+    def lasting(
+        self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
+    ) -> Place | None:
+        """Return the place of a forward call with this stack, if it is the same for all such calls."""
+        if code is not None and compiled_graphs.is_generated(code):
+            return None
+        if module is None or root is None:
+            return Place(("",), code, instruction)
+        names = self._labels.names(root, module)
+        return Place(names, code, instruction) if self._labels.lasts(root, module) else None
 
     def _in_graph(
         self, phase: Phase, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType
@@ -173,7 +184,34 @@ class Origin:
         behind = self._behind(call, read)
         if behind is None or behind[2]:
             return None, None, False
-        return behind[0].index, *grad_of(call, behind[0])
+        operands = [address(value) for value in call.args if isinstance(value, torch.Tensor)]
+        lhs = call.operand("lhs")
+        return behind[0].index, *grad_of(operands, 0 if lhs is None else address(lhs), behind[0])
+
+    def lasting(
+        self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
+    ) -> Place | None:
+        """Return the place of a forward call whose stack is known, if all such calls have the same; otherwise None."""
+        return self._stack.lasting(module, root, code, instruction)
+
+    def behind(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
+        """Return the place, the forward call and the operand of the running backward call.
+
+        Args:
+            operands: The addresses of its arguments; 0 for arguments that are not tensors.
+            lhs: The address of the left operand.
+
+        Returns:
+            As `place` and `forward`; None if the place depends on the stack.
+        """
+        behind = None if self.links is None else self.links.find()
+        if behind is None:
+            return NOWHERE, None, None
+        if isinstance(behind[1], compiled_graphs.GraphPlace):
+            return None
+        if behind[2]:
+            return behind[1], None, None
+        return behind[1], behind[0].index, grad_of(operands, lhs, behind[0])[0]
 
     def _behind(self, call: OpCall, read: str) -> tuple[Link, Place, bool] | None:
         if self.links is None or call.phase != "backward":

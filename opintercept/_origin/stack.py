@@ -21,8 +21,8 @@ OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
 # The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-_RUN = _pipeline.run.__code__
-WALKED_CODE = (OUTER_CALL, _INNER_CALL, _RUN)
+_RUN, _LATE = _pipeline.run.__code__, _pipeline.Pipeline.late.__code__
+WALKED_CODE = (OUTER_CALL, _INNER_CALL, _RUN, _LATE)
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _HERE = os.path.dirname(os.path.dirname(__file__))
 NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, _HERE + os.sep)
@@ -86,10 +86,10 @@ def walk() -> Walked:
 
 
 def pipeline_frame() -> FrameType | None:
-    """Return the frame of `run`. Frames above it belong to hooks, which may be methods of modules themselves."""
+    """Return the frame of `run` or `late`. Frames above it belong to hooks, which may be methods of modules."""
     top: FrameType | None = sys._getframe(1)
     try:
-        while top is not None and top.f_code is not _RUN:
+        while top is not None and top.f_code is not _RUN and top.f_code is not _LATE:
             top = top.f_back
         return top
     finally:

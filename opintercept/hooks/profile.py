@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +13,8 @@ import torch
 
 from opintercept._call import OpCall
 from opintercept._ops.table import row_of
+from opintercept._record import Note
+from opintercept._rows import Found, Work, settle
 from opintercept._tensors import dtype_name
 from opintercept._text import aligned, write_csv
 from opintercept.hooks._copyable import Copyable
@@ -64,6 +66,8 @@ class ProfileRow:
 
 
 _Key = tuple[str | None, str, str, str, str, str | None, str]
+# Shape, dtype, precision, FLOP and bytes, which are the same for calls that look alike.
+_Learned = tuple[str, str, str, int | None, int | None]
 # Calls, FLOP, bytes and seconds of a row. It is replaced as a whole, so that an interrupt cannot add half a call.
 _Sum = tuple[int, int | None, int | None, float]
 _NOTHING: _Sum = (0, 0, 0, 0.0)
@@ -117,17 +121,10 @@ class Profile(Copyable):
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
-        summary, autocast = call.summary, call.autocast  # computed once for calls that look alike
-        gemm, flops, size = summary.gemm, summary.flops, summary.bytes
-        key = (
-            call.module,
-            call.op,
-            str(gemm) if gemm is not None else "" if summary.lhs is None else str(list(summary.lhs.shape)),
-            ", ".join(dict.fromkeys(meta.dtype for meta in (summary.lhs, summary.rhs) if meta is not None)),
-            call.phase,
-            None if autocast is None else dtype_name(autocast),
-            _precision(call),
-        )
+        shape, dtype, precision, flops, size = self.learn(call)
+        autocast = call.autocast
+        cast = None if autocast is None else dtype_name(autocast)
+        key = (call.module, call.op, shape, dtype, call.phase, cast, precision)
         started = self._started.take(call)
         if started is None:
             self._add(key, flops, size, call.elapsed or 0.0)
@@ -135,6 +132,24 @@ class Profile(Copyable):
             self._sums.setdefault(key, _NOTHING)  # keeps the rows in the order of the calls
             pending = _Pending(key, flops, size, started, self._event())
             self._pending.append(pending)
+
+    def work(self) -> Work:
+        """Kernels measure the time on a CPU. Calls on other devices are seen, since `Work.settings` is."""
+        return Work(settings=True)
+
+    def learn(self, call: OpCall) -> _Learned:
+        """What a row tells of all calls that look like this one."""
+        summary = call.summary  # computed once for calls that look alike
+        lhs, gemm = summary.lhs, summary.gemm
+        shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(lhs.shape))
+        dtype = ", ".join(dict.fromkeys(meta.dtype for meta in (lhs, summary.rhs) if meta is not None))
+        return shape, dtype, _precision(call), summary.flops, summary.bytes
+
+    def noted(self, note: Note, values: Mapping[str, Found], learned: _Learned) -> None:
+        """Add a call that a kernel has noted."""
+        shape, dtype, precision, flops, size = learned
+        key = (note.place.module, note.summary.op, shape, dtype, note.phase, note.autocast_name, precision)
+        self._add(key, flops, size, note.elapsed or 0.0)
 
     def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float) -> None:
         with self._lock:
@@ -176,6 +191,7 @@ class Profile(Copyable):
 
     def rows(self) -> list[ProfileRow]:
         """The rows in the order of their first calls; waits for the device."""
+        settle()
         with self._lock:
             self._read_events()
             sums = list(self._sums.items())
@@ -240,6 +256,7 @@ class Profile(Copyable):
         return list(dict.fromkeys(findings))
 
     def __getstate__(self) -> dict[str, Any]:
+        settle()
         with self._lock:
             self._read_events()  # events cannot leave the process
             return super().__getstate__()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from opintercept._call import OpCall
 from opintercept._record import CallRecord, Note
+from opintercept._rows import Found, Work, settle
 
 
 class Recorder:
@@ -31,9 +33,22 @@ class Recorder:
         """Note what the call's record needs; `records` builds it later."""
         self._notes.append(call.note())
 
+    def work(self) -> Work:
+        """A row is all that a record takes."""
+        return Work()
+
+    def learn(self, call: OpCall) -> bool:
+        """There is nothing to learn."""
+        return True
+
+    def noted(self, note: Note, values: Mapping[str, Found], learned: bool) -> None:
+        """Keep the note of a call that a kernel has noted."""
+        self._notes.append(note)
+
     @property
     def records(self) -> list[CallRecord]:
         """The records so far, in a list that you may sort and clear."""
+        settle()
         while True:
             try:
                 note = self._notes.popleft()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +14,8 @@ import torch
 from opintercept._call import OpCall
 from opintercept._checks import check_choice
 from opintercept._errors import HookError, OpInterceptError
+from opintercept._record import Note
+from opintercept._rows import Found, Work, settle
 from opintercept._tensors import describe, dtype_name
 from opintercept._text import aligned, write_csv
 from opintercept.hooks._copyable import Copyable
@@ -186,6 +188,26 @@ class Stats(Copyable):
         if "output" in self._of:
             self._see(call, "output", first_output(call.output))
 
+    def work(self) -> Work | None:
+        """Kernels read the values, unless powers or channels are to be counted."""
+        if self._reader.histogram or self._channels is not None:
+            return None
+        return Work(reads=self._of, target=self._reader.limits)
+
+    def learn(self, call: OpCall) -> str:
+        """The operator."""
+        return call.op
+
+    def noted(self, note: Note, values: Mapping[str, Found], learned: str) -> None:
+        """Add the tensors of a call that a kernel has noted."""
+        for operand in self._of:
+            found = values.get(operand)
+            if found is not None:
+                key = _Key(note.place.module, learned, operand, note.phase)
+                self._inbox.append(_Entry(key, None, None, found[:3]))
+        if len(self._inbox) >= BATCH:
+            self._settle()
+
     def _see(self, call: OpCall, operand: str, tensor: Any) -> None:
         if tensor is None:
             return
@@ -334,6 +356,7 @@ class Stats(Copyable):
 
     def step(self) -> list[StatsRow]:
         """End a step: return the rows of the calls since the last step, and add them to the totals."""
+        settle()
         state = self._settle(True, lambda state: _State({}, 0, {}, _merged(state.totals, state.window)))
         return self._as_rows(state.window)
 
@@ -342,6 +365,7 @@ class Stats(Copyable):
 
     def _all(self) -> dict[_Key, Cell]:
         """Totals and the running step together."""
+        settle()
         state = self._settle(True)
         return _merged(state.totals, state.window)
 
@@ -421,6 +445,7 @@ class Stats(Copyable):
             )
         if torch.distributed.get_rank(group) < 0:
             return
+        settle()
         state = self._settle(True)
         mine = self._asked(), self.skipped, state.totals, state.window
         gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -434,6 +459,7 @@ class Stats(Copyable):
         self.skipped = skipped
 
     def __getstate__(self) -> dict[str, Any]:
+        settle()
         self._settle(True)
         state = super().__getstate__()
         state.pop("pre", None)

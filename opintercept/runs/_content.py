@@ -70,6 +70,11 @@ def content_of(tensor: Any) -> Content | None:
         return None
 
 
+def content_found(found: native.Found) -> Content:
+    """Hash and statistics of a tensor that was read in C++."""
+    return Content(_values_of(found))
+
+
 def forget() -> None:
     """Drop all remembered values."""
     _known.clear()
@@ -80,7 +85,7 @@ def forget() -> None:
 def _content_of(tensor: Any) -> Content | None:
     found = native.read(tensor, None, False, False, True)
     if found is not None:
-        return Content(_values_of(found))
+        return content_found(found)
     values = stored_values(tensor)
     if values is None:
         return None

@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +24,8 @@ import torch
 from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._record import Summary
+from opintercept._record import Note, Summary
+from opintercept._rows import ROLES, Found, Work
 from opintercept._tensors import is_strided, share_memory
 from opintercept._text import counted
 from opintercept.hooks._copies import can_store, copied, safetensors_for
@@ -32,12 +33,12 @@ from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._repro import plain_arguments
 from opintercept.hooks._values import leaves_out_captured
 from opintercept.runs._claim import LOCK, Claim
-from opintercept.runs._content import Content, content_of
+from opintercept.runs._content import Content, content_found, content_of
 from opintercept.runs._ranks import rank_and_world_size
 from opintercept.runs._untrusted import MAX_TEXT
 from opintercept.runs.store import CALLS, INFO, STARTED, RunInfo
 from opintercept.runs.store import Kept as Keep
-from opintercept.runs.writer import Entry, Kept, Writer, key_of, leftovers, remove_leftovers, remove_run
+from opintercept.runs.writer import Entry, Kept, Reading, Writer, key_of, leftovers, remove_leftovers, remove_run
 
 _OPERANDS = ("lhs", "rhs", "bias", "value")
 _MOST_SUMMARIES = 4096  # whose options are remembered
@@ -260,6 +261,26 @@ class RunRecorder:
                 before[role] = content, tensor.detach().clone() if copies else tensor
         self._before.put(call, before)
 
+    def work(self) -> Work | None:
+        """Kernels read the values, and note the rest, unless tensors are kept."""
+        if self.tensors in ("sample", "full"):
+            return None
+        return Work(reads=ROLES, hashed=True) if self.tensors == "stats" else Work()
+
+    def learn(self, call: OpCall) -> str | None:
+        """The call's arguments; None if it has more tensors than kernels read."""
+        arguments, has_more = self._arguments(call, call.summary)
+        outputs = call.output if isinstance(call.output, (tuple, list)) else ()
+        return None if self.tensors == "stats" and (has_more or len(outputs) > 2) else arguments
+
+    def noted(self, note: Note, values: Mapping[str, Found], learned: str) -> None:
+        """Record a call that a kernel has noted."""
+        if self._may_record():
+            contents: dict[str, Reading] = {}
+            if self.tensors == "stats":
+                contents = {role: content_found(found) for role, found in values.items()}
+            self._put(Entry(note, contents, [], {}, learned, None, None))
+
     def post(self, call: OpCall) -> None:
         """Record the call."""
         self._take(call, None)
@@ -273,11 +294,7 @@ class RunRecorder:
 
     def _take(self, call: OpCall, exception: BaseException | None) -> None:
         before = self._before.take(call) or {}
-        writer = self._writer
-        if self._process != os.getpid() or (self.flight is None and writer is None):
-            return
-        if writer is not None and writer.failure is not None:
-            self._tell(writer)
+        if not self._may_record():
             return
         error = None if exception is None else f"{type(exception).__name__}: {exception}"[:MAX_TEXT]
         note = call.note()
@@ -285,6 +302,19 @@ class RunRecorder:
         entry = Entry(note, {}, [], {}, arguments, None, error)
         if self.tensors != "none" or (error and self.flight is not None):
             self._add_values(call, entry, before, has_more)
+        self._put(entry)
+
+    def _may_record(self) -> bool:
+        writer = self._writer
+        if self._process != os.getpid() or (self.flight is None and writer is None):
+            return False
+        if writer is not None and writer.failure is not None:
+            self._tell(writer)
+            return False
+        return True
+
+    def _put(self, entry: Entry) -> None:
+        writer = self._writer
         if writer is None:
             self._last.append(entry)
         else:

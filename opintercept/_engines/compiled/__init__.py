@@ -1,7 +1,8 @@
 """The compiled engine: the kernel engine with its kernels in C++, built when a process first asks for them.
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
-`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_record.look`.
+`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_record.look`. `noted.cpp` runs calls
+that become rows of `ring.cpp` and not Python objects, see `_rows.py`.
 Invariant: nothing is built before a block asks.
 """
 
@@ -20,6 +21,8 @@ from opintercept._errors import OpInterceptError
 from opintercept._native import build, values
 from opintercept._ops.table import OWN
 from opintercept._origin import stack
+from opintercept._origin.place import NOWHERE
+from opintercept._rows import ROLES, Ring, on_forget
 
 
 class Extension:
@@ -27,6 +30,7 @@ class Extension:
 
     Attributes:
         running: See `KernelEngine.running`.
+        ring: See `Engine.ring`.
         walk: As `stack.walk`.
         look: As `_record.look`.
     """
@@ -39,8 +43,11 @@ class Extension:
         called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase, foreign.has_changed)
         functions = [keep_out(function) for function in called]
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
-        scope.state.told = extension.watch_all_threads
+        scope.state.told = extension.watch
         scope.state.tell()
+        extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE)
+        on_forget(extension.forget_notes)
+        self.ring: Callable[[], Ring] = extension.Ring
         scope.state.unseen_by_compiled = extension.unseen
         self.running: Callable[[], int] = extension.running
         extension.set_up_look(_record.look, torch.Tensor, torch.nn.Parameter)
@@ -58,6 +65,23 @@ class Extension:
             prepared = self._extension.prepare(*names, name, overload, redispatch, schema.name not in OWN)
             self._prepared[name] = overload, prepared
         return None if prepared is None else functools.partial(self._extension.install, *names, prepared)
+
+
+def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any, ...] | None:
+    """The rings of the pipelines that see an operator, whether it is opaque, and the places of its operands.
+
+    None if the hooks have to see each of its calls.
+
+    An operator with inner steps to be seen is left to Python. So are those whose operands are codes, and those that
+    write to their arguments, which hooks have to read before.
+    """
+    row = watch.row
+    rings = tuple(pipeline.rows.ring for pipeline in watch.pipelines if pipeline.rows is not None)
+    if len(rings) != len(watch.pipelines) or watch.inner is not watch.hidden or overload._schema.is_mutable:
+        return None
+    if row.kind != "leaf" or row.scales or row.dequantize:
+        return None
+    return rings, row.opaque, tuple(row.roles[role][0] if role in row.roles else -1 for role in ROLES[:4])
 
 
 def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,6 +113,10 @@ class CompiledEngine(kernels.KernelEngine):
     def running(self) -> int:
         """How many kernels in C++ are on the stack of this thread."""
         return load().running()
+
+    def ring(self) -> Ring | None:
+        """A ring for an interceptor, whose kernels note the calls that its hooks need not see."""
+        return load().ring()
 
     @property
     def walk(self) -> Callable[[], stack.Walked]:

@@ -4,30 +4,15 @@
 // Invariant: what outlives a call, from `prepare` and `setup`, lives for ever, so that kernels can be removed and the
 // interpreter can shut down in any order. The thread's scope is restored on every way out.
 
-#include <Python.h>
-#include <structmember.h>
+#include "kernels.h"
 
-#include <ATen/ThreadLocalPythonObjects.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/Exceptions.h>
-
-#include <atomic>
 #include <cstddef>
-#include <memory>
-#include <string>
-#include <vector>
 
-// Exported by torch. Declared here, since torch's own headers for them take most of a minute to compile. Where one is
-// missing or different, loading the extension fails before any kernel is installed.
-namespace torch::autograd {
-int get_current_graph_task_id(); // torch/csrc/autograd/engine.h
-}
-namespace torch::jit {
+namespace torch::jit { // see `kernels.h`
 py::object toPyObject(c10::IValue ivalue); // torch/csrc/jit/python/pybind_utils.h
 c10::IValue toIValue(py::handle obj, const c10::TypePtr& type, std::optional<int32_t> N);
 } // namespace torch::jit
 PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
-c10::impl::PyInterpreter* getPyInterpreter(); // torch/csrc/PyInterpreter.h
 
 // Defined in the files beside this one and in `_native/values.cpp`.
 PyObject* opintercept_walk(PyObject*, PyObject*);
@@ -37,16 +22,21 @@ PyObject* opintercept_set_up_look(PyObject*, PyObject*);
 PyObject* opintercept_read(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_extent(PyObject*, PyObject*);
 PyObject* opintercept_set_up_values(PyObject*, PyObject*);
+PyObject* opintercept_set_up_notes(PyObject*, PyObject*);
+PyObject* opintercept_forget_notes(PyObject*, PyObject*);
+bool opintercept_add_ring(PyObject* module);
+
+thread_local PyObject* opintercept::hidden_here = nullptr;
+size_t opintercept::prepared = 0;
+std::atomic<bool> opintercept::has_tasks{false};
 
 namespace {
 
 using at::impl::ThreadLocalPythonObjects;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-using Stack = std::vector<c10::IValue>;
-using ScopePtr = std::shared_ptr<c10::SafePyObject>;
+using namespace opintercept;
 
-const std::string KEY = "opintercept";
 const DispatchKeySet BELOW(DispatchKeySet::FULL_AFTER, DispatchKey::BackendSelect);
 const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one key of several bits
     DispatchKey::Functionalize,
@@ -65,65 +55,8 @@ PyObject* invoke_function;
 std::atomic<bool> all_threads{false}; // whether threads that have entered nothing may be watched
 std::atomic<long long> unseen{0}; // how many calls of watched operators they made
 thread_local int running = 0; // kernels on the stack of this thread
-// The scope for hooks, while a kernel has stashed it and so owns it. No block sees a call that finds it in place.
-thread_local PyObject* hidden_here = nullptr;
-
-// The place of a slot in Python objects. Reading it by name takes five times as long, and longer with cold caches.
-struct Slot {
-  Py_ssize_t offset = 0;
-
-  bool find(PyObject* type, const char* name) {
-    PyObject* found = PyObject_GetAttrString(type, name);
-    if (found == nullptr || Py_TYPE(found) != &PyMemberDescr_Type) {
-      Py_XDECREF(found);
-      PyErr_Format(PyExc_TypeError, "%s must be a slot", name);
-      return false;
-    }
-    offset = reinterpret_cast<PyMemberDescrObject*>(found)->d_member->offset;
-    Py_DECREF(found);
-    return true;
-  }
-
-  PyObject* of(PyObject* object) const { // borrowed
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-  }
-};
 
 Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_tables, watch_hidden, watch_inner, watch_pipelines, watch_row, watch_tally;
-
-struct Overload {
-  PyObject* name;
-  PyObject* overload;
-  PyObject* redispatch; // (raw key set, *args, **kwargs), for arguments that a hook has replaced
-  bool foreign; // whether its library may be unloaded, and loaded again with another schema
-  size_t positional = 0;
-  std::vector<PyObject*> names;
-  std::vector<std::optional<c10::IValue>> defaults; // a schema that is unloaded takes its own with it
-};
-
-struct Owned { // owns a reference
-  PyObject* p;
-  explicit Owned(PyObject* stolen) : p(stolen) {}
-  ~Owned() {
-    Py_XDECREF(p);
-  }
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-};
-
-PyObject* check(PyObject* p) {
-  if (p == nullptr) {
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  return p;
-}
-
-ScopePtr shared(PyObject* scope) {
-  Py_INCREF(scope);
-  return std::make_shared<c10::SafePyObject>(scope, getPyInterpreter());
-}
 
 PyObject* to_python(const c10::IValue& value) {
   if (value.isNone()) {
@@ -137,6 +70,50 @@ PyObject* to_python(const c10::IValue& value) {
   }
   return torch::jit::toPyObject(value).release().ptr();
 }
+
+} // namespace
+
+PyObject* opintercept::positional_of(const Overload& overload, const c10::IValue* values) {
+  size_t positional = overload.positional;
+  while (positional > 0 && overload.defaults[positional - 1].has_value() &&
+         *overload.defaults[positional - 1] == values[positional - 1]) {
+    positional--;
+  }
+  Owned args(check(PyTuple_New(static_cast<Py_ssize_t>(positional))));
+  for (size_t i = 0; i < positional; i++) {
+    PyTuple_SET_ITEM(args.p, static_cast<Py_ssize_t>(i), to_python(values[i]));
+  }
+  return Py_NewRef(args.p);
+}
+
+PyObject* opintercept::keywords_of(const Overload& overload, const c10::IValue* values) {
+  Owned kwargs(check(PyDict_New()));
+  for (size_t i = overload.positional; i < overload.names.size(); i++) {
+    if (!overload.defaults[i].has_value() || !(*overload.defaults[i] == values[i])) {
+      Owned value(to_python(values[i]));
+      if (PyDict_SetItem(kwargs.p, overload.names[i], value.p) < 0) {
+        check(nullptr);
+      }
+    }
+  }
+  return Py_NewRef(kwargs.p);
+}
+
+PyObject* opintercept::outputs_to_python(const Stack& stack, size_t count) {
+  if (count == 0) {
+    Py_RETURN_NONE;
+  }
+  if (count == 1) {
+    return to_python(stack.back());
+  }
+  Owned found(check(PyTuple_New(static_cast<Py_ssize_t>(count))));
+  for (size_t i = 0; i < count; i++) {
+    PyTuple_SET_ITEM(found.p, static_cast<Py_ssize_t>(i), to_python(stack[stack.size() - count + i]));
+  }
+  return Py_NewRef(found.p);
+}
+
+namespace {
 
 // One watched call, which `invoke` gets through its head.
 struct Call {
@@ -209,20 +186,6 @@ bool same_arguments(const Call& call, PyObject* const* args, Py_ssize_t count, P
     }
   }
   return true;
-}
-
-PyObject* outputs_to_python(const Stack& stack, size_t count) {
-  if (count == 0) {
-    Py_RETURN_NONE;
-  }
-  if (count == 1) {
-    return to_python(stack.back());
-  }
-  Owned found(check(PyTuple_New(static_cast<Py_ssize_t>(count))));
-  for (size_t i = 0; i < count; i++) {
-    PyTuple_SET_ITEM(found.p, static_cast<Py_ssize_t>(i), to_python(stack[stack.size() - count + i]));
-  }
-  return Py_NewRef(found.p);
 }
 
 // Whether no hook can have changed an output in place, so that the values on the stack are still right.
@@ -300,6 +263,9 @@ struct Kernel final : c10::OperatorKernel {
       return false;
     }
     bool idle = !saved;
+    if (!idle && ran_noted(overload, op, below, stack, saved)) {
+      return true;
+    }
     pybind11::gil_scoped_acquire gil;
     bool ran = ran_with_hooks(overload, op, below, stack, saved);
     saved.reset(); // while this thread has the GIL
@@ -347,6 +313,7 @@ struct Kernel final : c10::OperatorKernel {
         return false;
       }
     }
+    remember(overload, scope, watch.p);
     PyObject* hidden = watch_hidden.of(watch.p); // the watch owns it, since it never assigns it again
     PyObject* inner = watch_inner.of(watch.p);
 
@@ -357,25 +324,11 @@ struct Kernel final : c10::OperatorKernel {
     call.stack = stack;
     call.count = overload.names.size();
     const c10::IValue* values = stack->data() + stack->size() - call.count;
-    // As torch does for kernels in Python, leave out trailing defaults and the defaults of keyword arguments.
-    size_t positional = overload.positional;
-    while (positional > 0 && overload.defaults[positional - 1].has_value() &&
-           *overload.defaults[positional - 1] == values[positional - 1]) {
-      positional--;
-    }
-    Owned args(check(PyTuple_New(static_cast<Py_ssize_t>(positional))));
-    for (size_t i = 0; i < positional; i++) {
-      PyTuple_SET_ITEM(args.p, static_cast<Py_ssize_t>(i), to_python(values[i]));
-    }
-    Owned kwargs(check(PyDict_New()));
-    for (size_t i = overload.positional; i < call.count; i++) {
-      if (!overload.defaults[i].has_value() || !(*overload.defaults[i] == values[i])) {
-        Owned value(to_python(values[i]));
-        if (PyDict_SetItem(kwargs.p, overload.names[i], value.p) < 0) {
-          check(nullptr);
-        }
-        call.kwargs.emplace_back(overload.names[i], Py_NewRef(value.p));
-      }
+    Owned args(positional_of(overload, values));
+    Owned kwargs(keywords_of(overload, values));
+    Py_ssize_t at = 0;
+    for (PyObject *name, *value; PyDict_Next(kwargs.p, &at, &name, &value);) {
+      call.kwargs.emplace_back(name, Py_NewRef(value));
     }
     call.args = args.p;
     call.hidden = shared(hidden);
@@ -389,20 +342,13 @@ struct Kernel final : c10::OperatorKernel {
     reinterpret_cast<Head*>(head.p)->call = &call;
     Owned result(nullptr);
     {
-      struct Hooks {
-        PyObject* before = hidden_here;
-        ScopePtr& scope;
-        PyObject* head;
-        Hooks(Call& call, ScopePtr& s, PyObject* h, PyObject* hidden) : scope(s), head(h) {
-          ThreadLocalPythonObjects::set(KEY, call.hidden);
-          hidden_here = hidden;
+      Hidden hooks(call.hidden, hidden, saved);
+      struct Ended {
+        Head* head;
+        ~Ended() {
+          head->call = nullptr;
         }
-        ~Hooks() {
-          reinterpret_cast<Head*>(head)->call = nullptr;
-          hidden_here = before;
-          ThreadLocalPythonObjects::set(KEY, scope);
-        }
-      } hooks(call, saved, head.p, hidden);
+      } ended{reinterpret_cast<Head*>(head.p)};
       PyObject* arguments[] = {
           watch_pipelines.of(watch.p),
           watch_row.of(watch.p),
@@ -482,7 +428,7 @@ PyObject* prepare(PyObject*, PyObject* args) {
         }
       }
     }
-    auto* made = new Overload{Py_NewRef(key), Py_NewRef(object), Py_NewRef(redispatch), foreign != 0};
+    auto* made = new Overload{Py_NewRef(key), Py_NewRef(object), Py_NewRef(redispatch), foreign != 0, prepared++};
     for (const auto& argument : op.schema().arguments()) {
       made->names.push_back(PyUnicode_InternFromString(argument.name().c_str()));
       made->defaults.push_back(argument.default_value());
@@ -500,12 +446,12 @@ PyObject* prepare(PyObject*, PyObject* args) {
 // install(name, overload name, prepared) -> capsule, whose end removes the kernel
 PyObject* install(PyObject*, PyObject* args) {
   const char *name, *overload_name;
-  PyObject* prepared;
-  if (!PyArg_ParseTuple(args, "ssO", &name, &overload_name, &prepared)) {
+  PyObject* made;
+  if (!PyArg_ParseTuple(args, "ssO", &name, &overload_name, &made)) {
     return nullptr;
   }
   try {
-    auto* overload = static_cast<Overload*>(PyCapsule_GetPointer(prepared, nullptr));
+    auto* overload = static_cast<Overload*>(PyCapsule_GetPointer(made, nullptr));
     auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(overload));
     auto* handle = new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
         c10::OperatorName(name, overload_name),
@@ -523,8 +469,14 @@ PyObject* install(PyObject*, PyObject* args) {
   }
 }
 
-PyObject* watch_all_threads(PyObject*, PyObject* yes) {
-  all_threads = yes == Py_True;
+// watch(whether threads that have entered nothing may be watched, whether tasks have blocks of their own)
+PyObject* watch(PyObject*, PyObject* args) {
+  int all, tasks;
+  if (!PyArg_ParseTuple(args, "pp", &all, &tasks)) {
+    return nullptr;
+  }
+  all_threads = all;
+  has_tasks = tasks;
   Py_RETURN_NONE;
 }
 
@@ -540,7 +492,7 @@ PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, nullptr},
     {"prepare", prepare, METH_VARARGS, nullptr},
     {"install", install, METH_VARARGS, nullptr},
-    {"watch_all_threads", watch_all_threads, METH_O, nullptr},
+    {"watch", watch, METH_VARARGS, nullptr},
     {"unseen", unseen_calls, METH_NOARGS, nullptr},
     {"running", running_kernels, METH_NOARGS, nullptr},
     {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
@@ -551,6 +503,8 @@ PyMethodDef methods[] = {
     {"set_up_values", opintercept_set_up_values, METH_VARARGS, nullptr},
     {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_read)), METH_FASTCALL, nullptr},
     {"extent", opintercept_extent, METH_O, nullptr},
+    {"set_up_notes", opintercept_set_up_notes, METH_VARARGS, nullptr},
+    {"forget_notes", opintercept_forget_notes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -572,6 +526,10 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   }
   PyObject* made = PyModule_Create(&module);
   if (made == nullptr) {
+    return nullptr;
+  }
+  if (!opintercept_add_ring(made)) {
+    Py_DECREF(made);
     return nullptr;
   }
   forward_phase = PyUnicode_InternFromString("forward");

@@ -4,6 +4,8 @@
 
 #include <Python.h>
 
+#include "record.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
@@ -34,8 +36,7 @@ constexpr int DEEPEST = 16; // lists in lists; a list that contains itself has n
 
 // Each function below returns whether it can describe its value.
 
-bool look_at_tensor(std::string& key, PyObject* value) {
-  const at::Tensor tensor = torch::jit::toIValue(value, c10::TensorType::get(), std::nullopt).toTensor();
+bool look_at_tensor(std::string& key, const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided || tensor.is_nested()) {
     return false;
@@ -55,7 +56,7 @@ bool look_at_tensor(std::string& key, PyObject* value) {
 bool look_at(std::string& key, PyObject* value, int depth = 0) {
   auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (type == tensor_type || type == parameter_type) {
-    return look_at_tensor(key, value);
+    return look_at_tensor(key, torch::jit::toIValue(value, c10::TensorType::get(), std::nullopt).toTensor());
   }
   if (value == Py_None || PyBool_Check(value)) {
     key.push_back(value == Py_None ? 'n' : value == Py_True ? 'y' : 'z');
@@ -114,6 +115,34 @@ bool look_at_call(std::string& key, PyObject* const* call) {
 }
 
 } // namespace
+
+bool opintercept::look_at(std::string& key, const c10::IValue& value) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined()) {
+      key.push_back('n');
+      return true;
+    }
+    return !tensor.unsafeGetTensorImpl()->is_wrapped_number() && look_at_tensor(key, tensor);
+  }
+  if (value.isNone() || value.isBool()) {
+    key.push_back(value.isNone() ? 'n' : value.toBool() ? 'y' : 'z');
+    return true;
+  }
+  if (value.isInt()) {
+    put(key, 'i', value.toInt());
+    return true;
+  }
+  if (value.isDouble()) {
+    put(key, 'f', value.toDouble());
+    return true;
+  }
+  if (value.isIntList()) {
+    put(key, value.toIntVector());
+    return true;
+  }
+  return false;
+}
 
 // look(func, args, kwargs, output) -> bytes, or what `_record.look` returns
 PyObject* opintercept_look(PyObject*, PyObject* const* call, Py_ssize_t count) {

@@ -5,7 +5,7 @@
 // It reads Python's internal headers, for the versions that were tested; with any other the walk stays in Python.
 
 #define Py_BUILD_CORE
-#include <Python.h>
+#include "stack.h"
 
 #if PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
 
@@ -18,7 +18,7 @@ namespace {
 
 using Frame = _PyInterpreterFrame;
 
-PyObject *outer_call, *inner_call, *run; // code objects
+PyObject *outer_call, *inner_call, *run, *late; // code objects
 PyObject *module_type, *not_source; // torch.nn.Module, and a tuple of the paths that hold no code of the user
 PyObject *forward_name, *wrapper_name, *inner_name; // interned
 
@@ -29,11 +29,11 @@ Frame* seen(Frame* frame) { // the next frame that Python would show, neither C'
   return frame;
 }
 
-Frame* top() {
+Frame* top(PyThreadState* thread) {
 #if PY_VERSION_HEX >= 0x030D0000
-  return seen(PyThreadState_Get()->current_frame);
+  return seen(thread->current_frame);
 #else
-  return seen(PyThreadState_Get()->cframe->current_frame);
+  return seen(thread->cframe->current_frame);
 #endif
 }
 
@@ -77,8 +77,24 @@ PyObject* module_of(Frame* frame) {
   return nullptr;
 }
 
-// `_origin.stack._called_directly`, for a function named forward
-bool is_forward_called_directly(Frame* frame) {
+// As `module_of`, borrowed and without the lock: the frames of a thread and what they refer to stay while it is here.
+// `sure` becomes false if only `module_of` can tell.
+PyObject* module_in(Frame* frame, bool& sure) {
+  auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
+  PyObject* first = code->co_argcount == 0 ? nullptr : frame->localsplus[0];
+  if (first == nullptr) {
+    return nullptr;
+  }
+  // Another thread may change what a cell holds. An object of another type may say that it is a module.
+  bool is_module = PyType_IsSubtype(Py_TYPE(first), reinterpret_cast<PyTypeObject*>(module_type));
+  bool is_plain = Py_TYPE(first)->tp_getattro == PyObject_GenericGetAttr || PyType_Check(first);
+  sure = sure && !PyCell_Check(first) && (is_module || is_plain);
+  return is_module ? first : nullptr;
+}
+
+// `_origin.stack._called_directly`, for a function named forward. `is_module` tells whether a frame is a module's.
+template <typename IsModule>
+bool is_forward_called_directly(Frame* frame, const IsModule& is_module) {
   if (!is_named(code_of(frame), forward_name)) {
     return false;
   }
@@ -87,12 +103,7 @@ bool is_forward_called_directly(Frame* frame) {
          (is_named(code_of(caller), wrapper_name) || is_named(code_of(caller), inner_name))) {
     caller = back(caller);
   }
-  if (caller != nullptr && code_of(caller) == inner_call) {
-    return false;
-  }
-  PyObject* module = module_of(frame);
-  Py_XDECREF(module);
-  return module != nullptr;
+  return (caller == nullptr || code_of(caller) != inner_call) && is_module(frame);
 }
 
 bool is_users(PyObject* code) {
@@ -105,17 +116,15 @@ bool is_users(PyObject* code) {
   return true;
 }
 
-} // namespace
+// The frames that `_origin.stack.walk` looks for, from one outwards; null for those that do not exist.
+struct Found {
+  Frame *inner, *outer, *users;
+};
 
-// walk() -> (innermost module, outermost module, the user's code object, its instruction), with None and -1 for what
-// does not exist
-PyObject* opintercept_walk(PyObject*, PyObject*) {
-  Frame* frame = top();
-  while (frame != nullptr && code_of(frame) != run) {
-    frame = back(frame);
-  }
+template <typename IsModule>
+Found find(Frame* frame, const IsModule& is_module) {
   Frame *users = frame, *inner = frame;
-  while (inner != nullptr && code_of(inner) != outer_call && !is_forward_called_directly(inner)) {
+  while (inner != nullptr && code_of(inner) != outer_call && !is_forward_called_directly(inner, is_module)) {
     inner = back(inner);
   }
   Frame* outer = inner;
@@ -123,31 +132,65 @@ PyObject* opintercept_walk(PyObject*, PyObject*) {
     outer = code_of(frame) == outer_call ? frame : outer;
   }
   for (frame = outer == nullptr ? nullptr : back(outer); frame != nullptr; frame = back(frame)) {
-    outer = is_forward_called_directly(frame) ? frame : outer;
-  }
-  PyObject* module = inner == nullptr ? nullptr : module_of(inner);
-  PyObject* root = outer == nullptr ? nullptr : module_of(outer);
-  if (PyErr_Occurred()) {
-    Py_XDECREF(module);
-    return nullptr;
+    outer = is_forward_called_directly(frame, is_module) ? frame : outer;
   }
   while (users != nullptr && !is_users(code_of(users))) {
     users = back(users);
+  }
+  return {inner, outer, users};
+}
+
+int instruction_of(Frame* frame) {
+  return static_cast<int>(_PyInterpreterFrame_LASTI(frame) * sizeof(_Py_CODEUNIT));
+}
+
+} // namespace
+
+// walk() -> (innermost module, outermost module, the user's code object, its instruction), with None and -1 for what
+// does not exist
+PyObject* opintercept_walk(PyObject*, PyObject*) {
+  Frame* frame = top(PyThreadState_Get());
+  while (frame != nullptr && code_of(frame) != run && code_of(frame) != late) {
+    frame = back(frame);
+  }
+  Found found = find(frame, [](Frame* of) {
+    PyObject* module = module_of(of);
+    Py_XDECREF(module);
+    return module != nullptr;
+  });
+  PyObject* module = found.inner == nullptr ? nullptr : module_of(found.inner);
+  PyObject* root = found.outer == nullptr ? nullptr : module_of(found.outer);
+  if (PyErr_Occurred()) {
+    Py_XDECREF(module);
+    return nullptr;
   }
   return Py_BuildValue(
       "NNOi",
       module == nullptr ? Py_NewRef(Py_None) : module,
       root == nullptr ? Py_NewRef(Py_None) : root,
-      users == nullptr ? Py_None : code_of(users),
-      users == nullptr ? -1 : static_cast<int>(_PyInterpreterFrame_LASTI(users) * sizeof(_Py_CODEUNIT)));
+      found.users == nullptr ? Py_None : code_of(found.users),
+      found.users == nullptr ? -1 : instruction_of(found.users));
 }
 
-// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, Module, paths) -> whether walk() works here
+bool opintercept::walk_here(Walked& walked) {
+  PyThreadState* thread = PyGILState_GetThisThreadState();
+  bool sure = true;
+  Found found = find(thread == nullptr ? nullptr : top(thread), [&](Frame* of) { return module_in(of, sure); });
+  walked.module = found.inner == nullptr ? nullptr : module_in(found.inner, sure);
+  walked.root = found.outer == nullptr ? nullptr : module_in(found.outer, sure);
+  walked.code = found.users == nullptr ? nullptr : code_of(found.users);
+  walked.instruction = found.users == nullptr ? -1 : instruction_of(found.users);
+  return sure;
+}
+
+// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, of Pipeline.late, Module, paths) -> whether
+// walk() works here
 PyObject* opintercept_set_up_walk(PyObject*, PyObject* args) {
-  if (!PyArg_ParseTuple(args, "OOOOO!", &outer_call, &inner_call, &run, &module_type, &PyTuple_Type, &not_source)) {
+  if (!PyArg_ParseTuple(
+          args, "OOOOOO!", &outer_call, &inner_call, &run, &late, &module_type, &PyTuple_Type, &not_source)) {
     return nullptr;
   }
-  for (PyObject* each : {outer_call, inner_call, run, module_type, not_source}) {
+  for (PyObject* each : {outer_call, inner_call, run, late, module_type, not_source}) {
     Py_INCREF(each);
   }
   forward_name = PyUnicode_InternFromString("forward");
@@ -164,6 +207,10 @@ PyObject* opintercept_walk(PyObject*, PyObject*) {
 
 PyObject* opintercept_set_up_walk(PyObject*, PyObject*) {
   Py_RETURN_FALSE;
+}
+
+bool opintercept::walk_here(Walked&) {
+  return false;
 }
 
 #endif

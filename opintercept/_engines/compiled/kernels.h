@@ -1,0 +1,122 @@
+// What the kernel's two ways share: `kernels.cpp` runs hooks around a call, `noted.cpp` notes it for them.
+
+#pragma once
+
+#include <Python.h>
+#include <structmember.h>
+
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+// Exported by torch. Declared here, since torch's own headers for them take most of a minute to compile. Where one is
+// missing or different, loading the extension fails before any kernel is installed.
+namespace torch::autograd {
+int get_current_graph_task_id(); // torch/csrc/autograd/engine.h
+}
+c10::impl::PyInterpreter* getPyInterpreter(); // torch/csrc/PyInterpreter.h
+
+namespace opintercept {
+
+using Stack = std::vector<c10::IValue>;
+using ScopePtr = std::shared_ptr<c10::SafePyObject>;
+
+inline const std::string KEY = "opintercept";
+
+// The scope for hooks, while a kernel has stashed it and so owns it. No block sees a call that finds it in place.
+extern thread_local PyObject* hidden_here;
+
+// The place of a slot in Python objects. Reading it by name takes five times as long, and longer with cold caches.
+struct Slot {
+  Py_ssize_t offset = 0;
+
+  bool find(PyObject* type, const char* name) {
+    PyObject* found = PyObject_GetAttrString(type, name);
+    if (found == nullptr || Py_TYPE(found) != &PyMemberDescr_Type) {
+      Py_XDECREF(found);
+      PyErr_Format(PyExc_TypeError, "%s must be a slot", name);
+      return false;
+    }
+    offset = reinterpret_cast<PyMemberDescrObject*>(found)->d_member->offset;
+    Py_DECREF(found);
+    return true;
+  }
+
+  PyObject*& of(PyObject* object) const { // borrowed
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+  }
+};
+
+struct Overload {
+  PyObject* name;
+  PyObject* overload;
+  PyObject* redispatch; // (raw key set, *args, **kwargs), for arguments that a hook has replaced
+  bool foreign; // whether its library may be unloaded, and loaded again with another schema
+  size_t number; // counts the overloads, see `prepared`
+  size_t positional = 0;
+  std::vector<PyObject*> names;
+  std::vector<std::optional<c10::IValue>> defaults; // a schema that is unloaded takes its own with it
+};
+
+extern std::atomic<bool> has_tasks; // whether a task of an event loop has blocks of its own
+extern size_t prepared; // how many overloads there are
+
+struct Owned { // owns a reference
+  PyObject* p;
+  explicit Owned(PyObject* stolen) : p(stolen) {}
+  ~Owned() {
+    Py_XDECREF(p);
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+};
+
+inline PyObject* check(PyObject* p) {
+  if (p == nullptr) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return p;
+}
+
+inline ScopePtr shared(PyObject* scope) {
+  Py_INCREF(scope);
+  return std::make_shared<c10::SafePyObject>(scope, getPyInterpreter());
+}
+
+// Puts the scope for hooks in place of that of the thread.
+struct Hidden {
+  PyObject* before = hidden_here;
+  const ScopePtr& scope;
+
+  Hidden(const ScopePtr& hidden, PyObject* object, const ScopePtr& now) : scope(now) {
+    at::impl::ThreadLocalPythonObjects::set(KEY, hidden);
+    hidden_here = object;
+  }
+  ~Hidden() {
+    hidden_here = before;
+    at::impl::ThreadLocalPythonObjects::set(KEY, scope);
+  }
+  Hidden(const Hidden&) = delete;
+  Hidden& operator=(const Hidden&) = delete;
+};
+
+// The values as torch hands them to kernels in Python: without trailing defaults and the defaults of keyword arguments.
+PyObject* positional_of(const Overload& overload, const c10::IValue* values); // a tuple
+PyObject* keywords_of(const Overload& overload, const c10::IValue* values); // a dict
+PyObject* outputs_to_python(const Stack& stack, size_t count);
+
+// Runs a call and notes it for hooks that need no more. False, with nothing changed, if the hooks have to see it.
+bool ran_noted(const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack, const ScopePtr& scope);
+
+// Lets `ran_noted` know what sees the calls of an operator in a scope, from its `Watch`.
+void remember(const Overload& overload, PyObject* scope, PyObject* watch);
+
+} // namespace opintercept

@@ -1,0 +1,438 @@
+// The ring of `ring.h`, and its type in Python, which `_rows.Rows` uses.
+//
+// Invariant: who holds a ring's mutex neither waits for the interpreter's lock nor runs Python code.
+
+#include "ring.h"
+
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace opintercept {
+
+std::atomic<uint64_t> Ring::forgotten{0};
+PyObject* Ring::nowhere = nullptr;
+
+bool operator==(const Walked& a, const Walked& b) {
+  return a.module == b.module && a.root == b.root && a.code == b.code && a.instruction == b.instruction;
+}
+
+size_t Ring::ByWalk::operator()(const Walked& walked) const {
+  size_t mixed = static_cast<size_t>(walked.instruction);
+  for (PyObject* each : {walked.module, walked.root, walked.code}) {
+    mixed = (mixed ^ reinterpret_cast<size_t>(each) >> 4) * 0x9e3779b97f4a7c15u;
+  }
+  return mixed;
+}
+
+Ring::Numbered Ring::place_of(const Walked& walked) {
+  std::lock_guard lock(mutex);
+  if (seen_forgotten != forgotten.load(std::memory_order_acquire)) {
+    return {};
+  }
+  auto found = by_walk.find(walked);
+  return found == by_walk.end() ? Numbered{} : Numbered{found->second, epoch};
+}
+
+Ring::Numbered Ring::look_of(const std::string& key) {
+  std::lock_guard lock(mutex);
+  if (seen_forgotten != forgotten.load(std::memory_order_acquire)) {
+    return {};
+  }
+  auto found = by_look.find(key);
+  return found == by_look.end() ? Numbered{} : Numbered{found->second, epoch};
+}
+
+void Ring::forget() {
+  epoch++;
+  by_walk.clear();
+  by_place.clear();
+  by_look.clear();
+}
+
+bool Ring::has_room() {
+  uint64_t now = forgotten.load(std::memory_order_acquire);
+  if (seen_forgotten == now && places.size() < MOST && looks.size() < MOST) {
+    return true;
+  }
+  if (filled > 0) {
+    return false; // rows refer to what would be forgotten
+  }
+  forget();
+  seen_forgotten = now;
+  return true;
+}
+
+namespace {
+
+// Runs `change` with a mutex, and releases afterwards what is to be forgotten by then: that may run Python code.
+template <typename Change>
+auto releasing(std::mutex& mutex, std::vector<std::vector<PyObject*>*> owners, uint64_t& epoch, const Change& change) {
+  std::vector<PyObject*> old;
+  struct Release {
+    std::vector<PyObject*>& all;
+    ~Release() {
+      for (PyObject* each : all) {
+        Py_XDECREF(each);
+      }
+    }
+  } release{old};
+  std::lock_guard lock(mutex);
+  uint64_t before = epoch;
+  auto changed = change([&] {
+    if (epoch != before) {
+      for (auto* owner : owners) {
+        old.insert(old.end(), owner->begin(), owner->end());
+        owner->clear();
+      }
+      before = epoch;
+    }
+  });
+  return changed;
+}
+
+} // namespace
+
+Ring::Numbered Ring::remember_place(PyObject* place) {
+  return releasing(mutex, {&places, &looks, &modules}, epoch, [&](const auto& release) -> Numbered {
+    if (!has_room()) {
+      return {};
+    }
+    release();
+    auto [found, fresh] = by_place.try_emplace(place, static_cast<uint32_t>(places.size()));
+    if (fresh) {
+      places.push_back(Py_NewRef(place));
+    }
+    return {found->second, epoch};
+  });
+}
+
+namespace {
+
+PyObject* died; // a builtin function, see `module_died`
+
+// A module that a ring knows by its address is gone, and another object may get the address.
+PyObject* module_died(PyObject*, PyObject*) {
+  Ring::forgotten.fetch_add(1, std::memory_order_release);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef module_died_method = {"module_died", module_died, METH_O, nullptr};
+
+} // namespace
+
+Ring::Numbered Ring::remember_place(const Walked& walked, PyObject* place) {
+  Owned module(walked.module == nullptr ? nullptr : check(PyWeakref_NewRef(walked.module, died)));
+  Owned root(walked.root == nullptr ? nullptr : check(PyWeakref_NewRef(walked.root, died)));
+  Numbered known = remember_place(place);
+  if (known.number != UNKNOWN) {
+    std::lock_guard lock(mutex);
+    if (known.epoch == epoch) {
+      by_walk.try_emplace(walked, known.number);
+      modules.push_back(Py_XNewRef(module.p));
+      modules.push_back(Py_XNewRef(root.p));
+    }
+  }
+  return known;
+}
+
+Ring::Numbered Ring::remember_look(const std::string& key, PyObject* look) {
+  return releasing(mutex, {&places, &looks, &modules}, epoch, [&](const auto& release) -> Numbered {
+    if (!has_room()) {
+      return {};
+    }
+    release();
+    auto [found, fresh] = by_look.try_emplace(key, static_cast<uint32_t>(looks.size()));
+    if (fresh) {
+      looks.push_back(Py_NewRef(look));
+    }
+    return {found->second, epoch};
+  });
+}
+
+size_t Ring::stride(const Plan& of) const {
+  return sizeof(Row) + static_cast<size_t>(std::count(of.reads.begin(), of.reads.end(), true)) * sizeof(Values);
+}
+
+bool Ring::put(
+    const Plan* as_planned, uint64_t as_numbered, const Row& row, const std::array<Values, ROLES>& values, bool& half_full) {
+  std::lock_guard lock(mutex);
+  const Plan* now = plan.load(std::memory_order_relaxed);
+  if (now != as_planned || epoch != as_numbered || filled == CAPACITY) {
+    return false;
+  }
+  size_t size = stride(*now);
+  if (slots == nullptr) {
+    slots.reset(new char[CAPACITY * size]); // of which only what is used takes memory
+  }
+  char* to = slots.get() + (first + filled) % CAPACITY * size;
+  std::memcpy(to, &row, sizeof row);
+  to += sizeof row;
+  for (size_t role = 0; role < ROLES; role++) {
+    if (now->reads[role]) {
+      std::memcpy(to, &values[role], sizeof values[role]);
+      to += sizeof values[role];
+    }
+  }
+  half_full = ++filled >= CAPACITY / 2;
+  return true;
+}
+
+bool Ring::set_plan(std::unique_ptr<const Plan> fresh) {
+  std::vector<PyObject*> old;
+  {
+    std::lock_guard lock(mutex);
+    if (fresh != nullptr && filled > 0) {
+      return false;
+    }
+    plan.store(fresh.get(), std::memory_order_release);
+    if (fresh != nullptr) { // other hooks learn other things of a call
+      forget();
+      for (auto* owner : {&places, &looks, &modules}) {
+        old.insert(old.end(), owner->begin(), owner->end());
+        owner->clear();
+      }
+      slots.reset();
+      first = 0;
+      plans.push_back(std::move(fresh));
+    }
+  }
+  for (PyObject* each : old) {
+    Py_XDECREF(each);
+  }
+  return true;
+}
+
+bool Ring::empty() {
+  std::lock_guard lock(mutex);
+  return filled == 0;
+}
+
+void Ring::forget_parent() {
+  new (&mutex) std::mutex; // another thread of the parent may have held it
+  filled = 0;
+}
+
+Ring::~Ring() {
+  for (auto* owner : {&places, &looks, &modules}) {
+    for (PyObject* each : *owner) {
+      Py_XDECREF(each);
+    }
+  }
+  Py_XDECREF(rows);
+}
+
+namespace {
+
+PyObject *role_names[ROLES], *forward_name, *backward_name;
+
+PyObject* as_found(const Values& values, bool hashed) { // as `values.read` returns it
+  const Sums& sums = values.sums;
+  return Py_BuildValue(
+      "((LLLLLLdd)ddNOO)",
+      static_cast<long long>(sums.count),
+      static_cast<long long>(sums.finite),
+      static_cast<long long>(sums.nan),
+      static_cast<long long>(sums.count - sums.zeros),
+      static_cast<long long>(sums.underflow),
+      static_cast<long long>(sums.overflow),
+      sums.total,
+      sums.spread,
+      -sums.low,
+      sums.high,
+      hashed ? PyLong_FromUnsignedLongLong(values.hash) : Py_NewRef(Py_None),
+      Py_None,
+      Py_None);
+}
+
+} // namespace
+
+// ((summary, index, step, phase, place, forward, grad_of, autocast, elapsed), values by role, learned)
+PyObject* Ring::take() {
+  Row row;
+  std::array<Values, ROLES> values;
+  const Plan* now;
+  PyObject *look, *place;
+  {
+    std::lock_guard lock(mutex);
+    if (filled == 0) {
+      Py_RETURN_NONE;
+    }
+    now = plans.back().get(); // rows are never of an older plan
+    const char* from = slots.get() + first * stride(*now);
+    std::memcpy(&row, from, sizeof row);
+    from += sizeof row;
+    for (size_t role = 0; role < ROLES; role++) {
+      if (now->reads[role]) {
+        std::memcpy(&values[role], from, sizeof values[role]);
+        from += sizeof values[role];
+      }
+    }
+    look = Py_NewRef(looks[row.look]);
+    place = row.place == UNKNOWN ? Py_NewRef(nowhere) : Py_NewRef(places[row.place]);
+    first = (first + 1) % CAPACITY;
+    filled--;
+  }
+  Owned look_owned(look), place_owned(place), found(PyDict_New());
+  if (found.p == nullptr) {
+    return nullptr;
+  }
+  for (size_t role = 0; role < ROLES; role++) {
+    if (values[role].known) {
+      Owned each(as_found(values[role], now->hashed));
+      if (each.p == nullptr || PyDict_SetItem(found.p, role_names[role], each.p) < 0) {
+        return nullptr;
+      }
+    }
+  }
+  return Py_BuildValue(
+      "((OLLOONOOd)OO)",
+      PyTuple_GET_ITEM(look, 0), // summary
+      static_cast<long long>(row.index),
+      static_cast<long long>(row.step),
+      row.backward ? backward_name : forward_name,
+      place,
+      row.forward < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(row.forward),
+      row.grad_of < 0 ? Py_None : role_names[static_cast<size_t>(row.grad_of)],
+      PyTuple_GET_ITEM(look, 1), // autocast
+      row.elapsed,
+      found.p,
+      PyTuple_GET_ITEM(look, 2)); // learned
+}
+
+namespace {
+
+struct PyRing {
+  PyObject_HEAD
+  Ring* ring;
+};
+
+PyObject* new_ring(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* made = type->tp_alloc(type, 0);
+  if (made != nullptr) {
+    reinterpret_cast<PyRing*>(made)->ring = new Ring;
+  }
+  return made;
+}
+
+void free_ring(PyObject* self) {
+  delete reinterpret_cast<PyRing*>(self)->ring;
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* next_index(PyObject* self, PyObject*) {
+  return PyLong_FromLongLong(ring_of(self)->calls.fetch_add(1, std::memory_order_relaxed));
+}
+
+PyObject* calls(PyObject* self, PyObject*) {
+  return PyLong_FromLongLong(ring_of(self)->calls.load(std::memory_order_relaxed));
+}
+
+PyObject* set_step(PyObject* self, PyObject* number) {
+  ring_of(self)->step.store(PyLong_AsLongLong(number), std::memory_order_relaxed);
+  return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+}
+
+PyObject* attach(PyObject* self, PyObject* reference) {
+  Ring* ring = ring_of(self);
+  PyObject* before = ring->rows;
+  ring->rows = Py_NewRef(reference);
+  Py_XDECREF(before);
+  Py_RETURN_NONE;
+}
+
+PyObject* suspend(PyObject* self, PyObject*) {
+  ring_of(self)->set_plan(nullptr);
+  Py_RETURN_NONE;
+}
+
+// plan(rows, finite, place, links, settings, roles, hashed, target or None) -> whether it is set; not while there are rows
+PyObject* set_plan(PyObject* self, PyObject* args) {
+  auto plan = std::make_unique<Plan>();
+  int rows, finite, place, links, settings, hashed;
+  PyObject *roles, *target;
+  if (!PyArg_ParseTuple(
+          args, "pppppO!pO", &rows, &finite, &place, &links, &settings, &PyTuple_Type, &roles, &hashed, &target)) {
+    return nullptr;
+  }
+  plan->rows = rows;
+  plan->finite = finite;
+  plan->place = place;
+  plan->links = links;
+  plan->settings = settings;
+  plan->hashed = hashed;
+  plan->has_target = target != Py_None;
+  if (plan->has_target && !PyArg_ParseTuple(target, "dd", &plan->target.tiny, &plan->target.huge)) {
+    return nullptr;
+  }
+  for (size_t role = 0; role < ROLES; role++) {
+    int asked = PySequence_Contains(roles, role_names[role]);
+    if (asked < 0) {
+      return nullptr;
+    }
+    plan->reads[role] = asked;
+  }
+  return PyBool_FromLong(ring_of(self)->set_plan(std::move(plan)));
+}
+
+PyObject* take(PyObject* self, PyObject*) {
+  return ring_of(self)->take();
+}
+
+PyObject* empty(PyObject* self, PyObject*) {
+  return PyBool_FromLong(ring_of(self)->empty());
+}
+
+PyObject* forget_parent(PyObject* self, PyObject*) {
+  ring_of(self)->forget_parent();
+  Py_RETURN_NONE;
+}
+
+PyMethodDef ring_methods[] = {
+    {"next_index", next_index, METH_NOARGS, nullptr},
+    {"calls", calls, METH_NOARGS, nullptr},
+    {"set_step", set_step, METH_O, nullptr},
+    {"attach", attach, METH_O, nullptr},
+    {"suspend", suspend, METH_NOARGS, nullptr},
+    {"plan", set_plan, METH_VARARGS, nullptr},
+    {"take", take, METH_NOARGS, nullptr},
+    {"empty", empty, METH_NOARGS, nullptr},
+    {"forget_parent", forget_parent, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyTypeObject RingType = {PyVarObject_HEAD_INIT(nullptr, 0) "opintercept._engines.compiled.Ring"};
+
+} // namespace
+
+Ring* ring_of(PyObject* object) {
+  return Py_TYPE(object) == &RingType ? reinterpret_cast<PyRing*>(object)->ring : nullptr;
+}
+
+} // namespace opintercept
+
+bool opintercept_add_ring(PyObject* module) {
+  using namespace opintercept;
+  RingType.tp_basicsize = sizeof(PyRing);
+  RingType.tp_flags = Py_TPFLAGS_DEFAULT;
+  RingType.tp_new = new_ring;
+  RingType.tp_dealloc = free_ring;
+  RingType.tp_methods = ring_methods;
+  const char* names[ROLES] = {"lhs", "rhs", "bias", "value", "output", "output.1"};
+  for (size_t role = 0; role < ROLES; role++) {
+    role_names[role] = PyUnicode_InternFromString(names[role]);
+  }
+  forward_name = PyUnicode_InternFromString("forward");
+  backward_name = PyUnicode_InternFromString("backward");
+  died = PyCFunction_New(&module_died_method, nullptr);
+  return PyType_Ready(&RingType) == 0 && died != nullptr &&
+      PyModule_AddObjectRef(module, "Ring", reinterpret_cast<PyObject*>(&RingType)) == 0;
+}
+
+// forget_notes(): forget what calls look like and where they come from
+PyObject* opintercept_forget_notes(PyObject*, PyObject*) {
+  opintercept::Ring::forgotten.fetch_add(1, std::memory_order_release);
+  Py_RETURN_NONE;
+}

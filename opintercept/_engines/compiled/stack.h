@@ -1,0 +1,18 @@
+// `_origin.stack.walk` without the interpreter's lock, for the sources beside `stack.cpp`.
+
+#pragma once
+
+#include <Python.h>
+
+namespace opintercept {
+
+// As `_origin.stack.Walked`, with null for what does not exist. All of it is borrowed from the frames of this thread.
+struct Walked {
+  PyObject *module = nullptr, *root = nullptr, *code = nullptr;
+  int instruction = -1;
+};
+
+// Walks the stack of this thread, whether or not it holds the lock. False if only a walk with the lock can tell.
+bool walk_here(Walked& walked);
+
+} // namespace opintercept

@@ -1,0 +1,254 @@
+"""`Rows`: the calls that compiled kernels have noted, of which the hooks of a pipeline have not been told yet.
+
+Invariant: hooks are told of calls in the order in which they ended, and in Python of every call that is new to them:
+what they learn of it holds for all calls that look alike. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from opintercept._errors import OpInterceptError
+from opintercept._fork import in_child
+from opintercept._origin.place import Place
+from opintercept._record import Note
+
+if TYPE_CHECKING:
+    from opintercept._call import OpCall
+    from opintercept._hook import Handle
+    from opintercept._pipeline import Pipeline
+
+Found = tuple[tuple[int, int, int, int, int, int, float, float], float, float, int | None, None, None]
+"""What a kernel reads of a tensor, as `_native.values.read` returns it."""
+
+ROLES = ("lhs", "rhs", "bias", "value", "output", "output.1")
+
+
+class Work(NamedTuple):
+    """What a kernel does for a hook with each call, in place of calling it.
+
+    Attributes:
+        rows: Whether `noted` is to be called.
+        reads: The roles of the tensors whose values are read, some of `ROLES`.
+        hashed: Whether to hash them, too.
+        target: Counts values that become zero or are too large in another dtype, see `_native.values.Read`.
+        finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
+        settings: Whether `learn` depends on torch's settings for the precision of products.
+    """
+
+    rows: bool = True
+    reads: tuple[str, ...] = ()
+    hashed: bool = False
+    target: tuple[float, float] | None = None
+    finite: bool = False
+    settings: bool = False
+
+
+class InKernel(Protocol):
+    """A hook that kernels can work for. It has the methods of other hooks as well, for the calls that they cannot note.
+
+    It does not hold for subclasses, which may change what the methods do.
+    """
+
+    def work(self) -> Work | None:
+        """What to do for this hook; None if it has to see each call."""
+
+    def learn(self, call: OpCall) -> Any:
+        """What holds for all calls that look like this one, for `noted`; None if the hook has to see such calls."""
+
+    def noted(self, note: Note, values: Mapping[str, Found], learned: Any) -> None:
+        """Take a call that has been noted.
+
+        Args:
+            note: What its record is made of.
+            values: What was read, by role.
+            learned: What `learn` returned.
+        """
+
+
+class Ring(Protocol):
+    """The ring in C++, see `_engines/compiled/ring.cpp`."""
+
+    def next_index(self) -> int: ...
+    def calls(self) -> int: ...
+    def set_step(self, step: int, /) -> None: ...
+    def attach(self, rows: Any, /) -> None: ...
+    def suspend(self) -> None: ...
+    def plan(self, *what: Any) -> bool: ...
+    def take(self) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
+    def empty(self) -> bool: ...
+    def forget_parent(self) -> None: ...
+
+
+class Rows:
+    """The rows of one pipeline. Kernels call the methods from `here` on.
+
+    Args:
+        ring: Where kernels put them.
+        pipeline: Owns the rows.
+    """
+
+    __slots__ = ("__weakref__", "_hooks", "_lock", "_pipeline", "ring")
+
+    def __init__(self, ring: Ring, pipeline: Pipeline) -> None:
+        self.ring = ring
+        self._pipeline = weakref.ref(pipeline)
+        self._hooks: tuple[tuple[Handle, InKernel], ...] = ()
+        # Reentrant: a signal handler may ask for the rows while its thread is taking them.
+        self._lock = threading.RLock()
+        ring.attach(weakref.ref(self))
+        _all.append(weakref.ref(self, _all.remove))
+
+    def plan(self, handles: Sequence[Handle]) -> None:
+        """Let kernels do the work of these hooks, if they can do that of all of them. Those before get their rows."""
+        pipeline = self._pipeline()
+        self.ring.suspend()
+        self.settle()
+        self._hooks = ()
+        hooks: list[Any] = [handle.hook for handle in handles]
+        works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
+        links = None if pipeline is None else pipeline.links
+        together = _together(works)
+        if not works or links is None or together is None:
+            return
+        every = zip(handles, hooks, works, strict=True)
+        self._hooks = tuple((handle, hook) for handle, hook, work in every if work is not None and work.rows)
+        while not self.ring.plan(
+            together.rows,
+            together.finite,
+            links.names_all or links.wanted,
+            links.wanted,
+            together.settings,
+            together.reads,
+            together.hashed,
+            together.target,
+        ):
+            self.settle()  # another thread has added one
+
+    def settle(self, only_if_free: bool = False) -> None:
+        """Tell the hooks of the calls that have been noted.
+
+        Args:
+            only_if_free: Whether to leave it to another thread if one is doing so.
+        """
+        if self.ring.empty() or not self._lock.acquire(blocking=not only_if_free, timeout=-1 if only_if_free else 1):
+            return
+        try:
+            take = self.ring.take
+            while (row := take()) is not None:
+                note = Note._make((*row[0], None))
+                if note.summary.opaque:
+                    self._owner().count_opaque(note.summary.op)
+                self._tell(note, row[1], row[2])
+        finally:
+            self._lock.release()
+
+    def _tell(self, note: Note, values: Mapping[str, Found], learned: tuple[Any, ...]) -> None:
+        pipeline = self._owner()
+        failed: list[tuple[Handle, Exception]] = []
+        for (handle, hook), known in zip(self._hooks, learned, strict=True):
+            try:
+                if not handle.removed:
+                    hook.noted(note, values, known)
+            except Exception as exception:
+                failed.append((handle, exception))
+                if pipeline.on_error == "raise":
+                    break
+        for handle, exception in failed:  # switching a hook off settles the next rows
+            if not pipeline.survives(handle, "post", note.record(), exception):
+                raise exception
+
+    def learn(self, call: OpCall) -> tuple[Any, ...] | None:
+        """What holds for all calls that look like this one; None if kernels cannot note them."""
+        owner = call.owner
+        learned = tuple(hook.learn(call) for _, hook in self._hooks)
+        if owner is None or None in learned:
+            return None
+        return call.summary, owner.origin.autocast(call), learned
+
+    def here(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None:
+        """The place of a call with this stack, if it is the same for all such calls."""
+        return self._owner().origin.lasting(module, root, code, instruction)
+
+    def note(self, row: Any, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Any) -> None:
+        """Remember a forward call that autograd records, see `_origin.links.Links`."""
+        links = self._owner().links
+        if links is not None:
+            links.add(row.name, index, operands, wanted, place)
+
+    def behind(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
+        """The place of the running backward call, its forward call and of which operand it computes the gradient.
+
+        None if only a look at the stack can tell.
+        """
+        return self._owner().origin.behind(operands, lhs)
+
+    def late(self, *call: Any) -> tuple[Any, ...] | None:
+        """See `Pipeline.late`."""
+        return self._owner().late(*call)
+
+    def failed(self, *call: Any) -> None:
+        """See `Pipeline.failed`."""
+        self._owner().failed(*call)
+
+    def _owner(self) -> Pipeline:
+        pipeline = self._pipeline()
+        if pipeline is None:
+            raise OpInterceptError("a call must belong to an interceptor, but its interceptor is gone")
+        return pipeline
+
+
+def _is_in_kernel(hook: Any) -> bool:
+    return "work" in vars(type(hook)) and vars(hook).keys().isdisjoint(("post", "error"))
+
+
+def _together(works: Iterable[Work | None]) -> Work | None:
+    """What to do for several hooks; None if one of them has to see each call, or two of them want different things."""
+    found = Work(rows=False)
+    for work in works:
+        if work is None or (None not in (found.target, work.target) and found.target != work.target):
+            return None
+        found = Work(
+            found.rows or work.rows,
+            tuple(role for role in ROLES if role in found.reads or role in work.reads),
+            found.hashed or work.hashed,
+            found.target or work.target,
+            found.finite or work.finite,
+            found.settings or work.settings,
+        )
+    return found
+
+
+_all: list[weakref.ref[Rows]] = []
+_forgets: list[Callable[[], Any]] = []
+
+
+def on_forget(function: Callable[[], Any]) -> None:
+    """Call a function in each `forget`, from now on."""
+    _forgets.append(function)
+
+
+def forget() -> None:
+    """Let kernels forget what calls look like and where they come from: rows of the table or names have changed."""
+    for function in _forgets:
+        function()
+
+
+def settle() -> None:
+    """Tell all hooks of this process of the calls that kernels have noted. Call it without a lock."""
+    for reference in tuple(_all):
+        rows = reference()
+        if rows is not None:
+            rows.settle()
+
+
+@in_child
+def _forget_parent() -> None:
+    for reference in _all:
+        rows = reference()
+        if rows is not None:
+            rows._lock = threading.RLock()
+            rows.ring.forget_parent()
