@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from opintercept._errors import OpInterceptError
-from opintercept._origin.place import Place
+from opintercept._origin.place import NOWHERE, Place
 from opintercept._record import CallRecord, Gemm, Note, Phase, Summary, summary_of, taken_of
 from opintercept._tensors import describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
 
@@ -35,6 +35,27 @@ class Origin(Protocol):
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]: ...
     def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None: ...
     def behind(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None: ...
+
+
+class NoOrigin:
+    """An `Origin` that knows nothing of any call."""
+
+    links = None
+
+    def autocast(self, lhs: Any) -> None:
+        return None
+
+    def place(self, call: OpCall, read: str) -> Place:
+        return NOWHERE
+
+    def forward(self, call: OpCall, read: str) -> tuple[None, None, bool]:
+        return None, None, False
+
+    def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> None:
+        return None
+
+    def behind(self, operands: tuple[int, ...], lhs: int) -> None:
+        return None
 
 
 class Owner(Protocol):

@@ -7,7 +7,6 @@ never mutated, so that hooks may come and go while they run. Must not import tor
 from __future__ import annotations
 
 import itertools
-import opcode
 import operator
 import threading
 import warnings
@@ -18,15 +17,16 @@ from operator import attrgetter, itemgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from opintercept._call import OpCall, Origin
+from opintercept._call import NoOrigin, OpCall, Origin
 from opintercept._errors import HookError, OpInterceptWarning
 from opintercept._fork import in_child
 from opintercept._hook import Handle, Hook, Level, OnError
-from opintercept._origin.place import NOWHERE, Place
+from opintercept._origin.place import Place
 from opintercept._record import CallRecord, Phase, look
 from opintercept._replace import check_alike, check_replacement, checked_inputs, written_back
 from opintercept._rows import Ring, Rows
 from opintercept._tensors import copy_into
+from opintercept._with_statement import never_began, raised_here
 
 if TYPE_CHECKING:
     from opintercept._ops.op import Op
@@ -34,46 +34,8 @@ if TYPE_CHECKING:
 _ENTER, _EXIT, _FIRST = attrgetter("enter"), attrgetter("exit"), itemgetter(0)
 
 
-def _raised_here(exception: BaseException) -> bool:
-    return exception.__traceback__ is not None and exception.__traceback__.tb_next is None
-
-
-def _never_began(function: Any, exception: BaseException) -> bool:
-    """Whether an interrupt stopped a Python function at its first instruction, before it did anything."""
-    code = getattr(function, "__code__", None)
-    trace = exception.__traceback__
-    while trace is not None and trace.tb_frame.f_code is not code:
-        trace = trace.tb_next
-    # The frame of a signal handler may follow it.
-    return trace is not None and trace.tb_lasti <= 2 * trace.tb_frame.f_code.co_code[::2].index(_RESUME)
-
-
-_RESUME = opcode.opmap["RESUME"]
-
-
 def _read(count: itertools.count[int]) -> int:
     return int(repr(count)[len("count(") : -1])  # the only way
-
-
-class NoOrigin:
-    """An `Origin` that knows nothing of any call."""
-
-    links = None
-
-    def autocast(self, lhs: Any) -> None:
-        return None
-
-    def place(self, call: OpCall, read: str) -> Place:
-        return NOWHERE
-
-    def forward(self, call: OpCall, read: str) -> tuple[None, None, bool]:
-        return None, None, False
-
-    def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> None:
-        return None
-
-    def behind(self, operands: tuple[int, ...], lhs: int) -> None:
-        return None
 
 
 class Pipeline:
@@ -247,9 +209,7 @@ class Pipeline:
             raise
 
     def exit(self, user: object, failed: BaseException | None) -> None:
-        """Run the hooks' `exit` if this is the last block. All of them run, even if one raises.
-
-        After an interrupt it may be called again.
+        """Run the hooks' `exit` if this is the last block. All run, even if one raises. May be called again.
 
         Args:
             user: The same object as in `enter`.
@@ -257,8 +217,9 @@ class Pipeline:
         """
         failures: list[BaseException] = []
         try:
-            self.settle()
-        except Exception as exception:  # as a hook's that fails on exit
+            if self._entered_by <= {user}:
+                self.settle()
+        except Exception as exception:
             failures.append(exception)
         with self._lock:
             self._entered_by.discard(user)
@@ -287,11 +248,11 @@ class Pipeline:
             handle = self._inside[0]
             next(map(operator.call, map(_EXIT, iter(self._inside.popleft, None))))  # in C, as in `_enter_hooks`
         except BaseException as exception:
-            if isinstance(exception, IndexError) and not self._inside and _raised_here(exception):
+            if isinstance(exception, IndexError) and not self._inside and raised_here(exception):
                 return None  # a signal handler has left the last block since, and run them all
             if handle is None or (self._inside and self._inside[0] is handle):
                 raise  # an interrupt before the call
-            if _never_began(handle.exit, exception):
+            if never_began(handle.exit, exception):
                 self._inside.appendleft(handle)
             elif isinstance(exception, Exception):
                 exception.add_note(f"opintercept: raised by the exit of hook {handle.hook!r}")
@@ -325,10 +286,10 @@ class Pipeline:
             phase: The pass of the call.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            output: What it returned.
+            output: See `OpCall`, and for the next ones.
             index: The number of the call.
-            place: Where it comes from, if that is known.
-            elapsed: The operator's time in seconds.
+            place: Where it comes from, or None.
+            elapsed: The operator's time.
 
         Returns:
             See `Rows.learn`.

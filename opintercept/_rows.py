@@ -37,6 +37,7 @@ class Work(NamedTuple):
         target: Counts values that become zero or are too large in another dtype, see `_native.values.Read`.
         finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
         settings: Whether `learn` depends on torch's settings for the precision of products.
+        flight: Where to write a line of each call. Then `learn` returns what a line says of calls that look alike.
     """
 
     rows: bool = True
@@ -45,6 +46,7 @@ class Work(NamedTuple):
     target: tuple[float, float] | None = None
     finite: bool = False
     settings: bool = False
+    flight: FlightRecorder | None = None
 
 
 class InKernel(Protocol):
@@ -69,6 +71,23 @@ class InKernel(Protocol):
         """
 
 
+class Sink(Protocol):
+    """The flight recorder in C++, see `_engines/compiled/flight.cpp`."""
+
+    def open(self, buffer: Any, first: int, slots: int, size: int, lines: int, /) -> None: ...
+    def put(self, line: bytes, /) -> None: ...
+    def close(self) -> None: ...
+    def forget_parent(self) -> None: ...
+
+
+class FlightRecorder(Protocol):
+    """Writes lines to a file. `runs.flight.Flight` implements it."""
+
+    def serve(self, sink: Sink) -> Sink: ...
+    def text_of(self, place: Place) -> bytes:
+        """What a line says of a place."""
+
+
 class Ring(Protocol):
     """The ring in C++, see `_engines/compiled/ring.cpp`."""
 
@@ -78,6 +97,7 @@ class Ring(Protocol):
     def attach(self, rows: Any, /) -> None: ...
     def suspend(self) -> None: ...
     def plan(self, *what: Any) -> bool: ...
+    def flight(self) -> Sink: ...
     def take(self) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
     def empty(self) -> bool: ...
     def forget_parent(self) -> None: ...
@@ -91,12 +111,13 @@ class Rows:
         pipeline: Owns the rows.
     """
 
-    __slots__ = ("__weakref__", "_hooks", "_lock", "_pipeline", "ring")
+    __slots__ = ("__weakref__", "_flight", "_hooks", "_lock", "_pipeline", "ring")
 
     def __init__(self, ring: Ring, pipeline: Pipeline) -> None:
         self.ring = ring
         self._pipeline = weakref.ref(pipeline)
         self._hooks: tuple[tuple[Handle, InKernel], ...] = ()
+        self._flight: tuple[InKernel, FlightRecorder] | None = None
         # Reentrant: a signal handler may ask for the rows while its thread is taking them.
         self._lock = threading.RLock()
         ring.attach(weakref.ref(self))
@@ -107,7 +128,7 @@ class Rows:
         pipeline = self._pipeline()
         self.ring.suspend()
         self.settle()
-        self._hooks = ()
+        self._hooks, self._flight = (), None
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
         links = None if pipeline is None else pipeline.links
@@ -116,6 +137,11 @@ class Rows:
             return
         every = zip(handles, hooks, works, strict=True)
         self._hooks = tuple((handle, hook) for handle, hook, work in every if work is not None and work.rows)
+        sink = None
+        for hook, work in zip(hooks, works, strict=True):
+            if work is not None and work.flight is not None:
+                self._flight = hook, work.flight
+                sink = work.flight.serve(self.ring.flight())
         while not self.ring.plan(
             together.rows,
             together.finite,
@@ -125,6 +151,7 @@ class Rows:
             together.reads,
             together.hashed,
             together.target,
+            sink,
         ):
             self.settle()  # another thread has added one
 
@@ -134,40 +161,48 @@ class Rows:
         Args:
             only_if_free: Whether to leave it to another thread if one is doing so.
         """
-        if self.ring.empty() or not self._lock.acquire(blocking=not only_if_free, timeout=-1 if only_if_free else 1):
-            return
-        try:
-            take = self.ring.take
-            while (row := take()) is not None:
-                note = Note._make((*row[0], None))
-                if note.summary.opaque:
-                    self._owner().count_opaque(note.summary.op)
-                self._tell(note, row[1], row[2])
-        finally:
-            self._lock.release()
-
-    def _tell(self, note: Note, values: Mapping[str, Found], learned: tuple[Any, ...]) -> None:
-        pipeline = self._owner()
-        failed: list[tuple[Handle, Exception]] = []
-        for (handle, hook), known in zip(self._hooks, learned, strict=True):
+        while not self.ring.empty():
+            if not self._lock.acquire(blocking=not only_if_free, timeout=-1 if only_if_free else 1):
+                return
             try:
-                if not handle.removed:
-                    hook.noted(note, values, known)
-            except Exception as exception:
-                failed.append((handle, exception))
-                if pipeline.on_error == "raise":
-                    break
-        for handle, exception in failed:  # switching a hook off settles the next rows
-            if not pipeline.survives(handle, "post", note.record(), exception):
-                raise exception
+                note, failed = self._tell_until_one_fails()
+            finally:
+                self._lock.release()  # before anything that takes the pipeline's lock
+            for handle, failure in failed:
+                if note is not None and not self._owner().survives(handle, "post", note.record(), failure):
+                    raise failure
+
+    def _tell_until_one_fails(self) -> tuple[Note | None, list[tuple[Handle, Exception]]]:
+        """Tell hooks of calls; return the call with which hooks have failed, and which."""
+        pipeline, note = self._owner(), None
+        failed: list[tuple[Handle, Exception]] = []
+        take = self.ring.take
+        while not failed and (row := take()) is not None:
+            note = Note._make((*row[0], None))
+            if note.summary.opaque:
+                pipeline.count_opaque(note.summary.op)
+            for (handle, hook), known in zip(self._hooks, row[2], strict=True):
+                try:
+                    if not handle.removed:
+                        hook.noted(note, row[1], known)
+                except Exception as exception:
+                    failed.append((handle, exception))
+                    if pipeline.on_error == "raise":
+                        break
+        return note, failed
 
     def learn(self, call: OpCall) -> tuple[Any, ...] | None:
         """What holds for all calls that look like this one; None if kernels cannot note them."""
         owner = call.owner
         learned = tuple(hook.learn(call) for _, hook in self._hooks)
-        if owner is None or None in learned:
+        text = None if self._flight is None else self._flight[0].learn(call)
+        if owner is None or None in learned or (self._flight is not None and text is None):
             return None
-        return call.summary, owner.origin.autocast(call), learned
+        return call.summary, owner.origin.autocast(call), learned, text
+
+    def text_of(self, place: Place) -> bytes:
+        """What a line of the flight recorder says of a place."""
+        return b"" if self._flight is None else self._flight[1].text_of(place)
 
     def here(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None:
         """The place of a call with this stack, if it is the same for all such calls."""
@@ -211,6 +246,8 @@ def _together(works: Iterable[Work | None]) -> Work | None:
     for work in works:
         if work is None or (None not in (found.target, work.target) and found.target != work.target):
             return None
+        if found.flight is not None and work.flight is not None:
+            return None
         found = Work(
             found.rows or work.rows,
             tuple(role for role in ROLES if role in found.reads or role in work.reads),
@@ -218,6 +255,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
             found.target or work.target,
             found.finite or work.finite,
             found.settings or work.settings,
+            found.flight or work.flight,
         )
     return found
 

@@ -6,6 +6,7 @@ neither, when the with statement releases its exit. Must not import torch.
 
 from __future__ import annotations
 
+import opcode
 import threading
 import weakref
 from collections.abc import Callable
@@ -165,3 +166,21 @@ def _room(depth: int) -> None:
     """Raise a RecursionError now, before anything has changed, rather than halfway through."""
     if depth:
         _room(depth - 1)
+
+
+def raised_here(exception: BaseException) -> bool:
+    """Whether the function that has caught an exception raised it itself."""
+    return exception.__traceback__ is not None and exception.__traceback__.tb_next is None
+
+
+def never_began(function: Any, exception: BaseException) -> bool:
+    """Whether an interrupt stopped a Python function at its first instruction, before it did anything."""
+    code = getattr(function, "__code__", None)
+    trace = exception.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    # The frame of a signal handler may follow it.
+    return trace is not None and trace.tb_lasti <= 2 * trace.tb_frame.f_code.co_code[::2].index(_RESUME)
+
+
+_RESUME = opcode.opmap["RESUME"]

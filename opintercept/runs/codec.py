@@ -16,6 +16,7 @@ from json.encoder import encode_basestring_ascii
 from types import NoneType
 from typing import Any, get_type_hints
 
+from opintercept._origin.place import Place
 from opintercept._record import OWN, SHARED, CallRecord, Note, Summary, plain
 from opintercept.runs._untrusted import (
     MAX_TEXT,
@@ -149,6 +150,10 @@ def _members_of(kind: type, paths: Mapping[str, str]) -> Callable[[Any], str]:
 
 
 _own_members = _members_of(CallRecord, OWN)
+# Kernels write the members of a flight recorder's line that each call has, `flight.cpp`. The others they get as text.
+_BY_KERNELS = ("index", "step", "phase", "forward", "grad_of", "elapsed")
+_place_members = _members_of(CallRecord, {name: name for name in ("module", "source")})
+_autocast_member = _members_of(CallRecord, {"autocast": "autocast_name"})
 _value_members = _members_of(Values, {name: name for name in Values.__slots__})
 
 
@@ -190,12 +195,27 @@ class Encoder:
             line += f',"error":{compact(error)}'
         return f"{line}}}\n".encode()
 
+    def look(self, note: Note, arguments: str) -> bytes:
+        """The members of a line that calls share which look alike, for kernels that write the others."""
+        shared = self._shared.get(id(note.summary)) or self._add(note.summary)
+        return f'{_autocast_member(note)},{shared[1]},"arguments":{arguments}'.encode()
+
     def _add(self, summary: Summary) -> tuple[Summary, str]:
         if len(self._shared) >= MAX_WRITTEN:
             self._shared.clear()
         # The summary is kept alive, so that no other gets its address.
         added = self._shared[id(summary)] = (summary, compact(plain(summary))[1:-1])
         return added
+
+
+def place_members(place: Place) -> bytes:
+    """The members of a line that say where a call comes from."""
+    return _place_members(place).encode()
+
+
+def writes_as_kernels() -> bool:
+    """Whether kernels know all fields of a record: one that somebody has added is read in Python."""
+    return {*_BY_KERNELS, "module", "source", "autocast"} == OWN.keys()
 
 
 # Where the members that calls which look alike share begin and end in a line.

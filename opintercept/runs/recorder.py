@@ -7,15 +7,13 @@ import contextlib
 import json
 import math
 import os
-import platform
 import random
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,11 +32,24 @@ from opintercept.hooks._repro import plain_arguments
 from opintercept.hooks._values import leaves_out_captured
 from opintercept.runs._claim import LOCK, Claim
 from opintercept.runs._content import Content, content_found, content_of
+from opintercept.runs._description import described
 from opintercept.runs._ranks import rank_and_world_size
 from opintercept.runs._untrusted import MAX_TEXT
-from opintercept.runs.store import CALLS, INFO, STARTED, RunInfo
+from opintercept.runs.codec import Encoder, writes_as_kernels
+from opintercept.runs.flight import FLIGHT, LINE, LINE_WITH_VALUES, Flight
+from opintercept.runs.store import CALLS, INFO, RunInfo
 from opintercept.runs.store import Kept as Keep
-from opintercept.runs.writer import Entry, Kept, Reading, Writer, key_of, leftovers, remove_leftovers, remove_run
+from opintercept.runs.writer import (
+    Entry,
+    Kept,
+    Reading,
+    Writer,
+    key_of,
+    leftovers,
+    remove_leftovers,
+    remove_run,
+    write_info,
+)
 
 _OPERANDS = ("lhs", "rhs", "bias", "value")
 _MOST_SUMMARIES = 4096  # whose options are remembered
@@ -68,8 +79,10 @@ class RunRecorder:
             cannot hold.
         overwrite: Whether to delete a run that the folder holds when the block is entered.
         sample: How many values a sample has.
-        flight: If given, the recorder keeps this many last calls in memory. It writes them if an exception leaves the
-            block, with the operands of the call that raised it, and otherwise writes nothing.
+        flight: If given, the recorder keeps this many last calls, in a mapped file of fixed size, and takes no more
+            time or memory however long the program runs. If the process is killed, the file stays and is read as a
+            run; so it is while the program runs. If an exception leaves the block, the folder gets these calls, and
+            the operands of the call that raised it. If the block ends well, nothing is left.
         max_bytes: The most bytes that the folder may take; the recording stops there with one warning.
 
     Attributes:
@@ -120,7 +133,11 @@ class RunRecorder:
         self._info: RunInfo | None = None
         self._folder = self.path
         self._entered = 0
+        # With `flight`: the file; the entries with their tensors, if those are kept; the last one that raised.
+        self._flight = None if flight is None else Flight(flight, LINE if tensors == "none" else LINE_WITH_VALUES)
         self._last: deque[Entry] = deque(maxlen=self.flight)
+        self._failed: Entry | None = None
+        self._encoder = Encoder()
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
         self._places: dict[Any, torch.Tensor] = {}
@@ -129,6 +146,8 @@ class RunRecorder:
         self._outside: BaseException | None = None
         self._process = os.getpid()
         self._told = False
+        self._claim: Claim | None = None  # to the folder, with `flight`
+        self._made = False  # whether this recorder has made that folder
 
     def _check_free(self) -> None:
         """Refuse a folder that holds something already, or an older run that readers would mix with this one."""
@@ -162,11 +181,15 @@ class RunRecorder:
             if self._entered or self._info is not None:
                 return  # in a forked child: the run belongs to the parent
             self._process, self._lock = os.getpid(), threading.RLock()
+            if self._flight is not None:
+                self._flight.forget_parent()
         with self._lock:
             if not self._entered:  # otherwise another interceptor's block is active
                 self._outside = sys.exception()
-                if self.flight is None:
+                if self._flight is None:
                     self._start()
+                else:
+                    self._take_off(self._flight)
             self._entered += 1
 
     def _start(self) -> None:
@@ -191,17 +214,7 @@ class RunRecorder:
                     remove_run(folder, claimed=True)
                 if self._overwrite and world_size > 1:
                     remove_leftovers(self.path, world_size)
-            info = self._info or RunInfo(
-                argv=tuple(text[:MAX_TEXT] for text in sys.argv),
-                started=time.strftime(STARTED),
-                finished=False,
-                tensors=self.tensors,
-                rank=rank,
-                world_size=world_size,
-                versions=_versions(),
-                devices=_devices(),
-                flags=_flags(),
-            )
+            info = self._info or described(self.tensors, rank, world_size)
             writer = Writer(folder, info, self.max_bytes, self._closed, claim)
             writer.start()
         except BaseException:
@@ -219,16 +232,60 @@ class RunRecorder:
             if self._entered:
                 return
             exception = sys.exception()
-            if self.flight is not None:
-                failed = exception is not None and exception is not self._outside
-                if failed and self._last:
-                    self._start()
-                    assert self._writer is not None
-                    for entry in self._last:
-                        self._writer.put(entry)
-                self._last.clear()
+            if self._flight is not None:
+                self._land(self._flight, failed=exception is not None and exception is not self._outside)
             self._outside = None
             self._stop()
+
+    def _take_off(self, flight: Flight) -> None:
+        """Make the file of the last calls, in the folder that a run of them would have."""
+        if self._closed is None:
+            self._check_free()
+        folder, rank, world_size = _own(self.path)
+        self._made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        claim = Claim(folder, takes_over=self._overwrite)
+        try:
+            if self._closed is None:
+                self._check_free()
+                if _others(folder):
+                    remove_run(folder, claimed=True)
+            write_info(folder, self._info or described(self.tensors, rank, world_size), finished=False)
+            flight.open(folder)
+        except BaseException:
+            claim.release()
+            raise
+        self._folder, self._claim = folder, claim
+
+    def _land(self, flight: Flight, *, failed: bool) -> None:
+        """Remove the file of the last calls; write them if the block has failed."""
+        lines: list[Entry | bytes] = [*flight.close(self._folder)]
+        if self._claim is not None:
+            if self._closed is None or self._info is None:
+                remove_run(self._folder, claimed=True)
+            else:  # an exception has ended an earlier block, and the folder has its calls
+                (self._folder / FLIGHT).unlink(missing_ok=True)
+                write_info(self._folder, self._info, finished=True)
+            self._claim.release()
+            self._claim = None
+            if self._made:
+                with contextlib.suppress(OSError):
+                    self._folder.rmdir()
+        if self._last:
+            lines = [*self._last]
+        elif self._failed is not None:
+            begin = b'{"index":%d,' % self._failed.note.index
+            lines = [
+                *(line for line in lines if not (isinstance(line, bytes) and line.startswith(begin))),
+                self._failed,
+            ]
+        self._last.clear()
+        self._failed = None
+        if failed and lines:
+            self._start()
+            assert self._writer is not None
+            for line in lines:
+                self._writer.put(line)
 
     def _stop(self) -> None:
         writer = self._writer
@@ -263,15 +320,18 @@ class RunRecorder:
 
     def work(self) -> Work | None:
         """Kernels read the values, and note the rest, unless tensors are kept."""
-        if self.tensors in ("sample", "full"):
+        if self.tensors in ("sample", "full") or not writes_as_kernels():
             return None
-        return Work(reads=ROLES, hashed=True) if self.tensors == "stats" else Work()
+        stats = self.tensors == "stats"
+        return Work(self._flight is None, ROLES if stats else (), stats, flight=self._flight)
 
-    def learn(self, call: OpCall) -> str | None:
-        """The call's arguments; None if it has more tensors than kernels read."""
+    def learn(self, call: OpCall) -> str | bytes | None:
+        """The call's arguments, or what a line says of them; None if it has more tensors than kernels read."""
         arguments, has_more = self._arguments(call, call.summary)
         outputs = call.output if isinstance(call.output, (tuple, list)) else ()
-        return None if self.tensors == "stats" and (has_more or len(outputs) > 2) else arguments
+        if self.tensors == "stats" and (has_more or len(outputs) > 2):
+            return None
+        return arguments if self._flight is None else self._encoder.look(call.note(), arguments)
 
     def noted(self, note: Note, values: Mapping[str, Found], learned: str) -> None:
         """Record a call that a kernel has noted."""
@@ -314,11 +374,15 @@ class RunRecorder:
         return True
 
     def _put(self, entry: Entry) -> None:
-        writer = self._writer
-        if writer is None:
-            self._last.append(entry)
-        else:
-            writer.put(entry)
+        if self._writer is not None:
+            self._writer.put(entry)
+        elif self._flight is not None:
+            if self.tensors in ("sample", "full"):
+                self._last.append(entry)
+            elif entry.error is not None:
+                self._failed = entry
+            values = {role: content.read() for role, content in entry.values.items()}
+            self._flight.put(self._encoder.line(entry.note, entry.arguments, values, {}, None, entry.error))
 
     def _arguments(self, call: OpCall, summary: Summary) -> tuple[str, bool]:
         """The options as JSON, and whether the call has tensors besides its operands.
@@ -481,57 +545,3 @@ def _own(path: Path) -> tuple[Path, int, int]:
     """The folder of this process, its rank and the number of processes."""
     rank, world_size = rank_and_world_size()
     return (path / f"rank{rank}" if world_size > 1 else path), rank, world_size
-
-
-def _versions() -> dict[str, str]:
-    from opintercept import __version__
-
-    found = {"opintercept": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
-
-
-def _devices() -> tuple[str, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-
-
-# Settings that decide how products are computed, and how to read them.
-FLAGS: dict[str, Callable[[], Any]] = {
-    "default_dtype": torch.get_default_dtype,
-    "float32_matmul_precision": torch.get_float32_matmul_precision,
-    "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "threads": torch.get_num_threads,
-    "mkldnn": lambda: torch.backends.mkldnn.enabled,
-    "mkldnn.allow_tf32": lambda: torch.backends.mkldnn.allow_tf32,
-    "cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
-    "cuda.matmul.allow_fp16_reduced_precision_reduction": (
-        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    ),
-    "cuda.matmul.allow_bf16_reduced_precision_reduction": (
-        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    ),
-    "cuda.preferred_blas_library": torch.backends.cuda.preferred_blas_library,
-    "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
-    "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
-    "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
-    "sdp.flash": torch.backends.cuda.flash_sdp_enabled,
-    "sdp.mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "sdp.math": torch.backends.cuda.math_sdp_enabled,
-}
-
-
-def _flags() -> dict[str, str]:
-    """The values of those `FLAGS` that this torch has."""
-    found = {}
-    for name, ask in FLAGS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch is renaming some of them
-            try:
-                found[name] = str(ask())
-            except (AttributeError, RuntimeError):  # not in this torch, or set to a value without an old name
-                continue
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"):
-        if name in os.environ:
-            found[name] = os.environ[name][:MAX_TEXT]
-    return found

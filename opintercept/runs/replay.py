@@ -22,7 +22,7 @@ from opintercept._tensors import TensorMeta, describe, tensors_of
 from opintercept._text import printable
 from opintercept.hooks._repro import write_repro
 from opintercept.hooks.reference import Errors
-from opintercept.runs import recorder as run_recorder
+from opintercept.runs import _description
 from opintercept.runs.codec import StoredCall
 from opintercept.runs.store import MAX_TENSOR, Run
 
@@ -154,7 +154,7 @@ _SETTERS: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
     "cudnn.allow_tf32": (_attribute(torch.backends.cudnn, "allow_tf32"), _bool),
 }
 # By the name in a run's flags: how to read the setting, how to set it, and how to read its value from a text.
-FLAGS = {name: (run_recorder.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
+FLAGS = {name: (_description.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
 
 
 def replay(

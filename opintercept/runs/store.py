@@ -13,7 +13,7 @@ import re
 import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from io import BufferedReader
@@ -24,6 +24,7 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._text import counted
 from opintercept.runs._untrusted import WRONG, checked, field_checks, integer, items, parsed
 from opintercept.runs.codec import MAX_LINE, TENSOR_NAME, StoredCall, decode
+from opintercept.runs.flight import FLIGHT, places
 
 if TYPE_CHECKING:
     import torch
@@ -176,6 +177,10 @@ class Run:
 
     def located(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
         """The calls of one process, each with its position for `at`."""
+        yield from self._written(rank)
+        yield from self._in_flight(rank)
+
+    def _written(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
         path = self._parts[rank] / CALLS
         skipped = 0
         try:
@@ -200,7 +205,31 @@ class Run:
                 f"skipped {counted(skipped, 'unreadable line')} in {path}; a program that is killed can leave its last "
                 "line torn",
                 OpInterceptWarning,
-                stacklevel=3,
+                stacklevel=4,
+            )
+
+    def _in_flight(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
+        """The calls in a flight recorder's file, whose process was killed or still runs. Positions are negative."""
+        path = self._parts[rank] / FLIGHT
+        try:
+            file = _open(path)
+        except FileNotFoundError:
+            return
+        with file:
+            found, left_out = places(file)
+            for place in found:
+                file.seek(place)
+                call = decode(file.readline(MAX_LINE), rank)
+                if call is None:  # the program that runs has begun to write over it
+                    left_out += 1
+                else:
+                    yield -place, call
+        if left_out:
+            warnings.warn(
+                f"skipped {counted(left_out, 'unreadable call')} in {path}; one that names very many arguments has no "
+                "room there, and a program that still runs writes over others",
+                OpInterceptWarning,
+                stacklevel=4,
             )
 
     def at(self, rank: int, position: int) -> StoredCall:
@@ -214,20 +243,23 @@ class Run:
 
     @contextmanager
     def reader(self, rank: int) -> Iterator[Callable[[int], StoredCall]]:
-        """`at` for many calls of one process: its file stays open."""
-        path = self._parts[rank] / CALLS
-        try:
-            file = _open(path)
-        except FileNotFoundError as missing:
-            raise OpInterceptError(f"{path} is gone; a run must not change while it is read") from missing
-        with file:
+        """`at` for many calls of one process: its files stay open."""
+        with ExitStack() as stack:
+            files: dict[str, BufferedReader] = {}
 
             def at(position: int) -> StoredCall:
-                file.seek(position)
-                call = decode(file.readline(MAX_LINE), rank)
+                name = FLIGHT if position < 0 else CALLS
+                path = self._parts[rank] / name
+                if name not in files:
+                    try:
+                        files[name] = stack.enter_context(_open(path))
+                    except FileNotFoundError as missing:
+                        raise OpInterceptError(f"{path} is gone; a run must not change while it is read") from missing
+                files[name].seek(abs(position))
+                call = decode(files[name].readline(MAX_LINE), rank)
                 if call is None:
                     raise OpInterceptError(
-                        f"{path} has no call at byte {position}; a run must not change while it is read"
+                        f"{path} has no call at byte {abs(position)}; a run must not change while it is read"
                     )
                 return call
 

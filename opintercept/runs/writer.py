@@ -21,6 +21,7 @@ from opintercept._errors import OpInterceptError
 from opintercept._record import Note
 from opintercept.runs._claim import Claim, end_others
 from opintercept.runs.codec import MAX_LINE, Encoder, Values
+from opintercept.runs.flight import FLIGHT
 from opintercept.runs.store import CALLS, INFO, TENSORS, RunInfo, rank_folders, read_info
 
 INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
@@ -127,7 +128,7 @@ class Writer(threading.Thread):
         # `_changed`: an interrupt between `Condition.__enter__` and its block would leave the lock held.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._waiting: list[Entry] = []
+        self._waiting: list[Entry | bytes] = []
         self._size = 0  # bytes of the waiting tensors
         self._closing = self._done = False
         self._claim = claim
@@ -136,13 +137,13 @@ class Writer(threading.Thread):
         self._write_info(finished=False)
         self._file = open(folder / CALLS, "ab", buffering=0)  # noqa: SIM115 - closed by the thread
 
-    def put(self, entry: Entry) -> None:
-        """Take a call to be written; waits if the queue is full."""
+    def put(self, entry: Entry | bytes) -> None:
+        """Take a call to be written, or its line; waits if the queue is full."""
         with self._mutex:
             while self._is_full(QUEUED_BATCHES) and self.is_alive():
                 self._changed.wait(INTERVAL)
             self._waiting.append(entry)
-            self._size += entry.nbytes
+            self._size += len(entry) if isinstance(entry, bytes) else entry.nbytes
             if self._is_full(1):
                 self._changed.notify_all()
 
@@ -159,7 +160,7 @@ class Writer(threading.Thread):
     def _is_full(self, times: int) -> bool:
         return len(self._waiting) >= times * BATCH_CALLS or self._size >= times * BATCH_BYTES
 
-    def _next(self) -> list[Entry]:
+    def _next(self) -> list[Entry | bytes]:
         """The waiting calls, after an interval or when they make a full batch; empty when all are written."""
         with self._mutex:
             while True:
@@ -221,20 +222,21 @@ class Writer(threading.Thread):
             )
 
     def _write_info(self, finished: bool = True) -> None:
-        plain = self._info.as_dict() | {"finished": finished}
-        part = self._folder / f"{INFO}.part"
-        part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
-        part.replace(self._folder / INFO)
+        write_info(self._folder, self._info, finished=finished)
         if not self.nbytes:
             self.nbytes = (self._folder / INFO).stat().st_size
 
-    def _write(self, batch: list[Entry]) -> None:
+    def _write(self, batch: list[Entry | bytes]) -> None:
         tensors: dict[str, Any] = {}
         new: dict[Any, str] = {}
         lines: list[bytes] = []
         total, full = self.nbytes, 0
         for entry in batch:
             own: dict[str, Any] = {}
+            if isinstance(entry, bytes):
+                total += len(entry)
+                lines.append(entry)
+                continue
             names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
             line = self._line(entry, names)
             if len(line) > MAX_LINE:  # an argument is a list of very many tensors
@@ -315,6 +317,14 @@ class Writer(threading.Thread):
         )
 
 
+def write_info(folder: Path, info: RunInfo, *, finished: bool) -> None:
+    """Write the description of a run, in one step."""
+    plain = info.as_dict() | {"finished": finished}
+    part = folder / f"{INFO}.part"
+    part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
+    part.replace(folder / INFO)
+
+
 def key_of(digits: str, dtype: str, shape: tuple[int, ...], sample: bool) -> Any:
     """What two tensors have in common if only one of them is written."""
     return digits, dtype, shape, sample
@@ -382,7 +392,13 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(stored)
     found = [stored / name for name in names if _STORED.fullmatch(name)]
-    for path in (part / CALLS, *found, part / f"{INFO}.part", part / INFO):  # a folder with INFO is a run: it goes last
+    for path in (
+        part / CALLS,
+        part / FLIGHT,
+        *found,
+        part / f"{INFO}.part",
+        part / INFO,
+    ):  # a folder with INFO is a run: it goes last
         path.unlink(missing_ok=True)
     for empty in (stored, part):
         if empty != folder:

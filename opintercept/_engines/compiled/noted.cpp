@@ -24,7 +24,7 @@ using namespace opintercept;
 
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
-PyObject *here_name, *note_name, *behind_name, *late_name, *failed_name, *settle_name;
+PyObject *text_name, *here_name, *note_name, *behind_name, *late_name, *failed_name, *settle_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 thread_local bool inside = false; // whether an operator of a noted call runs: nothing sees its inner steps
@@ -95,7 +95,8 @@ bool is_cast(const at::Tensor* lhs) { // `_origin.autocast.autocast_below`
 struct Part {
   Ring* ring;
   const Plan* plan;
-  bool rows; // whether the call becomes a row
+  bool noted; // whether the call becomes a row
+  bool rows; // whether the call is described, for a row or a line
   Row row{};
   Ring::Numbered place, look;
   bool described = false; // whether the key says all that a look depends on
@@ -137,6 +138,15 @@ struct Call {
     return found.known;
   }
 
+  // What a line of the flight recorder says of a place.
+  static std::string text_of(const Part& part, PyObject* place) {
+    if (part.plan->flight == nullptr) {
+      return {};
+    }
+    Owned text(check(PyObject_CallMethodObjArgs(rows_of(part.ring), text_name, place, nullptr)));
+    return PyBytes_AS_STRING(text.p);
+  }
+
   // Where the call comes from. False if Python has to find out each time.
   bool find_place(Part& part) {
     Walked walked;
@@ -155,7 +165,7 @@ struct Call {
           Owned(check(PyLong_FromLong(walked.instruction))).p,
           nullptr)));
       if (place.p != Py_None) {
-        part.place = part.ring->remember_place(walked, place.p);
+        part.place = part.ring->remember_place(walked, place.p, text_of(part, place.p));
       }
     }
     return part.place.number != UNKNOWN;
@@ -186,7 +196,8 @@ struct Call {
     if (found.p == Py_None) {
       return false;
     }
-    part.place = part.ring->remember_place(PyTuple_GET_ITEM(found.p, 0));
+    PyObject* place = PyTuple_GET_ITEM(found.p, 0);
+    part.place = part.ring->remember_place(place, text_of(part, place));
     PyObject *forward = PyTuple_GET_ITEM(found.p, 1), *grad_of = PyTuple_GET_ITEM(found.p, 2);
     part.row.forward = forward == Py_None ? -1 : PyLong_AsLongLong(forward);
     part.row.grad_of = static_cast<int8_t>(grad_of == Py_None ? -1 : PyUnicode_READ_CHAR(grad_of, 0) == 'r');
@@ -284,8 +295,14 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
     part.row.elapsed = call.elapsed;
     part.row.look = part.look.number;
     part.row.place = part.place.number;
-    bool half_full = false, numbered = part.place.number == UNKNOWN || part.place.epoch == part.look.epoch;
-    if (numbered && part.ring->put(part.plan, part.look.epoch, part.row, part.values, half_full)) {
+    bool half_full = false, told = part.place.number == UNKNOWN || part.place.epoch == part.look.epoch;
+    if (told && part.plan->flight != nullptr) {
+      told = part.ring->write(part.plan, part.look.epoch, part.row, part.values);
+    }
+    if (told && !part.noted) {
+      return;
+    }
+    if (told && part.ring->put(part.plan, part.look.epoch, part.row, part.values, half_full)) {
       if (half_full) {
         pybind11::gil_scoped_acquire gil;
         Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
@@ -298,7 +315,8 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
   Owned output(outputs_to_python(stack, count));
   Owned look(call.show(part, late_name, output.p));
   if (look.p != Py_None && part.described) {
-    part.ring->remember_look(key, look.p);
+    PyObject* text = PyTuple_GET_ITEM(look.p, 3);
+    part.ring->remember_look(key, look.p, text == Py_None ? "" : PyBytes_AS_STRING(text));
   }
 }
 
@@ -330,7 +348,8 @@ bool opintercept::ran_noted(
     if (plan == nullptr) {
       return false;
     }
-    call.parts.push_back(Part{ring, plan, plan->rows || entry->opaque});
+    bool noted = plan->rows || entry->opaque;
+    call.parts.push_back(Part{ring, plan, noted, noted || plan->flight != nullptr});
     links = links || plan->links;
     on_host = on_host || plan->on_host();
   }
@@ -450,6 +469,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   Py_INCREF(state);
   Py_INCREF(rings_of_watch);
   Py_INCREF(Ring::nowhere);
+  text_name = PyUnicode_InternFromString("text_of");
   here_name = PyUnicode_InternFromString("here");
   note_name = PyUnicode_InternFromString("note");
   behind_name = PyUnicode_InternFromString("behind");

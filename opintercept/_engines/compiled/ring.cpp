@@ -50,6 +50,8 @@ void Ring::forget() {
   by_walk.clear();
   by_place.clear();
   by_look.clear();
+  place_texts.clear();
+  look_texts.clear();
 }
 
 bool Ring::has_room() {
@@ -95,7 +97,7 @@ auto releasing(std::mutex& mutex, std::vector<std::vector<PyObject*>*> owners, u
 
 } // namespace
 
-Ring::Numbered Ring::remember_place(PyObject* place) {
+Ring::Numbered Ring::remember_place(PyObject* place, const std::string& text) {
   return releasing(mutex, {&places, &looks, &modules}, epoch, [&](const auto& release) -> Numbered {
     if (!has_room()) {
       return {};
@@ -104,6 +106,7 @@ Ring::Numbered Ring::remember_place(PyObject* place) {
     auto [found, fresh] = by_place.try_emplace(place, static_cast<uint32_t>(places.size()));
     if (fresh) {
       places.push_back(Py_NewRef(place));
+      place_texts.push_back(text);
     }
     return {found->second, epoch};
   });
@@ -123,10 +126,10 @@ PyMethodDef module_died_method = {"module_died", module_died, METH_O, nullptr};
 
 } // namespace
 
-Ring::Numbered Ring::remember_place(const Walked& walked, PyObject* place) {
+Ring::Numbered Ring::remember_place(const Walked& walked, PyObject* place, const std::string& text) {
   Owned module(walked.module == nullptr ? nullptr : check(PyWeakref_NewRef(walked.module, died)));
   Owned root(walked.root == nullptr ? nullptr : check(PyWeakref_NewRef(walked.root, died)));
-  Numbered known = remember_place(place);
+  Numbered known = remember_place(place, text);
   if (known.number != UNKNOWN) {
     std::lock_guard lock(mutex);
     if (known.epoch == epoch) {
@@ -138,7 +141,7 @@ Ring::Numbered Ring::remember_place(const Walked& walked, PyObject* place) {
   return known;
 }
 
-Ring::Numbered Ring::remember_look(const std::string& key, PyObject* look) {
+Ring::Numbered Ring::remember_look(const std::string& key, PyObject* look, const std::string& text) {
   return releasing(mutex, {&places, &looks, &modules}, epoch, [&](const auto& release) -> Numbered {
     if (!has_room()) {
       return {};
@@ -147,6 +150,7 @@ Ring::Numbered Ring::remember_look(const std::string& key, PyObject* look) {
     auto [found, fresh] = by_look.try_emplace(key, static_cast<uint32_t>(looks.size()));
     if (fresh) {
       looks.push_back(Py_NewRef(look));
+      look_texts.push_back(text);
     }
     return {found->second, epoch};
   });
@@ -177,6 +181,22 @@ bool Ring::put(
     }
   }
   half_full = ++filled >= CAPACITY / 2;
+  return true;
+}
+
+bool Ring::write(const Plan* as_planned, uint64_t as_numbered, const Row& row, const std::array<Values, ROLES>& values) {
+  std::string line;
+  {
+    std::lock_guard lock(mutex);
+    if (plan.load(std::memory_order_relaxed) != as_planned || epoch != as_numbered) {
+      return false;
+    }
+    static const std::string nowhere_text = "\"module\":null,\"source\":null";
+    const std::string& place = row.place == UNKNOWN ? nowhere_text : place_texts[row.place];
+    line.reserve(as_planned->hashed ? 2048 : 1024);
+    append_line(line, row, values, as_planned->hashed, place, look_texts[row.look]);
+  }
+  as_planned->flight->put(line);
   return true;
 }
 
@@ -220,6 +240,9 @@ Ring::~Ring() {
     for (PyObject* each : *owner) {
       Py_XDECREF(each);
     }
+  }
+  for (const auto& each : plans) {
+    Py_XDECREF(each->flight_owner);
   }
   Py_XDECREF(rows);
 }
@@ -348,13 +371,14 @@ PyObject* suspend(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// plan(rows, finite, place, links, settings, roles, hashed, target or None) -> whether it is set; not while there are rows
+// plan(rows, finite, place, links, settings, roles, hashed, target or None, flight or None) -> whether it is set; not
+// while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
   auto plan = std::make_unique<Plan>();
   int rows, finite, place, links, settings, hashed;
-  PyObject *roles, *target;
+  PyObject *roles, *target, *flight;
   if (!PyArg_ParseTuple(
-          args, "pppppO!pO", &rows, &finite, &place, &links, &settings, &PyTuple_Type, &roles, &hashed, &target)) {
+          args, "pppppO!pOO", &rows, &finite, &place, &links, &settings, &PyTuple_Type, &roles, &hashed, &target, &flight)) {
     return nullptr;
   }
   plan->rows = rows;
@@ -374,7 +398,19 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
     }
     plan->reads[role] = asked;
   }
-  return PyBool_FromLong(ring_of(self)->set_plan(std::move(plan)));
+  if (flight != Py_None) {
+    plan->flight = flight_of(flight);
+    plan->flight_owner = flight;
+  }
+  if (!ring_of(self)->set_plan(std::move(plan))) {
+    Py_RETURN_FALSE;
+  }
+  Py_INCREF(flight); // the ring releases it; of None, none is counted
+  Py_RETURN_TRUE;
+}
+
+PyObject* flight(PyObject*, PyObject*) {
+  return new_flight();
 }
 
 PyObject* take(PyObject* self, PyObject*) {
@@ -397,6 +433,7 @@ PyMethodDef ring_methods[] = {
     {"attach", attach, METH_O, nullptr},
     {"suspend", suspend, METH_NOARGS, nullptr},
     {"plan", set_plan, METH_VARARGS, nullptr},
+    {"flight", flight, METH_NOARGS, nullptr},
     {"take", take, METH_NOARGS, nullptr},
     {"empty", empty, METH_NOARGS, nullptr},
     {"forget_parent", forget_parent, METH_NOARGS, nullptr},
@@ -420,9 +457,8 @@ bool opintercept_add_ring(PyObject* module) {
   RingType.tp_new = new_ring;
   RingType.tp_dealloc = free_ring;
   RingType.tp_methods = ring_methods;
-  const char* names[ROLES] = {"lhs", "rhs", "bias", "value", "output", "output.1"};
   for (size_t role = 0; role < ROLES; role++) {
-    role_names[role] = PyUnicode_InternFromString(names[role]);
+    role_names[role] = PyUnicode_InternFromString(ROLE_NAMES[role]);
   }
   forward_name = PyUnicode_InternFromString("forward");
   backward_name = PyUnicode_InternFromString("backward");

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "../../_native/values.h"
+#include "flight.h"
 #include "stack.h"
 
 #include <array>
@@ -18,8 +19,6 @@
 
 namespace opintercept {
 
-// The order of `_rows.ROLES`; outputs come last.
-constexpr size_t ROLES = 6, OUTPUT = ROLES - 2;
 constexpr uint32_t UNKNOWN = UINT32_MAX;
 
 // What the hooks of a ring want of each call, see `_rows.Work`.
@@ -28,24 +27,12 @@ struct Plan {
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
   Target target{};
+  Flight* flight = nullptr; // writes each call to a file, see `_rows.Work`
+  PyObject* flight_owner = nullptr; // owned; the ring releases it
 
   bool on_host() const { // whether calls on other devices are for Python
     return finite || settings || reads != std::array<bool, ROLES>{};
   }
-};
-
-struct Values {
-  bool known = false;
-  uint64_t hash = 0;
-  Sums sums;
-};
-
-struct Row {
-  int64_t index, step, forward; // -1 for no forward call
-  double elapsed;
-  uint32_t look, place; // what `Ring` remembers
-  bool backward;
-  int8_t grad_of; // -1, 0 for lhs, 1 for rhs
 };
 
 class Ring {
@@ -62,15 +49,18 @@ class Ring {
   Numbered look_of(const std::string& key);
 
   // With the interpreter's lock: remember, and return the number; UNKNOWN if there is no room.
-  Numbered remember_place(PyObject* place);
-  Numbered remember_place(const Walked& walked, PyObject* place);
-  Numbered remember_look(const std::string& key, PyObject* look);
+  Numbered remember_place(PyObject* place, const std::string& text);
+  Numbered remember_place(const Walked& walked, PyObject* place, const std::string& text);
+  Numbered remember_look(const std::string& key, PyObject* look, const std::string& text);
   PyObject* place(uint32_t number) const { // borrowed
     return places[number];
   }
 
   // Adds a row. False if the plan or the numbers have changed since the call began, or if there is no room.
   bool put(const Plan* as_planned, uint64_t epoch, const Row& row, const std::array<Values, ROLES>& values, bool& half_full);
+
+  // Writes the line of a row to the plan's file instead. As `put`.
+  bool write(const Plan* as_planned, uint64_t epoch, const Row& row, const std::array<Values, ROLES>& values);
 
   // With the interpreter's lock.
   bool set_plan(std::unique_ptr<const Plan> fresh); // false if there are rows
@@ -99,6 +89,7 @@ class Ring {
   std::unordered_map<PyObject*, uint32_t> by_place;
   std::unordered_map<std::string, uint32_t> by_look;
   std::vector<PyObject*> places, looks, modules; // owned; weak references to modules
+  std::vector<std::string> place_texts, look_texts; // what a line says of them
   std::vector<std::unique_ptr<const Plan>> plans; // all, since a call that has begun may still read one
   std::unique_ptr<char[]> slots;
   size_t first = 0, filled = 0;
