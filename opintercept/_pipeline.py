@@ -52,7 +52,8 @@ class Pipeline:
 
     Attributes:
         steps: How often the interceptor's `step` was called.
-        rows: The calls that kernels have noted, if they do.
+        rows: The calls that kernels have noted, if the engine has kernels that do.
+        noted: The same; None while the hooks have to see each call.
         opaque: How many calls of each opaque operator have run, by name.
         pass_over: Counts a call of an operator that is not looked at.
     """
@@ -72,6 +73,7 @@ class Pipeline:
         "links",
         "look",
         "next_index",
+        "noted",
         "on_error",
         "opaque",
         "origin",
@@ -93,6 +95,7 @@ class Pipeline:
         ring: Ring | None = None,
     ) -> None:
         self.rows = None if ring is None else Rows(ring, self)
+        self.noted: Rows | None = None
         self._tap = tap
         self.look = look
         self.level = level
@@ -141,8 +144,8 @@ class Pipeline:
 
     def settle(self) -> None:
         """Tell the hooks of the calls that kernels have noted."""
-        if self.rows is not None:
-            self.rows.settle()
+        if self.noted is not None:
+            self.noted.settle()
 
     def register(self, hook: Hook) -> Handle:
         """Append a hook. If the interceptor is active, the hook's `enter` runs at once."""
@@ -187,7 +190,7 @@ class Pipeline:
             self.links.wanted |= any(h.tracks for h in handles)
             self.links.names_all |= any(h.names_all for h in handles)
         if self.rows is not None:
-            self.rows.plan(handles)
+            self.noted = self.rows if self.rows.plan(handles) else None
 
     def enter(self, user: object) -> None:
         """Run the hooks' `enter` if this is the first block. `exit` undoes it, also if an `enter` has failed."""
@@ -278,21 +281,14 @@ class Pipeline:
     ) -> tuple[Any, ...] | None:
         """Run the hooks of a call whose operator has run already, in a kernel that could not note the call.
 
-        The operator writes to none of its arguments, so that they are as before.
+        The operator writes to none of its arguments. Returns what `Rows.learn` does.
 
         Args:
-            spec: As for `run`, and as the next ones.
-            func: What torch called.
-            phase: The pass of the call.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            spec: As for `run`, as are func, phase, args and kwargs.
             output: See `OpCall`, and for the next ones.
             index: The number of the call.
             place: Where it comes from, or None.
             elapsed: The operator's time.
-
-        Returns:
-            See `Rows.learn`.
         """
         self.settle()
         call = OpCall(self, spec, func, phase, args, kwargs, index)
@@ -394,8 +390,8 @@ def run(
     # The same as _run_several for one pipeline, without its lists, which cost half a microsecond.
     (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
-    if pipeline.rows is not None:
-        pipeline.rows.settle()  # hooks see the calls in order
+    if pipeline.noted is not None:
+        pipeline.noted.settle()  # hooks see the calls in order
     call = OpCall(pipeline, spec, func, phase, args, kwargs)
     try:
         links = pipeline.links

@@ -123,8 +123,8 @@ class Rows:
         ring.attach(weakref.ref(self))
         _all.append(weakref.ref(self, _all.remove))
 
-    def plan(self, handles: Sequence[Handle]) -> None:
-        """Let kernels do the work of these hooks, if they can do that of all of them. Those before get their rows."""
+    def plan(self, handles: Sequence[Handle]) -> bool:
+        """Let kernels do the work of these hooks, and return whether they can. Those before get their rows."""
         pipeline = self._pipeline()
         self.ring.suspend()
         self.settle()
@@ -134,7 +134,7 @@ class Rows:
         links = None if pipeline is None else pipeline.links
         together = _together(works)
         if not works or links is None or together is None:
-            return
+            return False
         every = zip(handles, hooks, works, strict=True)
         self._hooks = tuple((handle, hook) for handle, hook, work in every if work is not None and work.rows)
         sink = None
@@ -154,6 +154,7 @@ class Rows:
             sink,
         ):
             self.settle()  # another thread has added one
+        return True
 
     def settle(self, only_if_free: bool = False) -> None:
         """Tell the hooks of the calls that have been noted.

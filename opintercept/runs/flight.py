@@ -71,6 +71,8 @@ class Flight:
             file.write(HEAD.pack(_MAGIC, self._slots, self._size))
             file.flush()
             self._map = mmap.mmap(file.fileno(), whole)
+        for start in range(HEAD.size, whole, 1 << 20):  # touch each page now, and not in a call
+            self._map[start : start + (1 << 20)] = bytes(min(1 << 20, whole - start))
         self._open_sink()
 
     def put(self, line: bytes) -> None:

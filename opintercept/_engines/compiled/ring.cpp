@@ -185,7 +185,8 @@ bool Ring::put(
 }
 
 bool Ring::write(const Plan* as_planned, uint64_t as_numbered, const Row& row, const std::array<Values, ROLES>& values) {
-  std::string line;
+  static thread_local std::string line; // keeps its memory
+  line.clear();
   {
     std::lock_guard lock(mutex);
     if (plan.load(std::memory_order_relaxed) != as_planned || epoch != as_numbered) {
@@ -193,7 +194,6 @@ bool Ring::write(const Plan* as_planned, uint64_t as_numbered, const Row& row, c
     }
     static const std::string nowhere_text = "\"module\":null,\"source\":null";
     const std::string& place = row.place == UNKNOWN ? nowhere_text : place_texts[row.place];
-    line.reserve(as_planned->hashed ? 2048 : 1024);
     append_line(line, row, values, as_planned->hashed, place, look_texts[row.look]);
   }
   as_planned->flight->put(line);
