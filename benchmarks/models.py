@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._timing import Make, Row, compare
 from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, compiled, no_op, read_module
-from opintercept import hooks, intercept
+from opintercept import hooks, intercept, runs
 
 OURS: dict[str, Make] = {
     "plain": nullcontext,
@@ -128,6 +129,10 @@ def run(smoke: bool) -> list[Row]:
             "hook that reads module": lambda: intercept(read_module, engine="compiled"),
             "Recorder": lambda: intercept(hooks.Recorder(), engine="compiled"),
             "Stats": lambda: intercept(hooks.Stats(), engine="compiled"),
+            "NonFinite": lambda: intercept(hooks.NonFinite(), engine="compiled"),
+            "Profile": lambda: intercept(hooks.Profile(), engine="compiled"),
+            "flight recorder": lambda: _in_flight("none"),
+            "flight recorder with statistics": lambda: _in_flight("stats"),
         }
     )
     body = _Body(_inference(lambda: model(tokens).logits))
@@ -139,7 +144,11 @@ def run(smoke: bool) -> list[Row]:
         rounds=rounds,
         number=1 if smoke else 3,
         check=False,  # two modes of torch change the last bits
-        bounds=_bounds(in_c, {"no-op hook": 1.20, "Recorder": 1.45, "Stats": 2.2}),
+        bounds=_bounds(
+            in_c,
+            {"no-op hook": 1.20, "Recorder": 1.45, "Stats": 2.2},
+            {"no-op hook": 1.10, "Recorder": 1.10, "Stats": 1.20, "NonFinite": 1.10, "flight recorder": 1.10},
+        ),
     )
     if peers := _peers(model, tokens, body):
         program = "Llama, forward, by tools of others"
@@ -169,14 +178,28 @@ def run(smoke: bool) -> list[Row]:
     name = "GPT-2, 2 layers" if smoke else "GPT-2 small"
     prefill = _inference(lambda: gpt2(prompt).logits)
     found += compare("models", f"{name}, prompt of 64", prefill, ours, rounds=min(rounds, 7))
-    found += compare("models", f"{name}, one token", _inference(decode), ours, rounds=min(rounds, 15))
-    return found + _minilm(ours, rounds, _bounds(in_c, {"no-op hook": 1.02, "Recorder": 1.03, "Stats": 1.15}))
+    token_bounds = _bounds(in_c, {}, {"Recorder": 1.02, "Stats": 1.05})
+    rounds_of_token = min(rounds, 15)
+    found += compare(
+        "models", f"{name}, one token", _inference(decode), ours, rounds=rounds_of_token, bounds=token_bounds
+    )
+    compiled_bounds = {"no-op hook": 1.02, "Recorder": 1.01, "Stats": 1.04, "NonFinite": 1.02, "flight recorder": 1.01}
+    bounds = _bounds(in_c, {"no-op hook": 1.02, "Recorder": 1.03, "Stats": 1.12}, compiled_bounds)
+    return found + _minilm(ours, rounds, bounds)
 
 
-def _bounds(in_c: dict[str, Make], most: dict[str, float]) -> dict[str, tuple[str, float]]:
-    """Return the bounds of hooks relative to the plain program; compiled kernels have the same."""
+@contextlib.contextmanager
+def _in_flight(tensors: Any) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:
+        with intercept(runs.RunRecorder(f"{folder}/run", tensors, flight=1000), engine="compiled"):
+            yield
+
+
+def _bounds(in_c: dict[str, Make], most: dict[str, float], most_in_c: dict[str, float]) -> dict[str, tuple[str, float]]:
+    """Return the bounds of hooks relative to the plain program, with kernels in Python and with compiled ones."""
     found = {name: ("plain", bound) for name, bound in most.items()}
-    return found | {name: found[hook] for name in in_c if (hook := name.partition(", ")[2]) in found}
+    names = {f"compiled kernels, {name}": ("plain", bound) for name, bound in most_in_c.items()}
+    return found | {name: bound for name, bound in names.items() if name in in_c}
 
 
 def _minilm(ours: dict[str, Make], rounds: int, bounds: dict[str, tuple[str, float]]) -> list[Row]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks._timing import Make, Row, compare, rows
+from benchmarks.operators import compiled
 from opintercept import intercept, runs
 
 # Encodes fifty sentences with the pretrained model as a user's script would, imports and loading included.
@@ -65,9 +66,10 @@ def _script(smoke: bool) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _recorded(tensors: Any) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder, intercept(runs.RunRecorder(f"{folder}/run", tensors)):
-        yield
+def _recorded(tensors: Any, engine: Any = "kernel") -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:
+        with intercept(runs.RunRecorder(f"{folder}/run", tensors), engine=engine):
+            yield
 
 
 def _step(smoke: bool) -> list[Row]:
@@ -84,8 +86,14 @@ def _step(smoke: bool) -> list[Row]:
     configurations: dict[str, Make] = {"plain": contextlib.nullcontext}
     for kept in ("none", "stats", "sample", "full"):
         configurations[f'RunRecorder, tensors="{kept}"'] = partial(_recorded, kept)
+    in_c = compiled({'RunRecorder, tensors="stats"': partial(_recorded, "stats", "compiled")})
     return compare(
-        "recording", "a training step of an encoder layer of width 256", step, configurations, rounds=2 if smoke else 25
+        "recording",
+        "a training step of an encoder layer of width 256",
+        step,
+        configurations | in_c,
+        rounds=2 if smoke else 25,
+        bounds=dict.fromkeys(in_c, ("plain", 1.25)),
     )
 
 

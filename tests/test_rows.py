@@ -158,7 +158,7 @@ def test_a_call_that_is_known_never_becomes_python(shown: Counter[str]) -> None:
     with torch.no_grad(), intercept(watching, engine="compiled"):
         for _ in range(100):
             X @ X
-    assert shown == {"aten::mm": 2}  # the first in the block, and the first that might have been noted
+    assert shown == {"aten::mm": 1}
 
 
 def test_backward_calls_that_are_known_never_become_python(shown: Counter[str]) -> None:
@@ -353,7 +353,7 @@ def test_a_forked_child_begins_with_no_rows() -> None:
         if not child:
             torch.mm(X, X)
             os._exit(len(recorder.records))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == told == 2
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == told == 1
         torch.mm(X, X)
     assert len(recorder.records) == 4
 

@@ -314,7 +314,12 @@ struct Kernel final : c10::OperatorKernel {
         return false;
       }
     }
-    remember(overload, scope, watch.p);
+    if (remember(overload, scope, watch.p)) {
+      pybind11::gil_scoped_release nogil;
+      if (ran_noted(overload, op, below, stack, saved)) {
+        return true;
+      }
+    }
     PyObject* hidden = watch_hidden.of(watch.p); // the watch owns it, since it never assigns it again
     PyObject* inner = watch_inner.of(watch.p);
 

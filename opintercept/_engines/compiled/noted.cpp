@@ -419,7 +419,7 @@ bool opintercept::ran_noted(
   return true;
 }
 
-void opintercept::remember(const Overload& overload, PyObject* scope, PyObject* watch) {
+bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* watch) {
   PyObject*& notes = scope_notes.of(scope);
   if (notes == nullptr || notes == Py_None) {
     PyObject* made = check(NotesType.tp_alloc(&NotesType, 0));
@@ -431,7 +431,7 @@ void opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
   }
   auto* known = reinterpret_cast<Notes*>(notes);
   if (overload.number >= known->size || known->entries[overload.number].load(std::memory_order_relaxed) != nullptr) {
-    return;
+    return false;
   }
   Owned found(check(PyObject_CallFunctionObjArgs(rings_of_watch, watch, overload.overload, nullptr)));
   const Entry* entry = &NEVER;
@@ -452,6 +452,7 @@ void opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
     entry = made.release();
   }
   known->entries[overload.number].store(entry, std::memory_order_release);
+  return entry != &NEVER;
 }
 
 // set_up_notes(state, Scope, Watch, rings_of, NOWHERE)
