@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from sybil import Document, Example, Region, Sybil
 from sybil.parsers.rest import DocTestParser
 
+# The results of tests, and of programs that they start, do not depend on whether the library has been built.
+os.environ.setdefault("OPINTERCEPT_COMPILED", "0")
 _FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from opintercept._hook import Handle as Handle
     from opintercept._hook import Hook as Hook
     from opintercept._hook import HookDeclaration as HookDeclaration
+    from opintercept._info import Info as Info
+    from opintercept._info import info as info
     from opintercept._intercept import Interceptor as Interceptor
     from opintercept._intercept import intercept as intercept
     from opintercept._ops.register import Registration as Registration
@@ -41,6 +43,7 @@ _HOMES = {
     "Hook": "_hook",
     "HookDeclaration": "_hook",
     "HookError": "_errors",
+    "Info": "_info",
     "Interceptor": "_intercept",
     "NonFiniteError": "_errors",
     "OpCall": "_call",
@@ -49,6 +52,7 @@ _HOMES = {
     "Registration": "_ops.register",
     "TensorMeta": "_tensors",
     "hooks": "",
+    "info": "_info",
     "intercept": "_intercept",
     "register_op": "_ops.register",
     "runs": "",

@@ -54,9 +54,10 @@ def intercept(
             torch (`torch.bmm`).
         level: `"dispatch"` shows what runs, below autograd and autocast, forward and backward. `"function"` shows
             what the program calls, above autograd.
-        engine: At dispatch level, `"kernel"` watches named operators, `"mode"` any, and `"auto"` takes the kernel
-            engine where it can. `"compiled"` is the kernel engine in C++: a compiler builds it within a minute when
-            it is first used, and torch's cache of extensions keeps it.
+        engine: At dispatch level, `"kernel"` watches named operators and `"mode"` any. `"compiled"` is the kernel
+            engine in C++: a compiler builds it within a minute when it is first used, and torch's cache of extensions
+            keeps it. `"auto"` builds nothing. For named operators it takes `"compiled"` where that has been built and
+            `"kernel"` elsewhere, see `opintercept.info`; for all operators it takes `"mode"`.
         threads: `"current"` watches the threads that enter, and autograd's threads that work for them. `"all"`
             watches the whole process, with the kernel engine only, compiled or not.
         on_error: `"raise"`, or `"warn"` to switch a hook that raises off with one warning.

@@ -16,6 +16,7 @@ from recorded import no_writer
 
 from opintercept._engines import choose, compiled, scope
 from opintercept._native import values
+from opintercept._native.library import SWITCH
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other workers
     torch.set_num_threads(1)
@@ -71,12 +72,15 @@ def convolutions_told() -> None:
 def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--compiled`, put the compiled engine in the place of the kernel engine, and read values in C++.
 
-    Without it, hooks read values with torch's operators, even if the library has been built.
+    Without it, `engine="auto"` takes kernels in Python and hooks read values with torch's operators, even if the
+    library has been built. A test that wants them to look for it uses `native.fresh_look`.
     """
     with pytest.MonkeyPatch.context() as patch:
         natively = request.config.getoption("--compiled")
         if natively:
             patch.setitem(choose.ENGINES, "kernel", compiled.ENGINE)
+            patch.delenv(SWITCH, raising=False)  # for programs that tests start
+        patch.setattr(compiled, "is_there", lambda: False)
         patch.setattr(values, "read", library().read if natively else values.unread)
         patch.setattr(values, "extent", library().extent if natively else values.unread)
         patch.setattr(values, "adopt", lambda library: None)  # what the engine does when a test first builds it

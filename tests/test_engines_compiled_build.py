@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import os
+import platform
 import random
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builds import FAKE_COMPILER, MODULE, Builds, fake_builds
 from compiler import needs_compiler
+from native import fresh_look
 
 from opintercept import OpInterceptError, intercept
-from opintercept._engines import compiled, kernels
+from opintercept._engines import kernels
 from opintercept._intercept import Interceptor
 from opintercept._native import build
 
@@ -32,21 +35,21 @@ def watch() -> Interceptor:
 def test_the_sources_are_shipped_beside_the_module() -> None:
     package = importlib.resources.files("opintercept")
     folders = [package.joinpath(name) for name in ("_engines/compiled", "_native")]
-    sources = [file.name for folder in folders for file in folder.iterdir() if file.name.endswith(".cpp")]
-    assert sorted(sources) == ["kernels.cpp", "record.cpp", "stack.cpp", "values.cpp"]
-    assert sorted(path.name for path in build.SOURCES) == sorted(sources)
+    files = [file.name for folder in folders for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))]
+    assert {"kernels.cpp", "record.cpp", "stack.cpp", "values.cpp"} <= set(files)
+    assert sorted(path.name for path in (*build.SOURCES, *build.HEADERS)) == sorted(files)
 
 
 @pytest.fixture
-def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+def no_cache(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """Build as on a machine that never has."""
-    monkeypatch.setattr(compiled, "load", compiled.load.__wrapped__)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return monkeypatch
+    with fresh_look() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        yield patch
 
 
 def refused(reason: str) -> str:
-    return rf'a C\+\+ compiler and the headers .*: .*{reason}.*; use engine="kernel"'
+    return rf'a C\+\+ compiler and the headers .*: .*{reason}.*; set CXX to a compiler, or use engine="kernel"'
 
 
 @needs_compiler
@@ -66,77 +69,10 @@ def test_a_source_that_does_not_compile_is_one_error(no_cache: pytest.MonkeyPatc
         watch()
 
 
-# Writes `made` in place of objects and libraries, as soon as there is no file `held` beside it.
-FAKE_COMPILER = """\
-#!/bin/sh
-here=$(dirname "$0")
-echo "start $$" >> "$here/log"
-for output; do :; done  # the last argument
-echo half > "$output"
-while [ -e "$here/held" ]; do sleep 0.05; done
-sleep 0.1
-echo made > "$output"
-echo end >> "$here/log"
-"""
-
-BUILD = """
-import sys
-from pathlib import Path
-from opintercept._native import build
-build.SOURCES = [Path(name) for name in sys.argv[1:]]
-print(build.built_library().read_text(), end="", flush=True)
-"""
-
-
-class Builds:
-    """Builds of two sources with a compiler that can be held."""
-
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
-        self.log = folder / "log"
-        self.cache = folder / "a cache" / "opintercept"
-        self.sources = [folder / "one.cpp", folder / "two.cpp"]
-        for source in self.sources:
-            source.touch()
-        self.compiler = folder / "c++"
-        self.compiler.write_text(FAKE_COMPILER)
-        self.compiler.chmod(0o755)
-        self.held = folder / "held"
-        patch.setattr(build, "SOURCES", self.sources)
-        patch.setattr(compiled, "load", compiled.load.__wrapped__)
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(self.cache.parent))
-        patch.setenv("CXX", str(self.compiler))
-        patch.delenv("MAX_JOBS", raising=False)
-
-    def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", BUILD, *map(str, self.sources)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,  # so that ours can be interrupted alone
-        )
-
-    def wait_for(self, count: int) -> None:
-        """Wait until the compiler has been started that often."""
-        end = time.monotonic() + 60
-        while not self.log.exists() or self.log.read_text().count("start") < count:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def compilers(self) -> list[int]:
-        """The processes of all compilers that were started."""
-        return [int(line.split()[1]) for line in self.log.read_text().splitlines() if line.startswith("start")]
-
-    def left(self) -> list[str]:
-        """What lies in the cache, by the end of the name; the lock stays and is empty of meaning."""
-        return sorted(path.name.partition(".so")[2].rpartition(".")[2] for path in self.cache.iterdir())
-
-
 @pytest.fixture
-def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builds:
-    pytest.importorskip("fcntl")
-    return Builds(tmp_path, monkeypatch)
+def builds(tmp_path: Path) -> Iterator[Builds]:
+    with fake_builds(tmp_path) as found:
+        yield found
 
 
 BUILT = ["", "lock", "sha256"]
@@ -156,7 +92,7 @@ def test_a_build_that_was_killed_is_repeated(builds: Builds) -> None:
 
 
 def test_builds_that_are_killed_at_random_moments_leave_no_part_of_a_library(builds: Builds) -> None:
-    library = builds.cache / f"{build.library_name()}.so"
+    library = build.cached_library()
     for _ in range(3):
         with builds.start() as killed:
             seen = len(builds.compilers()) if builds.log.exists() else 0
@@ -246,9 +182,9 @@ def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch
     [
         ("torch.__version__", "2.13.1+cpu"),
         ("torch.version.git_version", "0123456789"),
-        ("torch.__file__", "/of/another/environment/torch/__init__.py"),
         ("torch.compiled_with_cxx11_abi", lambda: None),
-        ("sys.version", "3.11.8 (main)"),
+        ("platform.python_version", lambda: "3.11.8"),
+        ("platform.machine", lambda: "riscv64"),
         ("sysconfig.get_config_var", lambda name: "cpython-311d"),
         ("opintercept._native.build.COMPILE", ["-O3"]),
         ("opintercept._native.build.LINK", ["-g"]),
@@ -257,30 +193,62 @@ def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch
 def test_each_environment_has_a_build_of_its_own(
     name: str, value: Any, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = build.library_name()
-    assert build.library_name() == before
+    names = [build.library_name(), build.portable_name([])]
+    assert [build.library_name(), build.portable_name([])] == names
     monkeypatch.setattr(name, value)
-    assert build.library_name() != before
+    assert build.library_name() not in names
+    assert build.portable_name([]) not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("torch.__file__", "/of/another/environment/torch/__init__.py"),
+        ("sys.version", f"{platform.python_version()} (main, Jan 1 2020, 00:00:00) [GCC 9]"),
+    ],
+)
+def test_a_wheel_may_move_between_machines_but_a_cache_may_not(
+    name: str, value: Any, builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached, packaged = build.library_name(), build.packaged_library()
+    monkeypatch.setattr(name, value)
+    assert build.packaged_library() == packaged
+    assert build.library_name() != cached
 
 
 def test_processors_with_other_vector_instructions_have_builds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = set()
+    names = set[Any]()
     for capability in ("AVX512", "AVX2", "DEFAULT"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        names.add(build.library_name())
-    assert len(names) == 3
+        names |= {build.library_name(), build.packaged_library()}
+    assert len(names) == 6
 
 
-def test_each_source_and_each_compiler_has_a_build_of_its_own(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_header_and_compiler_has_a_build_of_its_own(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [build.library_name()]
     builds.sources[0].write_text("// changed\n")
     names.append(build.library_name())
-    builds.compiler.write_text(f"{FAKE_COMPILER}# a newer version\n")
+    header = builds.folder / "shared.h"
+    header.touch()
+    monkeypatch.setattr(build, "HEADERS", [header])
+    names.append(build.library_name())
+    header.write_text("// changed\n")
     names.append(build.library_name())
     for command in (f"env {builds.compiler}", "another-compiler"):
         monkeypatch.setenv("CXX", command)
         names.append(build.library_name())
-    assert len(set(names)) == 5
+    assert len(set(names)) == 6
+
+
+def test_a_library_stays_when_its_compiler_is_upgraded_or_removed(builds: Builds) -> None:
+    library = build.built_library()
+    builds.compiler.write_text(f"{FAKE_COMPILER}# a newer version\n")
+    assert build.built_library() == library
+    builds.compiler.unlink()
+    assert build.built_library() == library
+    assert len(builds.compilers()) == 3  # two sources and the library, once
 
 
 def test_a_compiler_with_arguments_is_run_with_them(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,20 +309,8 @@ def test_a_library_that_does_not_load_is_named(no_cache: pytest.MonkeyPatch, tmp
     source = tmp_path / "empty.cpp"
     source.touch()
     no_cache.setattr(build, "SOURCES", [source])
-    with pytest.raises(OpInterceptError, match=r"cannot be loaded: .*PyInit_.*; remove '.*\.so' to build"):
+    with pytest.raises(OpInterceptError, match=r"cannot be loaded: .*PyInit_.*; remove '.*\.so' and run `opin"):
         watch()
-
-
-MODULE = """
-#include <Python.h>
-#include <c10/macros/Macros.h>
-
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "empty"};
-
-PyMODINIT_FUNC PyInit_opintercept_compiled() {
-    return PyModule_Create(&module);
-}
-"""
 
 
 @needs_compiler

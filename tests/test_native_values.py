@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +16,7 @@ import torch
 from compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import library
+from native import library, run_python
 from numpy_stats import COMPLEX, FLOATS, INTEGERS, TARGETS, TINY_FLOATS, every_value, float64
 from torch import Tensor
 
@@ -355,17 +353,10 @@ print(values.extent(torch.ones(3)), values.read(torch.ones(3)) is not None)
 """
 
 
-def run(environment: dict[str, str], code: str = FIND) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | environment
-    )
-    return [*done.stdout.splitlines(), *done.stderr.splitlines()]
-
-
 def test_a_library_that_was_built_is_found_and_nothing_is_built(tmp_path: Path) -> None:
     library()
-    assert run({}) == ["[]", "(1.0, 1.0) True"]
-    assert run({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == ["[]", "None False"]
+    assert run_python(FIND) == ["[]", "(1.0, 1.0) True"]
+    assert run_python(FIND, TORCH_EXTENSIONS_DIR=str(tmp_path)) == ["[]", "None False"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -373,22 +364,22 @@ def test_a_library_that_does_not_load_is_left_alone_and_named_once(tmp_path: Pat
     broken = "\n".join(
         [
             "from opintercept._native import build",
-            "path = build._cache() / f'{build.library_name()}.so'",
+            "path = build.cached_library()",
             "path.parent.mkdir(parents=True)",
             "path.write_text('no library')",
             "build.checksum_file(path).write_text(build._sum_of(path))",
             "",
         ]
     )
-    first, second, *said = run({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, broken + FIND)
+    first, second, *said = run_python(broken + FIND, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert (first, second) == ("[]", "None False")
     assert len(said) == 1
-    assert "hooks use torch's operators, since the compiled kernels cannot be loaded" in said[0]
+    assert "hooks use torch's operators, since the compiled kernels cannot be loaded: " in said[0]
 
 
 def test_a_cache_that_cannot_be_read_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert run({"TORCH_EXTENSIONS_DIR": str(tmp_path / "file")}) == ["[]", "None False"]
+    assert run_python(FIND, TORCH_EXTENSIONS_DIR=str(tmp_path / "file")) == ["[]", "None False"]
 
 
 def test_the_library_of_the_engine_is_used_from_then_on() -> None:
@@ -397,4 +388,4 @@ def test_the_library_of_the_engine_is_used_from_then_on() -> None:
         "values.read = values.extent = values.unread\n"
         "with intercept((), engine='compiled'):\n    print(values.extent(torch.ones(3)))"
     )
-    assert run({}, code) == ["(1.0, 1.0)"]
+    assert run_python(code) == ["(1.0, 1.0)"]

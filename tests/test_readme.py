@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiler import needs_compiler
+from native import run_python
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+BUILD = "opintercept build\nopintercept info\n"
 
 
 def test_ci_runs_every_command_of_the_readme() -> None:
@@ -45,7 +48,8 @@ def test_the_commands_on_runs_do_what_the_readme_says(tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     statuses = {"diff": 1, "replay": 1}  # the example shows a difference
-    shown = re.findall(r"^```sh\n(.*?)^```$(?:\n```text\n(.*?)^```$)?", readme, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```sh\n(.*?)^```$(?:\n```text\n(.*?)^```$)?", readme, re.MULTILINE | re.DOTALL)
+    shown = [(commands, expected) for commands, expected in found if commands != BUILD]
     assert sum(len(commands.splitlines()) for commands, _ in shown) == 7
     for commands, expected in shown:
         for command in commands.splitlines():
@@ -60,3 +64,16 @@ def test_the_commands_on_runs_do_what_the_readme_says(tmp_path: Path) -> None:
             )
             assert done.returncode == statuses.get(arguments[0], 0), f"{command}\n{done.stderr}"
         assert expected in done.stdout
+
+
+@needs_compiler
+def test_the_compiled_engine_is_built_and_shown_as_the_readme_says() -> None:
+    (expected,) = re.findall(rf"^```sh\n{BUILD}```\n```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    run_python("from opintercept.cli import main; main(['build'])")
+    printed = run_python("from opintercept.cli import main; main(['info'])")
+
+    def parts(lines: list[str]) -> list[str]:
+        # Paths, versions and processors differ.
+        return [re.sub(r"/.*/|\w*[0-9]\S*|with \w+", "", line) for line in lines]
+
+    assert parts(printed) == parts(expected.splitlines())

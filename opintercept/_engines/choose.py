@@ -33,7 +33,7 @@ def choose(ops: Any, level: Level, engine: str, threads: str) -> Engine:
             raise ValueError(f'function level has one engine, leave engine="auto" out, got engine={engine!r}')
         chosen: Engine = function_mode.ENGINE
     elif engine == "auto":
-        chosen = ENGINES["mode" if everything else "kernel"]
+        chosen = ENGINES["mode" if everything else "compiled" if compiled.is_there() else "kernel"]
     else:
         chosen = ENGINES[engine]
     if everything and not chosen.every_operator:

@@ -1,4 +1,4 @@
-"""Builds the C++ library with the machine's compiler, once for each environment, finds it again, and loads it.
+"""Builds the C++ library with the machine's compiler, once for each environment, and says where it lies.
 
 Invariant: no process finds a part of a library. `torch.utils.cpp_extension` is not used: its import takes a second,
 and a build of it that is killed leaves a lock that it waits for without end.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,10 @@ import torch
 from opintercept._errors import OpInterceptError
 
 _PACKAGE = Path(__file__).parents[1]
-SOURCES = [*sorted((_PACKAGE / "_engines/compiled").glob("*.cpp")), *sorted((_PACKAGE / "_native").glob("*.cpp"))]
+_FOLDERS = (_PACKAGE / "_engines/compiled", _PACKAGE / "_native")
+SOURCES = [source for folder in _FOLDERS for source in sorted(folder.glob("*.cpp"))]
+HEADERS = [header for folder in _FOLDERS for header in sorted(folder.glob("*.h"))]
+PACKAGED = _PACKAGE / "_native/libraries"  # those of a wheel, see hatch_build.py
 _MODULE = "opintercept_compiled"
 # Torch's headers need C++20 since 2.12. Those of 2.11 compile under it, too.
 COMPILE = ["-O2", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
@@ -39,6 +42,7 @@ EXTRA = {"values.cpp": ["-O3"]}
 # The vector instructions that `values.cpp` may use, by torch's name for the best that the processor has.
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 VECTORS = {"AVX2": _AVX2, "AVX512": [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
+_X86 = ("x86_64", "AMD64", "i686")
 LINK = ["-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 if sys.platform == "darwin":
     LINK.append("-Wl,-undefined,dynamic_lookup")  # Python's own symbols
@@ -49,28 +53,67 @@ _NO_ROOM = ("No space left on device", "Disk quota exceeded")  # as compilers an
 
 
 def built_library() -> Path:
-    """The library for this environment, built if it does not exist."""
-    library = _cache() / f"{library_name()}.so"
-    if not is_whole(library):
-        _build(library)
-    return library
-
-
-def find_library() -> Any | None:
-    """Load the library that an earlier build has left for this environment; None if there is none.
+    """The library for this environment in the cache, built if it does not exist.
 
     Raises:
-        OpInterceptError: It cannot be loaded.
+        OpInterceptError: It cannot be built here.
     """
+    with _explained():
+        library = cached_library()
+        if not is_whole(library):
+            _build(library)
+        return library
+
+
+def build_portable(folder: Path) -> list[Path]:
+    """Build what a wheel needs for this torch and Python: a library for each set of vector instructions.
+
+    Raises:
+        OpInterceptError: They cannot be built here.
+    """
+    with _explained():
+        folder.mkdir(parents=True, exist_ok=True)
+        sets = [[], *VECTORS.values()] if platform.machine() in _X86 else [[]]
+        libraries = {folder / f"{portable_name(vectors)}.so": vectors for vectors in sets}
+        _make(libraries, portable_name)
+        return [*libraries]
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what goes wrong in a build into one line that names the remedy."""
     try:
-        library = _cache() / f"{library_name()}.so"
-        found = is_whole(library)
-    except (OSError, RuntimeError):  # a cache that this process may not read, or no home
-        return None
-    return load_library(library) if found else None
+        yield
+    except OpInterceptError:
+        raise
+    except OSError as exception:
+        raise OpInterceptError(
+            f"compiled kernels need a writable folder with free space: {exception}; set TORCH_EXTENSIONS_DIR to one, "
+            f"or {INSTEAD}"
+        ) from exception
+    except Exception as exception:
+        reason = str(exception).partition("\n")[0] or type(exception).__name__
+        raise OpInterceptError(
+            f"compiled kernels need a C++ compiler and the headers of Python and torch: {reason}; set CXX to a "
+            f"compiler, or {INSTEAD}"
+        ) from exception
 
 
-def _cache() -> Path:
+def packaged_library() -> Path:
+    """Where a wheel has the library for this environment, if it has one."""
+    return PACKAGED / f"{portable_name(_vectors())}.so"
+
+
+def cached_library() -> Path:
+    """Where the library for this environment is kept once it has been built.
+
+    Raises:
+        RuntimeError: There is no home folder.
+    """
+    return cache_folder() / f"{library_name()}.so"
+
+
+def cache_folder() -> Path:
     """Our own folder in the place where torch keeps the extensions that it builds."""
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(root).absolute() / "opintercept"
@@ -82,51 +125,55 @@ def _cache() -> Path:
 
 
 def library_name() -> str:
-    """A name that stands for everything the library depends on, so that any process can use a file with this name.
+    """The name of a library in the cache: that of a portable one, and what one machine has in several versions.
+
+    Not the version of the compiler: a library stays good when its compiler is upgraded or removed.
+    """
+    return _named(_vectors(), [*_compiler(), torch.__file__, sys.version, _PYTHON])
+
+
+def portable_name(vectors: list[str]) -> str:
+    """A name that stands for everything a library depends on, so that any process can use a file with this name.
 
     It includes Python's full version, since `stack.cpp` reads internals that Python may change in any version.
     """
+    return _named(vectors, [])
+
+
+def _named(vectors: list[str], machine: list[str]) -> str:
     known = hashlib.sha256()
-    for source in SOURCES:
+    for source in (*SOURCES, *HEADERS):
         known.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
     for part in (
         *COMPILE,
         *LINK,
-        *(flag for source in SOURCES for flag in _extra(source)),
-        *_compiler(),
-        *_marks(_compiler()),
+        *(flag for source in SOURCES for flag in _extra(source, vectors)),
         torch.__version__,
         torch.version.git_version,
         torch.compiled_with_cxx11_abi(),
-        torch.__file__,
-        sys.version,
+        platform.python_version(),
         sysconfig.get_config_var("SOABI"),
-        _PYTHON,
         platform.machine(),
+        *machine,
     ):
         known.update(f"{part}\0".encode(errors="surrogateescape"))
     readable = re.sub(r"[^\w.+]", "_", f"torch{torch.__version__}-{sys.implementation.cache_tag}")
     return f"{readable}-{known.hexdigest()[:16]}"
 
 
-def _extra(source: Path) -> list[str]:
-    """The flags of one source. Those for vector instructions make libraries of processors differ in their names."""
+def _vectors() -> list[str]:
+    """The flags for the vector instructions that this processor has. Libraries of processors differ in their names."""
+    return VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
+
+
+def _extra(source: Path, vectors: list[str]) -> list[str]:
     flags = EXTRA.get(source.name)
-    return [] if flags is None else [*flags, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])]
+    return [] if flags is None else [*flags, *vectors]
 
 
 def _compiler() -> list[str]:
     """The command of the compiler, found as torch finds it."""
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
-
-
-def _marks(command: list[str]) -> Iterator[str]:
-    """Tell versions of a compiler apart without running it."""
-    for word in command:
-        path = shutil.which(word)
-        if path is not None:
-            status = os.stat(path)
-            yield f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
 
 
 def checksum_file(library: Path) -> Path:
@@ -181,7 +228,6 @@ def _only_builder(library: Path) -> Iterator[bool]:
 
 
 def _build(library: Path) -> None:
-    """Build the library in a temporary folder and move it in one step, so that no process finds a part of it."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with _only_builder(library) as alone:
         if is_whole(library):  # another process built it while we waited
@@ -189,29 +235,49 @@ def _build(library: Path) -> None:
         if alone:
             for left in library.parent.glob(f"{library.name}.*{UNFINISHED}"):  # from processes that were killed
                 shutil.rmtree(left, ignore_errors=True)
-        # Compilers that were killed may still write for a moment.
-        with tempfile.TemporaryDirectory(
-            UNFINISHED, f"{library.name}.", library.parent, ignore_cleanup_errors=True
-        ) as folder:
-            built = Path(folder, library.name)
-            _compile(built)
-            if f"{library_name()}.so" != library.name:
-                raise RuntimeError("the sources changed while they were compiled")
+        _make({library: _vectors()}, lambda vectors: library_name())
+
+
+def _make(libraries: Mapping[Path, list[str]], name: Callable[[list[str]], str]) -> None:
+    """Build in a temporary folder and move each library in one step, so that no process finds a part of it.
+
+    Args:
+        libraries: The flags of each for vector instructions. They belong in the same folder.
+        name: Computes the name of a library from these flags.
+    """
+    first = next(iter(libraries))
+    # Compilers that were killed may still write for a moment.
+    with tempfile.TemporaryDirectory(
+        UNFINISHED, f"{first.name}.", first.parent, ignore_cleanup_errors=True
+    ) as temporary:
+        folder = Path(temporary)
+        _compile(folder, {library.name: vectors for library, vectors in libraries.items()})
+        if any(f"{name(vectors)}.so" != library.name for library, vectors in libraries.items()):
+            raise RuntimeError("the sources changed while they were compiled")
+        for library in libraries:
+            built = folder / library.name
             checksum_file(built).write_text(_sum_of(built))
             # The checksum first: a library beside the checksum of another is built again.
             os.replace(checksum_file(built), checksum_file(library))
             os.replace(built, library)
 
 
-def _compile(library: Path) -> None:
-    compiler, folder = _compiler(), library.parent
-    torchs = Path(torch.__file__).parent
+def _compile(folder: Path, libraries: Mapping[str, list[str]]) -> None:
+    """Compile libraries of these names. Only the sources in `EXTRA` are compiled for each."""
+    compiler, torchs = _compiler(), Path(torch.__file__).parent
     includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _PYTHON]
     flags = [*COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
-    objects = [f"{source.stem}.o" for source in SOURCES]
-    commands = zip(SOURCES, objects, strict=True)
-    _run([[*compiler, *flags, *_extra(source), "-c", str(source), "-o", made] for source, made in commands], folder)
-    _run([[*compiler, *objects, f"-L{torchs / 'lib'}", *LINK, "-o", library.name]], folder)
+    compiling: dict[str, list[str]] = {}  # by the object that it makes
+    linking = []
+    for number, (name, vectors) in enumerate(libraries.items()):
+        objects = []
+        for source in SOURCES:
+            objects.append(f"{source.stem}-{number if source.name in EXTRA else 'all'}.o")
+            more = [*_extra(source, vectors), "-c", str(source), "-o", objects[-1]]
+            compiling[objects[-1]] = [*compiler, *flags, *more]
+        linking.append([*compiler, *objects, f"-L{torchs / 'lib'}", *LINK, "-o", name])
+    _run([*compiling.values()], folder)
+    _run(linking, folder)
 
 
 def _run(commands: list[list[str]], folder: Path) -> None:
@@ -267,6 +333,11 @@ def _fail(output: str, folder: Path) -> NoReturn:
 
 
 def load_library(library: Path) -> Any:
+    """Load a library.
+
+    Raises:
+        OpInterceptError: It cannot be loaded, because it needs a newer C library, for example.
+    """
     spec = importlib.util.spec_from_file_location(_MODULE, library)
     assert spec is not None
     assert spec.loader is not None
@@ -275,7 +346,6 @@ def load_library(library: Path) -> Any:
         spec.loader.exec_module(module)
     except ImportError as exception:
         raise OpInterceptError(
-            f"the compiled kernels cannot be loaded: {exception}; remove {str(library)!r} to build them again, or "
-            f"{INSTEAD}"
+            f"the compiled kernels cannot be loaded: {exception}; remove {str(library)!r} and run `opintercept build`"
         ) from exception
     return module

@@ -7,13 +7,11 @@ cannot read a tensor, the answer is None, and the caller uses torch's operators.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Protocol
 
 import torch
 
-from opintercept._errors import OpInterceptError
-from opintercept._native import build
+from opintercept._native import library
 
 Sums = tuple[int, int, int, int, int, int, float, float]
 Found = tuple[Sums, float, float, int | None, bytearray | None, bytearray | None]
@@ -56,11 +54,11 @@ class Extent(Protocol):
         """Return the smallest and the largest value, both NaN if there is one; None if the tensor cannot be read."""
 
 
-def adopt(library: Any) -> None:
+def adopt(module: Any) -> None:
     """Read values with this library from now on."""
     global read, extent
-    library.set_up_values(torch.Tensor, torch.nn.Parameter)
-    read, extent = library.read, library.extent
+    module.set_up_values(torch.Tensor, torch.nn.Parameter)
+    read, extent = module.read, module.extent
 
 
 def unread(*_: Any) -> None:
@@ -70,14 +68,11 @@ def unread(*_: Any) -> None:
 def _find() -> None:
     """Adopt the library, or none, for the rest of the process."""
     global read, extent
-    read = extent = unread
-    try:
-        library = build.find_library()
-    except OpInterceptError as error:
-        logging.getLogger("opintercept").warning("opintercept: hooks use torch's operators, since %s", error)
+    module = library.find().module
+    if module is None:
+        read = extent = unread
     else:
-        if library is not None:
-            adopt(library)
+        adopt(module)
 
 
 def _first_read(*args: Any) -> Found | None:

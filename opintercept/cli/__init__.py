@@ -25,6 +25,8 @@ COMMANDS = {
     "diff": "find where two recorded runs first differ",
     "report": "write one HTML page about one or two runs",
     "replay": "run one recorded call again on its own",
+    "build": "build the compiled engine for this torch and Python, once",
+    "info": "say which engine is used here, and why",
 }
 UNUSABLE = 2  # the exit status for input that cannot be used, the same as argparse's
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from opintercept._engines import choose, compiled
 from opintercept._native import build, values
+from opintercept._native import library as libraries
+
+# Before conftest.py replaces them.
+_is_there = compiled.is_there
+_kernel = choose.ENGINES["kernel"]
 
 
 @functools.cache
@@ -28,3 +38,24 @@ def reading(natively: bool) -> Iterator[None]:
         patch.setattr(values, "read", library().read if natively else values.unread)
         patch.setattr(values, "extent", library().extent if natively else values.unread)
         yield
+
+
+@contextmanager
+def fresh_look() -> Iterator[pytest.MonkeyPatch]:
+    """Let `engine="auto"` look for the library, as in a process that has not done so yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(libraries.SWITCH, raising=False)
+        patch.setattr(libraries, "known", None)
+        patch.setattr(compiled, "loaded", None)
+        patch.setattr(compiled, "is_there", _is_there)
+        patch.setitem(choose.ENGINES, "kernel", _kernel)
+        yield patch
+
+
+def run_python(code: str, python: str = sys.executable, cwd: Path | None = None, **environment: str) -> list[str]:
+    """Run a program that may use the library, and return the lines that it writes, those of stderr last."""
+    inherited = {name: value for name, value in os.environ.items() if name != libraries.SWITCH}
+    done = subprocess.run(
+        [python, "-c", code], cwd=cwd, capture_output=True, text=True, check=True, env=inherited | environment
+    )
+    return [*done.stdout.splitlines(), *done.stderr.splitlines()]

@@ -3,7 +3,7 @@
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
 `kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_record.look`. `noted.cpp` runs calls
 that become rows of `ring.cpp` and not Python objects, see `_rows.py`.
-Invariant: nothing is built before a block asks.
+Invariant: nothing is built before somebody asks for this engine by its name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from opintercept import _pipeline, _record
 from opintercept._engines import foreign, kernels, scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._errors import OpInterceptError
-from opintercept._native import build, values
+from opintercept._native import build, library, values
 from opintercept._ops.table import OWN
 from opintercept._origin import stack
 from opintercept._origin.place import NOWHERE
@@ -132,7 +131,9 @@ class CompiledEngine(kernels.KernelEngine):
 ENGINE = CompiledEngine("compiled")
 
 
-@functools.cache
+loaded: Extension | None = None
+
+
 def load() -> Extension:
     """Load the compiled kernels. The first process on a machine builds them, which takes up to a minute.
 
@@ -141,19 +142,23 @@ def load() -> Extension:
     Raises:
         OpInterceptError: They cannot be built or loaded here.
     """
+    global loaded
+    if loaded is None:
+        with library.lock:
+            if loaded is None:
+                module = library.need()
+                values.adopt(module)
+                loaded = Extension(module)
+    return loaded
+
+
+def is_there() -> bool:
+    """Whether the engine can be had without a build, as `engine="auto"` asks. It is looked for once in a process."""
+    if library.find().module is None:
+        return False
     try:
-        library = build.load_library(build.built_library())
-        values.adopt(library)
-        return Extension(library)
-    except OpInterceptError:
-        raise
-    except OSError as exception:
-        raise OpInterceptError(
-            f"compiled kernels need a writable folder with free space: {exception}; set TORCH_EXTENSIONS_DIR to one, "
-            f"or {ENGINE.instead}"
-        ) from exception
-    except Exception as exception:
-        reason = str(exception).partition("\n")[0] or type(exception).__name__
-        raise OpInterceptError(
-            f"compiled kernels need a C++ compiler and the headers of Python and torch: {reason}; {ENGINE.instead}"
-        ) from exception
+        load()
+    except Exception as error:  # a torch that lacks what the kernels are set up with
+        library.reject(f"the compiled kernels cannot be set up: {error}")
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""`opintercept build` and `opintercept info`."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from builds import MODULE, Builds, fake_builds
+from compiler import needs_compiler
+from native import fresh_look
+
+import opintercept
+from opintercept._native import build
+from opintercept.cli import main
+
+pytestmark = pytest.mark.slow
+
+ENVIRONMENT = f"torch {torch.__version__} and Python {platform.python_version()}"
+
+
+@pytest.fixture
+def builds(tmp_path: Path) -> Iterator[Builds]:
+    with fake_builds(tmp_path) as found:
+        yield found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The one line that a failing build writes to stderr."""
+    assert main(["build", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@needs_compiler
+def test_a_build_says_what_it_does_and_where_the_library_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "module.cpp"
+    source.write_text(MODULE)
+    monkeypatch.setattr(build, "SOURCES", [source])
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    last = 'engine="auto" takes it, and hooks read values in C++; `opintercept info` says so at any time'
+    with fresh_look():
+        assert main(["build"]) == 0
+        begins, ends, *more = capsys.readouterr().out.splitlines()
+        assert begins == f"building the compiled engine for {ENVIRONMENT}, which takes up to a minute"
+        assert re.fullmatch(rf"built in \d+ s: {re.escape(str(build.cached_library()))}", ends)
+        assert more == [last]
+    with fresh_look():
+        assert main(["build"]) == 0
+        there = f"already built for {ENVIRONMENT}: {build.cached_library()}"
+        assert capsys.readouterr().out.splitlines() == [there, last]
+
+
+def test_a_build_without_a_compiler_is_refused_in_one_line(builds: Builds, capsys: pytest.CaptureFixture[str]) -> None:
+    builds.compiler.unlink()
+    assert refused(capsys) == (
+        "opintercept build: compiled kernels need a C++ compiler and the headers of Python and torch: "
+        f"[Errno 2] No such file or directory: '{builds.compiler}'; set CXX to a compiler, or use engine=\"kernel\", "
+        "which does the same in Python"
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("--into", "a cache/wheel")], ids=["cache", "wheel"])
+def test_a_build_without_write_access_is_refused_in_one_line(
+    options: tuple[str, ...], builds: Builds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds.cache.parent.write_text("a file")
+    monkeypatch.chdir(builds.folder)
+    line = refused(capsys, *options)
+    assert re.match(
+        r"opintercept build: compiled kernels need a writable folder .*: \[Errno 20\] Not a directory: ", line
+    )
+
+
+def test_a_library_that_does_not_load_is_named_with_the_remedy(
+    builds: Builds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = build.built_library()
+    assert refused(capsys).endswith(f"; remove {str(path)!r} and run `opintercept build`")
+
+
+def test_what_a_wheel_needs_is_built_for_every_processor_of_this_kind(
+    builds: Builds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = builds.folder / "values.cpp"
+    vectors.touch()
+    builds.sources.append(vectors)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    folder = builds.folder / "for a wheel"
+    assert main(["build", "--into", str(folder)]) == 0
+    assert re.fullmatch(
+        rf"built for {re.escape(ENVIRONMENT)} in \d+ s: 3 files in {re.escape(str(folder))}\n", capsys.readouterr().out
+    )
+    for capability in ("DEFAULT", "AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert build.is_whole(folder / build.packaged_library().name)
+    assert len(list(folder.iterdir())) == 6  # with checksums
+    assert len(builds.compilers()) == 2 + 3 + 3  # sources that need no vectors once, the one that does and the link
+
+
+def test_another_kind_of_processor_has_one_library(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert len(build.build_portable(builds.folder / "out")) == 1
+
+
+def test_info_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out == f"{opintercept.info()}\n"
+
+
+def test_the_line_that_the_readme_shows_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = subprocess.run(
+        [sys.executable, "-c", "import opintercept; print(opintercept.info())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = printed.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["opintercept", 'engine="auto"', "library", "values"]
