@@ -365,6 +365,7 @@ OBSERVERS: dict[str, Callable[[], Any]] = {
     "Scalars": lambda: hooks.Scalars(Quiet(), of=("lhs", "rhs", "bias", "output")),
     "Gradients": hooks.Gradients,
     "Recorder": hooks.Recorder,
+    "Checksum": lambda: hooks.Checksum(estimate=True),
     "when": lambda: hooks.when(hooks.Recorder(), dtype=torch.float32, min_numel=2, every=2, module="*"),
 }
 
@@ -428,6 +429,7 @@ DECLARED: dict[str, Callable[[], Any]] = {
     "BitFlip": hooks.BitFlip,
     "Capture": hooks.Capture,
     "Capture of gradients": lambda: hooks.Capture("grad_rhs"),
+    "Checksum": lambda: hooks.Checksum(estimate=True, action="record"),
     "FakeQuantize": hooks.FakeQuantize,
     "Gradients": hooks.Gradients,
     "Log": lambda: hooks.Log(quiet()),
@@ -473,6 +475,8 @@ def test_a_hook_reads_what_it_declares_and_nothing_else(name: str, monkeypatch: 
             nn.functional.scaled_dot_product_attention(x, x, x)
             (torch.ones(2, 4) @ w).sum().backward()
             torch.full((2, 2), float("inf")) @ torch.zeros(2, 2)
+            x = torch.randn(32, 32)
+            torch.addmm(x, x, x, out=x)  # wrong, since it reads what it has written
     assert found == set(hook.reads)
 
 

@@ -9,6 +9,9 @@ from opintercept.hooks.attention import AttentionCall as AttentionCall
 from opintercept.hooks.attention import AttentionWeights as AttentionWeights
 from opintercept.hooks.capture import Capture as Capture
 from opintercept.hooks.capture import Captured as Captured
+from opintercept.hooks.checksum import Checksum as Checksum
+from opintercept.hooks.checksum import EstimatedError as EstimatedError
+from opintercept.hooks.checksum import WrongProduct as WrongProduct
 from opintercept.hooks.edits import BitFlip as BitFlip
 from opintercept.hooks.edits import FakeQuantize as FakeQuantize
 from opintercept.hooks.edits import Flip as Flip
@@ -35,6 +38,8 @@ __all__ = [
     "BitFlip",
     "Capture",
     "Captured",
+    "Checksum",
+    "EstimatedError",
     "FakeQuantize",
     "Finding",
     "Flip",
@@ -52,5 +57,6 @@ __all__ = [
     "Scalars",
     "Stats",
     "StatsRow",
+    "WrongProduct",
     "when",
 ]

@@ -55,6 +55,7 @@ def observers() -> list[Any]:
         hooks.AttentionWeights(),
         hooks.Reference(),
         hooks.Scalars(Run()),
+        hooks.Checksum(estimate=True),
         hooks.when(lambda call: None, every=2),
     ]
 

@@ -1,0 +1,652 @@
+"""`Checksum`: finds products whose output is not what their operands make, and estimates the errors of the others."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from os import PathLike
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+
+from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
+from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept._hook import Read
+from opintercept._record import CallRecord, Note
+from opintercept._tensors import dtype_name, share_memory
+from opintercept._text import aligned
+from opintercept.hooks import _checksums as sums
+from opintercept.hooks._attention import without_autocast
+from opintercept.hooks._copies import safetensors_for
+from opintercept.hooks._copyable import Copyable
+from opintercept.hooks._per_call import PerCall
+from opintercept.hooks._products import NoProduct, Product, products_of
+from opintercept.hooks._repro import save_repro
+from opintercept.hooks._values import in_memory, leaves_out_captured, without_graph
+
+Action = Literal["raise", "warn", "record"]
+
+SCREEN = 0.75
+"""The share of `sigma` above which a row is looked at. What is looked at in vain costs time, and no alarm."""
+LOOKED_AT = 16
+"""The most rows of a product that are computed exactly."""
+MOST_FINDINGS = 1000
+"""The most findings that are kept; the others are counted."""
+WAITING = 1024
+"""After how many calls the results on a device are read, if no step has ended before."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongProduct:
+    """A call whose output is not what its operands make.
+
+    Attributes:
+        record: The call.
+        position: Where the worst element is in the output as a matrix, `(row, column)`, or in a batch of matrices,
+            `(matrix, row, column)`.
+        rows: The rows, numbered through the batch, that were computed exactly and are wrong; at most 16.
+        suspected: How many rows the checksums suspect.
+        got: The element.
+        exact: What it should be.
+        residual: How far the element is from that.
+        bound: How far rounding may move it, from the operands alone.
+        changed: Which of `"lhs"`, `"rhs"` and `"output"` are no longer what the checksums were taken from. An operand
+            was replaced or overwritten before the operator had read it, or in memory; the output after it was written.
+        repeats: Whether the operator computes a wrong product again from what it got; False if the error has passed,
+            None if it was not tried: on a device other than the CPU, where the operands are gone by then.
+        saved: The script that runs the call again, if one was written.
+        unsaved: Why no script could be written.
+    """
+
+    record: CallRecord
+    position: tuple[int, ...]
+    rows: tuple[int, ...]
+    suspected: int
+    got: float | complex
+    exact: float | complex
+    residual: float
+    bound: float
+    changed: tuple[str, ...] = ()
+    repeats: bool | None = None
+    saved: str | None = None
+    unsaved: str | None = None
+
+    def __str__(self) -> str:
+        record = self.record
+        module = "no module" if record.module == "" else f"module {record.module!r}" if record.module else "?"
+        where = f"{module} ({record.source or 'source unknown'}), step {record.step}, call {record.index}"
+        lines = [f"wrong product of {record.op} in {where} ({record.phase})", f"  {record}"]
+        if self.rows:
+            lines.append(
+                f"  element {list(self.position)} is {self.got:.6g} and should be {self.exact:.6g}: "
+                f"off by {self.residual:.3g}, where rounding explains {self.bound:.3g}"
+            )
+            more = f" of {self.suspected} suspected" if self.suspected > len(self.rows) else ""
+            lines.append(f"  wrong rows{more}: {', '.join(map(str, self.rows))}")
+        if self.changed:
+            lines.append(f"  changed since its checksum was taken: {', '.join(self.changed)}")
+        if self.repeats is not None:
+            lines.append(
+                "  the operator makes the same error again: the kernel is wrong, or its operands are"
+                if self.repeats
+                else "  the operator computes it right when it runs again: the error was transient"
+            )
+        lines += [f"  to run it again: python {self.saved}"] if self.saved else []
+        lines += [f"  it could not be saved: {self.unsaved}"] if self.unsaved else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedError:
+    """The rounding errors of an operator of a module in one phase, estimated from checksums.
+
+    Attributes:
+        module: Qualified name of the module; None if it is not known.
+        op: The operator.
+        phase: `"forward"`, `"backward"` or `"recompute"`.
+        dtype: The output's dtype.
+        calls: How many calls.
+        relative: The norm of the errors divided by that of the outputs, of all calls together. With
+            `ReferenceRow.snr` of a single call, it is `10 ** (-snr / 20)`.
+    """
+
+    module: str | None
+    op: str
+    phase: str
+    dtype: str
+    calls: int
+    relative: float
+
+
+class _Checked(NamedTuple):
+    """What `pre` keeps of a call for `post`."""
+
+    expected: list[sums.Expected]
+    copies: dict[str, torch.Tensor]  # of operands that the call overwrites, by their name in `OpCall.tensors`
+
+
+class _Waiting(NamedTuple):
+    """The verdict on one product, which the device may still be computing."""
+
+    note: Note
+    verdict: torch.Tensor  # [6]: suspicion, verdict, flat row, column, and the error and its bound there
+    values: torch.Tensor  # [2]: the element, and what it should be
+    product: _Shape
+
+
+class _Shape(NamedTuple):
+    rows: int  # of each matrix of the batch
+    batched: bool
+    turned: bool
+
+
+class Checksum(Copyable):
+    """Checks each product, forward and backward, against a checksum of its operands, and names the call that is wrong.
+
+    For C = A B and random signs e, C e must equal A (B e), up to rounding (Freivalds, 1977; Huang and Abraham, IEEE
+    Trans. Comput. C-33(6), 1984). This reads each matrix once, against the many times that the product does. Checksum
+    takes those of A and B before the operator runs and that of C after it; bias, alpha, beta and scales are included.
+    It suspects a row whose checksum is more than `0.75 * sigma` standard deviations of a model of rounding off. Of the
+    16 rows that are suspected most it then computes the exact values, in float64, and reports a finding only if
+
+        abs(c - exact) > ulp(exact) + u * (k / 2 + sigma * sqrt(k)) * (|A| |B| + |bias|)
+
+    or if the errors of a row or column together are larger than such errors can be. The second term holds for any order
+    of summation: with a probability of at least 1 - 2 k exp(-sigma**2 / 2) if errors of rounding are independent
+    (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and for equal numbers, whose errors are not. u is the unit
+    roundoff of float32 for dtypes of up to 32 bits, and that of float64 otherwise. TF32, bfloat16 passes and sums in
+    reduced precision add theirs where `torch.backends` allows them. Integers must be equal. So errors below rounding go
+    unnoticed, and so do those in an operand before it is read. Elements whose exact value is not finite are not judged.
+
+    Operators of the table that compute `alpha A B + beta bias` are checked: matrices, batches, vectors, `out=` and
+    in-place forms, scaled and grouped products, sparse operands, complex numbers and integers, at function level also
+    `linear`, `einsum` and `tensordot`. So are operators of `register_op` without other arguments that could multiply.
+    `skipped` counts the others by reason.
+
+    On the CPU each call is judged when it ends. On another device nothing waits: only the most suspected row of each
+    product is computed, and its verdict is read when a step or the block ends, or after 1024 products. Findings there
+    do not say what has changed or whether the error repeats, and `action="raise"` raises late.
+
+    Args:
+        sigma: How many standard deviations rounding may take.
+        every: Check one call in this many, spread so that the calls of a repeated step take turns.
+        action: `"raise"` raises an `OpInterceptError`. `"warn"` warns once for each module, operator and phase.
+            `"record"` only adds to `findings`, as all actions do.
+        exact: Whether to compute the checksums of float32 products in float64, which finds smaller errors. It takes
+            longer.
+        save: A folder. For each finding, Checksum writes the call's arguments as safetensors and a script that runs
+            the call again. Not on devices other than the CPU, where the operands are gone by then.
+        estimate: Whether to estimate the rounding error of each product too, in `errors`: the mean square of the
+            residuals over rows is that of the errors. Checksums are then computed as with `exact`. float64 and
+            integers have no estimate.
+
+    Attributes:
+        checked: How many products were checked.
+        rows: How many rows they had.
+
+    Raises:
+        ValueError: The action is unknown, `sigma` is not positive, or `every` is below 1.
+        ImportError: `save` without safetensors or numpy.
+
+    A call of the program raises `OpInterceptError` if its output is wrong, with `action="raise"`.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> checksum = hooks.Checksum(action="record")
+        >>> a = torch.ones(32, 16)
+        >>> with intercept([hooks.BitFlip(bits=30), checksum]):  # the top bit of an exponent
+        ...     _ = a @ a.mT
+        >>> [(found.record.op, found.position, found.repeats) for found in checksum.findings]
+        [('aten::mm', (24, 20), False)]
+    """
+
+    reads: Sequence[Read] = ("record",)
+    fresh: ClassVar = {"_lock": threading.RLock, "_kept": PerCall, "_memory": sums.Memory, "_waiting": list}
+
+    def __init__(
+        self,
+        *,
+        sigma: float = 6.0,
+        every: int = 1,
+        action: Action = "raise",
+        exact: bool = False,
+        save: str | PathLike[str] | None = None,
+        estimate: bool = False,
+    ) -> None:
+        if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 < sigma < math.inf:
+            raise ValueError(f"sigma must be a positive number, got {sigma!r}")
+        check_choice("action", action, get_args(Action))
+        self._every = check_count("every", every)
+        if save is not None:
+            safetensors_for("save=")
+        self.sigma = float(sigma)
+        self.checked = 0
+        self.rows = 0
+        self._action = action
+        self._exact = exact or estimate
+        self._estimate = estimate
+        self._save = save
+        self._findings: list[WrongProduct] = []
+        self._more = 0
+        self._told: set[tuple[str | None, str, str]] = set()
+        self._skipped: Counter[str] = Counter()
+        self._errors: dict[tuple[str | None, str, str, str], tuple[int, torch.Tensor]] = {}
+        self._step = 0
+        self._kept: PerCall[_Checked] = PerCall()
+        self._memory = sums.Memory()
+        self._waiting: list[_Waiting] = []
+        self._lock = threading.RLock()
+        if estimate:
+            self.reads = ("module", "record")
+
+    @property
+    def findings(self) -> list[WrongProduct]:
+        """The findings in the order of the calls, at most 1000. Does not wait for a device; see `check`."""
+        with self._lock:
+            return list(self._findings)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many calls were not checked, by operator and reason."""
+        return dict(self._skipped)
+
+    def pre(self, call: OpCall) -> None:
+        """Take the checksums of the operands."""
+        if self._every > 1 and not _chosen(call.index, self._every):
+            return
+        try:
+            products = products_of(call)
+            device = products[0].lhs.device if products else None
+            if device is None or self._leaves_out(call, products, device):
+                return
+            with without_autocast(device):
+                self._kept.put(call, without_graph(self._expect, call, products))
+        except NoProduct as reason:
+            self._skip(call, str(reason))
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+            # Operands that do not fit, which the operator will refuse, or a dtype that the device cannot multiply.
+            self._skip(call, str(error).partition("\n")[0])
+
+    def _leaves_out(self, call: OpCall, products: list[Product], device: torch.device) -> bool:
+        if leaves_out_captured(products[0].lhs, self):
+            return True
+        tensors = [tensor for product in products for tensor in product.tensors]
+        if not all(map(in_memory, tensors)):
+            raise NoProduct("its operands have no values: their memory was freed, or they wrap other tensors")
+        if any(tensor.device != device for tensor in tensors if tensor.dim()):
+            raise NoProduct("its operands are on several devices")
+        dtypes = {product.lhs.dtype for product in products} | {product.rhs.dtype for product in products}
+        if any(not _is_number(dtype) for dtype in dtypes):
+            raise NoProduct("its operands are no numbers")
+        if device.type != "cpu" and any(
+            not d.is_floating_point and not d.is_complex and d.itemsize > 1 for d in dtypes
+        ):
+            raise NoProduct("the device has no product of integers")
+        return False
+
+    def _expect(self, call: OpCall, products: list[Product]) -> _Checked:
+        copies: dict[str, torch.Tensor] = {}
+        if _may_write(call.func) and (written := call.written):
+            copies = {
+                name: tensor.detach().clone()
+                for name, tensor in call.tensors.items()
+                if any(tensor is other or share_memory(tensor, other) for other in written)
+            }
+            products = products_of(call, copies)
+        expected = []
+        for product in products:
+            if min(*product.lhs.shape, *product.rhs.shape) == 0:
+                raise NoProduct("it is empty")
+            wide = sums.wide_dtype(product, self._exact)
+            if wide is torch.float64 and product.lhs.dtype.itemsize == 1 and product.lhs.shape[-1] >= 1 << 17:
+                raise NoProduct("its sums may not fit into 32 bits")
+            groups = sums.groups_of(product, self._estimate)
+            expected.append(sums.expect(product, wide, groups, self._memory))
+        return _Checked(expected, copies)
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Forget a call that raised."""
+        self._kept.take(call)
+
+    def post(self, call: OpCall) -> None:
+        """Compare them with that of the output."""
+        if self._waiting and (call.step != self._step or len(self._waiting) >= WAITING):
+            self.check()
+        self._step = call.step
+        kept = self._kept.take(call)
+        if kept is None:
+            return
+        found: list[WrongProduct] = []
+        with without_autocast(kept.expected[0].signs.device):
+            try:
+                found = without_graph(self._compare, call, kept)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+                self._skip(call, str(error).partition("\n")[0])
+        for finding in found[:1]:
+            self._tell(self._saved(finding, call, kept))
+
+    def _compare(self, call: OpCall, kept: _Checked) -> list[WrongProduct]:
+        found = []
+        for place, expected in enumerate(kept.expected):
+            product = expected.product
+            output = product.out(call.output)
+            output = output.detach() if output.requires_grad else output
+            if not in_memory(output):
+                raise NoProduct("its output has no values")
+            if output.shape != (*product.lhs.shape[:-1], product.rhs.shape[-1]):
+                raise NoProduct("its output has another shape than the product")
+            units = sums.units_of(product, output.dtype)
+            seen = sums.screen(expected, output, units)
+            self.checked += 1
+            self.rows += output.numel() // output.shape[-1]
+            if self._estimate:
+                self._add_error(call, output, seen.residual)
+            if output.device.type != "cpu":
+                self._put_off(call, expected, output, units, seen)
+            elif not float(seen.worst()) <= SCREEN * self.sigma:
+                finding = self._look(call, kept, place, output, units, seen)
+                if finding is not None:
+                    found.append(finding)
+        return found
+
+    def _look(
+        self,
+        call: OpCall,
+        kept: _Checked,
+        place_of: int,
+        output: torch.Tensor,
+        units: sums.Units,
+        seen: sums.Screen,
+    ) -> WrongProduct | None:
+        """Look at the rows that the screen suspects; return a finding if they are wrong."""
+        expected = kept.expected[place_of]
+        product = expected.product
+        changed: dict[str, None] = {}
+        if expected.remembered:
+            fresh = sums.expect(product, expected.signs.dtype, expected.signs.shape[1], None)
+            differing = int((~_same(fresh.inner, expected.inner)).any(-1).sum())
+            if differing:
+                self._memory.forget(product.rhs, expected.signs)
+                if differing == 1:  # the program has changed one value without torch's knowing, or it was hit
+                    changed["lhs" if product.turned else "rhs"] = None
+                expected, seen = fresh, sums.screen(fresh, output, units)
+                if not changed and float(seen.worst()) <= SCREEN * self.sigma:
+                    return None
+        changed |= dict.fromkeys(self._changed(call, kept, place_of, expected, output, seen))
+        wrong: dict[int, tuple[float, sums.Examined, int]] = {}
+        for batch, rows, columns in self._suspects(expected, seen):
+            examined = sums.examine(product, output, units, self.sigma, batch, rows, columns)
+            worst, place = examined.verdict(self.sigma).tolist()
+            if worst > 1:
+                first = 0 if batch is None else int(batch) * product.lhs.shape[-2]
+                bad = (examined.error > examined.bound).any(1)
+                bad[int(place) // examined.error.shape[1]] = True
+                for row in rows[bad].tolist():
+                    wrong.setdefault(first + row, (worst, examined, int(place)))
+                offset = columns.start or 0
+                top = max(wrong.values(), key=lambda each: each[0])
+                if top[1] is examined:
+                    height, width = divmod(int(place), examined.error.shape[1])
+                    position = (*(() if batch is None else (int(batch),)), int(rows[height]), width + offset)
+                    best = height, width, examined, position
+        if not wrong and not changed:
+            self._memory.forget(product.rhs, expected.signs)  # the factor that was kept with it may no longer hold
+            return None
+        suspected = int((~(seen.rows() <= SCREEN * self.sigma)).sum())
+        if not wrong:
+            return WrongProduct(call.record(), (), (), suspected, 0.0, 0.0, 0.0, 0.0, tuple(changed))
+        height, width, examined, position = best
+        if product.turned:
+            position = (*position[:-2], position[-1], position[-2])
+        return WrongProduct(
+            call.record(),
+            position,
+            tuple(sorted(wrong)),
+            suspected,
+            examined.got[height, width].item(),
+            examined.exact[height, width].item(),
+            float(examined.error[height, width]),
+            float(examined.bound[height, width]),
+            tuple(changed),
+            self._repeats(call, kept, expected, units),
+        )
+
+    def _suspects(
+        self, expected: sums.Expected, seen: sums.Screen
+    ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, slice]]:
+        """What to compute exactly: the most suspected rows, or else the columns of the most suspected group."""
+        product, limit = expected.product, SCREEN * self.sigma
+        scores = seen.rows().nan_to_num(math.inf)
+        top = scores.topk(min(LOOKED_AT, scores.numel()))
+        rows = top.indices[top.values > limit]
+        for batch, some in sums.row_places(product, rows) if rows.numel() else ():
+            yield batch, some, slice(None)
+        whole = None if rows.numel() else seen.groups()
+        if whole is not None:
+            groups, n = expected.signs.shape[1], product.rhs.shape[-1]
+            width = -(-n // groups)
+            batch_of, group = divmod(int(whole.nan_to_num(math.inf).argmax()), groups)
+            every = torch.arange(product.lhs.shape[-2])
+            batch = None if product.lhs.dim() == 2 else torch.tensor([batch_of])
+            yield batch, every, slice(group * width, min(n, (group + 1) * width))
+
+    def _changed(
+        self,
+        call: OpCall,
+        kept: _Checked,
+        place: int,
+        expected: sums.Expected,
+        output: torch.Tensor,
+        seen: sums.Screen,
+    ) -> list[str]:
+        """Which tensors have changed since their checksums were taken, by taking them again."""
+        product, wide, groups = expected.product, expected.signs.dtype, expected.signs.shape[1]
+        found = []
+        again = sums.expect(product, wide, groups, None)
+        given = products_of(call, kept.copies)[place]
+        operands = sums.expect(given, wide, groups, None)  # another hook may have replaced them
+        for now in (again, operands):
+            if not _alike(now.inner, expected.inner):
+                found.append("lhs" if product.turned else "rhs")
+            rounds = wide.is_floating_point or wide.is_complex
+            through, _ = sums.project(now.product.lhs, expected.inner, norms=rounds)  # in the same pieces as before
+            if not _alike(through, expected.middle):
+                found.append("rhs" if product.turned else "lhs")
+        units = sums.units_of(product, output.dtype)
+        if not _alike(sums.screen(expected, output, units).residual, seen.residual):
+            found.append("output")
+        return list(dict.fromkeys(found))
+
+    def _repeats(self, call: OpCall, kept: _Checked, expected: sums.Expected, units: sums.Units) -> bool | None:
+        """Whether the operator makes a wrong product again."""
+        written = call.written if _may_write(call.func) else []
+        named = call.tensors
+        copies = {id(tensor): tensor.clone() for tensor in written}
+        copies |= {id(named[name]): copy.clone() for name, copy in kept.copies.items() if name in named}
+        try:
+            args, kwargs = _replaced(call.args, copies), _replaced(call.kwargs, copies)
+            again = call.func(*args, **kwargs)
+            if again is None:
+                return None
+            output = expected.product.out(again).detach()
+            seen = sums.screen(expected, output, units)
+            for batch, rows, columns in self._suspects(expected, seen):
+                examined = sums.examine(expected.product, output, units, self.sigma, batch, rows, columns)
+                if float(examined.verdict(self.sigma)[0]) > 1:
+                    return True
+            return False
+        except Exception:  # the operator may have side effects that keep it from running twice
+            return None
+
+    def _put_off(
+        self, call: OpCall, expected: sums.Expected, output: torch.Tensor, units: sums.Units, seen: sums.Screen
+    ) -> None:
+        """Compute the verdict on the most suspected row, and leave it on the device."""
+        product = expected.product
+        height = product.lhs.shape[-2]
+        scores = seen.rows().nan_to_num(math.inf)
+        flat = scores.argmax().reshape(1)
+        batch = None if product.lhs.dim() == 2 else flat // height
+        examined = sums.examine(product, output, units, self.sigma, batch, flat % height)
+        verdict, place = examined.verdict(self.sigma).unbind()
+        place = place.long()
+        error, bound, got, exact = (
+            each.reshape(-1).index_select(0, place.reshape(1)).squeeze(0)
+            for each in (examined.error, examined.bound, examined.got, examined.exact)
+        )
+        suspected = (~(seen.rows() <= SCREEN * self.sigma)).sum()
+        figures = torch.stack([each.to(error.dtype) for each in (suspected, verdict, flat[0], place, error, bound)])
+        shape = _Shape(height, batch is not None, product.turned)
+        with self._lock:
+            self._waiting.append(_Waiting(call.note(), figures, torch.stack([got, exact]), shape))
+
+    def check(self) -> None:
+        """Read the verdicts that are still on a device; waits for it.
+
+        Raises:
+            OpInterceptError: A product is wrong, with `action="raise"`.
+        """
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        figures = [each.verdict.to("cpu", torch.float64) for each in waiting]
+        for each, (suspected, verdict, flat, column, error, bound) in zip(
+            waiting, torch.stack(figures).tolist(), strict=True
+        ):
+            if not verdict <= 1:
+                batch, row = divmod(int(flat), each.product.rows)
+                place = (int(column), row) if each.product.turned else (row, int(column))
+                got, exact = each.values.tolist()
+                position = (batch, *place) if each.product.batched else place
+                self._tell(
+                    WrongProduct(each.note.record(), position, (int(flat),), int(suspected), got, exact, error, bound)
+                )
+
+    def exit(self) -> None:
+        """Read the verdicts that are left."""
+        self.check()
+
+    def _saved(self, finding: WrongProduct, call: OpCall, kept: _Checked) -> WrongProduct:
+        if self._save is None:
+            return finding
+        try:
+            return replace(finding, saved=save_repro(call, self._save, kept.copies))
+        except Exception as failure:  # a full disk must not lose the finding
+            return replace(finding, unsaved=f"{type(failure).__name__}: {failure}")
+
+    def _tell(self, finding: WrongProduct) -> None:
+        record = finding.record
+        key = record.module, record.op, record.phase
+        with self._lock:
+            new = key not in self._told
+            self._told.add(key)
+            if len(self._findings) < MOST_FINDINGS:
+                self._findings.append(finding)
+            else:
+                self._more += 1
+        if self._action == "raise":
+            raise OpInterceptError(str(finding))
+        if self._action == "warn" and new:
+            warnings.warn(str(finding), OpInterceptWarning, stacklevel=2)
+
+    def _skip(self, call: OpCall, reason: str) -> None:
+        with self._lock:
+            self._skipped[f"{call.op}: {reason}"] += 1
+
+    def _add_error(self, call: OpCall, output: torch.Tensor, residual: torch.Tensor) -> None:
+        if output.dtype in (torch.float64, torch.complex128) or sums.unit(output.dtype) == 0:
+            return
+        noise = residual.abs().nan_to_num(0.0, 0.0, 0.0).square().sum()
+        values = output if output.dtype.itemsize > 1 else output.float()
+        wide = torch.promote_types(values.dtype.to_real(), torch.float32)
+        signal = torch.linalg.vector_norm(values, dtype=wide.to_complex() if values.is_complex() else wide)
+        both = torch.stack([noise, signal.to(noise.dtype).nan_to_num(0.0, 0.0, 0.0).square()])
+        key = call.module, call.op, call.phase, dtype_name(output.dtype)
+        with self._lock:
+            calls, total = self._errors.get(key, (0, torch.zeros_like(both)))
+            self._errors[key] = calls + 1, total + both
+
+    def errors(self) -> list[EstimatedError]:
+        """The estimated errors, in the order of the first calls; waits for the device."""
+        with self._lock:
+            totals = list(self._errors.items())
+        rows = []
+        for key, (calls, total) in totals:
+            noise, signal = total.tolist()
+            rows.append(EstimatedError(*key, calls, math.sqrt(noise / signal) if signal else 0.0))
+        return rows
+
+    def clear(self) -> None:
+        """Forget the findings, the errors and the counts."""
+        with self._lock:
+            self._findings.clear()
+            self._told.clear()
+            self._skipped.clear()
+            self._errors.clear()
+            self._waiting.clear()
+            self.checked = self.rows = self._more = 0
+
+    def __str__(self) -> str:
+        lines = [f"{self.checked} products checked, {len(self._findings) + self._more} wrong"]
+        lines += map(str, self.findings)
+        rows = self.errors()
+        if rows:
+            table = [["module", "op", "phase", "dtype", "calls", "relative error"]]
+            table += [
+                [
+                    "?" if row.module is None else row.module or "-",
+                    row.op.removeprefix("aten::"),
+                    row.phase,
+                    row.dtype,
+                    str(row.calls),
+                    f"{row.relative:.2e}",
+                ]
+                for row in sorted(rows, key=lambda row: -row.relative)
+            ]
+            lines.append(aligned(table, left=4))
+        lines += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
+        return "\n".join(lines)
+
+
+def _chosen(index: int, every: int) -> bool:
+    """Whether a call is one in `every`: multiples of the golden ratio, mod 1, fall evenly into every interval."""
+    return (index * 0x9E3779B97F4A7C15) % 2**64 * every < 2**64
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two tensors are equal, NaN included."""
+    return (one == other) | ((one != one) & (other != other))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(_same(one, other).all())
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype is not torch.bool and (dtype.is_floating_point or dtype.is_complex or dtype.itemsize <= 8)
+
+
+@lru_cache(maxsize=4096)
+def _may_write(func: Any) -> bool:
+    """Whether an operator may write to an argument of its caller."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
+def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Arguments with copies in the place of some tensors."""
+    if isinstance(value, torch.Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, dict):
+        return {name: _replaced(item, copies) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_replaced(item, copies) for item in value])
+    return value

@@ -1,0 +1,79 @@
+"""`Checksum` raises no alarm in PyTorch's operator database, at either level, and changes no result."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_op_db import CASES, MULTIPLIES
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opintercept import hooks, intercept
+
+pytestmark = pytest.mark.slow
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+OPERATORS = {case.name: case.op for case in CASES}
+
+
+def programs(op: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """The samples of an operator, each with its backward pass, in place and with `out=` too."""
+    gradients = dtype in op.supported_backward_dtypes("cpu")
+    for sample in op.sample_inputs("cpu", dtype, requires_grad=gradients):
+
+        def run(function: Any = op, sample: Any = sample, **options: Any) -> Any:
+            output = function(sample.input, *sample.args, **sample.kwargs, **options)
+            results = [x for x in tree_leaves(sample.output_process_fn_grad(output)) if isinstance(x, Tensor)]
+            results = [x for x in results if x.requires_grad]
+            if results:
+                torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+            return output
+
+        yield run
+        if op.inplace_variant is not None and op.full_name in MULTIPLIES:
+
+            def write_in_place(sample: Any = sample) -> Any:
+                return op.inplace_variant(sample.input.clone(), *sample.args, **sample.kwargs)
+
+            yield write_in_place
+        if op.supports_out and op.full_name in MULTIPLIES:
+
+            def write(sample: Any = sample) -> None:
+                with torch.no_grad():
+                    output = op(sample.input, *sample.args, **sample.kwargs)
+                    op(
+                        sample.input,
+                        *sample.args,
+                        **sample.kwargs,
+                        out=tree_map_only(Tensor, torch.zeros_like, output),
+                    )
+
+            yield write
+
+
+@pytest.mark.parametrize("level", ["dispatch", "function"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_operator_of_the_database_raises_an_alarm(dtype: torch.dtype, level: Any) -> None:
+    checksum = hooks.Checksum(action="record")
+    failed: Counter[str] = Counter()
+    for name, op in OPERATORS.items():
+        if not op.supports_dtype(dtype, "cpu") or (level == "function" and name not in MULTIPLIES):
+            continue
+        torch.manual_seed(17)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for program in programs(op, dtype):
+                with intercept(checksum, level=level):
+                    try:
+                        program()
+                    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
+                        failed[name] += 1
+    print(f"{checksum.checked} products, {checksum.rows} rows, skipped {checksum.skipped}")
+    assert [str(finding) for finding in checksum.findings] == []
+    assert checksum.checked > 200
+    assert sum(failed.values()) < 1000
