@@ -483,3 +483,46 @@ def test_estimated_errors_are_those_of_reference() -> None:
     for key, value in estimated.items():
         assert value == pytest.approx(exact[key], rel=0.2)  # the estimate is a sample of 200 rows in 4 to 8 groups
     assert "relative error" in str(checksum)
+
+
+class Blocks(nn.Module):
+    """Two blocks whose products a checkpoint repeats in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        for layer in (self.first, self.second):
+            x = checkpoint(lambda x, layer=layer: layer(layer(x).relu()).relu(), x, use_reentrant=False)
+        return x
+
+
+def test_a_product_that_a_checkpoint_repeats_differently_is_named() -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(8, 16)
+
+    class Nudge:
+        """Moves one element by one ulp, which no checksum sees."""
+
+        reads = ("module",)
+
+        def post(self, call: OpCall) -> Tensor | None:
+            if call.phase != "recompute" or call.module != "first":
+                return None
+            output = call.output.clone()
+            output[0, 0] = torch.nextafter(output[0, 0], torch.tensor(9.0))
+            return output  # type: ignore[no-any-return]
+
+    checksum = hooks.Checksum(action="record", recompute=True)
+    with intercept(checksum):
+        for _ in range(2):
+            model(x).sum().backward()
+    assert checksum.findings == []
+    with intercept([Nudge(), checksum]):
+        model(x).sum().backward()
+    found = checksum.findings[0]
+    assert (found.record.module, found.record.phase, found.twin) == ("first", "recompute", 0)
+    assert "it repeats call 0 from the same operands, and its output differs" in str(found)

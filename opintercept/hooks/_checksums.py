@@ -8,7 +8,6 @@ limit depends on the output that it judges. Must not import the hook.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,14 +16,14 @@ import torch
 
 from opintercept._tensors import is_strided
 from opintercept.hooks._products import Product
+from opintercept.hooks._sum_memory import Memory as Memory
+from opintercept.hooks._sum_memory import Sums
 
 PIECE = 1 << 18
 """How many elements are converted at a time: 1 MiB of float32, which stays in the cache."""
 GROUP = 16
 """The least columns that share a checksum where the output has few digits; fewer columns have less rounding."""
 MOST_GROUPS = 48
-REMEMBERED = 1024
-"""How many weights have their checksums remembered."""
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -197,55 +196,6 @@ def _project_columns(x: torch.Tensor, w: torch.Tensor, norms: bool) -> tuple[tor
 
 def _joined(parts: list[torch.Tensor | None], join: Any) -> torch.Tensor | None:
     return None if parts[0] is None else join(parts)
-
-
-Sums = tuple[torch.Tensor, torch.Tensor]
-"""Checksums of a matrix, `[*b, k, g]`, and what the norms of rows of lhs are multiplied by for the norms of rows of the
-product, `[*b, 1, g]`; of a bias, its checksums and norms. The factor is that of the first product with a weight."""
-
-
-class Memory:
-    """Checksums of weights and biases, which hold until torch writes to the weight."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Any, tuple[weakref.ref[torch.Tensor], int, Sums]] = {}
-
-    def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> Sums | None:
-        """What was kept of a weight or a view of one; None if nothing was, or torch has written to the weight since."""
-        weight = _weight(tensor)
-        if weight is None:
-            return None
-        found = self._kept.get(_key(weight, tensor, matrix))
-        if found is None or found[0]() is not weight or found[1] != weight._version:
-            return None
-        return found[2]
-
-    def keep(self, tensor: torch.Tensor, matrix: torch.Tensor, sums: Sums) -> None:
-        """Remember the checksums of `tensor` with the signs in `matrix` if it is a weight."""
-        weight = _weight(tensor)
-        if weight is None:
-            return
-        if len(self._kept) >= REMEMBERED:
-            self._kept = {key: kept for key, kept in self._kept.items() if kept[0]() is not None}
-            if len(self._kept) >= REMEMBERED:
-                self._kept = {}
-        self._kept[_key(weight, tensor, matrix)] = weakref.ref(weight), weight._version, sums
-
-    def forget(self, tensor: torch.Tensor, matrix: torch.Tensor) -> None:
-        """Forget a weight that has changed without torch's knowing."""
-        weight = _weight(tensor)
-        if weight is not None:
-            self._kept.pop(_key(weight, tensor, matrix), None)
-
-
-def _weight(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that a tensor is or views; only parameters live long enough to be worth remembering."""
-    base = tensor if tensor._base is None else tensor._base
-    return base if isinstance(base, torch.nn.Parameter) and not base.is_inference() else None
-
-
-def _key(weight: torch.Tensor, view: torch.Tensor, matrix: torch.Tensor) -> Any:
-    return id(weight), view.data_ptr(), view.shape, view.stride(), view.dtype, view.is_conj(), id(matrix)
 
 
 class Expected(NamedTuple):
@@ -577,6 +527,16 @@ def _examined_integers(
 def _power(values: torch.Tensor, info: torch.finfo) -> torch.Tensor:
     """The power of two at or below each value, at least the smallest normal number."""
     return torch.exp2(values.clamp(info.smallest_normal, info.max).log2().floor())
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two tensors are equal, NaN included."""
+    return (one == other) | ((one != one) & (other != other))
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, NaN included. Waits for the device."""
+    return one.shape == other.shape and bool(same(one, other).all())
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from os import PathLike
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -18,7 +18,7 @@ from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._hook import Read
-from opintercept._record import CallRecord, Note
+from opintercept._record import Note
 from opintercept._tensors import dtype_name, share_memory
 from opintercept._text import aligned
 from opintercept.hooks import _checksums as sums
@@ -28,7 +28,10 @@ from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._products import NoProduct, Product, products_of
 from opintercept.hooks._repro import save_repro
+from opintercept.hooks._twins import Twins
 from opintercept.hooks._values import in_memory, leaves_out_captured, without_graph
+from opintercept.hooks._wrong_products import EstimatedError as EstimatedError
+from opintercept.hooks._wrong_products import WrongProduct as WrongProduct
 
 Action = Literal["raise", "warn", "record"]
 
@@ -40,88 +43,6 @@ MOST_FINDINGS = 1000
 """The most findings that are kept; the others are counted."""
 WAITING = 1024
 """After how many calls the results on a device are read, if no step has ended before."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrongProduct:
-    """A call whose output is not what its operands make.
-
-    Attributes:
-        record: The call.
-        position: Where the worst element is in the output as a matrix, `(row, column)`, or in a batch of matrices,
-            `(matrix, row, column)`.
-        rows: The rows, numbered through the batch, that were computed exactly and are wrong; at most 16.
-        suspected: How many rows the checksums suspect.
-        got: The element.
-        exact: What it should be.
-        residual: How far the element is from that.
-        bound: How far rounding may move it, from the operands alone.
-        changed: Which of `"lhs"`, `"rhs"` and `"output"` are no longer what the checksums were taken from. An operand
-            was replaced or overwritten before the operator had read it, or in memory; the output after it was written.
-        repeats: Whether the operator computes a wrong product again from what it got; False if the error has passed,
-            None if it was not tried: on a device other than the CPU, where the operands are gone by then.
-        saved: The script that runs the call again, if one was written.
-        unsaved: Why no script could be written.
-    """
-
-    record: CallRecord
-    position: tuple[int, ...]
-    rows: tuple[int, ...]
-    suspected: int
-    got: float | complex
-    exact: float | complex
-    residual: float
-    bound: float
-    changed: tuple[str, ...] = ()
-    repeats: bool | None = None
-    saved: str | None = None
-    unsaved: str | None = None
-
-    def __str__(self) -> str:
-        record = self.record
-        module = "no module" if record.module == "" else f"module {record.module!r}" if record.module else "?"
-        where = f"{module} ({record.source or 'source unknown'}), step {record.step}, call {record.index}"
-        lines = [f"wrong product of {record.op} in {where} ({record.phase})", f"  {record}"]
-        if self.rows:
-            lines.append(
-                f"  element {list(self.position)} is {self.got:.6g} and should be {self.exact:.6g}: "
-                f"off by {self.residual:.3g}, where rounding explains {self.bound:.3g}"
-            )
-            more = f" of {self.suspected} suspected" if self.suspected > len(self.rows) else ""
-            lines.append(f"  wrong rows{more}: {', '.join(map(str, self.rows))}")
-        if self.changed:
-            lines.append(f"  changed since its checksum was taken: {', '.join(self.changed)}")
-        if self.repeats is not None:
-            lines.append(
-                "  the operator makes the same error again: the kernel is wrong, or its operands are"
-                if self.repeats
-                else "  the operator computes it right when it runs again: the error was transient"
-            )
-        lines += [f"  to run it again: python {self.saved}"] if self.saved else []
-        lines += [f"  it could not be saved: {self.unsaved}"] if self.unsaved else []
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class EstimatedError:
-    """The rounding errors of an operator of a module in one phase, estimated from checksums.
-
-    Attributes:
-        module: Qualified name of the module; None if it is not known.
-        op: The operator.
-        phase: `"forward"`, `"backward"` or `"recompute"`.
-        dtype: The output's dtype.
-        calls: How many calls.
-        relative: The norm of the errors divided by that of the outputs, of all calls together. With
-            `ReferenceRow.snr` of a single call, it is `10 ** (-snr / 20)`.
-    """
-
-    module: str | None
-    op: str
-    phase: str
-    dtype: str
-    calls: int
-    relative: float
 
 
 class _Checked(NamedTuple):
@@ -186,6 +107,10 @@ class Checksum(Copyable):
             residuals over rows is that of the errors. Checksums are then computed as with `exact`. float64 and
             integers have no estimate.
 
+        recompute: Whether to compare the output of each product that a checkpoint repeats with that of its forward
+            call, by 64-bit hashes. If their operands are equal and their outputs differ, one of the two is wrong, or
+            the operator is not deterministic.
+
     Attributes:
         checked: How many products were checked.
         rows: How many rows they had.
@@ -208,7 +133,13 @@ class Checksum(Copyable):
     """
 
     reads: Sequence[Read] = ("record",)
-    fresh: ClassVar = {"_lock": threading.RLock, "_kept": PerCall, "_memory": sums.Memory, "_waiting": list}
+    fresh: ClassVar = {
+        "_lock": threading.RLock,
+        "_kept": PerCall,
+        "_memory": sums.Memory,
+        "_waiting": list,
+        "_repeated": list,
+    }
 
     def __init__(
         self,
@@ -219,6 +150,7 @@ class Checksum(Copyable):
         exact: bool = False,
         save: str | PathLike[str] | None = None,
         estimate: bool = False,
+        recompute: bool = False,
     ) -> None:
         if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 < sigma < math.inf:
             raise ValueError(f"sigma must be a positive number, got {sigma!r}")
@@ -242,8 +174,10 @@ class Checksum(Copyable):
         self._kept: PerCall[_Checked] = PerCall()
         self._memory = sums.Memory()
         self._waiting: list[_Waiting] = []
+        self._repeated: list[tuple[Note, torch.Tensor]] = []
+        self._twins = Twins() if recompute else None
         self._lock = threading.RLock()
-        if estimate:
+        if estimate or recompute:
             self.reads = ("module", "record")
 
     @property
@@ -283,7 +217,7 @@ class Checksum(Copyable):
         if any(tensor.device != device for tensor in tensors if tensor.dim()):
             raise NoProduct("its operands are on several devices")
         dtypes = {product.lhs.dtype for product in products} | {product.rhs.dtype for product in products}
-        if any(not _is_number(dtype) for dtype in dtypes):
+        if torch.bool in dtypes:
             raise NoProduct("its operands are no numbers")
         if device.type != "cpu" and any(
             not d.is_floating_point and not d.is_complex and d.itemsize > 1 for d in dtypes
@@ -317,7 +251,8 @@ class Checksum(Copyable):
 
     def post(self, call: OpCall) -> None:
         """Compare them with that of the output."""
-        if self._waiting and (call.step != self._step or len(self._waiting) >= WAITING):
+        waiting = len(self._waiting) + len(self._repeated)
+        if waiting and (call.step != self._step or waiting >= WAITING):
             self.check()
         self._step = call.step
         kept = self._kept.take(call)
@@ -331,6 +266,21 @@ class Checksum(Copyable):
                 self._skip(call, str(error).partition("\n")[0])
         for finding in found[:1]:
             self._tell(self._saved(finding, call, kept))
+        if self._twins is not None and not kept.copies and not found:
+            self._compare_twins(call, self._twins)
+
+    def _compare_twins(self, call: OpCall, twins: Twins) -> None:
+        """Compare a call that a checkpoint repeats with its forward call."""
+        verdict = without_graph(twins.compare, call)
+        if verdict is None:
+            return
+        if verdict.device.type == "cpu":
+            twin = int(verdict)
+            if twin >= 0:
+                self._tell(_of_twin(call.note(), twin))
+        else:
+            with self._lock:
+                self._repeated.append((call.note(), verdict))
 
     def _compare(self, call: OpCall, kept: _Checked) -> list[WrongProduct]:
         found = []
@@ -371,7 +321,7 @@ class Checksum(Copyable):
         changed: dict[str, None] = {}
         if expected.remembered:
             fresh = sums.expect(product, expected.signs.dtype, expected.signs.shape[1], None)
-            differing = int((~_same(fresh.inner, expected.inner)).any(-1).sum())
+            differing = int((~sums.same(fresh.inner, expected.inner)).any(-1).sum())
             if differing:
                 self._memory.forget(product.rhs, expected.signs)
                 if differing == 1:  # the program has changed one value without torch's knowing, or it was hit
@@ -453,14 +403,14 @@ class Checksum(Copyable):
         given = products_of(call, kept.copies)[place]
         operands = sums.expect(given, wide, groups, None)  # another hook may have replaced them
         for now in (again, operands):
-            if not _alike(now.inner, expected.inner):
+            if not sums.alike(now.inner, expected.inner):
                 found.append("lhs" if product.turned else "rhs")
             rounds = wide.is_floating_point or wide.is_complex
             through, _ = sums.project(now.product.lhs, expected.inner, norms=rounds)  # in the same pieces as before
-            if not _alike(through, expected.middle):
+            if not sums.alike(through, expected.middle):
                 found.append("rhs" if product.turned else "lhs")
         units = sums.units_of(product, output.dtype)
-        if not _alike(sums.screen(expected, output, units).residual, seen.residual):
+        if not sums.alike(sums.screen(expected, output, units).residual, seen.residual):
             found.append("output")
         return list(dict.fromkeys(found))
 
@@ -515,6 +465,10 @@ class Checksum(Copyable):
         """
         with self._lock:
             waiting, self._waiting = self._waiting, []
+            repeated, self._repeated = self._repeated, []
+        for note, twin in repeated:
+            if int(twin) >= 0:
+                self._tell(_of_twin(note, int(twin)))
         if not waiting:
             return
         figures = [each.verdict.to("cpu", torch.float64) for each in waiting]
@@ -532,6 +486,8 @@ class Checksum(Copyable):
 
     def exit(self) -> None:
         """Read the verdicts that are left."""
+        if self._twins is not None:
+            self._twins.clear()
         self.check()
 
     def _saved(self, finding: WrongProduct, call: OpCall, kept: _Checked) -> WrongProduct:
@@ -592,6 +548,7 @@ class Checksum(Copyable):
             self._skipped.clear()
             self._errors.clear()
             self._waiting.clear()
+            self._repeated.clear()
             self.checked = self.rows = self._more = 0
 
     def __str__(self) -> str:
@@ -616,22 +573,13 @@ class Checksum(Copyable):
         return "\n".join(lines)
 
 
+def _of_twin(note: Note, twin: int) -> WrongProduct:
+    return WrongProduct(note.record(), (), (), 0, 0.0, 0.0, 0.0, 0.0, twin=twin)
+
+
 def _chosen(index: int, every: int) -> bool:
     """Whether a call is one in `every`: multiples of the golden ratio, mod 1, fall evenly into every interval."""
     return (index * 0x9E3779B97F4A7C15) % 2**64 * every < 2**64
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where two tensors are equal, NaN included."""
-    return (one == other) | ((one != one) & (other != other))
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(_same(one, other).all())
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    return dtype is not torch.bool and (dtype.is_floating_point or dtype.is_complex or dtype.itemsize <= 8)
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,62 @@
+"""`Memory`: the checksums of weights, from one call to the next.
+
+Invariant: what torch has written to is never taken for what it was. Must not import the hook.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+REMEMBERED = 1024
+"""How many weights and biases have their checksums remembered."""
+
+Sums = tuple[torch.Tensor, torch.Tensor]
+"""Checksums of a matrix, `[*b, k, g]`, and what the norms of rows of lhs are multiplied by for the norms of rows of the
+product, `[*b, 1, g]`; of a bias, its checksums and norms. The factor is that of the first product with a weight."""
+
+
+class Memory:
+    """Checksums of weights and biases, which hold until torch writes to the weight."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, tuple[weakref.ref[torch.Tensor], int, Sums]] = {}
+
+    def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> Sums | None:
+        """What was kept of a weight or a view of one; None if nothing was, or torch has written to the weight since."""
+        weight = _weight(tensor)
+        if weight is None:
+            return None
+        found = self._kept.get(_key(weight, tensor, matrix))
+        if found is None or found[0]() is not weight or found[1] != weight._version:
+            return None
+        return found[2]
+
+    def keep(self, tensor: torch.Tensor, matrix: torch.Tensor, sums: Sums) -> None:
+        """Remember the checksums of `tensor` with the signs in `matrix` if it is a weight."""
+        weight = _weight(tensor)
+        if weight is None:
+            return
+        if len(self._kept) >= REMEMBERED:
+            self._kept = {key: kept for key, kept in self._kept.items() if kept[0]() is not None}
+            if len(self._kept) >= REMEMBERED:
+                self._kept = {}
+        self._kept[_key(weight, tensor, matrix)] = weakref.ref(weight), weight._version, sums
+
+    def forget(self, tensor: torch.Tensor, matrix: torch.Tensor) -> None:
+        """Forget a weight that has changed without torch's knowing."""
+        weight = _weight(tensor)
+        if weight is not None:
+            self._kept.pop(_key(weight, tensor, matrix), None)
+
+
+def _weight(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The parameter that a tensor is or views; only parameters live long enough to be worth remembering."""
+    base = tensor if tensor._base is None else tensor._base
+    return base if isinstance(base, torch.nn.Parameter) and not base.is_inference() else None
+
+
+def _key(weight: torch.Tensor, view: torch.Tensor, matrix: torch.Tensor) -> Any:
+    return id(weight), view.data_ptr(), view.shape, view.stride(), view.dtype, view.is_conj(), id(matrix)
