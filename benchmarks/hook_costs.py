@@ -40,13 +40,15 @@ CONFIGURATIONS: dict[str, Make] = {
     "Capture": lambda: intercept(hooks.Capture()),
     "Print": lambda: intercept(hooks.Print(io.StringIO())),
     "Reference": lambda: intercept(hooks.Reference()),
+    "Checksum": lambda: intercept(hooks.Checksum()),
+    "Checksum of one call in 100": lambda: intercept(hooks.Checksum(every=100)),
     "BitFlip": lambda: intercept(hooks.BitFlip()),
     "FakeQuantize": lambda: intercept(hooks.FakeQuantize()),
 }
 
 
 def run(smoke: bool) -> list[Row]:
-    """Time a product of 512x512 under every hook, and one of 4096x4096 under `Stats` in two dtypes."""
+    """Time a product of 512x512 under every hook, and one of 4096x4096 under `Stats` and `Checksum` in two dtypes."""
     size = 64 if smoke else 512
     a, b = torch.randn(size, size), torch.randn(size, size)
     found = compare(
@@ -64,8 +66,11 @@ def run(smoke: bool) -> list[Row]:
             "hook_costs",
             f"mm {size}x{size} {str(dtype).removeprefix('torch.')}",
             lambda x=x, y=y: torch.mm(x, y),  # type: ignore[misc]
-            {name: CONFIGURATIONS[name] for name in ("plain", "one sum over the output", "NonFinite", "Stats")},
+            {
+                name: CONFIGURATIONS[name]
+                for name in ("plain", "one sum over the output", "NonFinite", "Stats", "Checksum")
+            },
             rounds=2 if smoke else 5,
-            bounds={"Stats": ("plain", 1.05)},
+            bounds={"Stats": ("plain", 1.05), "Checksum": ("plain", 1.03 if dtype == torch.float32 else 1.08)},
         )
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checksum_figures
 import pytest
 import torch
 from hypothesis import given, settings
@@ -526,3 +528,60 @@ def test_a_product_that_a_checkpoint_repeats_differently_is_named() -> None:
     found = checksum.findings[0]
     assert (found.record.module, found.record.phase, found.twin) == ("first", "recompute", 0)
     assert "it repeats call 0 from the same operands, and its output differs" in str(found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_call_waits_for_a_device(dtype: torch.dtype) -> None:
+    a, b = torch.randn(64, 128, device="cuda", dtype=dtype), torch.randn(128, 32, device="cuda", dtype=dtype)
+    hook = hooks.Checksum(action="record")
+
+    def spoil(output: Tensor) -> None:
+        output[5, 6] = 1e4
+
+    with intercept(hook):
+        a @ b  # moves the signs to the device
+    with intercept([Alter(spoil), hook]) as watch:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            a @ b
+            a.expand(3, 64, 128) @ b.expand(3, 128, 32)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert hook.findings == []
+        watch.step()
+        a @ b  # the first call of the next step reads the verdicts
+        (found,) = hook.findings
+    assert (found.record.index, found.position, found.repeats) == (0, (5, 6), None)
+
+
+def test_the_examples_of_its_page_print_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "checksum.md").read_text()
+    namespace: dict[str, Any] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for code, shown in blocks:
+        exec(compile(code, "docs/checksum.md", "exec"), namespace)
+        assert capsys.readouterr().out == shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "bits", "least"), [("float32", (20, 23, 30, 31), 0.99), ("bfloat16", (8, 12, 15), 0.95)]
+)
+@pytest.mark.parametrize("role", ["output", "lhs", "rhs"])
+def test_flipped_bits_in_a_training_step_are_found(role: str, dtype: str, bits: Any, least: float) -> None:
+    step = checksum_figures.llama_step(getattr(torch, dtype))
+    found = checksum_figures.flips(step, role, bits, 15)
+    assert sum(tally.elsewhere for tally in found.values()) == 0
+    visible = sum(tally.visible for tally in found.values())
+    assert visible > 30
+    # One more may be missed than the share allows, since this is a sample.
+    assert sum(tally.visible_found for tally in found.values()) >= least * visible - 1
+
+
+def test_random_products_of_every_kind_raise_no_alarm() -> None:
+    for kind, checksum in checksum_figures.alarms(30, 256).items():
+        assert checksum.findings == [], kind
+        assert checksum.rows > 500
+        assert checksum.skipped == {}
