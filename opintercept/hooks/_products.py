@@ -118,6 +118,8 @@ def _sides(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
         raise NoProduct("it has no two operands")
     if lhs.is_nested or rhs.is_nested:
         raise NoProduct("its operands are nested")
+    if not lhs.numel() or not rhs.numel():
+        raise NoProduct("it is empty")
     if lhs.is_quantized or rhs.is_quantized:
         raise NoProduct("its operands are quantised")
     return lhs, rhs
