@@ -49,7 +49,7 @@ def test_a_build_says_what_it_does_and_where_the_library_is(
     with fresh_look():
         assert main(["build"]) == 0
         begins, ends, *more = capsys.readouterr().out.splitlines()
-        assert begins == f"building the compiled engine for {ENVIRONMENT}, which takes up to a minute"
+        assert begins == f"building the compiled engine for {ENVIRONMENT}, which takes about a minute"
         assert re.fullmatch(rf"built in \d+ s: {re.escape(str(build.cached_library()))}", ends)
         assert more == [last]
     with fresh_look():

@@ -21,7 +21,7 @@ from compiler import needs_compiler
 from native import fresh_look
 
 from opintercept import OpInterceptError, intercept
-from opintercept._engines import kernels
+from opintercept._engines import compiled, kernels
 from opintercept._intercept import Interceptor
 from opintercept._native import build
 
@@ -44,6 +44,7 @@ def test_the_sources_are_shipped_beside_the_module() -> None:
 def no_cache(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """Build as on a machine that never has."""
     with fresh_look() as patch:
+        patch.setattr(compiled, "loaded", None)
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
         yield patch
 
@@ -71,7 +72,9 @@ def test_a_source_that_does_not_compile_is_one_error(no_cache: pytest.MonkeyPatc
 
 @pytest.fixture
 def builds(tmp_path: Path) -> Iterator[Builds]:
-    with fake_builds(tmp_path) as found:
+    # Not by `monkeypatch`, which would be undone last, and set CXX again as a test found it.
+    with fake_builds(tmp_path) as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "loaded", None)
         yield found
 
 

@@ -176,6 +176,7 @@ def test_a_library_that_cannot_be_set_up_is_named_once(
         raise AttributeError("no such thing")
 
     with fresh_look():
+        monkeypatch.setattr(compiled, "loaded", None)
         monkeypatch.setattr(compiled, "Extension", fails)
         monkeypatch.setattr(library, "known", library.Library(object(), Path("somewhere")))
         monkeypatch.setattr("opintercept._native.values.adopt", lambda module: None)

@@ -38,7 +38,7 @@ def command(arguments: argparse.Namespace) -> int:
     if there.module is not None:
         print(f"already built for {environment}: {there.path}")
     else:
-        print(f"building the compiled engine for {environment}, which takes up to a minute", flush=True)
+        print(f"building the compiled engine for {environment}, which takes about a minute", flush=True)
         library.need()
         took = time.perf_counter() - started
         print(f"built in {took:.0f} s: {library.find().path}")

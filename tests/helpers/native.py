@@ -42,11 +42,13 @@ def reading(natively: bool) -> Iterator[None]:
 
 @contextmanager
 def fresh_look() -> Iterator[pytest.MonkeyPatch]:
-    """Let `engine="auto"` look for the library, as in a process that has not done so yet."""
+    """Let `engine="auto"` look for the library, as in a process that has not done so yet.
+
+    `compiled.loaded` stays, since kernels of earlier blocks may be installed: a test that replaces it enters no block.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(libraries.SWITCH, raising=False)
         patch.setattr(libraries, "known", None)
-        patch.setattr(compiled, "loaded", None)
         patch.setattr(compiled, "is_there", _is_there)
         patch.setitem(choose.ENGINES, "kernel", _kernel)
         yield patch
