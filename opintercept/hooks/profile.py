@@ -153,8 +153,10 @@ class Profile(Copyable):
 
     def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float) -> None:
         with self._lock:
-            calls, all_flops, all_bytes, all_seconds = self._sums.get(key, _NOTHING)
+            if key not in self._sums:
+                self._sums[key] = _NOTHING
             # No function is called from here on, so no signal handler can add to the row in between.
+            calls, all_flops, all_bytes, all_seconds = self._sums[key]
             self._sums[key] = (
                 calls + 1,
                 None if flops is None or all_flops is None else all_flops + flops,

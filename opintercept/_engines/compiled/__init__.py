@@ -21,7 +21,7 @@ from opintercept._native import build, library, values
 from opintercept._ops.table import OWN
 from opintercept._origin import stack
 from opintercept._origin.place import NOWHERE
-from opintercept._rows import ROLES, Ring, on_forget
+from opintercept._rows import ROLES, Ring, Rows, on_forget
 
 
 class Extension:
@@ -44,6 +44,8 @@ class Extension:
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
         scope.state.told = extension.watch
         scope.state.tell()
+        for name in ("here", "note", "behind", "late", "failed", "settle", "text_of"):
+            setattr(Rows, name, keep_out(getattr(Rows, name)))
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE)
         on_forget(extension.forget_notes)
         self.ring: Callable[[], Ring] = extension.Ring
