@@ -62,7 +62,9 @@ def test_no_operator_of_the_database_raises_an_alarm(dtype: torch.dtype, level: 
     checksum = hooks.Checksum(action="record")
     failed: Counter[str] = Counter()
     for name, op in OPERATORS.items():
-        if not op.supports_dtype(dtype, "cpu") or (level == "function" and name not in MULTIPLIES):
+        # Backward passes multiply too, below those operators that do not; one dtype shows that.
+        whole = level == "dispatch" and dtype is torch.float32
+        if not op.supports_dtype(dtype, "cpu") or not (whole or name in MULTIPLIES):
             continue
         torch.manual_seed(17)
         with warnings.catch_warnings():
