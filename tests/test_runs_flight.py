@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,20 @@ def test_a_block_can_be_entered_again(tmp_path: Path) -> None:
             _ = 1 / 0
     assert recorder.calls == 2
     assert len(calls_of(tmp_path / "run")) == 2
+
+
+def test_a_full_recording_ends_later_blocks_without_an_error_of_its_own(tmp_path: Path) -> None:
+    recorder = runs.RunRecorder(tmp_path / "run", flight=64, max_bytes=1)
+    with pytest.warns(OpInterceptWarning, match="max_bytes"), pytest.raises(KeyError, match="first"):
+        with intercept(recorder):
+            X @ X
+            raise KeyError("first")
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        pytest.raises(KeyError, match="second"),
+        intercept(recorder),
+    ):
+        X @ X
+        raise KeyError("second")
+    assert not caught
+    assert recorder.calls == 0

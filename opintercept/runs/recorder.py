@@ -196,7 +196,20 @@ class RunRecorder:
         self._stop()  # if an interrupt has kept the last block from doing so
         if self._closed is not None and self._closed.failure is not None:
             return  # the recording has stopped
+        info, claim = self._claimed()
+        try:
+            writer = Writer(self._folder, info, self.max_bytes, self._closed, claim)
+            writer.start()
+        except BaseException:
+            claim.release()
+            raise
+        self._info, self._writer = info, writer
+        atexit.register(self._stop)
+
+    def _claimed(self) -> tuple[RunInfo, Claim]:
+        """Claim the folder of a new run, or that of the run that this recorder has begun."""
         folder, rank, world_size = _own(self.path)
+        self._made = not folder.exists()
         if self._info is None:
             self._check_free()
             folder.mkdir(parents=True, exist_ok=True)
@@ -215,13 +228,11 @@ class RunRecorder:
                 if self._overwrite and world_size > 1:
                     remove_leftovers(self.path, world_size)
             info = self._info or described(self.tensors, rank, world_size)
-            writer = Writer(folder, info, self.max_bytes, self._closed, claim)
-            writer.start()
         except BaseException:
             claim.release()
             raise
-        self._folder, self._info, self._writer = folder, info, writer
-        atexit.register(self._stop)
+        self._folder = folder
+        return info, claim
 
     def exit(self) -> None:
         """Write what is left; with `flight`, write the last calls if an exception ends the block."""
@@ -239,29 +250,20 @@ class RunRecorder:
 
     def _take_off(self, flight: Flight) -> None:
         """Make the file of the last calls, in the folder that a run of them would have."""
-        if self._closed is None:
-            self._check_free()
-        folder, rank, world_size = _own(self.path)
-        self._made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        claim = Claim(folder, takes_over=self._overwrite)
+        info, claim = self._claimed()
         try:
-            if self._closed is None:
-                self._check_free()
-                if _others(folder):
-                    remove_run(folder, claimed=True)
-            write_info(folder, self._info or described(self.tensors, rank, world_size), finished=False)
-            flight.open(folder)
+            write_info(self._folder, info, finished=False)
+            flight.open(self._folder)
         except BaseException:
             claim.release()
             raise
-        self._folder, self._claim = folder, claim
+        self._claim = claim
 
     def _land(self, flight: Flight, *, failed: bool) -> None:
         """Remove the file of the last calls; write them if the block has failed."""
         lines: list[Entry | bytes] = [*flight.close(self._folder)]
         if self._claim is not None:
-            if self._closed is None or self._info is None:
+            if self._info is None:
                 remove_run(self._folder, claimed=True)
             else:  # an exception has ended an earlier block, and the folder has its calls
                 (self._folder / FLIGHT).unlink(missing_ok=True)
@@ -283,9 +285,9 @@ class RunRecorder:
         self._failed = None
         if failed and lines:
             self._start()
-            assert self._writer is not None
-            for line in lines:
-                self._writer.put(line)
+            if self._writer is not None:  # an earlier block may have filled the folder
+                for line in lines:
+                    self._writer.put(line)
 
     def _stop(self) -> None:
         writer = self._writer

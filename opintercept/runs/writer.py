@@ -234,14 +234,13 @@ class Writer(threading.Thread):
         for entry in batch:
             own: dict[str, Any] = {}
             if isinstance(entry, bytes):
-                total += len(entry)
-                lines.append(entry)
-                continue
-            names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
-            line = self._line(entry, names)
-            if len(line) > MAX_LINE:  # an argument is a list of very many tensors
-                entry.given, entry.arguments = None, "{}"
+                line = entry
+            else:
+                names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
                 line = self._line(entry, names)
+                if len(line) > MAX_LINE:  # an argument is a list of very many tensors
+                    entry.given, entry.arguments = None, "{}"
+                    line = self._line(entry, names)
             total += len(line) + sum(_stored_bytes(tensor) for tensor in own.values())
             if self._max_bytes is not None and total > self._max_bytes:
                 full = total
