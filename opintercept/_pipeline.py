@@ -275,6 +275,7 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
+        exception: BaseException | None,
         index: int,
         place: Place | None,
         elapsed: float,
@@ -285,7 +286,8 @@ class Pipeline:
 
         Args:
             spec: As for `run`, as are func, phase, args and kwargs.
-            output: See `OpCall`, and for the next ones.
+            output: What the operator returned.
+            exception: What it raised instead, or None.
             index: The number of the call.
             place: Where it comes from, or None.
             elapsed: The operator's time.
@@ -294,6 +296,9 @@ class Pipeline:
         call = OpCall(self, spec, func, phase, args, kwargs, index)
         call.place = place
         try:
+            if exception is not None:
+                _report((self,), [call], exception)
+                return None
             _before(self, call)
             if spec.opaque:
                 self.count_opaque(spec.name)
@@ -303,29 +308,7 @@ class Pipeline:
             return learned
         finally:
             call.owner = None
-            del call, args, kwargs, output  # as in `run`
-
-    def failed(
-        self,
-        spec: Op,
-        func: Any,
-        phase: Phase,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        exception: BaseException,
-        index: int,
-        place: Place | None,
-        elapsed: float,
-    ) -> None:
-        """Run the error hooks of a call whose operator has raised in a kernel; otherwise as `late`."""
-        self.settle()
-        call = OpCall(self, spec, func, phase, args, kwargs, index)
-        call.place = place
-        try:
-            _report((self,), [call], exception)
-        finally:
-            call.owner = None
-            del call, args, kwargs, exception
+            del call, args, kwargs, output, exception  # as in `run`
 
     def count_opaque(self, name: str) -> None:
         """Count a call of an opaque operator."""
@@ -596,3 +579,5 @@ def _forget_parent() -> None:
             pipeline._lock = threading.RLock()
             pipeline._entered_by.clear()
             pipeline._inside.clear()
+            if pipeline.rows is not None:
+                pipeline.rows.forget_parent()

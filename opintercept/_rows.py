@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from opintercept._errors import OpInterceptError
-from opintercept._fork import in_child
 from opintercept._origin.place import Place
 from opintercept._record import Note
 
@@ -226,9 +225,10 @@ class Rows:
         """See `Pipeline.late`."""
         return self._owner().late(*call)
 
-    def failed(self, *call: Any) -> None:
-        """See `Pipeline.failed`."""
-        self._owner().failed(*call)
+    def forget_parent(self) -> None:
+        """In a forked child, drop what the parent has noted: no thread will release its locks."""
+        self._lock = threading.RLock()
+        self.ring.forget_parent()
 
     def _owner(self) -> Pipeline:
         pipeline = self._pipeline()
@@ -282,12 +282,3 @@ def settle() -> None:
         rows = reference()
         if rows is not None:
             rows.settle()
-
-
-@in_child
-def _forget_parent() -> None:
-    for reference in _all:
-        rows = reference()
-        if rows is not None:
-            rows._lock = threading.RLock()
-            rows.ring.forget_parent()

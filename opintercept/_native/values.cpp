@@ -836,8 +836,9 @@ PyObject* array_of(const auto& numbers, bool asked) {
       reinterpret_cast<const char*>(numbers.data()), static_cast<Py_ssize_t>(numbers.size() * sizeof numbers[0]));
 }
 
-PyObject* as_python(const Answer& answer, const Request& request) {
-  const Sums& sums = answer.sums;
+} // namespace
+
+PyObject* opintercept::as_found(const Sums& sums, PyObject* hash, PyObject* powers, PyObject* channels) {
   PyObject* added = tuple_of<8>(
       {PyLong_FromLongLong(sums.count),
        PyLong_FromLongLong(sums.finite),
@@ -848,15 +849,8 @@ PyObject* as_python(const Answer& answer, const Request& request) {
        PyFloat_FromDouble(sums.total),
        PyFloat_FromDouble(sums.spread)});
   return tuple_of<6>(
-      {added,
-       PyFloat_FromDouble(-sums.low),
-       PyFloat_FromDouble(sums.high),
-       request.hash ? PyLong_FromUnsignedLongLong(answer.hash) : Py_NewRef(Py_None),
-       array_of(answer.powers, request.powers),
-       array_of(answer.channels, request.channels)});
+      {added, PyFloat_FromDouble(-sums.low), PyFloat_FromDouble(sums.high), hash, powers, channels});
 }
-
-} // namespace
 
 bool opintercept::read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash) {
   Request request;
@@ -923,7 +917,14 @@ PyObject* opintercept_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
         read<decltype(format)>(layout, request, answer);
       }
     });
-    return known ? as_python(answer, request) : Py_NewRef(Py_None);
+    if (!known) {
+      Py_RETURN_NONE;
+    }
+    return opintercept::as_found(
+        answer.sums,
+        request.hash ? PyLong_FromUnsignedLongLong(answer.hash) : Py_NewRef(Py_None),
+        array_of(answer.powers, request.powers),
+        array_of(answer.channels, request.channels));
   } catch (const std::exception&) { // torch cannot tell what the tensor is, or memory is short
     PyErr_Clear();
     Py_RETURN_NONE;

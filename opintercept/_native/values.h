@@ -1,6 +1,8 @@
-// What `values.cpp` reads of a tensor for other sources. None of it takes the interpreter's lock.
+// What `values.cpp` reads of a tensor for other sources. Only `as_found` needs the interpreter's lock.
 
 #pragma once
+
+#include <Python.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -52,5 +54,8 @@ struct Target {
 // Both return false for a tensor that they cannot read.
 bool read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash);
 bool is_finite(const at::Tensor& tensor, bool& finite);
+
+// What `values.read` returns. Takes over the references; null if one of them is.
+PyObject* as_found(const Sums& sums, PyObject* hash, PyObject* powers, PyObject* channels);
 
 } // namespace opintercept

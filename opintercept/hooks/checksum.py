@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from os import PathLike
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -582,11 +581,10 @@ def _chosen(index: int, every: int) -> bool:
     return (index * 0x9E3779B97F4A7C15) % 2**64 * every < 2**64
 
 
-@lru_cache(maxsize=4096)
 def _may_write(func: Any) -> bool:
     """Whether an operator may write to an argument of its caller."""
     schema = getattr(func, "_schema", None)
-    return schema is None or any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    return schema is None or bool(schema.is_mutable)
 
 
 def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:

@@ -44,7 +44,7 @@ class Extension:
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
         scope.state.told = extension.watch
         scope.state.tell()
-        for name in ("here", "note", "behind", "late", "failed", "settle", "text_of"):
+        for name in ("here", "note", "behind", "late", "settle", "text_of"):
             setattr(Rows, name, keep_out(getattr(Rows, name)))
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE)
         on_forget(extension.forget_notes)

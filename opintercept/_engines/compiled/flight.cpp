@@ -162,25 +162,6 @@ void Flight::forget_parent() {
 
 namespace {
 
-struct PyFlight {
-  PyObject_HEAD
-  Flight* flight;
-};
-
-PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
-  PyObject* made = type->tp_alloc(type, 0);
-  if (made != nullptr) {
-    reinterpret_cast<PyFlight*>(made)->flight = new Flight;
-  }
-  return made;
-}
-
-void free_flight(PyObject* self) {
-  flight_of(self)->close();
-  delete flight_of(self);
-  Py_TYPE(self)->tp_free(self);
-}
-
 // open(buffer, place of the first slot, number of slots, bytes of a slot, how many lines were written before)
 PyObject* open(PyObject* self, PyObject* args) {
   PyObject* buffer;
@@ -219,27 +200,19 @@ PyMethodDef flight_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyTypeObject FlightType = {PyVarObject_HEAD_INIT(nullptr, 0) "opintercept._engines.compiled.Flight"};
-
 } // namespace
 
 PyObject* new_flight() {
-  return PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&FlightType));
+  return PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&Wrapped<Flight>::type));
 }
 
 Flight* flight_of(PyObject* object) {
-  return Py_TYPE(object) == &FlightType ? reinterpret_cast<PyFlight*>(object)->flight : nullptr;
+  return Wrapped<Flight>::of(object);
 }
 
 } // namespace opintercept
 
 bool opintercept_add_flight(PyObject* module) {
   using namespace opintercept;
-  FlightType.tp_basicsize = sizeof(PyFlight);
-  FlightType.tp_flags = Py_TPFLAGS_DEFAULT;
-  FlightType.tp_new = make;
-  FlightType.tp_dealloc = free_flight;
-  FlightType.tp_methods = flight_methods;
-  return PyType_Ready(&FlightType) == 0 &&
-      PyModule_AddObjectRef(module, "Flight", reinterpret_cast<PyObject*>(&FlightType)) == 0;
+  return Wrapped<Flight>::add(module, "Flight", flight_methods);
 }

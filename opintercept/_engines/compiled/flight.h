@@ -38,6 +38,9 @@ class Flight {
   void put(const std::string& line);
   void close();
   void forget_parent();
+  ~Flight() {
+    close();
+  }
 
  private:
   std::mutex mutex;

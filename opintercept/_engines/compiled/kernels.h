@@ -86,6 +86,39 @@ inline PyObject* check(PyObject* p) {
   return p;
 }
 
+// The Python type of objects that own one of type `T`, made with its default constructor and destroyed with the lock.
+template <typename T>
+struct Wrapped {
+  PyObject_HEAD
+  T* object;
+
+  static inline PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+  static T* of(PyObject* self) { // null for an object of another type
+    return Py_TYPE(self) == &type ? reinterpret_cast<Wrapped*>(self)->object : nullptr;
+  }
+
+  static bool add(PyObject* module, const char* name, PyMethodDef* methods) {
+    static const std::string full = std::string("opintercept._engines.compiled.") + name;
+    type.tp_name = full.c_str();
+    type.tp_basicsize = sizeof(Wrapped);
+    type.tp_flags = Py_TPFLAGS_DEFAULT;
+    type.tp_methods = methods;
+    type.tp_new = [](PyTypeObject* made_of, PyObject*, PyObject*) {
+      PyObject* made = made_of->tp_alloc(made_of, 0);
+      if (made != nullptr) {
+        reinterpret_cast<Wrapped*>(made)->object = new T;
+      }
+      return made;
+    };
+    type.tp_dealloc = [](PyObject* self) {
+      delete reinterpret_cast<Wrapped*>(self)->object;
+      Py_TYPE(self)->tp_free(self);
+    };
+    return PyType_Ready(&type) == 0 && PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject*>(&type)) == 0;
+  }
+};
+
 inline ScopePtr shared(PyObject* scope) {
   Py_INCREF(scope);
   return std::make_shared<c10::SafePyObject>(scope, getPyInterpreter());

@@ -24,7 +24,7 @@ using namespace opintercept;
 
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
-PyObject *text_name, *here_name, *note_name, *behind_name, *late_name, *failed_name, *settle_name;
+PyObject *text_name, *here_name, *note_name, *behind_name, *late_name, *settle_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 thread_local bool inside = false; // whether an operator of a noted call runs: nothing sees its inner steps
@@ -224,8 +224,8 @@ struct Call {
         rows_of(part.ring), note_name, entry.row, index.p, used.p, positions.p, place, nullptr)));
   }
 
-  // Tells the pipeline of a call that has run, so that its hooks see it in Python.
-  PyObject* show(Part& part, PyObject* name, PyObject* outcome) {
+  // Tells the pipeline of a call that has run, so that its hooks see it in Python. Returns what they learn of it.
+  PyObject* show(Part& part, PyObject* output, PyObject* exception) {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
     Owned args(positional_of(overload, given.data())), kwargs(keywords_of(overload, given.data()));
     Owned index(check(PyLong_FromLongLong(part.row.index))), seconds(check(PyFloat_FromDouble(elapsed)));
@@ -233,13 +233,14 @@ struct Call {
     PyObject* place = backward || part.place.number == UNKNOWN ? Py_None : part.ring->place(part.place.number);
     return check(PyObject_CallMethodObjArgs(
         rows_of(part.ring),
-        name,
+        late_name,
         entry.row,
         overload.overload,
         phase.p,
         args.p,
         kwargs.p,
-        outcome,
+        output,
+        exception,
         index.p,
         place,
         seconds.p,
@@ -313,7 +314,7 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
   }
   pybind11::gil_scoped_acquire gil;
   Owned output(outputs_to_python(stack, count));
-  Owned look(call.show(part, late_name, output.p));
+  Owned look(call.show(part, output.p, Py_None));
   if (look.p != Py_None && part.described) {
     PyObject* text = PyTuple_GET_ITEM(look.p, 3);
     part.ring->remember_look(key, look.p, text == Py_None ? "" : PyBytes_AS_STRING(text));
@@ -406,7 +407,7 @@ bool opintercept::ran_noted(
     PyErr_NormalizeException(&kind, &value, &trace);
     Owned owned_kind(kind), owned_value(value), owned_trace(trace);
     for (Part& part : call.parts) {
-      Owned(call.show(part, failed_name, or_none(value)));
+      Owned(call.show(part, Py_None, or_none(value)));
     }
     throw;
   }
@@ -475,7 +476,6 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   note_name = PyUnicode_InternFromString("note");
   behind_name = PyUnicode_InternFromString("behind");
   late_name = PyUnicode_InternFromString("late");
-  failed_name = PyUnicode_InternFromString("failed");
   settle_name = PyUnicode_InternFromString("settle");
   NotesType.tp_basicsize = sizeof(Notes);
   NotesType.tp_flags = Py_TPFLAGS_DEFAULT;

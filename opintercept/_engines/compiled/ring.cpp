@@ -28,33 +28,43 @@ size_t Ring::ByWalk::operator()(const Walked& walked) const {
 }
 
 Ring::Numbered Ring::place_of(const Walked& walked) {
-  std::lock_guard lock(mutex);
-  if (seen_forgotten != forgotten.load(std::memory_order_acquire)) {
-    return {};
-  }
-  auto found = by_walk.find(walked);
-  return found == by_walk.end() ? Numbered{} : Numbered{found->second, epoch};
+  return number_of(by_walk, walked);
 }
 
 Ring::Numbered Ring::look_of(const std::string& key) {
+  return number_of(by_look, key);
+}
+
+template <typename Map, typename Key>
+Ring::Numbered Ring::number_of(const Map& numbers, const Key& key) {
   std::lock_guard lock(mutex);
   if (seen_forgotten != forgotten.load(std::memory_order_acquire)) {
     return {};
   }
-  auto found = by_look.find(key);
-  return found == by_look.end() ? Numbered{} : Numbered{found->second, epoch};
+  auto found = numbers.find(key);
+  return found == numbers.end() ? Numbered{} : Numbered{found->second, epoch};
 }
 
-void Ring::forget() {
+Released::~Released() {
+  for (PyObject* each : objects) {
+    Py_XDECREF(each);
+  }
+}
+
+void Ring::forget(Released& old) {
   epoch++;
   by_walk.clear();
   by_place.clear();
   by_look.clear();
   place_texts.clear();
   look_texts.clear();
+  for (auto* owner : {&places, &looks, &modules}) {
+    old.objects.insert(old.objects.end(), owner->begin(), owner->end());
+    owner->clear();
+  }
 }
 
-bool Ring::has_room() {
+bool Ring::has_room(Released& old) {
   uint64_t now = forgotten.load(std::memory_order_acquire);
   if (seen_forgotten == now && places.size() < MOST && looks.size() < MOST) {
     return true;
@@ -62,54 +72,33 @@ bool Ring::has_room() {
   if (filled > 0) {
     return false; // rows refer to what would be forgotten
   }
-  forget();
+  forget(old);
   seen_forgotten = now;
   return true;
 }
 
-namespace {
-
-// Runs `change` with a mutex, and releases afterwards what is to be forgotten by then: that may run Python code.
-template <typename Change>
-auto releasing(std::mutex& mutex, std::vector<std::vector<PyObject*>*> owners, uint64_t& epoch, const Change& change) {
-  std::vector<PyObject*> old;
-  struct Release {
-    std::vector<PyObject*>& all;
-    ~Release() {
-      for (PyObject* each : all) {
-        Py_XDECREF(each);
-      }
-    }
-  } release{old};
+template <typename Map, typename Key>
+Ring::Numbered Ring::remember(
+    Map& numbers, const Key& key, std::vector<PyObject*>& objects, PyObject* object, std::vector<std::string>& texts, const std::string& text) {
+  Released old;
   std::lock_guard lock(mutex);
-  uint64_t before = epoch;
-  auto changed = change([&] {
-    if (epoch != before) {
-      for (auto* owner : owners) {
-        old.insert(old.end(), owner->begin(), owner->end());
-        owner->clear();
-      }
-      before = epoch;
-    }
-  });
-  return changed;
+  if (!has_room(old)) {
+    return {};
+  }
+  auto [found, fresh] = numbers.try_emplace(key, static_cast<uint32_t>(objects.size()));
+  if (fresh) {
+    objects.push_back(Py_NewRef(object));
+    texts.push_back(text);
+  }
+  return {found->second, epoch};
 }
 
-} // namespace
-
 Ring::Numbered Ring::remember_place(PyObject* place, const std::string& text) {
-  return releasing(mutex, {&places, &looks, &modules}, epoch, [&](const auto& release) -> Numbered {
-    if (!has_room()) {
-      return {};
-    }
-    release();
-    auto [found, fresh] = by_place.try_emplace(place, static_cast<uint32_t>(places.size()));
-    if (fresh) {
-      places.push_back(Py_NewRef(place));
-      place_texts.push_back(text);
-    }
-    return {found->second, epoch};
-  });
+  return remember(by_place, place, places, place, place_texts, text);
+}
+
+Ring::Numbered Ring::remember_look(const std::string& key, PyObject* look, const std::string& text) {
+  return remember(by_look, key, looks, look, look_texts, text);
 }
 
 namespace {
@@ -139,21 +128,6 @@ Ring::Numbered Ring::remember_place(const Walked& walked, PyObject* place, const
     }
   }
   return known;
-}
-
-Ring::Numbered Ring::remember_look(const std::string& key, PyObject* look, const std::string& text) {
-  return releasing(mutex, {&places, &looks, &modules}, epoch, [&](const auto& release) -> Numbered {
-    if (!has_room()) {
-      return {};
-    }
-    release();
-    auto [found, fresh] = by_look.try_emplace(key, static_cast<uint32_t>(looks.size()));
-    if (fresh) {
-      looks.push_back(Py_NewRef(look));
-      look_texts.push_back(text);
-    }
-    return {found->second, epoch};
-  });
 }
 
 size_t Ring::stride(const Plan& of) const {
@@ -201,26 +175,17 @@ bool Ring::write(const Plan* as_planned, uint64_t as_numbered, const Row& row, c
 }
 
 bool Ring::set_plan(std::unique_ptr<const Plan> fresh) {
-  std::vector<PyObject*> old;
-  {
-    std::lock_guard lock(mutex);
-    if (fresh != nullptr && filled > 0) {
-      return false;
-    }
-    plan.store(fresh.get(), std::memory_order_release);
-    if (fresh != nullptr) { // other hooks learn other things of a call
-      forget();
-      for (auto* owner : {&places, &looks, &modules}) {
-        old.insert(old.end(), owner->begin(), owner->end());
-        owner->clear();
-      }
-      slots.reset();
-      first = 0;
-      plans.push_back(std::move(fresh));
-    }
+  Released old;
+  std::lock_guard lock(mutex);
+  if (fresh != nullptr && filled > 0) {
+    return false;
   }
-  for (PyObject* each : old) {
-    Py_XDECREF(each);
+  plan.store(fresh.get(), std::memory_order_release);
+  if (fresh != nullptr) { // other hooks learn other things of a call
+    forget(old);
+    slots.reset();
+    first = 0;
+    plans.push_back(std::move(fresh));
   }
   return true;
 }
@@ -236,11 +201,8 @@ void Ring::forget_parent() {
 }
 
 Ring::~Ring() {
-  for (auto* owner : {&places, &looks, &modules}) {
-    for (PyObject* each : *owner) {
-      Py_XDECREF(each);
-    }
-  }
+  Released old;
+  forget(old);
   for (const auto& each : plans) {
     Py_XDECREF(each->flight_owner);
   }
@@ -250,25 +212,6 @@ Ring::~Ring() {
 namespace {
 
 PyObject *role_names[ROLES], *forward_name, *backward_name;
-
-PyObject* as_found(const Values& values, bool hashed) { // as `values.read` returns it
-  const Sums& sums = values.sums;
-  return Py_BuildValue(
-      "((LLLLLLdd)ddNOO)",
-      static_cast<long long>(sums.count),
-      static_cast<long long>(sums.finite),
-      static_cast<long long>(sums.nan),
-      static_cast<long long>(sums.count - sums.zeros),
-      static_cast<long long>(sums.underflow),
-      static_cast<long long>(sums.overflow),
-      sums.total,
-      sums.spread,
-      -sums.low,
-      sums.high,
-      hashed ? PyLong_FromUnsignedLongLong(values.hash) : Py_NewRef(Py_None),
-      Py_None,
-      Py_None);
-}
 
 } // namespace
 
@@ -304,7 +247,8 @@ PyObject* Ring::take() {
   }
   for (size_t role = 0; role < ROLES; role++) {
     if (values[role].known) {
-      Owned each(as_found(values[role], now->hashed));
+      PyObject* hash = now->hashed ? PyLong_FromUnsignedLongLong(values[role].hash) : Py_NewRef(Py_None);
+      Owned each(as_found(values[role].sums, hash, Py_NewRef(Py_None), Py_NewRef(Py_None)));
       if (each.p == nullptr || PyDict_SetItem(found.p, role_names[role], each.p) < 0) {
         return nullptr;
       }
@@ -326,24 +270,6 @@ PyObject* Ring::take() {
 }
 
 namespace {
-
-struct PyRing {
-  PyObject_HEAD
-  Ring* ring;
-};
-
-PyObject* new_ring(PyTypeObject* type, PyObject*, PyObject*) {
-  PyObject* made = type->tp_alloc(type, 0);
-  if (made != nullptr) {
-    reinterpret_cast<PyRing*>(made)->ring = new Ring;
-  }
-  return made;
-}
-
-void free_ring(PyObject* self) {
-  delete reinterpret_cast<PyRing*>(self)->ring;
-  Py_TYPE(self)->tp_free(self);
-}
 
 PyObject* next_index(PyObject* self, PyObject*) {
   return PyLong_FromLongLong(ring_of(self)->calls.fetch_add(1, std::memory_order_relaxed));
@@ -398,14 +324,15 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
     }
     plan->reads[role] = asked;
   }
-  if (flight != Py_None) {
-    plan->flight = flight_of(flight);
-    plan->flight_owner = flight;
+  PyObject* owner = flight == Py_None ? nullptr : flight;
+  if (owner != nullptr) {
+    plan->flight = flight_of(owner);
+    plan->flight_owner = owner;
   }
   if (!ring_of(self)->set_plan(std::move(plan))) {
     Py_RETURN_FALSE;
   }
-  Py_INCREF(flight); // the ring releases it; of None, none is counted
+  Py_XINCREF(owner); // the ring releases it
   Py_RETURN_TRUE;
 }
 
@@ -440,31 +367,23 @@ PyMethodDef ring_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyTypeObject RingType = {PyVarObject_HEAD_INIT(nullptr, 0) "opintercept._engines.compiled.Ring"};
-
 } // namespace
 
 Ring* ring_of(PyObject* object) {
-  return Py_TYPE(object) == &RingType ? reinterpret_cast<PyRing*>(object)->ring : nullptr;
+  return Wrapped<Ring>::of(object);
 }
 
 } // namespace opintercept
 
 bool opintercept_add_ring(PyObject* module) {
   using namespace opintercept;
-  RingType.tp_basicsize = sizeof(PyRing);
-  RingType.tp_flags = Py_TPFLAGS_DEFAULT;
-  RingType.tp_new = new_ring;
-  RingType.tp_dealloc = free_ring;
-  RingType.tp_methods = ring_methods;
   for (size_t role = 0; role < ROLES; role++) {
     role_names[role] = PyUnicode_InternFromString(ROLE_NAMES[role]);
   }
   forward_name = PyUnicode_InternFromString("forward");
   backward_name = PyUnicode_InternFromString("backward");
   died = PyCFunction_New(&module_died_method, nullptr);
-  return PyType_Ready(&RingType) == 0 && died != nullptr &&
-      PyModule_AddObjectRef(module, "Ring", reinterpret_cast<PyObject*>(&RingType)) == 0;
+  return died != nullptr && Wrapped<Ring>::add(module, "Ring", ring_methods);
 }
 
 // forget_notes(): forget what calls look like and where they come from

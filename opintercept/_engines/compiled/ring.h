@@ -35,6 +35,12 @@ struct Plan {
   }
 };
 
+// References that are given up once the mutex is free, since that may run Python code.
+struct Released {
+  std::vector<PyObject*> objects;
+  ~Released();
+};
+
 class Ring {
  public:
   std::atomic<int64_t> calls{0}, step{0};
@@ -79,8 +85,13 @@ class Ring {
   struct ByWalk {
     size_t operator()(const Walked& walked) const;
   };
-  bool has_room(); // with both locks; empties what is remembered if it has become too much
-  void forget(); // with both locks
+  template <typename Map, typename Key>
+  Numbered number_of(const Map& numbers, const Key& key);
+  template <typename Map, typename Key>
+  Numbered remember(
+      Map& numbers, const Key& key, std::vector<PyObject*>& objects, PyObject* object, std::vector<std::string>& texts, const std::string& text);
+  bool has_room(Released& old); // with both locks; empties what is remembered if it has become too much
+  void forget(Released& old); // with both locks
   size_t stride(const Plan& of) const;
 
   std::mutex mutex;
