@@ -37,6 +37,7 @@ class Work(NamedTuple):
         finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
         settings: Whether `learn` depends on torch's settings for the precision of products.
         flight: Where to write a line of each call. Then `learn` returns what a line says of calls that look alike.
+        checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
     """
 
     rows: bool = True
@@ -46,6 +47,7 @@ class Work(NamedTuple):
     finite: bool = False
     settings: bool = False
     flight: FlightRecorder | None = None
+    checker: Checks | None = None
 
 
 class InKernel(Protocol):
@@ -87,6 +89,23 @@ class FlightRecorder(Protocol):
         """What a line says of a place."""
 
 
+class Checker(Protocol):
+    """The checker in C++, see `_engines/compiled/checker.cpp`."""
+
+    def set_up(self, limit: float, exact: bool, every: int, signs_of: Any, form_of: Any, /) -> None: ...
+    def taken(self) -> tuple[Any, Any, bool] | None: ...
+    def forget(self, rhs: Any, wide: bool, /) -> None: ...
+    def counts(self) -> tuple[int, int, list[tuple[Any, int]]]: ...
+    def clear(self) -> None: ...
+
+
+class Checks(Protocol):
+    """Has products checked. `hooks.Checksum` implements it."""
+
+    def use(self, make: Callable[[], Checker]) -> Checker:
+        """Return the checker of this hook, made and set up if there is none."""
+
+
 class Ring(Protocol):
     """The ring in C++, see `_engines/compiled/ring.cpp`."""
 
@@ -97,6 +116,7 @@ class Ring(Protocol):
     def suspend(self) -> None: ...
     def plan(self, *what: Any) -> bool: ...
     def flight(self) -> Sink: ...
+    def checker(self) -> Checker: ...
     def take(self) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
     def empty(self) -> bool: ...
     def forget_parent(self) -> None: ...
@@ -136,11 +156,13 @@ class Rows:
             return False
         every = zip(handles, hooks, works, strict=True)
         self._hooks = tuple((handle, hook) for handle, hook, work in every if work is not None and work.rows)
-        sink = None
+        sink = checker = None
         for hook, work in zip(hooks, works, strict=True):
             if work is not None and work.flight is not None:
                 self._flight = hook, work.flight
                 sink = work.flight.serve(self.ring.flight())
+            if work is not None and work.checker is not None:
+                checker = work.checker.use(self.ring.checker)
         while not self.ring.plan(
             together.rows,
             together.finite,
@@ -151,6 +173,7 @@ class Rows:
             together.hashed,
             together.target,
             sink,
+            checker,
         ):
             self.settle()  # another thread has added one
         return True
@@ -247,7 +270,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
     for work in works:
         if work is None or (None not in (found.target, work.target) and found.target != work.target):
             return None
-        if found.flight is not None and work.flight is not None:
+        if None not in (found.flight, work.flight) or None not in (found.checker, work.checker):
             return None
         found = Work(
             found.rows or work.rows,
@@ -257,6 +280,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
             found.finite or work.finite,
             found.settings or work.settings,
             found.flight or work.flight,
+            found.checker or work.checker,
         )
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from native import library
+from native import read_values
 from recorded import no_writer
 
 from opintercept._engines import choose, compiled, scope
@@ -81,8 +81,7 @@ def chosen_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setitem(choose.ENGINES, "kernel", compiled.ENGINE)
             patch.delenv(SWITCH, raising=False)  # for programs that tests start
         patch.setattr(compiled, "is_there", lambda: False)
-        patch.setattr(values, "read", library().read if natively else values.unread)
-        patch.setattr(values, "extent", library().extent if natively else values.unread)
+        read_values(natively, patch)
         patch.setattr(values, "adopt", lambda library: None)  # what the engine does when a test first builds it
         yield
 

@@ -38,8 +38,8 @@ _MODULE = "opintercept_compiled"
 # Torch's headers need C++20 since 2.12. Those of 2.11 compile under it, too.
 COMPILE = ["-O2", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
 # What a source needs beside `COMPILE`, by its name.
-EXTRA = {"values.cpp": ["-O3"]}
-# The vector instructions that `values.cpp` may use, by torch's name for the best that the processor has.
+EXTRA = {"checksums.cpp": ["-O3"], "values.cpp": ["-O3"]}
+# The vector instructions that these may use, by torch's name for the best that the processor has.
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 VECTORS = {"AVX2": _AVX2, "AVX512": [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
 _X86 = ("x86_64", "AMD64", "i686")

@@ -12,7 +12,9 @@
 #include <ATen/core/jit_type.h>
 #include <pybind11/pybind11.h>
 
+#include "threads.h"
 #include "values.h"
+#include "vectors.h"
 
 #include <algorithm>
 #include <array>
@@ -26,104 +28,47 @@
 #include <mutex>
 #include <vector>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 namespace torch::jit { // torch/csrc/jit/python/pybind_utils.h, see `kernels.cpp`
 c10::IValue toIValue(pybind11::handle obj, const c10::TypePtr& type, std::optional<int32_t> N);
 } // namespace torch::jit
 
-// How compiled OpenMP code starts its threads. Torch brings the library along; a second one would have threads of its
-// own, and `-fopenmp` is not known to every compiler.
-extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+bool opintercept::in_memory(const at::Tensor& tensor, const void*& data) {
+  static const c10::DispatchKeySet plain(
+      {c10::DispatchKey::CPU,
+       c10::DispatchKey::AutogradCPU,
+       c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::AutocastCPU});
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl == nullptr || !plain.isSupersetOf(impl->key_set()) || impl->layout() != c10::kStrided ||
+      impl->has_symbolic_sizes_strides() || !impl->has_storage()) {
+    return false;
+  }
+  data = nullptr;
+  int64_t last = impl->storage_offset();
+  for (size_t d = 0; d < impl->sizes().size(); d++) {
+    if (impl->sizes()[d] == 0) {
+      return true;
+    }
+    last += (impl->sizes()[d] - 1) * impl->strides()[d];
+  }
+  // A program may have freed the memory, or a part of it.
+  const c10::Storage& storage = impl->unsafe_storage();
+  auto item = static_cast<int64_t>(impl->itemsize());
+  if (storage.data() == nullptr || (last + 1) * item > static_cast<int64_t>(storage.nbytes())) {
+    return false;
+  }
+  data = static_cast<const char*>(storage.data()) + impl->storage_offset() * item;
+  return true;
+}
 
 namespace {
 
-using opintercept::Sums;
-using opintercept::Target;
+using namespace opintercept;
 
-#if defined(__AVX512F__)
-constexpr int WIDTH = 64; // bytes of a vector register
-#elif defined(__AVX2__)
-constexpr int WIDTH = 32;
-#else
-constexpr int WIDTH = 16;
-#endif
 constexpr int DOUBLES = WIDTH / 8;
 constexpr int64_t BLOCK = 1 << 12; // values that are read together
 constexpr int64_t CHUNK = 1 << 16; // values that one thread reads at a time
-constexpr int64_t PARALLEL = 1 << 18; // from here on, several threads are faster than one
-constexpr int64_t WITH_LOCK = 1 << 14; // up to here, letting go of the interpreter's lock takes longer than it is worth
 constexpr size_t DEEPEST = 16; // dimensions
-
-template <typename T, int N>
-struct VecOf {
-  typedef T type __attribute__((vector_size(N * sizeof(T))));
-};
-template <typename T, int N>
-using Vec = typename VecOf<T, N>::type;
-
-template <typename To, typename From>
-inline To same_bits(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-template <typename V, typename T>
-inline V load(const T* from) {
-  V loaded;
-  std::memcpy(&loaded, from, sizeof loaded);
-  return loaded;
-}
-
-// GCC 12 converts vectors to wider ones in two halves, at twice the time, hence the intrinsics.
-
-template <int N>
-inline Vec<double, N> doubles(Vec<float, N> from) {
-#ifdef __AVX512F__
-  if constexpr (N == 8) {
-    return same_bits<Vec<double, N>>(_mm512_cvtps_pd(same_bits<__m256>(from)));
-  }
-#endif
-#ifdef __AVX2__
-  if constexpr (N == 4) {
-    return same_bits<Vec<double, N>>(_mm256_cvtps_pd(same_bits<__m128>(from)));
-  }
-#endif
-  return __builtin_convertvector(from, Vec<double, N>);
-}
-
-template <int N>
-inline Vec<uint32_t, N> zero_extended(const int16_t* from) {
-#ifdef __AVX2__
-  if constexpr (N == 8) {
-    return same_bits<Vec<uint32_t, N>>(_mm256_cvtepu16_epi32(load<__m128i>(from)));
-  } else if constexpr (N == 4) {
-    return same_bits<Vec<uint32_t, N>>(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-  }
-#endif
-  return __builtin_convertvector(load<Vec<uint16_t, N>>(from), Vec<uint32_t, N>);
-}
-
-template <int N>
-inline Vec<float, N> from_half(const int16_t* from) {
-#ifdef __AVX2__ // and F16C, since `build.VECTORS` asks for both
-  if constexpr (N == 8) {
-    return same_bits<Vec<float, N>>(_mm256_cvtph_ps(load<__m128i>(from)));
-  } else if constexpr (N == 4) {
-    return same_bits<Vec<float, N>>(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-  }
-#endif
-  auto bits = zero_extended<N>(from), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
-  auto normal = (rest << 13) + (112 << 23); // another bias
-  normal = rest >= 0x7c00 ? normal + (112 << 23) : normal;
-  auto subnormal = __builtin_convertvector(rest, Vec<float, N>) * 0x1p-24f;
-  auto magnitude = rest < 0x400 ? same_bits<Vec<uint32_t, N>>(subnormal) : normal;
-  return same_bits<Vec<float, N>>(magnitude | sign);
-}
 
 // The dtypes: how many bits their exponent and mantissa have, and N values as doubles.
 
@@ -520,35 +465,19 @@ struct Layout {
 
   // False for a tensor that cannot be read here.
   bool describe(const at::Tensor& tensor, bool in_order) {
-    static const c10::DispatchKeySet plain(
-        {c10::DispatchKey::CPU,
-         c10::DispatchKey::AutogradCPU,
-         c10::DispatchKey::ADInplaceOrView,
-         c10::DispatchKey::AutocastCPU});
-    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-    if (impl == nullptr || !plain.isSupersetOf(impl->key_set()) || impl->layout() != c10::kStrided ||
-        impl->has_symbolic_sizes_strides() || !impl->has_storage() || impl->sizes().size() > DEEPEST) {
+    if (!in_memory(tensor, data) || tensor.sizes().size() > DEEPEST) {
       return false;
     }
     dtype = tensor.scalar_type();
-    int64_t last = impl->storage_offset();
-    dims = impl->sizes().size();
+    dims = tensor.sizes().size();
     for (size_t d = 0; d < dims; d++) {
-      sizes[d] = impl->sizes()[d];
-      strides[d] = impl->strides()[d];
+      sizes[d] = tensor.sizes()[d];
+      strides[d] = tensor.strides()[d];
       count *= sizes[d];
-      last += (sizes[d] - 1) * strides[d];
     }
     if (count == 0) {
       return true;
     }
-    // A program may have freed the memory, or a part of it.
-    const c10::Storage& storage = impl->unsafe_storage();
-    auto item = static_cast<int64_t>(impl->itemsize());
-    if (storage.data() == nullptr || (last + 1) * item > static_cast<int64_t>(storage.nbytes())) {
-      return false;
-    }
-    data = static_cast<const char*>(storage.data()) + impl->storage_offset() * item;
     matrix.width = dims == 0 ? 1 : sizes[dims - 1];
     matrix.height = count / matrix.width;
     if (!in_order) {
@@ -659,55 +588,9 @@ inline void each_block(const Layout& layout, int64_t chunk, const Use& use) {
   }
 }
 
-// Call `work(chunk, worker)` for all chunks, in as many threads as torch may use.
-template <typename Work>
-struct Job {
-  const Work& work;
-  int64_t chunks;
-  std::atomic<int64_t> next{0};
-  std::atomic<int> workers{0};
-
-  static void run(void* job) {
-    auto& self = *static_cast<Job*>(job);
-    int worker = self.workers++;
-    for (int64_t chunk; (chunk = self.next++) < self.chunks;) {
-      self.work(chunk, worker);
-    }
-  }
-};
-
-int workers_for(const Layout& layout) {
-  if (layout.count < PARALLEL || GOMP_parallel == nullptr || at::in_parallel_region()) {
-    return 1;
-  }
-  return at::get_num_threads();
+int64_t chunks_of(const Layout& layout) {
+  return (layout.count + CHUNK - 1) / CHUNK;
 }
-
-template <typename Work>
-void run(const Layout& layout, int workers, const Work& work) {
-  Job<Work> job{work, (layout.count + CHUNK - 1) / CHUNK};
-  if (workers > 1) {
-    GOMP_parallel(&Job<Work>::run, &job, static_cast<unsigned>(workers), 0);
-  } else {
-    Job<Work>::run(&job);
-  }
-}
-
-// Other threads may run Python while a large tensor is read.
-class Unlocked {
- public:
-  explicit Unlocked(const Layout& layout) : state(layout.count > WITH_LOCK ? PyEval_SaveThread() : nullptr) {}
-  ~Unlocked() {
-    if (state != nullptr) {
-      PyEval_RestoreThread(state);
-    }
-  }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  PyThreadState* state;
-};
 
 struct Answer {
   Sums sums;
@@ -726,14 +609,14 @@ void read(const Layout& layout, const Request& request, Answer& answer) {
     answer.sums.repeat(layout.repeats);
     return;
   }
-  int workers = workers_for(layout);
+  int workers = workers_for(layout.count);
   const int64_t width = layout.matrix.swapped ? layout.matrix.height : layout.matrix.width;
   std::vector<Sums> sums(chunks); // of each chunk, so that they are always added up in the same order
   std::vector<Found<F>> found(static_cast<size_t>(workers));
   for (auto& each : found) {
     each.channels.resize(request.channels ? static_cast<size_t>(width) : 0);
   }
-  run(layout, workers, [&](int64_t chunk, int worker) {
+  run(chunks_of(layout), workers, [&](int64_t chunk, int worker) {
     each_block<typename F::Bits>(layout, chunk, [&](const auto* from, int64_t at, int64_t count) {
       sums[chunk].add(sums_of<F>(from, count, request.target));
       found[worker].add(from, at, count, layout.matrix, request);
@@ -764,9 +647,9 @@ struct Ends {
 
 template <typename F>
 Ends ends_of(const Layout& layout) {
-  int workers = workers_for(layout);
+  int workers = workers_for(layout.count);
   std::vector<Range<F>> ranges(static_cast<size_t>(workers));
-  run(layout, workers, [&](int64_t chunk, int worker) {
+  run(chunks_of(layout), workers, [&](int64_t chunk, int worker) {
     each_block<typename F::Bits>(layout, chunk, [&](const auto* from, int64_t, int64_t count) {
       Range<F> range = range_of<F, false, false>(from, count);
       ranges[worker].low = std::min(ranges[worker].low, range.low);
@@ -802,12 +685,7 @@ PyObject *tensor_type, *parameter_type;
 
 // False if the object is not a tensor that can be read here.
 bool describe(PyObject* value, bool in_order, at::Tensor& tensor, Layout& layout) {
-  auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
-  if (type != tensor_type && type != parameter_type) {
-    return false; // a subclass may stand for other tensors
-  }
-  tensor = torch::jit::toIValue(value, c10::TensorType::get(), std::nullopt).toTensor();
-  return layout.describe(tensor, in_order);
+  return as_tensor(value, tensor) && layout.describe(tensor, in_order);
 }
 
 // A tuple of new references; null if one of them is.
@@ -837,6 +715,15 @@ PyObject* array_of(const auto& numbers, bool asked) {
 }
 
 } // namespace
+
+bool opintercept::as_tensor(PyObject* value, at::Tensor& tensor) {
+  auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+  if (type != tensor_type && type != parameter_type) {
+    return false; // a subclass may stand for other tensors
+  }
+  tensor = torch::jit::toIValue(value, c10::TensorType::get(), std::nullopt).toTensor();
+  return true;
+}
 
 PyObject* opintercept::as_found(const Sums& sums, PyObject* hash, PyObject* powers, PyObject* channels) {
   PyObject* added = tuple_of<8>(
@@ -913,7 +800,7 @@ PyObject* opintercept_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Answer answer;
     bool known = with_format(layout, [&](auto format) {
       if (layout.count > 0) {
-        Unlocked unlocked(layout);
+        Unlocked unlocked(layout.count);
         read<decltype(format)>(layout, request, answer);
       }
     });
@@ -941,7 +828,7 @@ PyObject* opintercept_extent(PyObject*, PyObject* value) {
       Py_RETURN_NONE;
     }
     bool known = with_format(layout, [&](auto format) {
-      Unlocked unlocked(layout);
+      Unlocked unlocked(layout.count);
       ends = ends_of<decltype(format)>(layout);
     });
     return known ? tuple_of<2>({PyFloat_FromDouble(ends.low), PyFloat_FromDouble(ends.high)}) : Py_NewRef(Py_None);

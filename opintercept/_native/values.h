@@ -1,4 +1,4 @@
-// What `values.cpp` reads of a tensor for other sources. Only `as_found` needs the interpreter's lock.
+// What `values.cpp` reads of a tensor for other sources. Only `as_tensor` and `as_found` need the interpreter's lock.
 
 #pragma once
 
@@ -50,6 +50,12 @@ struct Sums {
 struct Target {
   double tiny, huge;
 };
+
+// Whether a tensor is a plain array in the memory of this process, which is `data`, or null for an empty one.
+bool in_memory(const at::Tensor& tensor, const void*& data);
+
+// The tensor of a Python object. False if it is not one, or of a subclass.
+bool as_tensor(PyObject* value, at::Tensor& tensor);
 
 // Both return false for a tensor that they cannot read.
 bool read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash);

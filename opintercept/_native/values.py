@@ -54,23 +54,63 @@ class Extent(Protocol):
         """Return the smallest and the largest value, both NaN if there is one; None if the tensor cannot be read."""
 
 
+class Project(Protocol):
+    """How `project` is called."""
+
+    def __call__(self, x: Any, by: torch.Tensor, out: torch.Tensor, norms: torch.Tensor | None, /) -> bool:
+        """Multiply a matrix by a few vectors.
+
+        Args:
+            x: `[m, k]` or `[b, m, k]`, as for `read`.
+            by: `[k, g]` or `[b, k, g]`, of float32 or float64.
+            out: Where to put the product, `[m, g]` or `[b, m, g]` and contiguous, of the dtype of `by`.
+            norms: Where to put the norms of the rows, `[m, 1]` or `[b, m, 1]`, likewise.
+
+        Returns:
+            Whether that was done; it is not if the tensors cannot be read here.
+        """
+
+
+class SignSums(Protocol):
+    """How `sign_sums` is called."""
+
+    def __call__(self, x: Any, signs: torch.Tensor, out: torch.Tensor, /) -> bool:
+        """Multiply a matrix by signs, and add up the products of neighbouring columns.
+
+        Args:
+            x: `[m, n]` or `[b, m, n]`, as for `read`.
+            signs: `[n]`, of float32 or float64.
+            out: Where to put the sums of g groups of columns, `[m, g]` or `[b, m, g]` and contiguous, of that dtype.
+
+        Returns:
+            As for `Project`.
+        """
+
+
 def adopt(module: Any) -> None:
     """Read values with this library from now on."""
-    global read, extent
+    global read, extent, project, sign_sums
     module.set_up_values(torch.Tensor, torch.nn.Parameter)
     read, extent = module.read, module.extent
+    project, sign_sums = module.project, module.sign_sums
 
 
 def unread(*_: Any) -> None:
     """Read nothing, as where there is no library."""
 
 
+def unsummed(*_: Any) -> bool:
+    """Compute nothing, as where there is no library."""
+    return False
+
+
 def _find() -> None:
     """Adopt the library, or none, for the rest of the process."""
-    global read, extent
+    global read, extent, project, sign_sums
     module = library.find().module
     if module is None:
         read = extent = unread
+        project = sign_sums = unsummed
     else:
         adopt(module)
 
@@ -85,5 +125,17 @@ def _first_extent(tensor: Any, /) -> tuple[float, float] | None:
     return extent(tensor)
 
 
+def _first_project(*args: Any) -> bool:
+    _find()
+    return project(*args)
+
+
+def _first_sign_sums(*args: Any) -> bool:
+    _find()
+    return sign_sums(*args)
+
+
 read: Read = _first_read
 extent: Extent = _first_extent
+project: Project = _first_project
+sign_sums: SignSums = _first_sign_sums

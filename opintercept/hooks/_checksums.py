@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opintercept._native import values as native
 from opintercept._tensors import is_strided
 from opintercept.hooks._products import Product
 from opintercept.hooks._sum_memory import Memory as Memory
@@ -26,6 +27,7 @@ GROUP = 16
 MOST_GROUPS = 48
 
 _LOW = (torch.float16, torch.bfloat16)
+_IN_CPP = (torch.float32, torch.float64)
 
 
 class Units(NamedTuple):
@@ -107,6 +109,19 @@ def _signs(n: int) -> torch.Tensor:
 
 
 @cache
+def signs_in(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """The random signs of n columns, `[n]`, on the CPU."""
+    found = _signs(n).to(dtype)
+    found.data_ptr()
+    return found
+
+
+def signs_for(n: int, wide: bool) -> torch.Tensor:
+    """`signs_in` for kernels."""
+    return signs_in(n, torch.float64 if wide else torch.float32)
+
+
+@cache
 def signs(n: int, groups: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Random signs, `[n, groups]`; each column of a product belongs to one group, and is 0 in the others.
 
@@ -130,10 +145,14 @@ def project(
         x: `[m, k]` or `[b, m, k]`, of any dtype and layout.
         w: `[k, g]`, or `[b, k, g]`.
         less: What to subtract from the product.
-        norms: Whether to compute the norms, `[m, 1]` or `[b, m, 1]`, of the first quarter of the columns, which tell
-            the rows apart; None for sparse tensors.
+        norms: Whether to compute the norms, `[m, 1]` or `[b, m, 1]`; None for sparse tensors.
     """
     wide = w.dtype
+    if x.is_cpu and wide in _IN_CPP:
+        found = torch.empty(*x.shape[:-1], w.shape[-1], dtype=wide, device=x.device)
+        length = torch.empty(*x.shape[:-1], 1, dtype=wide, device=x.device) if norms else None
+        if native.project(x, w, found, length):
+            return (found if less is None else found - less), length
     if less is not None and not (x.dim() == 2 and x.numel() <= PIECE and is_strided(x)):
         product, lengths = project(x, w, norms)
         return product - less, lengths
@@ -146,15 +165,15 @@ def project(
             product = torch.addmm(less, values, w, beta=-1)
         else:
             product = torch.mm(values, w) if values.dim() == 2 else torch.matmul(values, w)
-        return product, _lengths(values) if norms else None
+        return product, _norm(values, -1) if norms else None
     if x.dim() == 3:
         step = max(1, PIECE // (x.shape[1] * x.shape[2]))
         parts = [slice(first, first + step) for first in range(0, x.shape[0], step)]
         if step == 1:
-            found = [project(x[p.start], w[p.start] if w.dim() == 3 else w, norms) for p in parts]
-            return torch.stack([one for one, _ in found]), _joined([norm for _, norm in found], torch.stack)
-        found = [project(x[p], w[p] if w.dim() == 3 else w, norms) for p in parts]
-        return torch.cat([one for one, _ in found]), _joined([norm for _, norm in found], torch.cat)
+            pieces = [project(x[p.start], w[p.start] if w.dim() == 3 else w, norms) for p in parts]
+            return torch.stack([one for one, _ in pieces]), _joined([norm for _, norm in pieces], torch.stack)
+        pieces = [project(x[p], w[p] if w.dim() == 3 else w, norms) for p in parts]
+        return torch.cat([one for one, _ in pieces]), _joined([norm for _, norm in pieces], torch.cat)
     if x.stride(0) == 1 and x.stride(1) > 1 and not same:
         return _project_columns(x, w, norms)
     rows, columns = x.shape
@@ -168,14 +187,18 @@ def project(
             values = room[: values.shape[0]].copy_(values)
         torch.mm(values, w, out=product[first : first + step])
         if lengths is not None:
-            lengths[first : first + step] = _lengths(values)
+            lengths[first : first + step] = _norm(values, -1)
     return product, lengths
 
 
-def _lengths(values: torch.Tensor) -> torch.Tensor:
-    width = values.shape[-1]
-    part = values if width <= 256 else values[..., : width // 4]
-    return _norm(part, -1)
+def sign_sums(x: torch.Tensor, matrix: torch.Tensor, less: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `x @ matrix` for a matrix of `signs`, less what `less` holds."""
+    n, groups = matrix.shape
+    if x.is_cpu and matrix.dtype in _IN_CPP:
+        found = torch.empty(*x.shape[:-1], groups, dtype=matrix.dtype, device=x.device)
+        if native.sign_sums(x, signs_in(n, matrix.dtype), found):
+            return found if less is None else found - less
+    return project(x, matrix, less=less)[0]
 
 
 def _project_columns(x: torch.Tensor, w: torch.Tensor, norms: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -196,6 +219,9 @@ def _project_columns(x: torch.Tensor, w: torch.Tensor, norms: bool) -> tuple[tor
 
 def _joined(parts: list[torch.Tensor | None], join: Any) -> torch.Tensor | None:
     return None if parts[0] is None else join(parts)
+
+
+Taken = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class Expected(NamedTuple):
@@ -239,23 +265,40 @@ def wide_dtype(product: Product, exact: bool) -> torch.dtype:
     return torch.promote_types(wide, torch.float64) if exact else wide
 
 
-def expect(product: Product, wide: torch.dtype, groups: int, memory: Memory | None) -> Expected:
-    """Compute what the checksums of the output should be."""
+def expect(
+    product: Product, wide: torch.dtype, groups: int, memory: Memory | None, taken: Taken | None = None
+) -> Expected:
+    """Compute what the checksums of the output should be.
+
+    Args:
+        product: The product.
+        wide: See `wide_dtype`.
+        groups: See `groups_of`.
+        memory: Where to look for the checksums of a weight, and keep them.
+        taken: B E, A (B E) and whether the first is remembered, if a kernel has computed them before.
+    """
     lhs, rhs, device = product.lhs, product.rhs, product.lhs.device
     matrix = signs(rhs.shape[-1], groups, wide, device)
     integer = not (wide.is_floating_point or wide.is_complex)
     kept = None if memory is None or product.columns is not None else memory.look_up(rhs, matrix)
-    if kept is None:
-        weights = matrix if product.columns is None else matrix * product.columns.to(wide).reshape(-1, 1)
-        inner, _ = project(rhs, weights)
+    if taken is not None:
+        inner = taken[0]
+    elif kept is None:
+        if product.columns is None:
+            inner = sign_sums(rhs, matrix)
+        else:
+            inner, _ = project(rhs, matrix * product.columns.to(wide).reshape(-1, 1))
     else:
         inner, scale = kept
     middle, norms = project(lhs, inner, norms=not integer)
+    remembered = kept is not None
+    if taken is not None:
+        middle, remembered = taken[1], taken[2]
     if integer:
         sums = middle * product.alpha
         if product.bias is not None:
             sums = sums + product.beta * _bias_sums(product.bias, matrix)
-        return Expected(product, matrix, inner, middle, sums, sums, kept is not None)
+        return Expected(product, matrix, inner, middle, sums, sums, remembered)
     sums = middle
     if product.rows is not None:
         sums = sums * product.rows
@@ -279,7 +322,7 @@ def expect(product: Product, wide: torch.dtype, groups: int, memory: Memory | No
         smooth = norms * scale
     if bias is not None:
         smooth = torch.add(smooth, bias[1], alpha=abs(product.beta))
-    return Expected(product, matrix, inner, middle, sums, torch.hypot(size, smooth), kept is not None)
+    return Expected(product, matrix, inner, middle, sums, torch.hypot(size, smooth), remembered)
 
 
 def _norm(values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -311,7 +354,7 @@ def _bias_sums(bias: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         return bias.to(matrix.dtype) @ matrix
     if not bias.dim() or bias.shape[-1] != matrix.shape[0]:
         bias = bias.expand(*bias.shape[:-1], matrix.shape[0])
-    return project(bias if bias.dim() > 1 else bias.unsqueeze(0), matrix)[0]
+    return sign_sums(bias if bias.dim() > 1 else bias.unsqueeze(0), matrix)
 
 
 class Screen(NamedTuple):
@@ -359,7 +402,7 @@ def screen(expected: Expected, output: torch.Tensor, units: Units) -> Screen:
     decide which rows `examine` looks at, so the model need not hold.
     """
     wide = expected.signs.dtype
-    residual, _ = project(output, expected.signs, less=expected.sums)
+    residual = sign_sums(output, expected.signs, less=expected.sums)
     if not (wide.is_floating_point or wide.is_complex):
         residual = residual.to(output.dtype)
     if not _rounds(expected.product.lhs.dtype):

@@ -112,6 +112,30 @@ def _rule(func: Any) -> Callable[[OpCall], list[Product]] | str:
     return _found(func, ROWS.version)
 
 
+def reason_of(func: Any) -> str:
+    """Why no call of an operator can be checked; empty if some may be."""
+    rule = _rule(func)
+    return rule if isinstance(rule, str) else ""
+
+
+_POSITIONS = {
+    "aten::mm": (0, 1, -1, -1, -1),
+    "aten::bmm": (0, 1, -1, -1, -1),
+    "aten::addmm": (1, 2, 0, 3, 4),
+    "aten::baddbmm": (1, 2, 0, 3, 4),
+}
+
+
+def positions_of(func: torch._ops.OpOverload) -> tuple[int, ...] | None:
+    """The places of lhs, rhs, bias, beta and alpha among the arguments, -1 for none, if kernels can check the calls.
+
+    All are -1 if no call can be checked.
+    """
+    if reason_of(func):
+        return (-1,) * 5
+    return _POSITIONS.get(func._schema.name) if func._overloadname == "default" else None
+
+
 def _sides(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     lhs, rhs = call.lhs, call.rhs
     if lhs is None or rhs is None or not lhs.dim() or not rhs.dim():

@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -17,7 +17,9 @@ from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._hook import Read
+from opintercept._ops.table import row_of
 from opintercept._record import Note
+from opintercept._rows import Checker, Work
 from opintercept._tensors import dtype_name, share_memory
 from opintercept._text import aligned
 from opintercept.hooks import _checksums as sums
@@ -25,8 +27,9 @@ from opintercept.hooks._attention import without_autocast
 from opintercept.hooks._copies import safetensors_for
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._products import NoProduct, Product, products_of
+from opintercept.hooks._products import NoProduct, Product, positions_of, products_of, reason_of
 from opintercept.hooks._repro import save_repro
+from opintercept.hooks._suspects import SCREEN, Kept, look, may_write
 from opintercept.hooks._twins import Twins
 from opintercept.hooks._values import in_memory, leaves_out_captured, without_graph
 from opintercept.hooks._wrong_products import EstimatedError as EstimatedError
@@ -34,21 +37,10 @@ from opintercept.hooks._wrong_products import WrongProduct as WrongProduct
 
 Action = Literal["raise", "warn", "record"]
 
-SCREEN = 0.75
-"""The share of `sigma` above which a row is looked at. What is looked at in vain costs time, and no alarm."""
-LOOKED_AT = 16
-"""The most rows of a product that are computed exactly."""
 MOST_FINDINGS = 1000
 """The most findings that are kept; the others are counted."""
 WAITING = 1024
 """After how many calls the results on a device are read, if no step has ended before."""
-
-
-class _Checked(NamedTuple):
-    """What `pre` keeps of a call for `post`."""
-
-    expected: list[sums.Expected]
-    copies: dict[str, torch.Tensor]  # of operands that the call overwrites, by their name in `OpCall.tensors`
 
 
 class _Waiting(NamedTuple):
@@ -110,10 +102,6 @@ class Checksum(Copyable):
             call, by 64-bit hashes. If their operands are equal and their outputs differ, one of the two is wrong, or
             the operator is not deterministic.
 
-    Attributes:
-        checked: How many products were checked.
-        rows: How many rows they had.
-
     Raises:
         ValueError: The action is unknown, `sigma` is not positive, or `every` is below 1.
         ImportError: `save` without safetensors or numpy.
@@ -134,6 +122,7 @@ class Checksum(Copyable):
     reads: Sequence[Read] = ("record",)
     fresh: ClassVar = {
         "_lock": threading.RLock,
+        "_checker": lambda: None,
         "_kept": PerCall,
         "_memory": sums.Memory,
         "_waiting": list,
@@ -157,9 +146,9 @@ class Checksum(Copyable):
         self._every = check_count("every", every)
         if save is not None:
             safetensors_for("save=")
-        self.sigma = float(sigma)
-        self.checked = 0
-        self.rows = 0
+        self._sigma = float(sigma)
+        self._checked = self._rows = 0
+        self._checker: Checker | None = None
         self._action = action
         self._exact = exact or estimate
         self._estimate = estimate
@@ -170,7 +159,7 @@ class Checksum(Copyable):
         self._skipped: Counter[str] = Counter()
         self._errors: dict[tuple[str | None, str, str, str], tuple[int, torch.Tensor]] = {}
         self._step = 0
-        self._kept: PerCall[_Checked] = PerCall()
+        self._kept: PerCall[Kept] = PerCall()
         self._memory = sums.Memory()
         self._waiting: list[_Waiting] = []
         self._repeated: list[tuple[Note, torch.Tensor]] = []
@@ -186,9 +175,41 @@ class Checksum(Copyable):
             return list(self._findings)
 
     @property
+    def checked(self) -> int:
+        """How many products were checked."""
+        return self._checked + self._counts()[0]
+
+    @property
+    def rows(self) -> int:
+        """How many rows they had."""
+        return self._rows + self._counts()[1]
+
+    @property
     def skipped(self) -> dict[str, int]:
         """How many calls were not checked, by operator and reason."""
-        return dict(self._skipped)
+        found = self._skipped.copy()
+        for func, count in self._counts()[2]:
+            found[f"{row_of(func).name}: {reason_of(func)}"] += count
+        return dict(found)
+
+    def _counts(self) -> tuple[int, int, list[tuple[Any, int]]]:
+        checker = self._checker
+        return (0, 0, []) if checker is None else checker.counts()
+
+    def work(self) -> Work | None:
+        """Kernels check the products, unless more than a verdict is asked for."""
+        if self._estimate or self._twins is not None:
+            return None
+        return Work(rows=False, checker=self)
+
+    def use(self, make: Callable[[], Checker]) -> Checker:
+        """See `_rows.Checks`."""
+        with self._lock:
+            if self._checker is None:
+                checker = make()
+                checker.set_up(SCREEN * self._sigma, self._exact, self._every, sums.signs_for, positions_of)
+                self._checker = checker
+            return self._checker
 
     def pre(self, call: OpCall) -> None:
         """Take the checksums of the operands."""
@@ -224,15 +245,22 @@ class Checksum(Copyable):
             raise NoProduct("the device has no product of integers")
         return False
 
-    def _expect(self, call: OpCall, products: list[Product]) -> _Checked:
+    def _forget(self, rhs: torch.Tensor, signs: torch.Tensor) -> None:
+        """Forget what is remembered of an operand."""
+        self._memory.forget(rhs, signs)
+        if self._checker is not None:
+            self._checker.forget(rhs, signs.dtype is torch.float64)
+
+    def _expect(self, call: OpCall, products: list[Product]) -> Kept:
         copies: dict[str, torch.Tensor] = {}
-        if _may_write(call.func) and (written := call.written):
+        if may_write(call.func) and (written := call.written):
             copies = {
                 name: tensor.detach().clone()
                 for name, tensor in call.tensors.items()
                 if any(tensor is other or share_memory(tensor, other) for other in written)
             }
             products = products_of(call, copies)
+        taken = None if self._checker is None else self._checker.taken()
         expected = []
         for product in products:
             if min(*product.lhs.shape, *product.rhs.shape) == 0:
@@ -241,8 +269,8 @@ class Checksum(Copyable):
             if wide is torch.float64 and product.lhs.dtype.itemsize == 1 and product.lhs.shape[-1] >= 1 << 17:
                 raise NoProduct("its sums may not fit into 32 bits")
             groups = sums.groups_of(product, self._estimate)
-            expected.append(sums.expect(product, wide, groups, self._memory))
-        return _Checked(expected, copies)
+            expected.append(sums.expect(product, wide, groups, self._memory, taken))
+        return Kept(expected, copies)
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Forget a call that raised."""
@@ -281,7 +309,7 @@ class Checksum(Copyable):
             with self._lock:
                 self._repeated.append((call.note(), verdict))
 
-    def _compare(self, call: OpCall, kept: _Checked) -> list[WrongProduct]:
+    def _compare(self, call: OpCall, kept: Kept) -> list[WrongProduct]:
         found = []
         for place, expected in enumerate(kept.expected):
             product = expected.product
@@ -293,146 +321,17 @@ class Checksum(Copyable):
                 raise NoProduct("its output has another shape than the product")
             units = sums.units_of(product, output.dtype)
             seen = sums.screen(expected, output, units)
-            self.checked += 1
-            self.rows += output.numel() // output.shape[-1]
+            self._checked += 1
+            self._rows += output.numel() // output.shape[-1]
             if self._estimate:
                 self._add_error(call, output, seen.residual)
             if output.device.type != "cpu":
                 self._put_off(call, expected, output, units, seen)
-            elif not float(seen.worst()) <= SCREEN * self.sigma:
-                finding = self._look(call, kept, place, output, units, seen)
+            elif not float(seen.worst()) <= SCREEN * self._sigma:
+                finding = look(call, kept, place, output, units, seen, self._sigma, self._forget)
                 if finding is not None:
                     found.append(finding)
         return found
-
-    def _look(
-        self,
-        call: OpCall,
-        kept: _Checked,
-        place_of: int,
-        output: torch.Tensor,
-        units: sums.Units,
-        seen: sums.Screen,
-    ) -> WrongProduct | None:
-        """Look at the rows that the screen suspects; return a finding if they are wrong."""
-        expected = kept.expected[place_of]
-        product = expected.product
-        changed: dict[str, None] = {}
-        if expected.remembered:
-            fresh = sums.expect(product, expected.signs.dtype, expected.signs.shape[1], None)
-            differing = int((~sums.same(fresh.inner, expected.inner)).any(-1).sum())
-            if differing:
-                self._memory.forget(product.rhs, expected.signs)
-                if differing == 1:  # the program has changed one value without torch's knowing, or it was hit
-                    changed["lhs" if product.turned else "rhs"] = None
-                expected, seen = fresh, sums.screen(fresh, output, units)
-                if not changed and float(seen.worst()) <= SCREEN * self.sigma:
-                    return None
-        changed |= dict.fromkeys(self._changed(call, kept, place_of, expected, output, seen))
-        wrong: dict[int, tuple[float, sums.Examined, int]] = {}
-        for batch, rows, columns in self._suspects(expected, seen):
-            examined = sums.examine(product, output, units, self.sigma, batch, rows, columns)
-            worst, place = examined.verdict(self.sigma).tolist()
-            if worst > 1:
-                first = 0 if batch is None else int(batch) * product.lhs.shape[-2]
-                bad = (examined.error > examined.bound).any(1)
-                bad[int(place) // examined.error.shape[1]] = True
-                for row in rows[bad].tolist():
-                    wrong.setdefault(first + row, (worst, examined, int(place)))
-                offset = columns.start or 0
-                top = max(wrong.values(), key=lambda each: each[0])
-                if top[1] is examined:
-                    height, width = divmod(int(place), examined.error.shape[1])
-                    position = (*(() if batch is None else (int(batch),)), int(rows[height]), width + offset)
-                    best = height, width, examined, position
-        if not wrong and not changed:
-            self._memory.forget(product.rhs, expected.signs)  # the factor that was kept with it may no longer hold
-            return None
-        suspected = int((~(seen.rows() <= SCREEN * self.sigma)).sum())
-        if not wrong:
-            return WrongProduct(call.record(), (), (), suspected, 0.0, 0.0, 0.0, 0.0, tuple(changed))
-        height, width, examined, position = best
-        if product.turned:
-            position = (*position[:-2], position[-1], position[-2])
-        return WrongProduct(
-            call.record(),
-            position,
-            tuple(sorted(wrong)),
-            suspected,
-            examined.got[height, width].item(),
-            examined.exact[height, width].item(),
-            float(examined.error[height, width]),
-            float(examined.bound[height, width]),
-            tuple(changed),
-            self._repeats(call, kept, expected, units),
-        )
-
-    def _suspects(
-        self, expected: sums.Expected, seen: sums.Screen
-    ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, slice]]:
-        """What to compute exactly: the most suspected rows, or else the columns of the most suspected group."""
-        product, limit = expected.product, SCREEN * self.sigma
-        scores = seen.rows().nan_to_num(math.inf)
-        top = scores.topk(min(LOOKED_AT, scores.numel()))
-        rows = top.indices[top.values > limit]
-        for batch, some in sums.row_places(product, rows) if rows.numel() else ():
-            yield batch, some, slice(None)
-        whole = None if rows.numel() else seen.groups()
-        if whole is not None:
-            groups, n = expected.signs.shape[1], product.rhs.shape[-1]
-            width = -(-n // groups)
-            batch_of, group = divmod(int(whole.nan_to_num(math.inf).argmax()), groups)
-            every = torch.arange(product.lhs.shape[-2])
-            batch = None if product.lhs.dim() == 2 else torch.tensor([batch_of])
-            yield batch, every, slice(group * width, min(n, (group + 1) * width))
-
-    def _changed(
-        self,
-        call: OpCall,
-        kept: _Checked,
-        place: int,
-        expected: sums.Expected,
-        output: torch.Tensor,
-        seen: sums.Screen,
-    ) -> list[str]:
-        """Which tensors have changed since their checksums were taken, by taking them again."""
-        product, wide, groups = expected.product, expected.signs.dtype, expected.signs.shape[1]
-        found = []
-        again = sums.expect(product, wide, groups, None)
-        given = products_of(call, kept.copies)[place]
-        operands = sums.expect(given, wide, groups, None)  # another hook may have replaced them
-        for now in (again, operands):
-            if not sums.alike(now.inner, expected.inner):
-                found.append("lhs" if product.turned else "rhs")
-            rounds = wide.is_floating_point or wide.is_complex
-            through, _ = sums.project(now.product.lhs, expected.inner, norms=rounds)  # in the same pieces as before
-            if not sums.alike(through, expected.middle):
-                found.append("rhs" if product.turned else "lhs")
-        units = sums.units_of(product, output.dtype)
-        if not sums.alike(sums.screen(expected, output, units).residual, seen.residual):
-            found.append("output")
-        return list(dict.fromkeys(found))
-
-    def _repeats(self, call: OpCall, kept: _Checked, expected: sums.Expected, units: sums.Units) -> bool | None:
-        """Whether the operator makes a wrong product again."""
-        written = call.written if _may_write(call.func) else []
-        named = call.tensors
-        copies = {id(tensor): tensor.clone() for tensor in written}
-        copies |= {id(named[name]): copy.clone() for name, copy in kept.copies.items() if name in named}
-        try:
-            args, kwargs = _replaced(call.args, copies), _replaced(call.kwargs, copies)
-            again = call.func(*args, **kwargs)
-            if again is None:
-                return None
-            output = expected.product.out(again).detach()
-            seen = sums.screen(expected, output, units)
-            for batch, rows, columns in self._suspects(expected, seen):
-                examined = sums.examine(expected.product, output, units, self.sigma, batch, rows, columns)
-                if float(examined.verdict(self.sigma)[0]) > 1:
-                    return True
-            return False
-        except Exception:  # the operator may have side effects that keep it from running twice
-            return None
 
     def _put_off(
         self, call: OpCall, expected: sums.Expected, output: torch.Tensor, units: sums.Units, seen: sums.Screen
@@ -443,14 +342,14 @@ class Checksum(Copyable):
         scores = seen.rows().nan_to_num(math.inf)
         flat = scores.argmax().reshape(1)
         batch = None if product.lhs.dim() == 2 else flat // height
-        examined = sums.examine(product, output, units, self.sigma, batch, flat % height)
-        verdict, place = examined.verdict(self.sigma).unbind()
+        examined = sums.examine(product, output, units, self._sigma, batch, flat % height)
+        verdict, place = examined.verdict(self._sigma).unbind()
         place = place.long()
         error, bound, got, exact = (
             each.reshape(-1).index_select(0, place.reshape(1)).squeeze(0)
             for each in (examined.error, examined.bound, examined.got, examined.exact)
         )
-        suspected = (~(seen.rows() <= SCREEN * self.sigma)).sum()
+        suspected = (~(seen.rows() <= SCREEN * self._sigma)).sum()
         figures = torch.stack([each.to(error.dtype) for each in (suspected, verdict, flat[0], place, error, bound)])
         shape = _Shape(height, batch is not None, product.turned)
         with self._lock:
@@ -489,7 +388,7 @@ class Checksum(Copyable):
             self._twins.clear()
         self.check()
 
-    def _saved(self, finding: WrongProduct, call: OpCall, kept: _Checked) -> WrongProduct:
+    def _saved(self, finding: WrongProduct, call: OpCall, kept: Kept) -> WrongProduct:
         if self._save is None:
             return finding
         try:
@@ -548,7 +447,9 @@ class Checksum(Copyable):
             self._errors.clear()
             self._waiting.clear()
             self._repeated.clear()
-            self.checked = self.rows = self._more = 0
+            self._checked = self._rows = self._more = 0
+            if self._checker is not None:
+                self._checker.clear()
 
     def __str__(self) -> str:
         lines = [f"{self.checked} products checked, {len(self._findings) + self._more} wrong"]
@@ -579,20 +480,3 @@ def _of_twin(note: Note, twin: int) -> WrongProduct:
 def _chosen(index: int, every: int) -> bool:
     """Whether a call is one in `every`: multiples of the golden ratio, mod 1, fall evenly into every interval."""
     return (index * 0x9E3779B97F4A7C15) % 2**64 * every < 2**64
-
-
-def _may_write(func: Any) -> bool:
-    """Whether an operator may write to an argument of its caller."""
-    schema = getattr(func, "_schema", None)
-    return schema is None or bool(schema.is_mutable)
-
-
-def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Arguments with copies in the place of some tensors."""
-    if isinstance(value, torch.Tensor):
-        return copies.get(id(value), value)
-    if isinstance(value, dict):
-        return {name: _replaced(item, copies) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_replaced(item, copies) for item in value])
-    return value

@@ -31,12 +31,19 @@ def library() -> Any:
     return found
 
 
+def read_values(natively: bool, patch: pytest.MonkeyPatch) -> None:
+    """Let hooks read values in C++, or not, until the patch is undone."""
+    for name, without in ("read", values.unread), ("extent", values.unread):
+        patch.setattr(values, name, getattr(library(), name) if natively else without)
+    for name in "project", "sign_sums":
+        patch.setattr(values, name, getattr(library(), name) if natively else values.unsummed)
+
+
 @contextmanager
 def reading(natively: bool) -> Iterator[None]:
     """Let hooks read values in C++, or not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values, "read", library().read if natively else values.unread)
-        patch.setattr(values, "extent", library().extent if natively else values.unread)
+        read_values(natively, patch)
         yield
 
 

@@ -46,7 +46,7 @@ class Extension:
         scope.state.tell()
         for name in ("here", "note", "behind", "late", "settle", "text_of"):
             setattr(Rows, name, keep_out(getattr(Rows, name)))
-        extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE)
+        extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE, keep_out)
         on_forget(extension.forget_notes)
         self.ring: Callable[[], Ring] = extension.Ring
         scope.state.unseen_by_compiled = extension.unseen

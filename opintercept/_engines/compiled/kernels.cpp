@@ -14,18 +14,21 @@ c10::IValue toIValue(py::handle obj, const c10::TypePtr& type, std::optional<int
 } // namespace torch::jit
 PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
 
-// Defined in the files beside this one and in `_native/values.cpp`.
+// Defined in the files beside this one and in `_native`.
 PyObject* opintercept_walk(PyObject*, PyObject*);
 PyObject* opintercept_set_up_walk(PyObject*, PyObject*);
 PyObject* opintercept_look(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_look(PyObject*, PyObject*);
 PyObject* opintercept_read(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_extent(PyObject*, PyObject*);
+PyObject* opintercept_project(PyObject*, PyObject* const*, Py_ssize_t);
+PyObject* opintercept_sign_sums(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_values(PyObject*, PyObject*);
 PyObject* opintercept_set_up_notes(PyObject*, PyObject*);
 PyObject* opintercept_forget_notes(PyObject*, PyObject*);
 bool opintercept_add_ring(PyObject* module);
 bool opintercept_add_flight(PyObject* module);
+bool opintercept_add_checker(PyObject* module);
 
 thread_local PyObject* opintercept::hidden_here = nullptr;
 size_t opintercept::prepared = 0;
@@ -509,6 +512,8 @@ PyMethodDef methods[] = {
     {"set_up_values", opintercept_set_up_values, METH_VARARGS, nullptr},
     {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_read)), METH_FASTCALL, nullptr},
     {"extent", opintercept_extent, METH_O, nullptr},
+    {"project", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_project)), METH_FASTCALL, nullptr},
+    {"sign_sums", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_sign_sums)), METH_FASTCALL, nullptr},
     {"set_up_notes", opintercept_set_up_notes, METH_VARARGS, nullptr},
     {"forget_notes", opintercept_forget_notes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -534,7 +539,7 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   if (made == nullptr) {
     return nullptr;
   }
-  if (!opintercept_add_ring(made) || !opintercept_add_flight(made)) {
+  if (!opintercept_add_ring(made) || !opintercept_add_flight(made) || !opintercept_add_checker(made)) {
     Py_DECREF(made);
     return nullptr;
   }

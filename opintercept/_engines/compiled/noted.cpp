@@ -1,5 +1,5 @@
 // Runs a call and notes it in the rings of the pipelines that see it, for hooks that need no more than a row, statistics
-// or to know that all values are finite. What is new, such as a shape or a place, is shown to the hooks in Python once.
+// or to know that all values are finite, or the product right. What is new, such as a shape or a place, is shown to the hooks in Python once.
 //
 // Invariant: until the operator runs, a call can still be handed to Python, and nothing has changed. Without the
 // interpreter's lock nothing here reads a Python object but those that the scope or this thread's frames keep alive.
@@ -99,6 +99,7 @@ struct Part {
   bool rows; // whether the call is described, for a row or a line
   Row row{};
   Ring::Numbered place, look;
+  std::unique_ptr<Checked> checked; // what the output should be; null if the call is not checked
   bool described = false; // whether the key says all that a look depends on
   std::array<Values, ROLES> values;
 };
@@ -110,6 +111,16 @@ PyObject* rows_of(const Ring* ring) { // borrowed: the watch's pipeline owns it
 PyObject* or_none(PyObject* object) {
   return object == nullptr ? Py_None : object;
 }
+
+struct HandedOver { // what the hooks get of a call that they are shown
+  const Checked* before = handed_over;
+  explicit HandedOver(const Checked* checked) {
+    handed_over = checked;
+  }
+  ~HandedOver() {
+    handed_over = before;
+  }
+};
 
 struct Call {
   const Overload& overload;
@@ -224,9 +235,17 @@ struct Call {
         rows_of(part.ring), note_name, entry.row, index.p, used.p, positions.p, place, nullptr)));
   }
 
+  // Counts a call that was checked, unless the hooks see it, which check it again.
+  static void count(const Part& part) {
+    if (part.checked != nullptr) {
+      part.plan->checker->count(*part.checked);
+    }
+  }
+
   // Tells the pipeline of a call that has run, so that its hooks see it in Python. Returns what they learn of it.
   PyObject* show(Part& part, PyObject* output, PyObject* exception) {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
+    HandedOver checked(part.checked.get());
     Owned args(positional_of(overload, given.data())), kwargs(keywords_of(overload, given.data()));
     Owned index(check(PyLong_FromLongLong(part.row.index))), seconds(check(PyFloat_FromDouble(elapsed)));
     Owned phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
@@ -255,6 +274,9 @@ double seconds_since(std::chrono::steady_clock::time_point started) {
 // What the outputs say. Returns whether the pipeline's hooks have to see the call.
 bool look_at_outputs(Call& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
   const Plan& plan = *part.plan;
+  if (part.checked != nullptr && part.checked->form->lhs >= 0 && !plan.checker->agrees(*part.checked, outputs[0])) {
+    return true;
+  }
   for (size_t i = 0; plan.finite && i < count; i++) {
     bool finite = true;
     if (outputs[i].isTensor() && outputs[i].toTensor().defined() && outputs[i].toTensor().is_floating_point() &&
@@ -291,6 +313,7 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
   const c10::IValue* outputs = stack.data() + stack.size() - count;
   if (!look_at_outputs(call, part, key, described, outputs, count)) {
     if (!part.rows) {
+      call.count(part);
       return;
     }
     part.row.elapsed = call.elapsed;
@@ -301,9 +324,11 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
       told = part.ring->write(part.plan, part.look.epoch, part.row, part.values);
     }
     if (told && !part.noted) {
+      call.count(part);
       return;
     }
     if (told && part.ring->put(part.plan, part.look.epoch, part.row, part.values, half_full)) {
+      call.count(part);
       if (half_full) {
         pybind11::gil_scoped_acquire gil;
         Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
@@ -350,7 +375,7 @@ bool opintercept::ran_noted(
       return false;
     }
     bool noted = plan->rows || entry->opaque;
-    call.parts.push_back(Part{ring, plan, noted, noted || plan->flight != nullptr});
+    call.parts.push_back(Part{ring, plan, noted, noted || plan->flight != nullptr, {}, {}, {}, nullptr, false, {}});
     links = links || plan->links;
     on_host = on_host || plan->on_host();
   }
@@ -380,6 +405,10 @@ bool opintercept::ran_noted(
       if (operand != nullptr && !call.reads(part, role, *operand)) {
         return false;
       }
+    }
+    int64_t index = part.ring->calls.load(std::memory_order_relaxed); // or near it, with several threads
+    if (part.plan->checker != nullptr && !part.plan->checker->expect(overload, call.values, index, part.checked)) {
+      return false;
     }
   }
   for (Part& part : call.parts) { // from here on there is no way back
@@ -456,10 +485,10 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
   return entry != &NEVER;
 }
 
-// set_up_notes(state, Scope, Watch, rings_of, NOWHERE)
+// set_up_notes(state, Scope, Watch, rings_of, NOWHERE, keep_out)
 PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
-  if (!PyArg_ParseTuple(args, "OOOOO", &state, &scope, &watch, &rings_of_watch, &Ring::nowhere)) {
+  if (!PyArg_ParseTuple(args, "OOOOOO", &state, &scope, &watch, &rings_of_watch, &Ring::nowhere, &Checker::keep_out)) {
     return nullptr;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
@@ -471,6 +500,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   Py_INCREF(state);
   Py_INCREF(rings_of_watch);
   Py_INCREF(Ring::nowhere);
+  Py_INCREF(Checker::keep_out);
   text_name = PyUnicode_InternFromString("text_of");
   here_name = PyUnicode_InternFromString("here");
   note_name = PyUnicode_InternFromString("note");

@@ -204,7 +204,9 @@ Ring::~Ring() {
   Released old;
   forget(old);
   for (const auto& each : plans) {
-    Py_XDECREF(each->flight_owner);
+    for (PyObject* owner : each->owned) {
+      Py_XDECREF(owner);
+    }
   }
   Py_XDECREF(rows);
 }
@@ -297,14 +299,14 @@ PyObject* suspend(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// plan(rows, finite, place, links, settings, roles, hashed, target or None, flight or None) -> whether it is set; not
-// while there are rows
+// plan(rows, finite, place, links, settings, roles, hashed, target or None, flight or None, checker or None) -> whether
+// it is set; not while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
   auto plan = std::make_unique<Plan>();
   int rows, finite, place, links, settings, hashed;
-  PyObject *roles, *target, *flight;
+  PyObject *roles, *target, *flight, *checker;
   if (!PyArg_ParseTuple(
-          args, "pppppO!pOO", &rows, &finite, &place, &links, &settings, &PyTuple_Type, &roles, &hashed, &target, &flight)) {
+          args, "pppppO!pOOO", &rows, &finite, &place, &links, &settings, &PyTuple_Type, &roles, &hashed, &target, &flight, &checker)) {
     return nullptr;
   }
   plan->rows = rows;
@@ -324,20 +326,23 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
     }
     plan->reads[role] = asked;
   }
-  PyObject* owner = flight == Py_None ? nullptr : flight;
-  if (owner != nullptr) {
-    plan->flight = flight_of(owner);
-    plan->flight_owner = owner;
-  }
+  plan->flight = flight == Py_None ? nullptr : flight_of(flight);
+  plan->checker = checker == Py_None ? nullptr : checker_of(checker);
+  plan->owned = {flight, checker};
   if (!ring_of(self)->set_plan(std::move(plan))) {
     Py_RETURN_FALSE;
   }
-  Py_XINCREF(owner); // the ring releases it
+  Py_INCREF(flight); // the ring releases them
+  Py_INCREF(checker);
   Py_RETURN_TRUE;
 }
 
 PyObject* flight(PyObject*, PyObject*) {
   return new_flight();
+}
+
+PyObject* checker(PyObject*, PyObject*) {
+  return new_checker();
 }
 
 PyObject* take(PyObject* self, PyObject*) {
@@ -361,6 +366,7 @@ PyMethodDef ring_methods[] = {
     {"suspend", suspend, METH_NOARGS, nullptr},
     {"plan", set_plan, METH_VARARGS, nullptr},
     {"flight", flight, METH_NOARGS, nullptr},
+    {"checker", checker, METH_NOARGS, nullptr},
     {"take", take, METH_NOARGS, nullptr},
     {"empty", empty, METH_NOARGS, nullptr},
     {"forget_parent", forget_parent, METH_NOARGS, nullptr},

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "../../_native/values.h"
+#include "checker.h"
 #include "flight.h"
 #include "stack.h"
 
@@ -28,10 +29,11 @@ struct Plan {
   std::array<bool, ROLES> reads{};
   Target target{};
   Flight* flight = nullptr; // writes each call to a file, see `_rows.Work`
-  PyObject* flight_owner = nullptr; // owned; the ring releases it
+  Checker* checker = nullptr; // checks each product, likewise
+  std::array<PyObject*, 2> owned{}; // what these belong to; the ring releases it
 
   bool on_host() const { // whether calls on other devices are for Python
-    return finite || settings || reads != std::array<bool, ROLES>{};
+    return finite || settings || checker != nullptr || reads != std::array<bool, ROLES>{};
   }
 };
 

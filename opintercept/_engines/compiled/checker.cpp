@@ -1,0 +1,493 @@
+// Checks the products of noted calls for `hooks.Checksum`, as `hooks._checksums` does with `expect` and `screen`.
+//
+// Invariant: the checksums of B and of A (B e) are those of `_native/checksums.cpp`, bit for bit, so that Python can take
+// them again. Everything else only has to be close, since Python examines whatever is suspected here.
+
+#include "checker.h"
+
+#include "../../_native/values.h"
+
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
+
+namespace opintercept {
+
+thread_local const Checked* handed_over = nullptr;
+PyObject* Checker::keep_out = nullptr;
+
+namespace {
+
+constexpr int64_t GROUP = 16, MOST_GROUPS = 48; // `hooks._checksums`
+
+double unit(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::kDouble:
+      return DBL_EPSILON / 2;
+    case c10::kFloat:
+      return FLT_EPSILON / 2;
+    case c10::kHalf:
+      return 0x1p-11;
+    default:
+      return 0x1p-8;
+  }
+}
+
+bool is_low(c10::ScalarType dtype) {
+  return dtype == c10::kHalf || dtype == c10::kBFloat16;
+}
+
+template <typename Context>
+bool rounds_operands(const Context& context) { // whether oneDNN may multiply float32 in fewer bits
+  auto precision = context.float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+  return precision != at::Float32Precision::IEEE && precision != at::Float32Precision::NONE;
+}
+
+at::Tensor empty(std::vector<int64_t> sizes, bool wide) {
+  return at::detail::empty_cpu(sizes, wide ? c10::kDouble : c10::kFloat);
+}
+
+template <typename W>
+W* data_of(const at::Tensor& tensor) {
+  return static_cast<W*>(tensor.data_ptr());
+}
+
+// A number of the program; false for one that is not real.
+bool number_of(const c10::IValue& value, double& number) {
+  if (!value.isDouble() && !value.isInt()) {
+    return false;
+  }
+  number = value.toScalar().toDouble();
+  return true;
+}
+
+const at::Tensor* tensor_of(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() ? &value.toTensor() : nullptr;
+}
+
+at::Tensor base_of(const at::Tensor& tensor) {
+  return tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+}
+
+// The norms of [batch, rows, groups] over rows, [batch, groups].
+template <typename T>
+std::vector<double> norms_over_rows(const T* values, int64_t batch, int64_t rows, int64_t groups) {
+  std::vector<double> norms(static_cast<size_t>(batch * groups), 0.0);
+  for (int64_t b = 0; b < batch; b++) {
+    double* sums = norms.data() + b * groups;
+    for (const T* at = values + b * rows * groups; at < values + (b + 1) * rows * groups; at += groups) {
+      for (int64_t g = 0; g < groups; g++) {
+        sums[g] += static_cast<double>(at[g]) * static_cast<double>(at[g]);
+      }
+    }
+  }
+  for (double& each : norms) {
+    each = std::sqrt(each);
+  }
+  return norms;
+}
+
+} // namespace
+
+size_t Checker::ByKey::operator()(const Key& key) const {
+  return std::hash<const void*>()(key.data) * 31 + std::hash<const void*>()(key.base);
+}
+
+Checker::Key Checker::key_of(const at::Tensor& rhs, const Matrices& matrices, bool is_wide) {
+  std::array<int64_t, 4> shape{matrices.rows, matrices.columns, matrices.of_row, matrices.of_column};
+  return {base_of(rhs).unsafeGetTensorImpl(), matrices.data, shape, matrices.dtype, is_wide};
+}
+
+Form* Checker::form(const Overload& overload) {
+  {
+    std::lock_guard lock(mutex);
+    auto found = forms.find(&overload);
+    if (found != forms.end()) {
+      return found->second.get();
+    }
+  }
+  std::unique_ptr<Form> made;
+  {
+    pybind11::gil_scoped_acquire gil;
+    Owned told(check(PyObject_CallFunctionObjArgs(form_of, overload.overload, nullptr)));
+    if (told.p != Py_None) {
+      made = std::make_unique<Form>();
+      if (!PyArg_ParseTuple(told.p, "iiiii", &made->lhs, &made->rhs, &made->bias, &made->beta, &made->alpha)) {
+        throw python_error();
+      }
+    }
+  }
+  std::lock_guard lock(mutex);
+  return forms.try_emplace(&overload, std::move(made)).first->second.get();
+}
+
+const void* Checker::signs(int64_t columns, bool is_wide) {
+  {
+    std::lock_guard lock(mutex);
+    auto found = signs_by_columns[is_wide].find(columns);
+    if (found != signs_by_columns[is_wide].end()) {
+      return found->second.data_ptr();
+    }
+  }
+  pybind11::gil_scoped_acquire gil;
+  Owned n(check(PyLong_FromLongLong(columns)));
+  Owned told(check(PyObject_CallFunctionObjArgs(signs_of, n.p, is_wide ? Py_True : Py_False, nullptr)));
+  at::Tensor signs;
+  if (!as_tensor(told.p, signs)) {
+    return nullptr;
+  }
+  std::lock_guard lock(mutex);
+  return signs_by_columns[is_wide].try_emplace(columns, signs).first->second.data_ptr();
+}
+
+bool Checker::expect(
+    const Overload& overload, const c10::IValue* arguments, int64_t index, std::unique_ptr<Checked>& found) {
+  // As `hooks.checksum._chosen`.
+  if (every > 1 && static_cast<uint64_t>(index) * 0x9E3779B97F4A7C15 > UINT64_MAX / every) {
+    return true;
+  }
+  Form* known = form(overload);
+  if (known == nullptr) {
+    return false;
+  }
+  found = std::make_unique<Checked>();
+  found->form = known;
+  if (known->lhs < 0) {
+    return true;
+  }
+  const at::Tensor *left = tensor_of(arguments[known->lhs]), *right = tensor_of(arguments[known->rhs]);
+  const at::Tensor* bias = known->bias < 0 ? nullptr : tensor_of(arguments[known->bias]);
+  double alpha = 1, beta = 1;
+  Matrices lhs, rhs;
+  if (left == nullptr || right == nullptr || left->dim() != right->dim() ||
+      left->scalar_type() != right->scalar_type() || !lhs.describe(*left) || !rhs.describe(*right) ||
+      lhs.columns != rhs.rows || lhs.batch != rhs.batch || (rhs.columns == 1 && lhs.rows > 1 && left->dim() == 2) ||
+      (known->alpha >= 0 && !number_of(arguments[known->alpha], alpha)) ||
+      (known->beta >= 0 && !number_of(arguments[known->beta], beta)) ||
+      (known->bias >= 0 && beta != 0 && bias == nullptr) ||
+      (lhs.dtype == c10::kFloat && rounds_operands(at::globalContext()))) {
+    return false;
+  }
+  Checked& expected = *found;
+  expected.dtype = lhs.dtype;
+  expected.wide = exact || lhs.dtype == c10::kDouble;
+  expected.batch = lhs.batch;
+  expected.rows = lhs.rows;
+  expected.depth = lhs.columns;
+  expected.columns = rhs.columns;
+  if (is_low(lhs.dtype)) {
+    expected.groups = std::max<int64_t>(1, std::min({rhs.columns / GROUP, MOST_GROUPS, lhs.columns / 8}));
+  }
+  const at::Tensor* added = beta == 0 ? nullptr : bias;
+  return expected.wide ? compute<double>(expected, lhs, rhs, *right, added, alpha, beta)
+                       : compute<float>(expected, lhs, rhs, *right, added, alpha, beta);
+}
+
+template <typename W>
+bool Checker::compute(
+    Checked& found, const Matrices& lhs, const Matrices& rhs, const at::Tensor& right, const at::Tensor* bias, double alpha, double beta) {
+  auto by = static_cast<const W*>(signs(found.columns, found.wide));
+  if (by == nullptr) {
+    return false;
+  }
+  // What is remembered of the weight.
+  bool keep = false;
+  Key key;
+  if (right.dim() == 2 && !right.is_inference()) {
+    at::Tensor base = base_of(right);
+    key = key_of(right, rhs, found.wide);
+    uint32_t version = base.unsafeGetTensorImpl()->version_counter().current_version();
+    std::lock_guard lock(mutex);
+    if (weights.size() >= REMEMBERED) {
+      std::erase_if(weights, [](const auto& each) { return each.second.base.expired(); });
+      if (weights.size() >= REMEMBERED) {
+        weights.clear();
+      }
+    }
+    using Weak = decltype(Kept::base);
+    keep = base.requires_grad() && base.is_leaf(); // others when they are seen a second time
+    auto [kept, fresh] = weights.try_emplace(key, Kept{Weak(base.getIntrusivePtr()), version, {}});
+    if (!fresh && kept->second.version == version && !kept->second.base.expired()) {
+      keep = true;
+      found.weight = kept->second.weight;
+    } else if (!fresh) {
+      kept->second = Kept{Weak(base.getIntrusivePtr()), version, {}};
+    }
+  }
+  int64_t groups = found.groups, width = (found.columns + groups - 1) / groups;
+  found.weight.remembered = found.weight.inner.defined();
+  bool by_batch = right.dim() == 3;
+  if (!found.weight.remembered) {
+    found.weight.inner = by_batch ? empty({rhs.batch, rhs.rows, groups}, found.wide) : empty({rhs.rows, groups}, found.wide);
+    sign_sums(rhs, by, width, groups, data_of<W>(found.weight.inner));
+  }
+  found.middle = by_batch ? empty({lhs.batch, lhs.rows, groups}, found.wide) : empty({lhs.rows, groups}, found.wide);
+  std::vector<W> norms(static_cast<size_t>(lhs.batch * lhs.rows));
+  const W *inner = data_of<W>(found.weight.inner), *middle = data_of<W>(found.middle);
+  project(lhs, inner, by_batch, groups, data_of<W>(found.middle), norms.data());
+  size_t count = static_cast<size_t>(found.batch * found.rows * groups);
+  found.sums.resize(count);
+  for (size_t i = 0; i < count; i++) {
+    found.sums[i] = alpha * static_cast<double>(middle[i]);
+  }
+  std::vector<double> smooth(count, 0.0);
+  if (bias != nullptr && !add_bias(found, *bias, beta, by, smooth)) {
+    return false;
+  }
+  std::vector<double>& scale = found.weight.scale;
+  if (!found.weight.remembered) {
+    // How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any.
+    scale = norms_over_rows(inner, rhs.batch, rhs.rows, groups);
+    double left = 0, all = 0;
+    for (size_t i = 0; i < count; i++) {
+      size_t row = i / static_cast<size_t>(groups), b = row / static_cast<size_t>(found.rows);
+      double whole = static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
+      left += found.sums[i] * found.sums[i];
+      all += whole * whole;
+    }
+    double ratio = std::sqrt(left) / std::sqrt(all);
+    for (double& each : scale) {
+      each = std::isfinite(ratio) ? each * ratio : 0.0;
+    }
+    if (keep) {
+      std::lock_guard lock(mutex);
+      auto kept = weights.find(key);
+      if (kept != weights.end()) {
+        kept->second.weight = found.weight;
+      }
+    }
+  }
+  found.size.resize(count);
+  for (size_t i = 0; i < count; i++) {
+    size_t row = i / static_cast<size_t>(groups), b = row / static_cast<size_t>(found.rows);
+    smooth[i] += static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
+    found.size[i] = std::hypot(found.sums[i], smooth[i]);
+  }
+  return true;
+}
+
+// Adds the checksums of a bias of one row, or of as many as the output, and about the norms of its elements in groups.
+template <typename W>
+bool Checker::add_bias(
+    Checked& found, const at::Tensor& bias, double beta, const W* by, std::vector<double>& smooth) const {
+  Matrices added;
+  if (found.batch != 1 || !added.describe(bias) || added.dtype != found.dtype || added.batch != 1 ||
+      added.columns != found.columns || (added.rows != 1 && added.rows != found.rows)) {
+    return false;
+  }
+  int64_t groups = found.groups, width = (found.columns + groups - 1) / groups;
+  std::vector<W> sums(static_cast<size_t>(added.rows * groups));
+  sign_sums(added, by, width, groups, sums.data());
+  std::vector<double> rms(static_cast<size_t>(groups));
+  if (added.rows > 1) {
+    rms = norms_over_rows(sums.data(), 1, added.rows, groups);
+    for (double& each : rms) {
+      each /= std::sqrt(static_cast<double>(added.rows));
+    }
+  } else {
+    std::vector<W> norm(1), nothing(static_cast<size_t>(width), W(0)), none(1);
+    for (int64_t g = 0; g < groups; g++) {
+      Matrices part = added;
+      part.data += g * width * added.of_column * static_cast<int64_t>(bias.element_size());
+      part.columns = std::clamp<int64_t>(added.columns - g * width, 0, width);
+      project(part, nothing.data(), false, 1, none.data(), norm.data());
+      rms[static_cast<size_t>(g)] = static_cast<double>(norm[0]);
+    }
+  }
+  for (size_t i = 0; i < found.sums.size(); i++) {
+    size_t g = i % static_cast<size_t>(groups), from = added.rows == 1 ? g : i;
+    auto sum = static_cast<double>(sums[from]);
+    found.sums[i] += beta * sum;
+    smooth[i] += std::abs(beta) * (added.rows == 1 ? rms[g] : std::hypot(sum, rms[g]));
+  }
+  return true;
+}
+
+bool Checker::agrees(const Checked& expected, const c10::IValue& output) {
+  const at::Tensor* tensor = tensor_of(output);
+  Matrices matrices;
+  if (tensor == nullptr || !matrices.describe(*tensor) || matrices.dtype != expected.dtype ||
+      matrices.batch != expected.batch || matrices.rows != expected.rows || matrices.columns != expected.columns) {
+    return false; // Python finds out
+  }
+  const void* by = signs(expected.columns, expected.wide);
+  return expected.wide ? holds(expected, matrices, static_cast<const double*>(by))
+                       : holds(expected, matrices, static_cast<const float*>(by));
+}
+
+template <typename W>
+bool Checker::holds(const Checked& expected, const Matrices& output, const W* by) const {
+  int64_t groups = expected.groups, width = (expected.columns + groups - 1) / groups;
+  std::vector<W> sums(expected.sums.size());
+  sign_sums(output, by, width, groups, sums.data());
+  // The model of `hooks._checksums.screen` for a device that rounds each partial sum and the output.
+  auto k = static_cast<double>(expected.depth), n = static_cast<double>(expected.columns);
+  double inside = expected.dtype == c10::kDouble ? DBL_EPSILON / 2 : FLT_EPSILON / 2;
+  double own = expected.wide ? DBL_EPSILON / 2 : FLT_EPSILON / 2, out = unit(expected.dtype);
+  double variance = (inside * inside * (k + 1) + own * own * (k + n / static_cast<double>(groups))) / 6 + 0.2 * out * out;
+  double deviation = std::sqrt(variance);
+  double least = (expected.wide ? DBL_MIN : static_cast<double>(FLT_MIN)) / deviation * (k + 2);
+  std::vector<double> together(static_cast<size_t>(expected.batch * groups), 0.0);
+  double shift = std::sqrt(static_cast<double>(groups));
+  for (int64_t row = 0, i = 0; row < expected.batch * expected.rows; row++) {
+    double in_row = 0;
+    for (int64_t g = 0; g < groups; g++, i++) {
+      auto at = static_cast<size_t>(i);
+      double relative = std::abs(static_cast<double>(sums[at]) - expected.sums[at]) / std::max(expected.size[at], least) / deviation;
+      if (!(relative <= limit)) { // also if it is NaN
+        return false;
+      }
+      in_row += relative * relative;
+      together[static_cast<size_t>(row / expected.rows * groups + g)] += relative * relative;
+    }
+    if (groups > 1 && std::sqrt(in_row) - shift > limit) {
+      return false;
+    }
+  }
+  for (double each : together) {
+    if (groups > 1 && std::sqrt(each) - std::sqrt(static_cast<double>(expected.rows)) > limit) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Checker::count(const Checked& expected) {
+  if (expected.form->lhs < 0) {
+    expected.form->skipped.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    checked.fetch_add(1, std::memory_order_relaxed);
+    rows.fetch_add(expected.batch * expected.rows, std::memory_order_relaxed);
+  }
+}
+
+void Checker::forget(const at::Tensor& rhs, bool is_wide) {
+  Matrices matrices;
+  if (rhs.dim() == 2 && !rhs.is_inference() && matrices.describe(rhs)) {
+    std::lock_guard lock(mutex);
+    weights.erase(key_of(rhs, matrices, is_wide));
+  }
+}
+
+PyObject* Checker::skipped() {
+  Owned found(check(PyList_New(0)));
+  std::lock_guard lock(mutex);
+  for (const auto& [overload, form] : forms) {
+    if (form != nullptr && form->lhs < 0 && form->skipped.load() > 0) {
+      Owned each(Py_BuildValue("(OL)", overload->overload, static_cast<long long>(form->skipped.load())));
+      if (each.p == nullptr || PyList_Append(found.p, each.p) < 0) {
+        return nullptr;
+      }
+    }
+  }
+  return Py_NewRef(found.p);
+}
+
+void Checker::clear() {
+  std::lock_guard lock(mutex);
+  checked = rows = 0;
+  for (const auto& each : forms) {
+    if (each.second != nullptr) {
+      each.second->skipped = 0;
+    }
+  }
+}
+
+Checker::~Checker() {
+  Py_XDECREF(signs_of);
+  Py_XDECREF(form_of);
+}
+
+namespace {
+
+// set_up(limit, exact, every, signs_of, form_of), once
+PyObject* set_up(PyObject* self, PyObject* args) {
+  Checker& checker = *checker_of(self);
+  int exact;
+  unsigned long long every;
+  PyObject *signs, *form;
+  if (!PyArg_ParseTuple(args, "dpKOO", &checker.limit, &exact, &every, &signs, &form)) {
+    return nullptr;
+  }
+  checker.exact = exact;
+  checker.every = every;
+  Owned before(checker.signs_of), also(checker.form_of);
+  checker.signs_of = PyObject_CallFunctionObjArgs(Checker::keep_out, signs, nullptr);
+  checker.form_of = PyObject_CallFunctionObjArgs(Checker::keep_out, form, nullptr);
+  return checker.signs_of == nullptr || checker.form_of == nullptr ? nullptr : Py_NewRef(Py_None);
+}
+
+// A copy. What is remembered never gets a Python object, which could only be released with the interpreter's lock.
+PyObject* wrapped(const at::Tensor& tensor) {
+  at::Tensor copy = at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type());
+  std::memcpy(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes());
+  return THPVariable_Wrap(copy);
+}
+
+// taken() -> (checksums of B, of A (B e), whether the first are remembered) of the call that is shown, or None
+PyObject* taken(PyObject*, PyObject*) {
+  if (handed_over == nullptr || !handed_over->middle.defined()) {
+    Py_RETURN_NONE;
+  }
+  const Weighed& weight = handed_over->weight;
+  return Py_BuildValue(
+      "(NNO)", wrapped(weight.inner), wrapped(handed_over->middle), weight.remembered ? Py_True : Py_False);
+}
+
+// forget(rhs, whether in float64)
+PyObject* forget(PyObject* self, PyObject* args) {
+  PyObject* rhs;
+  int wide;
+  at::Tensor tensor;
+  if (!PyArg_ParseTuple(args, "Op", &rhs, &wide)) {
+    return nullptr;
+  }
+  if (as_tensor(rhs, tensor)) {
+    checker_of(self)->forget(tensor, wide);
+  }
+  Py_RETURN_NONE;
+}
+
+// counts() -> (products, rows, [(overload, calls that were skipped)])
+PyObject* counts(PyObject* self, PyObject*) {
+  Checker& checker = *checker_of(self);
+  PyObject* skipped = checker.skipped();
+  return skipped == nullptr ? nullptr : Py_BuildValue("(LLN)", checker.checked.load(), checker.rows.load(), skipped);
+}
+
+PyObject* clear(PyObject* self, PyObject*) {
+  checker_of(self)->clear();
+  Py_RETURN_NONE;
+}
+
+PyMethodDef checker_methods[] = {
+    {"set_up", set_up, METH_VARARGS, nullptr},
+    {"taken", taken, METH_NOARGS, nullptr},
+    {"forget", forget, METH_VARARGS, nullptr},
+    {"counts", counts, METH_NOARGS, nullptr},
+    {"clear", clear, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+} // namespace
+
+PyObject* new_checker() {
+  return PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&Wrapped<Checker>::type));
+}
+
+Checker* checker_of(PyObject* object) {
+  return Wrapped<Checker>::of(object);
+}
+
+} // namespace opintercept
+
+bool opintercept_add_checker(PyObject* module) {
+  using namespace opintercept;
+  return Wrapped<Checker>::add(module, "Checker", checker_methods);
+}

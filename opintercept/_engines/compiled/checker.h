@@ -1,0 +1,110 @@
+// Checks the products of noted calls for `hooks.Checksum`, as `hooks._checksums` does with `expect` and `screen`.
+
+#pragma once
+
+#include "../../_native/checksums.h"
+#include "kernels.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace opintercept {
+
+// Where an operator's arguments are. Without a `lhs`, it is only counted.
+struct Form {
+  int lhs = -1, rhs = -1, bias = -1, beta = -1, alpha = -1;
+  std::atomic<int64_t> skipped{0};
+};
+
+// The checksums of a weight, [columns, groups], and the factor that makes norms of rows of lhs norms of the product's.
+struct Weighed {
+  at::Tensor inner;
+  std::vector<double> scale; // [batch, groups]
+  bool remembered = false;
+};
+
+// What the checksums of a product should be, see `hooks._checksums.Expected`.
+struct Checked {
+  Form* form = nullptr;
+  Weighed weight;
+  at::Tensor middle;
+  std::vector<double> sums, size; // [batch, rows, groups]
+  int64_t batch = 1, rows = 0, depth = 0, columns = 0, groups = 1;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  bool wide = false; // in float64
+};
+
+class Checker {
+ public:
+  // Set once, before any kernel sees this.
+  double limit = 0; // in standard deviations
+  bool exact = false;
+  uint64_t every = 1;
+  PyObject *signs_of = nullptr, *form_of = nullptr; // owned
+
+  std::atomic<int64_t> checked{0}, rows{0};
+  static PyObject* keep_out; // `_engines.dynamo.keep_out`, for what kernels call
+
+  // Before the operator runs. False if Python has to check the call; nothing is found for one that is not checked.
+  bool expect(const Overload& overload, const c10::IValue* arguments, int64_t index, std::unique_ptr<Checked>& found);
+
+  // After it has run: whether the output is as it should be.
+  bool agrees(const Checked& expected, const c10::IValue& output);
+  void count(const Checked& expected);
+
+  // With the interpreter's lock.
+  void forget(const at::Tensor& rhs, bool is_wide);
+  PyObject* skipped(); // [(overload, count)]
+  void clear();
+  ~Checker();
+
+ private:
+  static constexpr size_t REMEMBERED = 1024; // weights
+
+  struct Key {
+    const void *base, *data;
+    std::array<int64_t, 4> shape;
+    c10::ScalarType dtype;
+    bool wide;
+    bool operator==(const Key&) const = default;
+  };
+  struct ByKey {
+    size_t operator()(const Key& key) const;
+  };
+  struct Kept {
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> base;
+    uint32_t version;
+    Weighed weight; // empty until it is worth remembering, since most operands are seen only once
+  };
+
+  static Key key_of(const at::Tensor& rhs, const Matrices& matrices, bool is_wide);
+  Form* form(const Overload& overload);
+  const void* signs(int64_t columns, bool is_wide); // null if there are none to be had
+  template <typename W>
+  bool compute(Checked& found, const Matrices& lhs, const Matrices& rhs, const at::Tensor& right, const at::Tensor* bias, double alpha, double beta);
+  template <typename W>
+  bool add_bias(Checked& found, const at::Tensor& bias, double beta, const W* signs, std::vector<double>& smooth) const;
+  template <typename W>
+  bool holds(const Checked& expected, const Matrices& output, const W* signs) const;
+
+  std::mutex mutex; // never held while Python runs
+  std::unordered_map<const Overload*, std::unique_ptr<Form>> forms; // null for those that Python checks
+  std::unordered_map<int64_t, at::Tensor> signs_by_columns[2]; // of float and double
+  std::unordered_map<Key, Kept, ByKey> weights;
+};
+
+// What a kernel has computed of the call that the hooks are shown now, for `Checker.taken`.
+extern thread_local const Checked* handed_over;
+
+PyObject* new_checker();
+Checker* checker_of(PyObject* object); // of a Python object of its type; null for another
+
+} // namespace opintercept
