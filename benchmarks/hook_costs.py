@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks._timing import Make, Row, compare
-from benchmarks.operators import no_op
+from benchmarks.operators import compiled, no_op
 from opintercept import OpCall, hooks, intercept
 
 
@@ -60,17 +60,17 @@ def run(smoke: bool) -> list[Row]:
         check=False,  # some change the product
     )
     size = 128 if smoke else 4096
+    names = ("plain", "one sum over the output", "NonFinite", "Stats", "Checksum")
+    in_c = compiled({"Checksum": lambda: intercept(hooks.Checksum(), engine="compiled")})
     for dtype in (torch.float32, torch.bfloat16):
         x, y = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
         found += compare(
             "hook_costs",
             f"mm {size}x{size} {str(dtype).removeprefix('torch.')}",
             lambda x=x, y=y: torch.mm(x, y),  # type: ignore[misc]
-            {
-                name: CONFIGURATIONS[name]
-                for name in ("plain", "one sum over the output", "NonFinite", "Stats", "Checksum")
-            },
+            {name: CONFIGURATIONS[name] for name in names} | in_c,
             rounds=2 if smoke else 5,
-            bounds={"Stats": ("plain", 1.05), "Checksum": ("plain", 1.03 if dtype == torch.float32 else 1.08)},
+            bounds={"Stats": ("plain", 1.05)}
+            | dict.fromkeys(("Checksum", *in_c), ("plain", 1.03 if dtype == torch.float32 else 1.08)),
         )
     return found

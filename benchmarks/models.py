@@ -131,6 +131,8 @@ def run(smoke: bool) -> list[Row]:
             "Stats": lambda: intercept(hooks.Stats(), engine="compiled"),
             "NonFinite": lambda: intercept(hooks.NonFinite(), engine="compiled"),
             "Profile": lambda: intercept(hooks.Profile(), engine="compiled"),
+            "Checksum": lambda: intercept(hooks.Checksum(), engine="compiled"),
+            "Checksum of one call in 100": lambda: intercept(hooks.Checksum(every=100), engine="compiled"),
             "flight recorder": lambda: _in_flight("none"),
             "flight recorder with statistics": lambda: _in_flight("stats"),
         }
@@ -184,6 +186,7 @@ def run(smoke: bool) -> list[Row]:
         "models", f"{name}, one token", _inference(decode), ours, rounds=rounds_of_token, bounds=token_bounds
     )
     compiled_bounds = {"no-op hook": 1.02, "Recorder": 1.01, "Stats": 1.04, "NonFinite": 1.02, "flight recorder": 1.01}
+    compiled_bounds |= {"Checksum": 1.10, "Checksum of one call in 100": 1.01}
     bounds = _bounds(in_c, {"no-op hook": 1.02, "Recorder": 1.03, "Stats": 1.12}, compiled_bounds)
     return found + _minilm(ours, rounds, bounds)
 

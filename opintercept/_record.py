@@ -117,6 +117,11 @@ class CallRecord(Summary):
     autocast: str | None = field(metadata=noted("autocast_name"))
     elapsed: float | None = field(metadata=noted("elapsed"))
 
+    def where(self) -> str:
+        """The module and the line of the program, in words."""
+        module = "no module" if self.module == "" else f"module {self.module!r}" if self.module else "?"
+        return f"{module} ({self.source or 'source unknown'})"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the record as a dict that `json.dumps` accepts."""
         return {name: plain(getattr(self, name)) for name in (*OWN, *SHARED)}

@@ -119,6 +119,16 @@ def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, t
     return path
 
 
+def try_to_save(
+    call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]
+) -> tuple[str | None, str | None]:
+    """Do that, and return the path; or else return None and the reason, since a full disk must not lose a finding."""
+    try:
+        return save_repro(call, folder, before), None
+    except Exception as failure:
+        return None, f"{type(failure).__name__}: {failure}"
+
+
 def write_repro(
     path: str, title: str, func: str, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:

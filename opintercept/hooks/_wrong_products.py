@@ -47,8 +47,7 @@ class WrongProduct:
 
     def __str__(self) -> str:
         record = self.record
-        module = "no module" if record.module == "" else f"module {record.module!r}" if record.module else "?"
-        where = f"{module} ({record.source or 'source unknown'}), step {record.step}, call {record.index}"
+        where = f"{record.where()}, step {record.step}, call {record.index}"
         lines = [f"wrong product of {record.op} in {where} ({record.phase})", f"  {record}"]
         if self.rows:
             lines.append(

@@ -28,7 +28,7 @@ from opintercept.hooks._copies import safetensors_for
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._products import NoProduct, Product, positions_of, products_of, reason_of
-from opintercept.hooks._repro import save_repro
+from opintercept.hooks._repro import try_to_save
 from opintercept.hooks._suspects import SCREEN, Kept, look, may_write
 from opintercept.hooks._twins import Twins
 from opintercept.hooks._values import in_memory, leaves_out_captured, without_graph
@@ -391,10 +391,8 @@ class Checksum(Copyable):
     def _saved(self, finding: WrongProduct, call: OpCall, kept: Kept) -> WrongProduct:
         if self._save is None:
             return finding
-        try:
-            return replace(finding, saved=save_repro(call, self._save, kept.copies))
-        except Exception as failure:  # a full disk must not lose the finding
-            return replace(finding, unsaved=f"{type(failure).__name__}: {failure}")
+        saved, unsaved = try_to_save(call, self._save, kept.copies)
+        return replace(finding, saved=saved, unsaved=unsaved)
 
     def _tell(self, finding: WrongProduct) -> None:
         record = finding.record

@@ -25,7 +25,7 @@ from opintercept._tensors import is_strided, share_memory
 from opintercept.hooks._copies import safetensors_for
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._repro import save_repro
+from opintercept.hooks._repro import try_to_save
 from opintercept.hooks._values import in_memory, leaves_out_captured, parts_of, stored_values
 from opintercept.hooks.when import name_test
 
@@ -141,7 +141,7 @@ class Finding:
     def __str__(self) -> str:
         record = self.record
         what = "NaN" if self.output.nan else "Inf"
-        where = f"{record.op} in {_place(record)}, step {record.step}, call {record.index} ({record.phase})"
+        where = f"{record.op} in {record.where()}, step {record.step}, call {record.index} ({record.phase})"
         bad = ", ".join(f"{n}={self.operands[n].min:g}" if n in self.numbers else n for n in self.bad)
         if self.kind == "made":
             text = f"{what} is made by {where}, from {f'Inf in {bad}' if bad else 'finite operands'}"
@@ -158,7 +158,7 @@ class Finding:
         lines += [f"  {bound}"] if bound else []
         if self.seen_at is not None:
             seen = self.seen_at
-            lines.append(f"  it became NaN on the way to {seen.op} in {_place(seen)}, step {seen.step}")
+            lines.append(f"  it became NaN on the way to {seen.op} in {seen.where()}, step {seen.step}")
         lines += [f"  to run it again: python {self.saved}"] if self.saved else []
         lines += [f"  it could not be saved: {self.unsaved}"] if self.unsaved else []
         return "\n".join(lines)
@@ -177,11 +177,6 @@ class Finding:
             f"largest possible sum of products: {terms} x {left:.4g} x {right:.4g} = {terms * left * right:.4g}; "
             f"{self.record.output and str(dtype).removeprefix('torch.')} holds {torch.finfo(dtype).max:.4g}"
         )
-
-
-def _place(record: CallRecord) -> str:
-    module = "no module" if record.module == "" else f"module {record.module!r}" if record.module else "?"
-    return f"{module} ({record.source or 'source unknown'})"
 
 
 class _Before(NamedTuple):
@@ -375,11 +370,8 @@ class NonFinite(Copyable):
 
     def _tell(self, finding: Finding, call: OpCall | None, before: _Before | None = None) -> None:
         if self._save is not None and call is not None and finding.seen_at is None:
-            try:
-                copies = {} if before is None else before.copies
-                finding = replace(finding, saved=save_repro(call, self._save, copies))
-            except Exception as failure:  # a full disk must not lose the finding
-                finding = replace(finding, unsaved=f"{type(failure).__name__}: {failure}")
+            saved, unsaved = try_to_save(call, self._save, {} if before is None else before.copies)
+            finding = replace(finding, saved=saved, unsaved=unsaved)
             self._found[_key(finding)] = finding
         if self._action == "raise":
             raise NonFiniteError(str(finding))
