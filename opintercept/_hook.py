@@ -107,7 +107,10 @@ class HookDeclaration(Protocol):
 
 
 Hook: TypeAlias = PreHook | PostHook | ErrorHook | BackwardHook | Callable[[OpCall], Any]
-"""An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable that runs as `post`."""
+"""An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable that runs as `post`.
+
+If it has an `end_step`, the interceptor's `step()` calls that inside a block, in the thread that calls `step()`.
+"""
 _RUNS = ("pre", "post", "error", "backward")
 _PHASES = (*_RUNS, "enter", "exit")
 _NAMED: frozenset[Read] = frozenset(("module", "source", "record"))
@@ -137,6 +140,7 @@ class Handle:
     __slots__ = (
         "_pipeline",
         "backward",
+        "end_step",
         "enter",
         "error",
         "exit",
@@ -159,6 +163,7 @@ class Handle:
         self.pre, self.post, self.error, self.backward, self.enter, self.exit = (found[name] for name in _PHASES)
         # `bool()` does nothing, and no signal can interrupt it.
         self.enter, self.exit = self.enter or bool, self.exit or bool
+        self.end_step = _method(hook, "end_step")
         self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
         reads = reads_of((hook,))
         self.tracks = reads is None or not _TRACKED.isdisjoint(reads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
@@ -126,7 +127,9 @@ class Interceptor:
 
     def step(self) -> None:
         """Count a step of the program, such as a batch. `call.step` has the number, from 0."""
-        self.watcher.pipeline.next_step()
+        pipeline = self.watcher.pipeline
+        with self.paused() if pipeline.end_step else nullcontext():  # what hooks run here is not seen either
+            pipeline.next_step()
 
     def paused(self) -> Pause:
         """A context manager inside which this interceptor sees nothing of the thread that entered it."""

@@ -56,6 +56,7 @@ class Pipeline:
         noted: The same; None while the hooks have to see each call.
         opaque: How many calls of each opaque operator have run, by name.
         pass_over: Counts a call of an operator that is not looked at.
+        end_step: The handles of hooks with an `end_step`.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Pipeline:
         "_passed",
         "_tap",
         "backward",
+        "end_step",
         "error",
         "level",
         "links",
@@ -117,6 +119,7 @@ class Pipeline:
         self.post: tuple[Handle, ...] = ()
         self.error: tuple[Handle, ...] = ()
         self.backward: tuple[Handle, ...] = ()
+        self.end_step: tuple[Handle, ...] = ()
         for hook in hooks:
             self.register(hook)
         _remember(self)
@@ -137,10 +140,18 @@ class Pipeline:
         return tuple(handle.hook for handle in self._handles)
 
     def next_step(self) -> None:
-        """Count a step of the program."""
+        """Count a step of the program, and tell the hooks that it has ended."""
         self.steps += 1
         if self.rows is not None:
             self.rows.ring.set_step(self.steps)
+        for handle in self.end_step:
+            if handle not in self._inside:
+                continue
+            try:
+                handle.end_step()
+            except Exception as exception:
+                if not self._survives(handle, f"the end_step of hook {handle.hook!r}", exception):
+                    raise
 
     def settle(self) -> None:
         """Tell the hooks of the calls that kernels have noted."""
@@ -185,6 +196,7 @@ class Pipeline:
         self.pre = tuple(h for h in handles if h.pre)
         self.post = tuple(h for h in handles if h.post)
         self.error = tuple(h for h in handles if h.error)
+        self.end_step = tuple(h for h in handles if h.end_step)
         self.backward = () if self._tap is None else tuple(h for h in handles if h.backward)
         if self.links is not None:
             self.links.wanted |= any(h.tracks for h in handles)
@@ -322,6 +334,9 @@ class Pipeline:
         except Exception:  # an unusual tensor must not hide what the hook raised
             shown = call.op
         where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {shown}"
+        return self._survives(handle, where, exception)
+
+    def _survives(self, handle: Handle, where: str, exception: Exception) -> bool:
         if self.on_error == "raise":
             exception.add_note(f"opintercept: raised by {where}")
             if isinstance(exception, TypeError):

@@ -568,3 +568,44 @@ def test_freed_pipelines_are_forgotten() -> None:
     kept = [Pipeline(()) for _ in range(100)]
     assert {id(pipeline) for pipeline in kept} <= {id(reference()) for reference in _pipelines}
     assert len(_pipelines) < 1000
+
+
+class Stepping:
+    """Counts the ends of steps."""
+
+    reads = ()
+
+    def __init__(self, fails: bool = False) -> None:
+        self.steps, self.fails = 0, fails
+
+    def pre(self, call: OpCall) -> None: ...
+
+    def end_step(self) -> None:
+        self.steps += 1
+        if self.fails:
+            raise KeyError("no step")
+
+
+def test_hooks_that_have_entered_are_told_of_the_end_of_a_step() -> None:
+    hook = Stepping()
+    pipeline = Pipeline([hook])
+    pipeline.next_step()
+    pipeline.enter(pipeline)
+    pipeline.next_step()
+    pipeline.exit(pipeline, None)
+    pipeline.next_step()
+    assert (hook.steps, pipeline.steps) == (1, 3)
+
+
+def test_a_hook_that_fails_at_the_end_of_a_step_raises_or_is_switched_off() -> None:
+    pipeline = Pipeline([Stepping(fails=True)])
+    pipeline.enter(pipeline)
+    with pytest.raises(KeyError, match="no step") as raised:
+        pipeline.next_step()
+    assert "raised by the end_step of hook" in raised.value.__notes__[0]
+    last = Stepping()
+    pipeline = Pipeline([Stepping(fails=True), last], on_error="warn")
+    pipeline.enter(pipeline)
+    with pytest.warns(OpInterceptWarning, match="switched off a hook that raised KeyError"):
+        pipeline.next_step()
+    assert (pipeline.hooks, last.steps) == ((last,), 1)

@@ -210,6 +210,8 @@ class _When:
             self.wants_gradients = partial(_wants, filters, getattr(hook, "wants_gradients", None))
         if callable(enter := getattr(hook, "enter", None)):
             self.enter = enter
+        if callable(end_step := getattr(hook, "end_step", None)):
+            self.end_step = end_step
         # A filter inside another one sees only what that lets through, so it must not warn.
         leave = hook._leave if isinstance(hook, _When) else getattr(hook, "exit", None)
         self._leave: Callable[[], Any] | None = leave if callable(leave) else None
