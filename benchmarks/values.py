@@ -11,7 +11,7 @@ import torch
 from benchmarks._timing import Row, rows
 from opintercept import intercept
 from opintercept._native import values
-from opintercept.runs import _hash
+from opintercept.hooks import _hash
 
 
 def _five_passes(tensor: torch.Tensor) -> None:

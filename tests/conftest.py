@@ -114,3 +114,18 @@ def no_writer_left() -> Iterator[None]:
     """Fail a test that leaves a thread of `RunRecorder` running."""
     yield
     assert no_writer()
+
+
+@pytest.fixture
+def one_of_two_ranks() -> Iterator[None]:
+    """Make this process one of two ranks, whose other rank is the same in everything."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()

@@ -366,6 +366,7 @@ OBSERVERS: dict[str, Callable[[], Any]] = {
     "Gradients": hooks.Gradients,
     "Recorder": hooks.Recorder,
     "Checksum": lambda: hooks.Checksum(estimate=True),
+    "Replicas": hooks.Replicas,
     "when": lambda: hooks.when(hooks.Recorder(), dtype=torch.float32, min_numel=2, every=2, module="*"),
 }
 
@@ -395,6 +396,7 @@ def outcome(program: Callable[[], Any]) -> str:
 @pytest.mark.filterwarnings("ignore")  # torch warns about prototypes, AttentionWeights about tensors without values
 @pytest.mark.parametrize("level", ["function", "dispatch"])
 @pytest.mark.parametrize("program", UNUSUAL)
+@pytest.mark.usefixtures("one_of_two_ranks")
 @pytest.mark.slow
 def test_a_program_with_unusual_tensors_is_unchanged_under_every_hook(program: str, level: Any) -> None:
     bare = outcome(UNUSUAL[program])
@@ -439,6 +441,7 @@ DECLARED: dict[str, Callable[[], Any]] = {
     "Profile": hooks.Profile,
     "Recorder": hooks.Recorder,
     "Reference": hooks.Reference,
+    "Replicas": hooks.Replicas,
     "Scalars": lambda: hooks.Scalars(Quiet()),
     "Stats": hooks.Stats,
     "when": lambda: hooks.when(hooks.Stats(), op=("mm", "linear"), every=2),
@@ -465,6 +468,7 @@ def watch_reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
+@pytest.mark.usefixtures("one_of_two_ranks")
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_hook_reads_what_it_declares_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = watch_reads(monkeypatch)

@@ -21,8 +21,7 @@ from numpy_stats import COMPLEX, FLOATS, INTEGERS, TARGETS, TINY_FLOATS, every_v
 from torch import Tensor
 
 from opintercept._native import values
-from opintercept.hooks import _sums
-from opintercept.runs import _hash
+from opintercept.hooks import _hash, _sums
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 

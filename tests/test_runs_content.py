@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from native import reading
 from torch import Tensor
 
-from opintercept.runs import Values, _content, _hash
+from opintercept.hooks import _hash
+from opintercept.runs import Values, _content
 from opintercept.runs._content import content_of
 
 pytestmark = pytest.mark.slow

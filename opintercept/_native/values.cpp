@@ -1,5 +1,5 @@
 // Reads the values of a CPU tensor in one pass, 4096 at a time so that whatever else is asked of them finds them in the
-// cache: counts, range, sums, the hash of `runs._hash`, the powers and channels of `hooks._sums`.
+// cache: counts, range, sums, the hash of `hooks._hash`, the powers and channels of `hooks._sums`.
 //
 // Invariant: the results do not depend on the number of threads, and no operator of torch runs. A tensor that is not a
 // plain array of floats in memory is not read.
@@ -337,7 +337,7 @@ struct Powers {
   }
 };
 
-// The hash of `runs._hash`, in which the names are the same.
+// The hash of `hooks._hash`, in which the names are the same.
 constexpr int64_t HASH_BLOCK = 1 << 16, SMALL = 1 << 14, PIECE = 1 << 18;
 
 uint64_t mixed(uint64_t number) {

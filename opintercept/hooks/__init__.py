@@ -27,6 +27,8 @@ from opintercept.hooks.profile import ProfileRow as ProfileRow
 from opintercept.hooks.recorder import Recorder as Recorder
 from opintercept.hooks.reference import Reference as Reference
 from opintercept.hooks.reference import ReferenceRow as ReferenceRow
+from opintercept.hooks.replicas import Parting as Parting
+from opintercept.hooks.replicas import Replicas as Replicas
 from opintercept.hooks.scalars import Scalars as Scalars
 from opintercept.hooks.stats import Stats as Stats
 from opintercept.hooks.stats import StatsRow as StatsRow
@@ -48,12 +50,14 @@ __all__ = [
     "Log",
     "Noise",
     "NonFinite",
+    "Parting",
     "Print",
     "Profile",
     "ProfileRow",
     "Recorder",
     "Reference",
     "ReferenceRow",
+    "Replicas",
     "Scalars",
     "Stats",
     "StatsRow",

@@ -16,8 +16,8 @@ import torch
 
 from opintercept._native import values as native
 from opintercept._tensors import is_strided
+from opintercept.hooks import _hash
 from opintercept.hooks._values import moments, stored_values
-from opintercept.runs import _hash
 from opintercept.runs.codec import Values
 
 # Values on these devices are read at once; on others, when the work queued there is done.

@@ -56,6 +56,7 @@ def observers() -> list[Any]:
         hooks.Reference(),
         hooks.Scalars(Run()),
         hooks.Checksum(estimate=True),
+        hooks.Replicas(),
         hooks.when(lambda call: None, every=2),
     ]
 
@@ -79,6 +80,7 @@ def train(*options: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:AttentionWeights skipped")  # function level does not see inside it
+@pytest.mark.usefixtures("one_of_two_ranks")
 @pytest.mark.parametrize("options", [{}, {"engine": "mode"}, {"level": "function"}], ids=["kernel", "mode", "function"])
 def test_all_observing_hooks_together_change_nothing(options: dict[str, Any]) -> None:
     bare = train()

@@ -41,7 +41,7 @@ void append_hex(std::string& line, uint64_t number) {
   }
 }
 
-uint64_t mixed(uint64_t number) { // `runs._hash._mixed`
+uint64_t mixed(uint64_t number) { // `hooks._hash._mixed`
   number *= 0x9e3779b97f4a7c15u;
   number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9u;
   number = (number ^ number >> 27) * 0x94d049bb133111ebu;

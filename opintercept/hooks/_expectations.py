@@ -1,0 +1,239 @@
+"""`Expectations`: which operands should be equal on which ranks, and which of them no longer are.
+
+Invariant: only tables that every rank has change it, so it is the same on every rank. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import NamedTuple
+
+PATIENCE = 4
+"""In how many steps an operand may appear before it is settled whether its ranks should be equal."""
+MOST_KEYS = 1 << 17
+"""How many operands are known at most. Later ones are not compared."""
+CONSTANT, WEIGHT = 1, 2
+"""Flags of an entry: all elements are equal, and it is a parameter."""
+_MASK = 2**64 - 1
+
+Group = tuple[int, ...]
+"""Ranks in ascending order."""
+
+
+class Entry(NamedTuple):
+    """What a rank says of one operand.
+
+    Attributes:
+        key: The place of the operand, from `key_of`.
+        value: A hash of its values.
+        flags: `CONSTANT`, `WEIGHT`, or both.
+    """
+
+    key: int
+    value: int
+    flags: int = 0
+
+
+class Parted(NamedTuple):
+    """Ranks whose operands should be equal and are not.
+
+    Attributes:
+        key: The place of the operand.
+        ranks: The ranks with each value. The group with the most ranks is first.
+    """
+
+    key: int
+    ranks: tuple[Group, ...]
+
+
+class _Candidate:
+    """An operand of which it is not known yet whether its ranks should be equal."""
+
+    __slots__ = ("seen", "values")
+
+    def __init__(self) -> None:
+        self.seen = 0
+        # The groups that have been equal so far, and which values they had.
+        self.values: dict[Group, set[int]] | None = None
+
+
+class Expectations:
+    """The groups of ranks that should be equal, by operand.
+
+    Args:
+        size: How many ranks there are.
+        all_equal: Whether all ranks should be equal in every operand. Otherwise a weight should be equal on the ranks
+            that have it in common when it first appears. Another operand should be equal on the ranks that have had
+            it in common in two steps with different values. Constants do not count, since ranks have zeros in common
+            by chance.
+    """
+
+    def __init__(self, size: int, all_equal: bool = False) -> None:
+        self._all: Group = tuple(range(size))
+        self._default = (self._all,) if all_equal else None
+        self._groups: dict[int, tuple[Group, ...]] = {}
+        self._candidates: dict[int, _Candidate] = {}
+        self.version = 0
+
+    def clear(self) -> None:
+        """Forget what should be equal."""
+        self._groups.clear()
+        self._candidates.clear()
+        self.version = 0
+
+    def of(self, key: int) -> tuple[Group, ...] | None:
+        """The groups that should be equal in an operand; None if that is not known yet."""
+        return self._groups.get(key, self._default)
+
+    def wants(self, key: int, rank: int) -> bool:
+        """Whether a rank should hash an operand."""
+        groups = self._groups.get(key, self._default)
+        if groups is None:
+            return len(self._groups) + len(self._candidates) < MOST_KEYS or key in self._candidates
+        return any(rank in group for group in groups)
+
+    def summed(self, rank: int, step: int, entries: Iterable[Entry]) -> tuple[int, int]:
+        """What a rank contributes to the sum over all ranks.
+
+        Args:
+            rank: The rank.
+            step: The number of its comparison.
+            entries: Its operands.
+
+        Returns:
+            A number whose sum over all ranks is 0 mod 2**64 if all agree, and, but for a chance of about 2**-60, only
+            then; and how many operands it has of which it is not known whether they should be equal.
+        """
+        share = _share(self._all, rank)
+        total, unknown = share * _mixed(step) + share * _mixed(self.version ^ 1 << 63), 0
+        for key, value, _ in entries:
+            groups = self._groups.get(key, self._default)
+            if groups is None:
+                unknown += 1
+                continue
+            for group in groups:
+                if rank in group:
+                    total += (_mixed(key) | 1) * _share(group, rank) * _mixed(value)
+        return total & _MASK, unknown
+
+    def judge(self, tables: Sequence[Sequence[Entry]]) -> list[Parted]:
+        """Compare the operands of all ranks in one step, and learn which of them should be equal.
+
+        Operands that only some ranks have are compared on those. Ranks that part are not expected to be equal again.
+
+        Args:
+            tables: The operands of each rank, in the order of its calls.
+
+        Returns:
+            Which operands have parted, in the order of the calls.
+        """
+        found: dict[int, dict[int, Entry]] = {}
+        first: dict[int, int] = {}
+        for rank, table in enumerate(tables):
+            for place, entry in enumerate(table):
+                found.setdefault(entry.key, {})[rank] = entry
+                first[entry.key] = min(place, first.get(entry.key, place))
+        parted = []
+        for key in sorted(found, key=lambda key: (first[key], key)):
+            groups = self.of(key)
+            if groups is None:
+                self._learn(key, found[key])
+            elif len(classes := self._classes(groups, found[key])) > len(groups):
+                parted.append(Parted(key, self._apart(groups, found[key])))
+                self._groups[key] = tuple(group for group in classes if len(group) > 1)
+        self.version = _digest(self.version, tables)
+        return parted
+
+    def _classes(self, groups: tuple[Group, ...], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
+        """The groups, split by value. Ranks that did not make the call stay with the largest part."""
+        found: list[Group] = []
+        for group in groups:
+            parts = _by_value(group, entries)
+            absent = tuple(rank for rank in group if rank not in entries)
+            largest = parts[0] if parts else ()
+            found += [tuple(sorted(largest + absent)), *parts[1:]]
+        return tuple(found)
+
+    def _apart(self, groups: tuple[Group, ...], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
+        """The parts of the first group that has parted."""
+        return next(parts for group in groups if len(parts := _by_value(group, entries)) > 1)
+
+    def _learn(self, key: int, entries: Mapping[int, Entry]) -> None:
+        candidate = self._candidates.get(key)
+        if candidate is None:
+            if len(self._groups) + len(self._candidates) >= MOST_KEYS:
+                return
+            candidate = self._candidates[key] = _Candidate()
+        candidate.seen += 1
+        parts = [part for part in _by_value(entries, entries) if len(part) > 1]
+        constant = any(entry.flags & CONSTANT for entry in entries.values())
+        weight = all(entry.flags & WEIGHT for entry in entries.values())
+        known = candidate.values
+        if not constant and len(entries) > 1:
+            if known is None:
+                candidate.values = {part: {entries[part[0]].value} for part in parts}
+            else:
+                both = {
+                    tuple(sorted({*old} & {*new})): values | {entries[new[0]].value}
+                    for old, values in known.items()
+                    for new in parts
+                }
+                candidate.values = {part: values for part, values in both.items() if len(part) > 1}
+        known = candidate.values
+        enough = 1 if weight else 2
+        settled = known is not None and all(len(values) >= enough for values in known.values())
+        if settled or candidate.seen >= PATIENCE:
+            self._groups[key] = tuple(sorted(part for part, values in (known or {}).items() if len(values) >= enough))
+            del self._candidates[key]
+
+
+def key_of(*place: Hashable) -> int:
+    """A number for the place of an operand, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def mixed(value: int, *more: int) -> int:
+    """A signed number of 64 bits that depends on all bits of others."""
+    for each in more:
+        value = _mixed(value) + each
+    value = _mixed(value)
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _by_value(ranks: Iterable[int], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
+    """The ranks that have an entry, by its value: the largest group first, then the one with the lowest rank."""
+
+    def value(rank: int) -> int:
+        return entries[rank].value
+
+    there = sorted((rank for rank in ranks if rank in entries), key=lambda rank: (value(rank), rank))
+    parts = [tuple(part) for _, part in groupby(there, value)]
+    return tuple(sorted(parts, key=lambda part: (-len(part), part)))
+
+
+@cache
+def _share(group: Group, rank: int) -> int:
+    """A factor for each rank of a group. Their sum is 0, and all but the last are odd."""
+    if rank == group[-1]:
+        return -sum(_share(group, other) for other in group[:-1])
+    return _mixed(rank + 2**32) | 1
+
+
+def _digest(version: int, tables: Sequence[Sequence[Entry]]) -> int:
+    state = hashlib.blake2b(version.to_bytes(8, "big"), digest_size=7)
+    for table in tables:
+        state.update(len(table).to_bytes(8, "big"))
+        state.update(array("q", [number for entry in table for number in entry]).tobytes())
+    return int.from_bytes(state.digest(), "big")
+
+
+def _mixed(number: int) -> int:
+    """64 bits that look random: splitmix64, S. Vigna, https://prng.di.unimi.it/splitmix64.c."""
+    z = (number * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

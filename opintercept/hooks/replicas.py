@@ -1,0 +1,466 @@
+"""`Replicas`: names the first call whose operands should be equal on several ranks and are not.
+
+Invariant: ranks exchange numbers only where `Interceptor.step()` is called and where the block ends, and each exchange
+follows from what all ranks have received before. So no rank waits for an exchange that another one leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+from opintercept._call import OpCall
+from opintercept._checks import check_choice, check_count
+from opintercept._errors import OpInterceptError, OpInterceptWarning, caller_level
+from opintercept._hook import Read
+from opintercept._text import counted
+from opintercept.hooks._copyable import Copyable
+from opintercept.hooks._expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of
+from opintercept.hooks._operand_hashes import Hash, OperandHashes, is_weight
+from opintercept.hooks._ranks import Ranks, ranks_of
+from opintercept.hooks._roles import checked_roles
+from opintercept.hooks._values import leaves_out_captured, without_graph
+from opintercept.hooks.when import CallFilter
+
+Action = Literal["raise", "warn", "record"]
+Modules = str | re.Pattern[str] | Callable[[str], bool]
+
+MOST_FINDINGS = 1000
+"""The most findings that are kept; the others are counted."""
+
+_ROLES = ("lhs", "rhs", "bias", "value")
+_NOT_ENTERED = "no block was entered"
+
+
+class _Operand(NamedTuple):
+    """Where an operand is, step after step."""
+
+    key: int
+    module: str | None
+    op: str
+    phase: str
+    role: str
+    weight: bool
+
+
+class _Seen(NamedTuple):
+    """An operand that was hashed in this step."""
+
+    operand: _Operand
+    hashed: Hash
+    call: int
+    step: int
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first call of a step in which ranks part that were equal before.
+
+    Attributes:
+        ranks: The global ranks with each value. Those with the most ranks come first.
+        step: The interceptor's step.
+        index: The number of the call on this rank; None if this rank did not make the call.
+        module: The module's qualified name, as `OpCall.module`.
+        op: The operator.
+        phase: `"forward"`, `"backward"` or `"recompute"`.
+        operand: `"lhs"`, `"rhs"`, `"bias"` or `"value"`.
+        weight: Whether the operand is a parameter.
+        source: The program's line; None if this rank did not make the call.
+        more: How many other operands have parted in the same step.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    step: int
+    index: int | None
+    module: str | None
+    op: str
+    phase: str
+    operand: str
+    weight: bool
+    source: str | None
+    more: int
+
+    def __str__(self) -> str:
+        call = "a call that this rank did not make" if self.index is None else f"call {self.index}"
+        module = "an unknown module" if self.module is None else f"module {self.module or '-'}"
+        text = (
+            f"{_who(self.ranks)} at step {self.step}, {call}, {module}, {self.operand}"
+            f"{' (weight)' if self.weight else ''} of {self.op} in {self.phase}"
+        )
+        text += f", at {self.source}" if self.source else ""
+        return f"{text}; {counted(self.more, 'other operand')} parted in this step" if self.more else text
+
+
+class Replicas(Copyable):
+    """Compares operands that should be equal on several ranks of `torch.distributed`, and names the first that parts.
+
+    Each rank hashes the operands of its calls where they are, and no call waits for a device. When `step()` of the
+    interceptor is called and when the block ends, one `all_reduce` of two integers says whether all ranks agree. Only
+    if they do not, and in the first steps, they exchange the hashes, 24 bytes for each operand.
+
+    Without `modules`, Replicas finds out what should be equal. A weight should stay equal on the ranks that have it in
+    common in the first step in which it appears. Any other operand, such as an activation, should be equal on the ranks
+    that had it in common in two of its first four steps, with different values. Operands whose elements are all equal
+    do not count, since ranks have zeros in common by chance. What is not equal by then is not hashed again: under data
+    parallelism only weights are.
+
+    A weight is hashed once a step, and again if torch has written to it. A weight that needs no gradient is hashed in
+    one of 16 steps unless torch has written to it.
+
+    The ranks of a group must enter the block together and call `step()` equally often. They may make different calls;
+    an operand is then compared on the ranks that have it. A rank that leaves the block with an exception compares
+    nothing more and does not wait for others. They wait for it as in any collective of their program, until its process
+    ends or the group's timeout has passed. Replicas does nothing without `torch.distributed`, in a group of one, and in
+    a forked child that has not made a process group of its own.
+
+    Args:
+        modules: Modules whose operands should be equal on all ranks from the first step on: a glob, a pattern or a
+            predicate as for `when`, or several of them. No others are compared.
+        of: Which operands to compare: one or more of `"lhs"`, `"rhs"`, `"bias"`, an attention's `"value"`, and
+            `"weights"` for all that are parameters.
+        every: Compare one step in this many.
+        group: The process group; all ranks if None.
+        action: `"raise"` raises an `OpInterceptError` on every rank. `"warn"` warns once for each module, operator and
+            phase. `"record"` only adds to `findings`, as all actions do.
+
+    Attributes:
+        compared: How many steps have been compared.
+
+    Raises:
+        TypeError: `modules` or `of` is of another type.
+        ValueError: An operand or the action is unknown, `modules` is empty, or `every` is below 1.
+
+    `step()` or the end of the block raises `OpInterceptError` if ranks have parted, with `action="raise"`.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import hooks, intercept
+        >>> replicas = hooks.Replicas()
+        >>> with intercept(replicas) as watch:
+        ...     for step in range(3):
+        ...         _ = torch.ones(2, 3) @ torch.ones(3, 4)
+        ...         watch.step()
+        >>> print(replicas)
+        nothing compared: torch.distributed is not initialised
+    """
+
+    reads: Sequence[Read] = ("module", "source")
+    fresh: ClassVar = {
+        "_lock": threading.RLock,
+        "_hashes": OperandHashes,
+        "_operands": dict,
+        "_plans": dict,
+        "_seen": list,
+        "_counts": Counter,
+        "_expectations": lambda: None,
+        "_ranks": lambda: _NOT_ENTERED,
+        "_reading": bool,
+        "_blocks": int,
+        "_outside": lambda: None,
+    }
+
+    def __init__(
+        self,
+        modules: Modules | Iterable[Modules] | None = None,
+        *,
+        of: str | Iterable[str] = _ROLES,
+        every: int = 1,
+        group: Any = None,
+        action: Action = "raise",
+    ) -> None:
+        check_choice("action", action, get_args(Action))
+        if modules is not None and (isinstance(modules, (str, re.Pattern)) or not isinstance(modules, Iterable)):
+            modules = [modules]
+        self._filters = None if modules is None else [CallFilter(module=each) for each in modules]
+        if self._filters == []:
+            raise ValueError("modules must name at least one module, got none; None stands for all")
+        roles = checked_roles(of, (*_ROLES, "weights"))
+        self._weights = "weights" in roles
+        self._roles = frozenset(roles)
+        self._looked_at = _ROLES if self._weights else roles
+        self._every = check_count("every", every)
+        self._group = group
+        self._action = action
+        self.compared = 0
+        self._findings: list[Parting] = []
+        self._more = 0
+        self._told: set[tuple[str | None, str, str]] = set()
+        self._skipped: Counter[str] = Counter()
+        self._steps = 0
+        self._step = 0
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._hashes = OperandHashes()
+        self._operands: dict[tuple[Any, ...], _Operand | None] = {}
+        self._plans: dict[tuple[Any, ...], tuple[_Operand, ...]] = {}
+        self._seen: list[_Seen] = []
+        self._counts: Counter[tuple[Any, ...]] = Counter()
+        self._expectations: Expectations | None = None
+        self._ranks: Ranks | str = _NOT_ENTERED
+        self._reading = False
+        self._blocks = 0
+        self._outside: BaseException | None = None
+
+    @property
+    def findings(self) -> list[Parting]:
+        """At most one for each step, and 1000 in all."""
+        with self._lock:
+            return list(self._findings)
+
+    @property
+    def expected(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The operands of this rank's calls that should be equal, and the groups of global ranks on which they should.
+
+        The key says where an operand is: `"layers.0 aten::addmm forward rhs"`. An operator that a module runs several
+        times in a step has one entry with the groups of all its calls.
+        """
+        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        with self._lock:
+            ranks, expectations = self._ranks, self._expectations
+            if expectations is not None and isinstance(ranks, Ranks):
+                for operand in filter(None, self._operands.values()):
+                    groups = expectations.of(operand.key)
+                    if groups:
+                        module = "?" if operand.module is None else operand.module or "-"
+                        name = f"{module} {operand.op} {operand.phase} {operand.role}"
+                        new = tuple(_global(ranks, group) for group in groups)
+                        found[name] = tuple(sorted({*found.get(name, ()), *new}))
+        return found
+
+    def enter(self) -> None:
+        """Begin a step."""
+        if self._process != os.getpid():  # in a forked child no thread will release the lock of the parent
+            self.__setstate__({"_process": os.getpid()})
+        with self._lock:
+            self._blocks += 1
+            if self._blocks == 1:
+                for each in self._filters or ():
+                    each.watch_names()
+                self._outside = sys.exception()
+                self._begin()
+
+    def _begin(self) -> None:
+        """Begin a step, in which this rank hashes operands if it can compare them."""
+        self._hashes.next_step()
+        self._seen, self._counts = [], Counter()
+        self._ranks = ranks_of(self._group)
+        self._reading = self._steps % self._every == 0 and isinstance(self._ranks, Ranks)
+        if isinstance(self._ranks, Ranks) and self._expectations is None:
+            self._expectations = Expectations(len(self._ranks.members), self._filters is not None)
+
+    def pre(self, call: OpCall) -> None:
+        """Hash the operands."""
+        self._step = call.step
+        ranks, expectations = self._ranks, self._expectations
+        if not self._reading or expectations is None or isinstance(ranks, str):
+            return
+        if self._filters is not None and not self._admits(call, self._filters):
+            return
+        # With the line, further calls elsewhere do not shift the numbers of these.
+        where = call.module, call.op, call.phase, call.source
+        with self._lock:
+            number, plans = self._counts[where], self._plans
+            self._counts[where] += 1
+        place = (*where, number)
+        plan = plans.get(place)
+        if plan is None:
+            plan = self._planned(call, place, ranks, expectations)
+            if len(plans) < MOST_KEYS:
+                plans[place] = plan
+        if plan:
+            without_graph(self._hash, call, plan, expectations)
+
+    def _hash(self, call: OpCall, plan: tuple[_Operand, ...], expectations: Expectations) -> None:
+        for operand in plan:
+            tensor = call.operand(operand.role)
+            if tensor is None:
+                continue
+            if leaves_out_captured(tensor, self):
+                return
+            try:
+                hashed = self._hashes.of(tensor, expectations.of(operand.key) is None)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+                reason = str(error).partition("\n")[0]
+                with self._lock:
+                    self._skipped[f"{call.op}: {reason}"] += 1
+                continue
+            if hashed is not None:
+                seen = _Seen(operand, hashed, call.index, call.step, call.source)
+                with self._lock:
+                    self._seen.append(seen)
+
+    def _planned(
+        self, call: OpCall, place: tuple[Any, ...], ranks: Ranks, expectations: Expectations
+    ) -> tuple[_Operand, ...]:
+        """The operands of a call to hash, until `judge` has changed what is expected."""
+        plan = []
+        for role in self._looked_at:
+            tensor = call.operand(role)
+            if tensor is not None:
+                where = (*place, role)
+                operand = self._operands[where] if where in self._operands else self._place(where, tensor)
+                if operand is not None and expectations.wants(operand.key, ranks.rank):
+                    plan.append(operand)
+        return tuple(plan)
+
+    def _admits(self, call: OpCall, filters: list[CallFilter]) -> bool:
+        passed = [each.admits(call) for each in filters]  # all of them, since each notes which names it has seen
+        return any(passed)
+
+    def _place(self, place: tuple[Any, ...], tensor: Any) -> _Operand | None:
+        """Name an operand when it first appears; None if it is not to be looked at."""
+        module, op, phase, _, _, role = place
+        weight = is_weight(tensor)
+        operand = None
+        if (role in self._roles or (self._weights and weight)) and len(self._operands) < MOST_KEYS:
+            operand = _Operand(key_of(*place), module, op, phase, role, weight)
+        if len(self._operands) < MOST_KEYS:
+            self._operands[place] = operand
+        return operand
+
+    def end_step(self) -> None:
+        """Compare what the ranks have hashed."""
+        self._compare()
+
+    def exit(self) -> None:
+        """Compare the last step, unless an exception ends the block."""
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks:
+                return
+        exception = sys.exception()
+        try:
+            if exception is None or exception is self._outside:
+                self._compare()
+            else:
+                self._steps += 1  # if the program goes on, the others notice that this rank is at another step
+        finally:
+            self._reading = False
+            self._outside = None
+        for each in self._filters or ():
+            text = each.unmatched()
+            if text is not None:
+                warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
+
+    def _compare(self) -> None:
+        """End a step: exchange what its calls have left, and begin the next one."""
+        with self._lock:
+            seen, reading, ranks, expectations = self._seen, self._reading, self._ranks, self._expectations
+            step = self._steps
+            self._steps += 1
+            hashes = self._hashes.read([each.hashed for each in seen])
+            self._begin()
+        if reading and expectations is not None and isinstance(ranks, Ranks) and ranks.is_there():
+            entries = [
+                Entry(each.operand.key, value, flags | WEIGHT * each.operand.weight)
+                for each, (value, flags) in zip(seen, hashes, strict=True)
+            ]
+            parted = self._parted(ranks, expectations, step, entries)
+            self.compared += 1
+            if parted:
+                self._tell(self._parting(ranks, parted, seen))
+
+    def _parted(self, ranks: Ranks, expectations: Expectations, step: int, entries: list[Entry]) -> list[Parted]:
+        """Compare the entries of all ranks: first a sum, then one by one."""
+        total, unknown = ranks.summed(expectations.summed(ranks.rank, step, entries))
+        if not total and not unknown:
+            return []
+        heads = ranks.gathered([step, expectations.version, len(entries)])
+        if len({head[0] for head in heads}) > 1:
+            self._out_of_step(ranks, [head[0] for head in heads])
+            return []
+        most = max(head[2] for head in heads)
+        padding = [0] * (len(Entry._fields) * (most - len(entries)))
+        rows = ranks.gathered([number for entry in entries for number in entry] + padding)
+        tables = [
+            [Entry(*row[place : place + 3]) for place in range(0, 3 * head[2], 3)]
+            for row, head in zip(rows, heads, strict=True)
+        ]
+        with self._lock:
+            if len({head[1] for head in heads}) > 1:  # some ranks have a new hook, or a copy: all begin anew
+                expectations.clear()
+            self._plans = {}
+            return expectations.judge(tables)
+
+    def _out_of_step(self, ranks: Ranks, steps: list[int]) -> None:
+        shown = ", ".join(f"{step} of rank {rank}" for step, rank in zip(steps, ranks.members, strict=True))
+        text = (
+            f"Replicas cannot compare ranks at different steps, got step {shown}; every rank must enter the block and "
+            "call step() equally often"
+        )
+        if self._action == "raise":
+            raise OpInterceptError(text)
+        if ("", "", "steps") not in self._told:
+            self._told.add(("", "", "steps"))
+            warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
+
+    def _parting(self, ranks: Ranks, parted: list[Parted], seen: list[_Seen]) -> Parting:
+        key = parted[0].key
+        here = next((each for each in seen if each.operand.key == key), None)
+        known = (operand for operand in self._operands.values() if operand is not None and operand.key == key)
+        operand = here.operand if here is not None else next(known, _Operand(key, None, "?", "?", "?", False))
+        return Parting(
+            ranks=tuple(_global(ranks, group) for group in parted[0].ranks),
+            step=self._step if here is None else here.step,
+            index=None if here is None else here.call,
+            module=operand.module,
+            op=operand.op,
+            phase=operand.phase,
+            operand=operand.role,
+            weight=operand.weight,
+            source=None if here is None else here.source,
+            more=len(parted) - 1,
+        )
+
+    def _tell(self, finding: Parting) -> None:
+        key = finding.module, finding.op, finding.phase
+        with self._lock:
+            new = key not in self._told
+            self._told.add(key)
+            if len(self._findings) < MOST_FINDINGS:
+                self._findings.append(finding)
+            else:
+                self._more += 1
+        if self._action == "raise":
+            raise OpInterceptError(str(finding))
+        if self._action == "warn" and new:
+            warnings.warn(str(finding), OpInterceptWarning, stacklevel=caller_level())
+
+    def clear(self) -> None:
+        """Forget the findings and the counts. What should be equal stays known."""
+        with self._lock:
+            self._findings.clear()
+            self._told.clear()
+            self._skipped.clear()
+            self.compared = self._more = 0
+
+    def __str__(self) -> str:
+        if not self.compared and isinstance(self._ranks, str):
+            return f"nothing compared: {self._ranks}"
+        lines = [
+            f"{counted(self.compared, 'step')} compared, {counted(len(self.expected), 'operand')} expected to be "
+            f"equal, {counted(len(self._findings) + self._more, 'step')} in which ranks parted"
+        ]
+        lines += map(str, self.findings)
+        lines += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
+        return "\n".join(lines)
+
+
+def _global(ranks: Ranks, group: Group) -> tuple[int, ...]:
+    return tuple(sorted(ranks.members[rank] for rank in group))
+
+
+def _who(parts: tuple[tuple[int, ...], ...]) -> str:
+    """Write which ranks have parted: `rank 1 parted from ranks 0, 2, 3`."""
+    if len(parts) > 2 and len(parts[0]) == 1:
+        return f"ranks {', '.join(str(rank) for part in parts for rank in part)} parted from each other"
+    first, *others = [f"rank{'s' if len(part) > 1 else ''} {', '.join(map(str, part))}" for part in parts]
+    return f"{' and '.join(others)} parted from {first}"
