@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -243,6 +245,33 @@ def test_it_runs_beside_other_hooks_and_in_several_threads() -> None:
         for thread in threads:
             thread.join()
     assert (checksum.checked, checksum.rows, len(recorder.records)) == (800, 800 * 32, 800)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_checks_its_own_calls() -> None:
+    a = torch.randn(8, 8)
+    checksum = hooks.Checksum()
+    with intercept(checksum, engine="compiled"):
+        torch.mm(a, a)
+        child = os.fork()
+        if not child:  # in which no block of the parent is active
+            with intercept(checksum, engine="compiled"):
+                torch.mm(a, a)
+            os._exit(checksum.checked)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 2
+    assert checksum.checked == 1
+
+
+def test_a_copy_takes_over_what_kernels_have_counted() -> None:
+    a = torch.randn(8, 8)
+    checksum = hooks.Checksum()
+    with intercept(checksum, engine="compiled"):
+        torch.mm(a, a)
+        twin = copy.copy(checksum)
+        torch.mm(a, a)
+    assert (twin.checked, twin.rows) == (1, 8)
+    assert (checksum.checked, checksum.rows) == (2, 16)
 
 
 def test_two_checksums_in_one_block_each_see_all_calls() -> None:

@@ -192,6 +192,10 @@ class Checksum(Copyable):
             found[f"{row_of(func).name}: {reason_of(func)}"] += count
         return dict(found)
 
+    def __getstate__(self) -> dict[str, Any]:
+        counted = {"_checked": self.checked, "_rows": self.rows, "_skipped": Counter(self.skipped)}
+        return super().__getstate__() | counted
+
     def _counts(self) -> tuple[int, int, list[tuple[Any, int]]]:
         checker = self._checker
         return (0, 0, []) if checker is None else checker.counts()

@@ -399,6 +399,15 @@ void Checker::clear() {
   }
 }
 
+void Checker::forget_parent() { // another thread of the parent may have been changing these
+  new (&mutex) std::mutex;
+  new (&forms) decltype(forms);
+  new (&weights) decltype(weights);
+  for (auto& each : signs_by_columns) {
+    new (&each) std::remove_reference_t<decltype(each)>;
+  }
+}
+
 Checker::~Checker() {
   Py_XDECREF(signs_of);
   Py_XDECREF(form_of);

@@ -64,6 +64,7 @@ class Checker {
   void forget(const at::Tensor& rhs, bool is_wide);
   PyObject* skipped(); // [(overload, count)]
   void clear();
+  void forget_parent(); // in a forked child
   ~Checker();
 
  private:

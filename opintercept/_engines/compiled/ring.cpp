@@ -198,6 +198,11 @@ bool Ring::empty() {
 void Ring::forget_parent() {
   new (&mutex) std::mutex; // another thread of the parent may have held it
   filled = 0;
+  for (const auto& each : plans) {
+    if (each->checker != nullptr) {
+      each->checker->forget_parent();
+    }
+  }
 }
 
 Ring::~Ring() {
