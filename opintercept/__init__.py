@@ -75,5 +75,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Add the cell magic `%%intercept`; `%load_ext opintercept` calls this."""
+    from importlib import import_module
+
+    import_module("opintercept._notebook").add_magic(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -57,6 +57,7 @@ LAYERS = (
     {"hooks/_suspects.py", "hooks/stats.py"},
     below("hooks", r"[a-z]\w*") - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},
+    {"_notebook.py"},
     {"runs/_claim.py", "runs/_ranks.py", "runs/_untrusted.py"},
     {"runs/codec.py"},
     {"runs/flight.py"},

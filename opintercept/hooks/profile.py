@@ -16,9 +16,10 @@ from opintercept._ops.table import row_of
 from opintercept._record import Note
 from opintercept._rows import Found, Work, settle
 from opintercept._tensors import dtype_name
-from opintercept._text import aligned, write_csv
+from opintercept._text import write_csv
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
+from opintercept.hooks._tables import Cells, Table
 from opintercept.hooks._values import convolution_precision
 
 
@@ -83,7 +84,7 @@ class _Pending(NamedTuple):
     ended: Any
 
 
-class Profile(Copyable):
+class Profile(Copyable, Table):
     """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and phase.
 
     On a CPU, Profile measures host time. On CUDA it measures the time between two events on the stream, which it
@@ -104,6 +105,7 @@ class Profile(Copyable):
 
     reads = ("module", "autocast")
     fresh: ClassVar = {"_lock": threading.RLock, "_started": PerCall, "_pending": deque, "_pool": list}
+    _row = ProfileRow
 
     def __init__(self) -> None:
         self._sums: dict[_Key, _Sum] = {}
@@ -267,11 +269,11 @@ class Profile(Copyable):
         """Write the rows with a header line."""
         write_csv(path, [field.name for field in fields(ProfileRow)], map(astuple, self.rows()))
 
-    def __str__(self) -> str:
+    def _cells(self) -> Cells:
         rows = sorted(self.rows(), key=lambda row: -row.seconds)
         total = sum(row.seconds for row in rows) or 1.0
         head = ["module", "op", "shape", "dtype", "phase", "calls", "MFLOP", "MB", "ms", "share", "GFLOP/s", "FLOP/B"]
-        table = [head] + [
+        cells = [
             [
                 "?" if row.module is None else row.module or "-",
                 row.op.removeprefix("aten::"),
@@ -288,7 +290,7 @@ class Profile(Copyable):
             ]
             for row in rows
         ]
-        return aligned(table, left=5)
+        return Cells(head, cells, left=5, shares=("share",))
 
 
 def _precision(call: OpCall) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
 from opintercept._call import OpCall
 from opintercept._record import CallRecord, Note
 from opintercept._rows import Found, Work, settle
+from opintercept.hooks._tables import Frames
 
 
-class Recorder:
+class Recorder(Frames):
     """Keeps the `call.record()` of every call in `records`, in the order in which the calls ended.
 
     Example:
@@ -45,6 +48,11 @@ class Recorder:
         """Keep the note of a call that a kernel has noted."""
         self._notes.append(note)
 
+    def _columns(self) -> dict[str, list[Any]]:
+        records = self.records
+        names = [field.name for field in fields(CallRecord)]
+        return {name: [_plain(getattr(record, name)) for record in records] for name in names}
+
     @property
     def records(self) -> list[CallRecord]:
         """The records so far, in a list that you may sort and clear."""
@@ -60,3 +68,8 @@ class Recorder:
                 self._notes.appendleft(note)
                 raise
             self._records.append(record)
+
+
+def _plain(value: Any) -> Any:
+    """What a column of a data frame holds of a field: tensors and tuples as text."""
+    return value if value is None or isinstance(value, (bool, int, float)) else str(value)

@@ -19,10 +19,10 @@ from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops.table import row_of
 from opintercept._record import Phase
 from opintercept._tensors import dtype_name, shape_of, share_memory
-from opintercept._text import aligned
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
+from opintercept.hooks._tables import Cells, Table
 from opintercept.hooks._values import convolution_precision, in_graph_capture, in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
@@ -83,7 +83,7 @@ class ReferenceRow:
     nonfinite: int
 
 
-class Reference(Copyable):
+class Reference(Copyable, Table):
     """Runs each matmul again in a higher precision or on another device, and measures the difference.
 
     The reference starts from the same operands, so each call answers only for its own rounding, not for rounding that
@@ -128,6 +128,7 @@ class Reference(Copyable):
 
     reads = ("module", "source")
     fresh: ClassVar = {"_lock": threading.RLock, "_saved": PerCall}
+    _row = ReferenceRow
 
     def __init__(
         self,
@@ -355,7 +356,7 @@ class Reference(Copyable):
         self._rows.clear()
         self._skipped.clear()
 
-    def __str__(self) -> str:
+    def _cells(self) -> Cells:
         head = [
             "module",
             "op",
@@ -369,7 +370,7 @@ class Reference(Copyable):
             "1 - cosine",
             "SNR/dB",
         ]
-        table = [head] + [
+        table = [
             [
                 "?" if row.module is None else row.module or "-",
                 row.op.removeprefix("aten::"),
@@ -385,11 +386,11 @@ class Reference(Copyable):
             ]
             for row in self.worst(_TABLE_ROWS)
         ]
-        lines = [aligned(table, left=5)]
+        notes = []
         if len(self._rows) > _TABLE_ROWS:
-            lines.append(f"and {len(self._rows) - _TABLE_ROWS} calls with smaller errors")
-        lines += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
-        return "\n".join(lines)
+            notes.append(f"and {len(self._rows) - _TABLE_ROWS} calls with smaller errors")
+        notes += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
+        return Cells(head, table, left=5, notes=notes)
 
 
 def _rounds_float32(call: OpCall, device: torch.device) -> bool:

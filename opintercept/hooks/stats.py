@@ -17,10 +17,11 @@ from opintercept._errors import HookError, OpInterceptError
 from opintercept._record import Note
 from opintercept._rows import Found, Work, settle
 from opintercept._tensors import describe, dtype_name
-from opintercept._text import aligned, write_csv
+from opintercept._text import write_csv
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._roles import checked_roles
 from opintercept.hooks._sums import BATCH, LOWEST, Cell, Read, Reader, check_width, flat, powers
+from opintercept.hooks._tables import Cells, Table
 from opintercept.hooks._values import first_output, leaves_out_captured, stored_values
 
 OPERANDS = ("lhs", "rhs", "bias", "output")
@@ -111,7 +112,7 @@ class _State(NamedTuple):
     totals: dict[_Key, Cell]
 
 
-class Stats(Copyable):
+class Stats(Copyable, Table):
     """Streaming statistics of operands and outputs by module, operator and phase.
 
     Stats adds up the values of each tensor and their squared distances from its mean, and combines these as Chan,
@@ -151,6 +152,7 @@ class Stats(Copyable):
 
     reads = ("module",)
     fresh: ClassVar = {"_lock": threading.RLock, "_inbox": list}
+    _row = StatsRow
 
     def __init__(
         self,
@@ -475,11 +477,11 @@ class Stats(Copyable):
         rows = (("?" if row.module is None else row.module, *astuple(row)[1:]) for row in self.rows())
         write_csv(path, [field.name for field in fields(StatsRow)], rows)
 
-    def __str__(self) -> str:
+    def _cells(self) -> Cells:
         head = ["module", "op", "operand", "phase", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf"]
         if self._reader.target is not None:
             head += ["underflow", "overflow"]
-        table = [head]
+        table = []
         for row in self.rows():
             cells = ["?" if row.module is None else row.module or "-", row.op.removeprefix("aten::"), row.operand]
             cells += [row.phase, str(row.calls), *(f"{v:.4g}" for v in (row.mean, row.std, row.min, row.max))]
@@ -487,7 +489,7 @@ class Stats(Copyable):
             if row.underflow is not None and row.overflow is not None:
                 cells += [f"{row.underflow:.2%}", f"{row.overflow:.2%}"]
             table.append(cells + [""] * (len(head) - len(cells)))
-        return aligned(table, left=4)
+        return Cells(head, table, left=4, shares=("zeros", "underflow", "overflow"))
 
 
 def _row(key: _Key, cell: Cell, with_target: bool) -> StatsRow:

@@ -1,0 +1,117 @@
+"""Results of hooks as data frames and in notebooks."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pandas  # type: ignore[import-untyped]
+import polars
+import pytest
+import torch
+from native import run_python
+from torch import nn
+
+from opintercept import hooks, intercept
+from opintercept.hooks import _tables
+from opintercept.hooks._tables import Cells
+
+
+def watched(hook: Any) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with intercept(hook):
+        net(torch.randn(3, 4)).sum().backward()
+    return hook
+
+
+@pytest.mark.parametrize("make", [hooks.Profile, hooks.Stats, hooks.Reference], ids=lambda make: make.__name__)
+def test_frames_have_a_column_for_each_attribute_of_a_row(make: Any) -> None:
+    hook = watched(make())
+    rows = hook.rows()
+    assert len(rows) > 2
+    by_pandas, by_polars = hook.to_pandas(), hook.to_polars()
+    assert isinstance(by_pandas, pandas.DataFrame)
+    assert isinstance(by_polars, polars.DataFrame)
+    for name in type(rows[0]).__dataclass_fields__:
+        values = [getattr(row, name) for row in rows]
+        if values != [None] * len(rows):
+            assert by_pandas[name].tolist() == values, name
+        assert by_polars[name].to_list() == values, name
+    assert list(by_pandas.columns) == by_polars.columns == list(type(rows[0]).__dataclass_fields__)
+
+
+def test_the_records_of_a_recorder_are_a_frame() -> None:
+    recorder = watched(hooks.Recorder())
+    frame = recorder.to_pandas()
+    assert frame["op"].tolist() == [record.op for record in recorder.records]
+    assert frame["output"].tolist() == [str(record.output) for record in recorder.records]
+    assert frame["flops"].sum() == sum(record.flops for record in recorder.records)
+    assert recorder.to_polars()["phase"].to_list() == [record.phase for record in recorder.records]
+
+
+@pytest.mark.parametrize("make", [hooks.Profile, hooks.Stats, hooks.Reference, hooks.Recorder])
+def test_a_hook_without_calls_has_an_empty_frame(make: Any) -> None:
+    assert len(make().to_pandas()) == 0
+    assert make().to_polars().columns == list(make().to_pandas().columns)
+
+
+@pytest.mark.parametrize("name", ["pandas", "polars"])
+def test_a_package_that_is_missing_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(wanted: str) -> Any:
+        raise ImportError(wanted)
+
+    monkeypatch.setattr(_tables, "import_module", missing)
+    with pytest.raises(ImportError, match=rf"^to_{name}\(\) needs {name}; pip install {name}$"):
+        getattr(hooks.Stats(), f"to_{name}")()
+    assert importlib.import_module(name)
+
+
+def test_a_notebook_shows_the_cells_of_the_text() -> None:
+    profile = watched(hooks.Profile())
+    shown = profile._repr_html_()
+    cells = re.findall(r"<t[dh](?: [^>]*)?>(.*?)</t[dh]>", shown)
+    lines = str(profile).splitlines()
+    assert " ".join(cells).split() == str(profile).split()
+    assert len(cells) == 12 * len(lines)
+    shares = re.findall(r"transparent ([\d.]+%)", shown)
+    assert shares == [row["share"] for row in ({"share": line.split()[-3]} for line in lines[1:])]
+
+
+def test_html_escapes_what_programs_name() -> None:
+    cells = Cells(["module", "<n>"], [["<script>alert(1)</script>", "1"], ["a\x1b[31m", "2"]], left=1, notes=["<b>"])
+    shown = cells.html()
+    assert "<script" not in shown
+    assert "<b>" not in shown
+    assert "\x1b" not in shown
+    assert "&lt;script&gt;" in shown
+
+
+CELLS = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+shell.run_line_magic("load_ext", "opintercept")
+shell.run_cell("import torch; a = torch.ones(4, 4)")
+for cell in (
+    "%%intercept\\na @ a",
+    "%%intercept Stats('lhs'), NonFinite(action='record')\\nb = a @ a\\nc = b @ b",
+    "from opintercept import hooks; stats = hooks.Stats('rhs')",
+    "%%intercept stats\\na @ a\\nraise KeyError('inside')",
+):
+    print("cell", flush=True)
+    shell.run_cell(cell)
+print(shell.user_ns["b"].sum().item(), len(shell.user_ns["stats"].rows()))
+"""
+
+
+def test_a_cell_magic_runs_a_cell_in_a_block_and_shows_its_hooks() -> None:
+    _, profile, both, _, failed = "\n".join(run_python(CELLS)).split("cell")
+    assert "share" in profile
+    assert "operand" in both
+    assert "no call made a value that is not finite" in both
+    assert "KeyError" in failed
+    assert "'inside'" in failed
+    assert "operand" in failed
+    assert "64.0 1" in failed
