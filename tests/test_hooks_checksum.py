@@ -558,7 +558,7 @@ def test_no_call_waits_for_a_device(dtype: torch.dtype) -> None:
 def test_the_examples_of_its_page_print_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parent.parent / "docs" / "checksum.md").read_text()
     namespace: dict[str, Any] = {}
-    blocks = re.findall(r"^```python\n(.*?)^```\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n((?:(?!```).*\n)*)```\n```text\n((?:(?!```).*\n)*)```", page, re.MULTILINE)
     assert len(blocks) == 3
     for code, shown in blocks:
         exec(compile(code, "docs/checksum.md", "exec"), namespace)
