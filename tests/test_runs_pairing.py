@@ -206,7 +206,7 @@ def test_difflib_gets_no_more_than_it_can_do_in_seconds(compare: Any, monkeypatc
         given.append(sum(b.count(sign) for sign in a))
         return SequenceMatcher(None, a, b, autojunk=autojunk)
 
-    monkeypatch.setattr("opintercept.runs._pairing.SequenceMatcher", matcher)
+    monkeypatch.setattr("opintercept.runs._index.SequenceMatcher", matcher)
     random = Random(0)
     for calls, told in ((200, True), (1500, False)):
         a, b = ([call("a", f"{p}{n}", "w", "y", shape=[random.choice((4, 5)), 4]) for n in range(calls)] for p in "xy")

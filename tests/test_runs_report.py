@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from opintercept import OpInterceptError, intercept, runs
 from opintercept._record import CallRecord, Gemm
 from opintercept._tensors import TensorMeta
-from opintercept.runs import StoredCall, _panels, open_run, report
+from opintercept.runs import _panels, open_run, report
 
 pytestmark = pytest.mark.slow
 
@@ -134,12 +135,12 @@ def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]
     for name, bound in (("MODULES", 6), ("COLUMNS", 7), ("CELLS", 20)):
         bounds.setattr(_panels, name, bound)
     with bounds.context():
-        heat = _panels.HeatMap()
-        for module, step, forward in places:
-            record = replace(CALL, module=str(module), step=step, phase="forward" if forward else "backward")
-            row = heat.add(StoredCall(record, 0, {}, {}, None, None, None))
-            assert row is None or list(heat.modules)[row] == str(module)
-        shown = heat.as_dict()
+        calls: list[Any] = [
+            (replace(CALL, module=str(module), step=step, phase="forward" if forward else "backward"), {})
+            for module, step, forward in places
+        ]
+        with tempfile.TemporaryDirectory() as made:
+            shown = report.summary(open_run(folder(Path(made) / "run", *calls)))["heat"]
     bounds.undo()
     cells = [cell for phase in shown["phases"].values() for cell in phase]
     assert sum(cell[2] for cell in cells) + shown["left_out"] == len(places)
@@ -147,6 +148,7 @@ def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]
     assert len(shown["steps"]) <= 7
     assert len(cells) <= 20 or len(shown["steps"]) == 1
     assert {cell[1] for cell in cells} == set(range(len(shown["steps"])))
+    assert shown["modules"] == list(dict.fromkeys(str(module) for module, _, _ in places))[:6]
     steps = {step for module, step, _ in places if str(module) in shown["modules"]}
     assert {step // shown["width"] * shown["width"] for step in steps} == set(shown["steps"])
 

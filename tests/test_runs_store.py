@@ -334,7 +334,9 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
 def test_an_invalid_run_json_is_refused(info: bytes, tmp_path: Path) -> None:
     make(tmp_path, CALL)
     (tmp_path / "run.json").write_bytes(info)
-    with pytest.raises(OpInterceptError, match=r"run.json must (hold a JSON object|have (schema 1, got|a valid '))"):
+    with pytest.raises(
+        OpInterceptError, match=r"run.json must (hold a JSON object|have (schema 1 or 2, got|a valid '))"
+    ):
         open_run(tmp_path)
 
 

@@ -19,6 +19,7 @@ from opintercept.cli._options import add_module_and_phase, add_op, count, tolera
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout, width
 from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.codec import is_output
+from opintercept.runs.compaction import open_compacted
 from opintercept.runs.comparer import Comparer
 from opintercept.runs.diff import compare_runs
 from opintercept.runs.difference import (
@@ -30,7 +31,7 @@ from opintercept.runs.difference import (
     RoleDifference,
     Unmatched,
 )
-from opintercept.runs.store import Run, open_run
+from opintercept.runs.store import Run
 
 _WIDTH = 60
 _WIDE = 120  # columns of a terminal that has room for whole heads
@@ -66,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """Compare two runs and print the result."""
     with plain_warnings("diff"):
-        a, b = open_run(arguments.a), open_run(arguments.b)
+        a, b = open_compacted(arguments.a), open_compacted(arguments.b)
         names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
         phase = arguments.phase
         chosen = phase is not None or arguments.op is not None or arguments.module is not None

@@ -16,11 +16,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """Write the page and print its size."""
     from opintercept.cli._output import plain_warnings
-    from opintercept.runs import open_run, report
+    from opintercept.runs import report
+    from opintercept.runs.compaction import open_compacted
 
     with plain_warnings("report"):
-        run = open_run(arguments.run)
-        other = None if arguments.other is None else open_run(arguments.other)
+        run = open_compacted(arguments.run)
+        other = None if arguments.other is None else open_compacted(arguments.other)
         report.write(arguments.out, run, other)
     print(f"{arguments.out}: {os.path.getsize(arguments.out) / 1e6:.1f} MB")
     return 0

@@ -1,6 +1,6 @@
 """`opintercept show`: what a recorded run consists of, as text, JSON or CSV.
 
-Invariant: calls are read one at a time and not kept. Sorting keeps only keys and places in the file.
+Invariant: calls are read piece by piece and not kept. Sorting keeps only keys and places in the file.
 Must not import torch.
 """
 
@@ -17,14 +17,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from opintercept._errors import OpInterceptError
 from opintercept._record import CallRecord
 from opintercept._text import amount, counted, csv_cell, duration, printable, short_name
 from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, steps
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
+from opintercept.runs._columns import Array, Arrays, Columns
+from opintercept.runs._groups import COUNTS, Grouping, Kinds, ends_of, first_output, joined
+from opintercept.runs._groups import nonfinite as not_finite
 from opintercept.runs.codec import StoredCall, Values, is_output
-from opintercept.runs.store import Run, RunInfo, open_run
+from opintercept.runs.compaction import open_compacted
+from opintercept.runs.store import Run, RunInfo
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source")
 _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", "module", "op")
@@ -83,7 +89,7 @@ def _limit(text: str) -> int | None:
 def command(arguments: argparse.Namespace) -> int:
     """Print groups of calls, or single calls."""
     with plain_warnings("show"):
-        run = open_run(arguments.run)
+        run = open_compacted(arguments.run)
     if arguments.rank is not None and arguments.rank not in run.ranks:
         raise OpInterceptError(f"--rank must be one of {listed(run.ranks)}, got {arguments.rank}")
     if arguments.nonfinite and all(info.tensors == "none" for info in run.infos.values()):
@@ -129,18 +135,21 @@ class _Sum:
         self.min: float | None = None
         self.max: float | None = None
 
-    def add(self, call: StoredCall) -> None:
-        record, output = call.record, _first_output(call)
-        self.calls += 1
-        if record.flops is not None:
-            self.flops += record.flops
+    def add(self, calls: int, flops: int | None, seconds: float, nonfinite: int, raised: int) -> None:
+        """Add calls that look alike, each of so many FLOP."""
+        self.calls += calls
+        if flops is not None:
+            self.flops += flops * calls
             self.counted = True
-        self.seconds += record.elapsed or 0.0
-        self.nonfinite += not _finite(call)
-        self.raised += call.error is not None
-        if output is not None and output.min is not None and output.max is not None:
-            self.min = output.min if self.min is None else min(self.min, output.min)
-            self.max = output.max if self.max is None else max(self.max, output.max)
+        self.seconds += seconds
+        self.nonfinite += nonfinite
+        self.raised += raised
+
+    def stretch(self, low: float, high: float) -> None:
+        """Add the range of outputs."""
+        if not math.isnan(low) and not math.isnan(high):
+            self.min = low if self.min is None else min(self.min, low)
+            self.max = high if self.max is None else max(self.max, high)
 
     def row(self, key: Iterable[tuple[str, Any]]) -> Row:
         own = {name: getattr(self, name) for name in ("calls", "flops", "seconds", "nonfinite", "raised", "min", "max")}
@@ -156,25 +165,88 @@ def _rate(flops: int | None, seconds: float | None) -> float | None:
     return flops / seconds if flops and seconds and seconds > 0 else None
 
 
-def _show_groups(run: Run, arguments: argparse.Namespace, names: NameFilter) -> None:
-    total, chosen, first = _Sum(), _Sum(), _First()
-    groups: dict[tuple[Any, ...], _Sum] = {}
-    admits = _filter(arguments, names)
-    others = tuple(None if key in ("step", "rank") else "(others)" for key in arguments.by)
-    size = 0
-    for call in run.calls(arguments.rank):
-        total.add(call)
-        first.add(call)
-        if not admits(call):
-            continue
-        chosen.add(call)
-        key = tuple(_key(call, name) for name in arguments.by)
-        group = groups.get(key)
+class _Groups:
+    """Calls that share the keys, added up."""
+
+    def __init__(self, arguments: argparse.Namespace, names: NameFilter) -> None:
+        self.total, self.chosen, self.first = _Sum(), _Sum(), _First()
+        self.groups: dict[tuple[Any, ...], _Sum] = {}
+        self._arguments, self._names = arguments, names
+        self._others = tuple(None if key in ("step", "rank") else "(others)" for key in arguments.by)
+        self._size = 0
+
+    def add(self, columns: Columns) -> None:
+        """Add the calls of a process."""
+        arguments = self._arguments
+        kinds = Kinds(columns)
+        admitted: list[bool] = []
+        slots: list[str | None] = []
+        keys: list[tuple[Any, ...]] = []
+        for start, chunk in columns.chunks(_SUMMED):
+            of = kinds.of(chunk)
+            for kind in range(len(admitted), len(kinds)):
+                site, look = kinds[kind]
+                record = look.record_at(site)
+                admitted.append(self._names(record) and arguments.phase in (None, record.phase))
+                slots.append(first_output(look))
+                keys.append(tuple(None if key == "step" else _key(record, columns.rank, key) for key in arguments.by))
+            bad = not_finite(columns, start, chunk)
+            self._find_first(columns, start, chunk, bad)
+            rows = np.array(admitted, bool)[of]
+            if arguments.step is not None:
+                rows &= (chunk["step"] >= arguments.step.start) & (chunk["step"] < arguments.step.stop)
+            if arguments.nonfinite:
+                rows &= bad
+            codes = of.astype(np.int64) * 2 + rows
+            if "step" in arguments.by:  # those of calls that are not admitted do not matter
+                codes = joined(codes, np.where(rows, chunk["step"], 0))
+            groups = Grouping(codes)
+            seconds = groups.sum(np.where(np.isnan(chunk["elapsed"]), 0.0, chunk["elapsed"])).tolist()
+            sums = zip(seconds, groups.sum(bad).tolist(), groups.sum(chunk["has_error"]).tolist(), strict=True)
+            low, high = (ends.tolist() for ends in ends_of(groups, chunk, of, slots))
+            for place, (first, calls, (elapsed, not_finite_, raised)) in enumerate(
+                zip(groups.firsts.tolist(), groups.counts.tolist(), sums, strict=True)
+            ):
+                kind = int(of[first])
+                _, look = kinds[kind]
+                added = (calls, look.record.flops, elapsed, int(not_finite_), int(raised))
+                self.total.add(*added)
+                if not rows[first]:
+                    continue
+                self.chosen.add(*added)
+                group = self._group(keys[kind], int(chunk["step"][first]))
+                group.add(*added)
+                group.stretch(low[place], high[place])
+
+    def _group(self, key: tuple[Any, ...], step: int) -> _Sum:
+        if "step" in self._arguments.by:
+            key = tuple(step if name == "step" else part for name, part in zip(self._arguments.by, key, strict=True))
+        group = self.groups.get(key)
         if group is None:
-            size += sum(map(sys.getsizeof, key))
-            key = key if len(groups) < MAX_GROUPS and size < MAX_KEYS_SIZE else others
-            group = groups.setdefault(key, _Sum())
-        group.add(call)
+            self._size += sum(map(sys.getsizeof, key))
+            key = key if len(self.groups) < MAX_GROUPS and self._size < MAX_KEYS_SIZE else self._others
+            group = self.groups.setdefault(key, _Sum())
+        return group
+
+    def _find_first(self, columns: Columns, start: int, chunk: Arrays, bad: Array) -> None:
+        if not bad.any():
+            return
+        rows = np.flatnonzero(bad)
+        made = not_finite(columns, start, chunk, outputs=True)[rows]
+        row = rows[np.lexsort((chunk["index"][rows], chunk["step"][rows], ~made))[0]]
+        (call,) = columns.calls_at(np.array([start + row]), given=False)
+        self.first.add(call)
+
+
+_SUMMED = ("index", "step", "site", "look", "elapsed", "has_error", "has_more", *COUNTS)
+_SUMMED += ("output_min", "output_max", "output1_min", "output1_max")
+
+
+def _show_groups(run: Run, arguments: argparse.Namespace, names: NameFilter) -> None:
+    found = _Groups(arguments, names)
+    for rank in run.ranks if arguments.rank is None else (arguments.rank,):
+        found.add(run.columns(rank))
+    total, chosen, first, groups = found.total, found.chosen, found.first, found.groups
     names.check(_cell(run.path, _LONGEST))
 
     def row(key: tuple[Any, ...]) -> Row:
@@ -248,10 +320,9 @@ class _First:
         return {"rank": self.call.rank, **row, "values": values}
 
 
-def _key(call: StoredCall, name: str) -> Any:
-    record = call.record
+def _key(record: CallRecord, rank: int, name: str) -> Any:
     if name == "rank":
-        return call.rank
+        return rank
     if name == "shape":
         return _shape(record)
     if name == "dtype":

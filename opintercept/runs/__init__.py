@@ -1,6 +1,6 @@
 """Runs on disk: recorded, opened, compared, and fed into another program.
 
-Importing this does not import torch, which the two hooks need: each of them is loaded when it is first used.
+Importing this imports neither torch, which the two hooks need, nor numpy: such parts are loaded when first used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from opintercept.runs.store import RunInfo as RunInfo
 from opintercept.runs.store import open_run as open_run
 
 if TYPE_CHECKING:
+    from opintercept.runs.compaction import compact as compact
     from opintercept.runs.graft import Graft as Graft
     from opintercept.runs.recorder import RunRecorder as RunRecorder
 
@@ -37,19 +38,20 @@ __all__ = [
     "StoredCall",
     "Unmatched",
     "Values",
+    "compact",
     "diff",
     "open_run",
 ]
 
-_HOOKS = {"Graft": "graft", "RunRecorder": "recorder"}
+_LATER = {"Graft": "graft", "RunRecorder": "recorder", "compact": "compaction"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOOKS:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = vars(import_module(f"{__name__}.{_HOOKS[name]}"))[name]
+    value = globals()[name] = vars(import_module(f"{__name__}.{_LATER[name]}"))[name]
     return value
 
 

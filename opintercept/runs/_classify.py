@@ -1,45 +1,33 @@
 """Of which kind each pair of calls is: whether its difference is made there, changed from outside, or inherited.
 
-Invariant: no operand counts as changed if a differing call before it can explain the change; memory is tens of bytes
-for each call. Must not import torch.
+Invariant: no operand counts as changed if a differing call before it can explain the change; memory is some tens of
+bytes for each call. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-import heapq
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
 
-from opintercept.runs._pairing import PAIRINGS, Index, Pairs, module_name, operator_name, outcome
+import numpy as np
+
+from opintercept.runs._columns import CHUNK, FIGURES, SLOTS, Array, Arrays
+from opintercept.runs._histories import Differing, Histories
+from opintercept.runs._index import Index, Pairs
+from opintercept.runs._pairing import PAIRINGS, module_name, operator_name, outcome, whole
+from opintercept.runs._rules import OPERANDS, OTHERS, Compared, Rules, operand
 from opintercept.runs._totals import Totals
 from opintercept.runs.codec import StoredCall, is_output
 from opintercept.runs.comparer import Comparer
-from opintercept.runs.difference import (
-    KINDS,
-    CallDifference,
-    Kind,
-    ModuleDifference,
-    RoleDifference,
-    order,
-)
+from opintercept.runs.difference import KINDS, CallDifference, ModuleDifference, RoleDifference, order
 
 # Runs of 0.1 recorded all operands of these operators; of others they left out masks, scales and states.
 _COMPLETE = {"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"}
 _COMPLETE |= {"linear", "matmul", "inner", "tensordot", "__matmul__", "__rmatmul__", "__imatmul__"}
 _CHANCES = ("dropout_p", "dropout")
-_MOST_HISTORIES = 1 << 16
-_AGREE = ("equal", "not compared")
-
-# A set of operands is a number: the sum of these. All tensors without a role of their own count as one operand.
-_OPERANDS = {"lhs": 1, "rhs": 2, "bias": 4, "value": 8}
-_OTHERS = 16
-
-
-def _operand(role: str) -> int:
-    return 0 if is_output(role) else _OPERANDS.get(role, _OTHERS)
+_BATCH = 256  # calls that are compared one by one, and read together
+_BY = ("nothing", "statistics", "hash", "tensors", "sample", "metadata")  # the first three as `_pairing.BY`
+_HASHES = tuple(f"{slot}_hash" for slot in SLOTS)
+_EQUAL, _ADDED, _ARGUMENT, _OPERAND, _INHERITED, _UNCLEAR, _NOT_COMPARED = range(len(KINDS))
 
 
 def _is_random(call: StoredCall) -> bool:
@@ -51,55 +39,36 @@ def _is_random(call: StoredCall) -> bool:
     return any(isinstance(given.get(name), (int, float)) and given[name] > 0 for name in names)
 
 
-class _History:
-    """What the differing calls of one module of A, paired with one of B, have in common.
+class _Rows:
+    """Pairs of one chunk, and what is found of them.
 
     Attributes:
-        calls: How many calls differ.
-        same: In how many of them each operand is bit for bit the same as in the first.
-        varies: Whether the output changes from call to call.
+        numbers: The calls of the first run.
+        others: Their counterparts.
+        a: Columns of the first.
+        b: Columns of the second.
+        own_kind: What each pair would be if no operand differed, as an index into `KINDS`.
+        by: By what it is equal, as an index into `_BY`.
+        metadata: Whether it differs in a shape or dtype.
+        differing: Which operands differ.
+        changed: Those that no call before can explain.
+        relative: The relative error of the output; -1 if unknown.
+        more: A hash of the other tensors that differ; 0 for none.
     """
 
-    __slots__ = ("_hashes", "_output", "calls", "same", "varies")
+    def __init__(self, numbers: Array, others: Array, a: Arrays, b: Arrays) -> None:
+        self.numbers, self.others, self.a, self.b = numbers, others, a, b
+        size = len(numbers)
+        self.own_kind, self.by = np.full(size, _EQUAL, np.uint8), np.full(size, 2, np.uint8)
+        self.metadata = np.zeros(size, bool)
+        self.differing, self.changed = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+        self.relative = np.full(size, -1.0)
+        self.more = np.zeros(size, np.uint64)
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.same: Counter[int] = Counter()
-        self.varies = False
-        self._hashes: dict[int, Any] = {}
-        self._output: tuple[str | None, str | None] | None = None
-
-    def add(self, roles: tuple[RoleDifference, ...]) -> None:
-        """Add a call that differs."""
-        self.calls += 1
-        others: list[Any] = []
-        for role in roles:
-            x, y = role.a_values, role.b_values
-            if x is None or y is None or x.hash is None or y.hash is None:
-                continue
-            pair = (x.hash, y.hash)
-            if role.role == "output":
-                self._output = self._output or pair
-                self.varies |= pair[0] != self._output[0] and pair[1] != self._output[1]
-            elif role.equal is False and role.role in _OPERANDS:
-                self._compare(_OPERANDS[role.role], pair)
-            elif role.equal is False and not is_output(role.role):
-                others += (role.role, *pair)
-        if others:
-            self._compare(_OTHERS, hash(tuple(others)))
-
-    def _compare(self, operand: int, hashed: Any) -> None:
-        self.same[operand] += self._hashes.setdefault(operand, hashed) == hashed
-
-
-@dataclass(slots=True)
-class _ModuleCounts:
-    """The calls of one module in one phase."""
-
-    first: int  # the first that differs
-    calls: int = 0
-    kinds: Counter[Kind] = field(default_factory=Counter)
-    relative: float = -1.0
+    @property
+    def differs(self) -> Array:
+        """Which pairs differ."""
+        return np.asarray((self.differing > 0) | ((self.own_kind != _EQUAL) & (self.own_kind != _NOT_COMPARED)))
 
 
 class ProcessPair:
@@ -108,221 +77,294 @@ class ProcessPair:
     Args:
         a: The calls of the first process.
         b: The calls of the second process.
-        read_a: Reads a call of the first process by its position.
-        read_b: Reads a call of the second process.
         ranks: The ranks of both.
         comparer: Compares two calls.
     """
 
-    def __init__(
-        self,
-        a: Index,
-        b: Index,
-        read_a: Callable[[int], StoredCall],
-        read_b: Callable[[int], StoredCall],
-        ranks: tuple[int, int],
-        comparer: Comparer,
-    ) -> None:
+    def __init__(self, a: Index, b: Index, ranks: tuple[int, int], comparer: Comparer) -> None:
         self._a, self._b = a, b
-        self._read_a, self._read_b = read_a, read_b
         self._ranks = ranks
         self._comparer = comparer
         self._pairs = Pairs(a, b)
-        # Of each pair: what it would be if no operand differed, as an index into KINDS, which operands differ, and
-        # which of these no differing call explains.
-        self._own_kind = array("B", bytes(len(a)))
-        self._differing = array("B", bytes(len(a)))
-        self._changed = array("B", bytes(len(a)))
-        self._relative = array("d", [-1.0]) * len(a)
-        self._histories: dict[tuple[int, int], _History] = {}
+        a.forget_inputs()
+        b.forget_inputs()
+        looks = (lambda number: a.columns.look(number).template, lambda number: b.columns.look(number).template)
+        self._rules = Rules(comparer, looks, _is_unclear, (a.only_looks, b.only_looks))
+        # As in `_Rows`, of each call of A; and a number for the modules of each pair.
+        self._own_kind = np.zeros(len(a), np.uint8)
+        self._differing = np.zeros(len(a), np.uint8)
+        self._changed = np.zeros(len(a), np.uint8)
+        self._relative = np.full(len(a), -1.0)
+        self._keys = np.full(len(a), -1, np.int32)
+        self._key_numbers: dict[int, int] = {}
+        self._histories = Histories()
 
     def compare(self, total: Totals) -> None:
         """Compare all pairs, then add to `total` what kind each is of."""
-        a, b, pairs = self._a, self._b, self._pairs
-        for number, other in enumerate(pairs.of_a):
-            if other < 0:
-                continue
-            if a.whole[number] == b.whole[other]:
-                by, metadata = Index.BY[min(a.by[number], b.by[other])], False
-                self._own_kind[number] = KINDS.index("not compared" if by == "nothing" else "equal")
-            else:
-                by, metadata = self._compare_pair(number, other)
-            if a.chosen[number]:
-                total.pairs += 1
-                total.pairings[PAIRINGS[pairs.how[number]]] += 1
-                total.metadata += metadata
-                if not self._differs(number):
-                    total.by[by] += 1
+        for start in range(0, len(self._a), CHUNK):
+            numbers = np.arange(start, min(start + CHUNK, len(self._a)))
+            numbers = numbers[self._pairs.of_a[numbers] >= 0]
+            if len(numbers):
+                self._compare_chunk(numbers, total)
         self._find_changed()
-        total.add_unmatched("a", self._ranks[0], a, pairs.of_a, self._read_a)
-        total.add_unmatched("b", self._ranks[1], b, pairs.of_b, self._read_b)
+        total.add_unmatched("a", self._ranks[0], self._a, self._pairs.of_a)
+        total.add_unmatched("b", self._ranks[1], self._b, self._pairs.of_b)
         self._add_to(total)
 
-    def _read(self, number: int) -> tuple[StoredCall, StoredCall, tuple[RoleDifference, ...]]:
-        a = self._read_a(self._a.position[number])
-        b = self._read_b(self._b.position[self._pairs.of_a[number]])
-        return a, b, self._comparer.roles(a, b)
+    def _compare_chunk(self, numbers: Array, total: Totals) -> None:
+        a, b = self._a, self._b
+        others = self._pairs.of_a[numbers].astype(np.int64)
+        names = (*_HASHES, "has_more", "has_tensors", "has_error")
+        rows = _Rows(numbers, others, a.columns.gather(numbers, names), b.columns.gather(others, names))
+        kind_a, kind_b = a.kind[numbers], b.kind[others]
+        rows.by = np.minimum(a.by[kind_a], b.by[kind_b]).astype(np.uint8)
+        rows.own_kind[rows.by == 0] = _NOT_COMPARED
+        codes = (a.key[kind_a].astype(np.int64) << 32) | b.key[kind_b]
+        known, inverse = np.unique(codes, return_inverse=True)
+        ids = [self._key_numbers.setdefault(code, len(self._key_numbers)) for code in known.tolist()]
+        self._keys[numbers] = np.array(ids, np.int32)[inverse]
+        left = np.flatnonzero(~self._same(rows, a.whole[kind_a] == b.whole[kind_b]))
+        if len(left):
+            self._compare_rows(rows, left, self._rules.numbers(a.look[kind_a[left]], b.look[kind_b[left]]))
+            self._remember(rows)
+        self._own_kind[numbers], self._differing[numbers] = rows.own_kind, rows.differing
+        self._changed[numbers], self._relative[numbers] = rows.changed, rows.relative
+        chosen = a.chosen(numbers)
+        total.pairs += int(chosen.sum())
+        total.metadata += int((rows.metadata & chosen).sum())
+        for how, count in enumerate(np.bincount(self._pairs.how[numbers[chosen]]).tolist()):
+            total.pairings[PAIRINGS[how]] += count
+        for by, count in enumerate(np.bincount(rows.by[chosen & ~rows.differs]).tolist()):
+            if count:
+                total.by[_BY[by]] += count
 
-    def _compare_pair(self, number: int, other: int) -> tuple[str, bool]:
-        """Compare two calls of which not everything is equal.
+    def _same(self, rows: _Rows, looks: Array) -> Array:
+        """Which pairs are equal in everything that is compared; others may be, too."""
+        same = looks & ~rows.a["has_error"] & ~rows.b["has_error"] & (rows.a["has_more"] == rows.b["has_more"])
+        for name in _HASHES:
+            same &= rows.a[name] == rows.b[name]
+        a, b = self._a, self._b
+        unhashed = np.flatnonzero(same & a.unhashed[a.kind[rows.numbers]])
+        if len(unhashed):
+            names = [f"{slot}_{name}" for slot in SLOTS for name in ("nan", "inf", *FIGURES)]
+            x, y = a.columns.gather(rows.numbers[unhashed], names), b.columns.gather(rows.others[unhashed], names)
+            for name in names:
+                same[unhashed] &= (x[name] == y[name]) | ((x[name] != x[name]) & (y[name] != y[name]))
+        more = np.flatnonzero(same & rows.a["has_more"])
+        if len(more):
+            pairs = zip(a.columns.texts(rows.numbers[more]), b.columns.texts(rows.others[more]), strict=True)
+            same[more] = [one.more == other.more for one, other in pairs]
+        return np.asarray(same)
 
-        Returns:
-            By what they are equal, if they are, and whether they differ in a shape or dtype.
-        """
-        a, b, roles = self._read(number)
-        differing, metadata = 0, False
+    def _compare_rows(self, rows: _Rows, left: Array, rules: Array) -> None:
+        table = self._rules.table()
+        slow = (table["slow"][rules] > 0) | rows.a["has_error"][left] | rows.b["has_error"][left]
+        if self._comparer.reads_tensors:
+            slow |= rows.a["has_tensors"][left] & rows.b["has_tensors"][left]
+        fast = left[~slow]
+        if len(fast):
+            rules = rules[~slow]
+            used = [slot for slot in SLOTS if table[f"{slot}_valued"][rules].any()]
+            names = [f"{slot}_{name}" for slot in used for name in ("nan", "inf", *FIGURES)]
+            a = self._a.columns.gather(rows.numbers[fast], names)
+            b = self._b.columns.gather(rows.others[fast], names)
+            a |= {name: rows.a[name][fast] for name in _HASHES}
+            b |= {name: rows.b[name][fast] for name in _HASHES}
+            found = Compared(self._comparer, table, rules, used, a, b)
+            rows.differing[fast], rows.changed[fast] = found.differing, found.changed
+            rows.relative[fast] = found.relative
+            rows.metadata[fast] = table["metadata"][rules] > 0
+            made = np.where(found.unclear, _UNCLEAR, _ADDED)
+            own = np.where(found.output_differs, made, np.where(found.uncompared, _NOT_COMPARED, _EQUAL))
+            rows.own_kind[fast] = np.where(table["argument"][rules] > 0, _ARGUMENT, own)
+            rows.by[fast] = np.where(found.uncompared, 0, np.where(found.by_statistics, 1, 2))
+        one_by_one = left[slow]
+        for start in range(0, len(one_by_one), _BATCH):
+            batch = one_by_one[start : start + _BATCH]
+            pairs = self._calls(rows.numbers[batch], rows.others[batch])
+            for row, (one, other) in zip(batch.tolist(), pairs, strict=True):
+                if whole(one)[1] != whole(other)[1]:
+                    self._compare_calls(rows, row, one, other)
+
+    def _calls(self, numbers: Array, others: Array, *, given: bool = False) -> Iterator[tuple[StoredCall, StoredCall]]:
+        a, b = self._a.columns, self._b.columns
+        return zip(a.calls_at(numbers, given=given), b.calls_at(others, given=given), strict=True)
+
+    def _compare_calls(self, rows: _Rows, row: int, a: StoredCall, b: StoredCall) -> None:
+        """Compare two calls of which not everything is equal, and not everything is in columns."""
+        roles = self._comparer.roles(a, b)
+        differing, changed, relative, metadata = 0, 0, -1.0, False
         output_differs, compared = outcome(a.error) != outcome(b.error), True
         unclear = output_differs or _is_unclear(a, b)
         weakest = "hash"
+        others: list[int | str] = []
         for role in roles:
+            only_one = role.a is None or role.b is None
             if role.a is not None and role.b is not None:
                 metadata |= role.a.shape != role.b.shape or role.a.dtype != role.b.dtype
             if is_output(role.role):
                 output_differs |= role.equal is False
-                if role.role == "output" and role.equal is None and role.a is not None and role.b is not None:
+                if role.role == "output" and role.equal is None and not only_one:
                     compared = False
-                self._relative[number] = max(self._relative[number], order(role.relative))
+                relative = max(relative, order(role.relative))
             elif role.equal is None:
                 unclear = True
             elif not role.equal:
-                differing |= _operand(role.role)
+                differing |= operand(role.role)
+                # No value of another call explains an operand that only one of them has, nor a parameter.
+                if only_one or self._is_parameter(role):
+                    changed |= operand(role.role)
+                x, y = role.a_values, role.b_values
+                if role.role not in OPERANDS and x is not None and y is not None and x.hash and y.hash:
+                    others += (role.role, x.hash, y.hash)
             if role.by != "hash" and role.equal:
                 weakest = "statistics" if "statistics" in (weakest, role.by) else str(role.by)
-        own_kind: Kind = "equal" if compared else "not compared"
+        own_kind = _EQUAL if compared else _NOT_COMPARED
         if self._comparer.arguments(a, b):
-            own_kind = "changed argument"
+            own_kind = _ARGUMENT
         elif output_differs:
-            own_kind = "unclear" if unclear else "added"
-        self._own_kind[number], self._differing[number] = KINDS.index(own_kind), differing
-        if self._differs(number):
-            self._remember(number, other, roles)
-        return weakest if compared else "nothing", metadata
+            own_kind = _UNCLEAR if unclear else _ADDED
+        rows.own_kind[row], rows.differing[row], rows.changed[row] = own_kind, differing, changed
+        rows.relative[row], rows.metadata[row] = relative, metadata
+        rows.by[row] = _BY.index(weakest) if compared else 0
+        if others:
+            rows.more[row] = hash(tuple(others)) & 0xFFFFFFFFFFFFFFFE | 1
 
-    def _differs(self, number: int) -> bool:
-        return bool(self._differing[number]) or KINDS[self._own_kind[number]] not in _AGREE
+    def _is_parameter(self, role: RoleDifference) -> bool:
+        sides = ((role.a, self._a), (role.b, self._b))
+        return any(meta is not None and meta.requires_grad and index.only_looks for meta, index in sides)
 
-    def _remember(self, number: int, other: int, roles: tuple[RoleDifference, ...]) -> None:
-        """Keep what `_find_changed` needs of a pair that differs."""
-        for role in roles:
-            if role.equal is not False:
-                continue
-            only_one = role.a is None or role.b is None  # which no value of another call explains
-            for meta, index in ((role.a, self._a), (role.b, self._b)):
-                is_parameter = meta is not None and meta.requires_grad and index.only_looks
-                if only_one or is_parameter:
-                    self._changed[number] |= _operand(role.role)
-        key = self._a.key[number], self._b.key[other]
-        if key not in self._histories and len(self._histories) < _MOST_HISTORIES:
-            self._histories[key] = _History()
-        if (history := self._histories.get(key)) is not None:
-            history.add(roles)
+    def _remember(self, rows: _Rows) -> None:
+        """Keep what `_find_changed` needs of the pairs that differ."""
+        which = rows.differs
+        a, b = ({slot: side[f"{slot}_hash"][which] for slot in SLOTS} for side in (rows.a, rows.b))
+        keys = self._keys[rows.numbers[which]]
+        self._histories.add(Differing(keys, a, b, rows.differing[which], rows.more[which]))
 
     def _find_changed(self) -> None:
         """Leave in `_changed` the operands of each call that no differing call before it explains."""
-        a, b, of_a = self._a, self._b, self._pairs.of_a
-        calls: Counter[tuple[int, int]] = Counter()
-        for number, other in enumerate(of_a):
-            if other >= 0 and (key := (a.key[number], b.key[other])) in self._histories:
-                calls[key] += 1
-        # Operands that are the same in every call of a module, while all outputs that differed before it varied.
-        constant: dict[tuple[int, int], int] = {}
-        differed, varied = False, True
-        for number, other in enumerate(of_a):
-            if other < 0 or not self._differs(number):
-                continue
-            key = a.key[number], b.key[other]
-            if key not in constant:
-                history = self._histories.get(key)
-                constant[key] = 0
-                if history is not None and varied and calls[key] > 1:
-                    constant[key] = sum(operand for operand, same in history.same.items() if same == calls[key])
-                varied = varied and history is not None and history.varies
-            differing = self._differing[number]
-            self._changed[number] = differing & (constant[key] | self._changed[number]) if differed else differing
-            differed = True
+        own = self._own_kind
+        differs = np.flatnonzero((self._differing > 0) | ((own != _EQUAL) & (own != _NOT_COMPARED)))
+        if not len(differs):
+            return
+        calls = np.bincount(self._keys[self._keys >= 0], minlength=len(self._key_numbers))
+        keys, firsts = np.unique(self._keys[differs], return_index=True)
+        in_order = keys[np.argsort(firsts)].tolist()
+        constant = np.zeros(len(calls), np.uint8)
+        for key, operands in self._histories.constant(in_order, calls).items():
+            constant[key] = operands
+        differing = self._differing[differs]
+        self._changed[differs] = differing & (constant[self._keys[differs]] | self._changed[differs])
+        self._changed[differs[0]] = differing[0]
 
-    def _kind(self, number: int) -> Kind:
-        own_kind = KINDS[self._own_kind[number]]
-        if own_kind == "changed argument":
-            return own_kind
-        if self._changed[number]:
-            return "changed operand"
-        return "inherited" if self._differing[number] else own_kind
-
-    def _module_key(self, number: int) -> int:
-        return hash((self._a.module[number], self._b.module[self._pairs.of_a[number]], self._a.phase[number]))
-
-    def _chosen(self) -> Iterator[int]:
-        return (number for number, other in enumerate(self._pairs.of_a) if other >= 0 and self._a.chosen[number])
+    def _kinds(self) -> Array:
+        kinds = np.where(self._differing > 0, np.uint8(_INHERITED), self._own_kind)
+        kinds = np.where(self._changed > 0, np.uint8(_OPERAND), kinds)
+        return np.where(self._own_kind == _ARGUMENT, np.uint8(_ARGUMENT), kinds)
 
     def _add_to(self, total: Totals) -> None:
-        modules: dict[int, _ModuleCounts] = {}
-        more_modules: set[int] = set()
-        first = -1
-        worst: list[tuple[float, int]] = []
-        for number in self._chosen():
-            kind = self._kind(number)
-            total.kinds[kind] += 1
-            if kind in _AGREE:
-                continue
-            if first < 0:
-                first = number
-            key = self._module_key(number)
-            if key not in modules:
-                if len(modules) < total.limit:
-                    modules[key] = _ModuleCounts(number)
-                else:
-                    more_modules.add(key)
-            entry = (self._relative[number], -number)
-            if len(worst) < total.worst_limit:
-                heapq.heappush(worst, entry)
-            elif entry > worst[0]:
-                heapq.heapreplace(worst, entry)
-        for number in self._chosen():  # again: calls before the first that differs count too
-            if counts := modules.get(self._module_key(number)):
-                counts.calls += 1
-                counts.kinds[self._kind(number)] += 1
-                counts.relative = max(counts.relative, self._relative[number])
-        if first >= 0:
-            of_a, of_b = self._pairs.of_a, self._pairs.of_b
-            before = (
-                sum(1 for number in range(first) if of_a[number] < 0),
-                sum(1 for number in range(of_a[first]) if of_b[number] < 0),
+        a, b, of_a, of_b = self._a, self._b, self._pairs.of_a, self._pairs.of_b
+        chosen = np.flatnonzero(of_a >= 0).astype(np.int32)
+        chosen = chosen[a.chosen(chosen)]
+        kinds = self._kinds()[chosen]
+        for kind, count in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()):
+            total.kinds[KINDS[kind]] += count
+        differing = chosen[(kinds != _EQUAL) & (kinds != _NOT_COMPARED)]
+        if not len(differing):
+            return
+        first = int(differing[0])
+        modules, firsts = self._modules(differing)
+        # Calls before the first that differs count, too.
+        module_of = np.full(len(self._key_numbers), -1)
+        shown = {module: place for place, module in enumerate(modules[: total.limit])}
+        for code, key in self._key_numbers.items():
+            module_of[key] = shown.get(self._module_code(code), -1)
+        of_module = module_of[self._keys[chosen]]
+        counted = of_module >= 0
+        counts = np.bincount(of_module[counted] * len(KINDS) + kinds[counted], minlength=len(shown) * len(KINDS))
+        relative = np.full(len(shown), -1.0)
+        np.maximum.at(relative, of_module[counted], self._relative[chosen[counted]])
+        before = int((of_a[:first] < 0).sum()), int((of_b[: of_a[first]] < 0).sum())
+        total.add_first(self._call(first), before)
+        total.modules_in_all += len(modules)
+        rows = []
+        places = a.columns.gather(firsts[: len(shown)], ("step", "index"))
+        for place, number in enumerate(firsts[: len(shown)].tolist()):
+            per_kind = counts[place * len(KINDS) : (place + 1) * len(KINDS)].tolist()
+            site = a.columns.site(int(a.site[a.kind[number]]))
+            other = b.columns.site(int(b.site[b.kind[of_a[number]]]))
+            step, index = int(places["step"][place]), int(places["index"][place])
+            row = ModuleDifference(
+                ranks=self._ranks,
+                module=module_name(site.module),
+                other=module_name(other.module),
+                phase=site.phase,
+                calls=sum(per_kind),
+                kinds={kind: count for kind, count in zip(KINDS, per_kind, strict=True) if count},
+                relative=float(relative[place]) if relative[place] >= 0 else None,
+                index=index,
             )
-            total.add_first(self._call(first), before)
-        total.modules_in_all += len(modules) + len(more_modules)
-        total.add_rows(
-            [(relative, self._call(-number, slim=True)) for relative, number in worst],
-            [self._module(counts) for counts in modules.values()],
-        )
+            rows.append(((step, index, self._ranks[0]), row))
+        total.add_rows(self._worst(differing, total.worst_limit), rows)
 
-    def _module(self, counts: _ModuleCounts) -> tuple[tuple[int, int, int], ModuleDifference]:
-        call = self._read_a(self._a.position[counts.first])
-        other = self._read_b(self._b.position[self._pairs.of_a[counts.first]])
-        return call.place, ModuleDifference(
-            ranks=self._ranks,
-            module=module_name(call.record.module),
-            other=module_name(other.record.module),
-            phase=call.record.phase,
-            calls=counts.calls,
-            kinds={kind: counts.kinds[kind] for kind in KINDS if counts.kinds[kind]},
-            relative=counts.relative if counts.relative >= 0 else None,
-            index=call.record.index,
-        )
+    def _module_code(self, code: int) -> int:
+        """A number for the modules and the phase of a pair, of which `code` has the keys."""
+        return self._module_codes[code]
 
-    def _call(self, number: int, slim: bool = False) -> CallDifference:
-        a, b, roles = self._read(number)
-        changed = self._changed[number]
-        names = [role for role, operand in _OPERANDS.items() if changed & operand]
-        if changed & _OTHERS:
-            differing = [role for role in roles if role.equal is False and _operand(role.role) == _OTHERS]
+    def _modules(self, differing: Array) -> tuple[list[int], Array]:
+        """The modules with a pair that differs, in the order of the first, and these."""
+        a, b = self._a, self._b
+        of_key_a = dict(zip(a.key.tolist(), zip(a.module.tolist(), a.phase.tolist(), strict=True), strict=True))
+        of_key_b = dict(zip(b.key.tolist(), b.module.tolist(), strict=True))
+        numbers: dict[tuple[int, int, int], int] = {}
+        self._module_codes: dict[int, int] = {}
+        module_of = np.zeros(len(self._key_numbers), np.int64)
+        for code, key in self._key_numbers.items():
+            module, phase = of_key_a[code >> 32]
+            number = numbers.setdefault((module, of_key_b[code & 0xFFFFFFFF], phase), len(numbers))
+            module_of[key] = self._module_codes[code] = number
+        found, firsts = np.unique(module_of[self._keys[differing]], return_index=True)
+        in_order = np.argsort(firsts)
+        return found[in_order].tolist(), differing[firsts[in_order]]
+
+    def _worst(self, differing: Array, limit: int) -> list[tuple[float, CallDifference]]:
+        relative = self._relative[differing]
+        if len(relative) > limit:
+            least = np.partition(relative, len(relative) - limit)[len(relative) - limit]
+            above = np.flatnonzero(relative > least)
+            which = np.r_[above, np.flatnonzero(relative == least)[: limit - len(above)]]
+            differing, relative = differing[which], relative[which]
+        in_order = np.lexsort((differing, -relative))
+        numbers = differing[in_order]
+        calls = self._calls(numbers, self._pairs.of_a[numbers].astype(np.int64))
+        return [
+            (float(self._relative[number]), self._difference(int(number), one, other))
+            for number, (one, other) in zip(numbers.tolist(), calls, strict=True)
+        ]
+
+    def _call(self, number: int) -> CallDifference:
+        ((a, b),) = self._calls(np.array([number]), self._pairs.of_a[[number]].astype(np.int64), given=True)
+        return self._difference(number, a, b)
+
+    def _difference(self, number: int, a: StoredCall, b: StoredCall) -> CallDifference:
+        roles = self._comparer.roles(a, b)
+        changed = int(self._changed[number])
+        names = [role for role, operand_ in OPERANDS.items() if changed & operand_]
+        if changed & OTHERS:
+            differing = [role for role in roles if role.equal is False and operand(role.role) == OTHERS]
             in_one = [role for role in differing if role.a is None or role.b is None]
             names += [role.role for role in in_one or differing]
         arguments = self._comparer.arguments(a, b)
-        if slim:
-            a, b = replace(a, given=None), replace(b, given=None)
-        pairing = PAIRINGS[self._pairs.how[number]]
-        return CallDifference(self._kind(number), pairing, tuple(names), arguments, a, b, roles)
+        kind = KINDS[int(self._kind_of(number))]
+        pairing = PAIRINGS[int(self._pairs.how[number])]
+        return CallDifference(kind, pairing, tuple(names), arguments, a, b, roles)
+
+    def _kind_of(self, number: int) -> int:
+        if self._own_kind[number] == _ARGUMENT:
+            return _ARGUMENT
+        if self._changed[number]:
+            return _OPERAND
+        return _INHERITED if self._differing[number] else int(self._own_kind[number])
 
 
 def _is_unclear(a: StoredCall, b: StoredCall) -> bool:

@@ -1,7 +1,7 @@
 """What a report shows of one run: totals, a map of modules over steps, a table of products, histograms of outputs.
 
-Invariant: each panel adds up calls one by one, and its size is bounded however long the run is; it counts what it
-leaves out. Must not import torch, except to read tensors.
+Invariant: each panel adds up groups of calls, and its size is bounded however long the run is; it counts what it leaves
+out. Needs numpy. Must not import torch, except to read tensors.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from opintercept._errors import OpInterceptError
+from opintercept._record import CallRecord
 from opintercept._text import printable
-from opintercept.runs.codec import StoredCall, Values, is_output
+from opintercept.runs._columns import FIGURES, Array, Columns, Look, Site
+from opintercept.runs._groups import Grouping, Kinds, Moments, joined
+from opintercept.runs.codec import StoredCall, is_output
 from opintercept.runs.store import Run
 
 if TYPE_CHECKING:
@@ -35,17 +40,20 @@ TENSORS = 1 << 30  # bytes of all tensors that are read
 BINS = 60
 PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
+_READ: tuple[str, ...] = ("index", "step", "site", "look", "elapsed", "has_error", "has_tensors")
+_READ += tuple(f"{role}_{name}" for role in ROLES for name in ("nan", "inf", *FIGURES))
+_BATCH = 256  # calls whose tensors' names are read together
 
 
 def panels_of(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
-    """The panels of a run as plain data, and the row of each module in its map. Reads the calls once."""
-    totals, heat, products, histograms = Totals(), HeatMap(), Products(), Histograms()
-    for call in run.calls():
-        totals.add(call)
-        row = heat.add(call)
-        products.add(call)
-        if row is not None:
-            histograms.add(row, call)
+    """The panels of a run as plain data, and the row of each module in its map. Reads the calls twice."""
+    heat = HeatMap()
+    lines = {rank: run.columns(rank) for rank in run.ranks if not run.in_columns(rank)}  # which are not read twice
+    for rank in run.ranks:
+        heat.lay_out(lines[rank] if rank in lines else run.columns(rank))
+    totals, products, histograms = Totals(), Products(), Histograms()
+    for rank in run.ranks:
+        _add_up(lines.pop(rank) if rank in lines else run.columns(rank), totals, heat, products, histograms)
     info = run.info
     shown = {
         "path": shown_text(str(run.path)),
@@ -65,6 +73,46 @@ def panels_of(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
         "histograms": histograms.as_dict(run),
     }
     return shown, heat.modules
+
+
+def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products, histograms: Histograms) -> None:
+    """Add the calls of a process to the panels, group by group: call by call takes a hundred times as long."""
+    kinds = Kinds(columns)
+    places: list[tuple[Site, Look]] = []
+    for start, chunk in columns.chunks(_READ):
+        of = kinds.of(chunk)
+        places += [kinds[kind] for kind in range(len(places), len(kinds))]
+        column = chunk["step"] // heat.width
+        groups = Grouping(joined(of, column))
+        elapsed = chunk["elapsed"]
+        sums = groups.sum(np.where((elapsed >= 0) & np.isfinite(elapsed), elapsed, 0.0)).tolist()
+        moments = {}
+        for role in ROLES:
+            counts = np.array([look.roles.get(role, (-1,))[0] for _, look in places], np.float64)[of]
+            if (counts >= 0).any():
+                moments[role] = Moments(groups, chunk, role, counts)
+        for place, (first, calls) in enumerate(zip(groups.firsts.tolist(), groups.counts.tolist(), strict=True)):
+            site, look = places[int(of[first])]
+            cell = _Cell(calls, (look.record.flops or 0) * calls, sums[place])
+            for role, each in moments.items():
+                if each.calls[place]:
+                    cell.roles[role] = _Moments.of(each, place)
+            totals.add(calls, cell.flops, cell.seconds)
+            heat.add_cell(site.module, site.phase, int(column[first]), cell)
+            products.add(look.record_at(site), calls, cell.seconds)
+        totals.errors += int(chunk["has_error"].sum())
+        totals.stretch(int(chunk["step"].min()), int(chunk["step"].max()))
+        bad = np.flatnonzero((chunk["output_nan"] > 0) | (chunk["output_inf"] > 0))
+        if len(bad):
+            row = bad[np.lexsort((chunk["index"][bad], chunk["step"][bad]))[0]]
+            totals.nonfinite += len(bad)
+            totals.add_first(next(columns.calls_at(np.array([start + row]), given=False)))
+        kept = np.flatnonzero(chunk["has_tensors"]) + start
+        for some in range(0, len(kept), _BATCH):
+            for call in columns.calls_at(kept[some : some + _BATCH], given=False):
+                row_of = heat.modules.get(call.record.module)
+                if row_of is not None:
+                    histograms.add(row_of, call)
 
 
 def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -93,11 +141,6 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}")
 
 
-def _seconds(call: StoredCall) -> float:
-    elapsed = call.record.elapsed
-    return elapsed if elapsed is not None and 0.0 <= elapsed < math.inf else 0.0
-
-
 class Totals:
     """Counts over all calls, and the first output that is not finite, by step and index over all processes."""
 
@@ -107,20 +150,22 @@ class Totals:
         self.steps = (0, 0)
         self.first: dict[str, Any] | None = None
         self.first_place = (0, 0, 0)
+        self._stretched = False
 
-    def add(self, call: StoredCall) -> None:
-        record = call.record
-        self.steps = (
-            (min(self.steps[0], record.step), max(self.steps[1], record.step)) if self.calls else (record.step,) * 2
-        )
-        self.calls += 1
-        self.flops += record.flops or 0
-        self.seconds += _seconds(call)
-        self.errors += call.error is not None
-        output = call.values.get("output")
-        if output is None or output.finite:
-            return
-        self.nonfinite += 1
+    def add(self, calls: int, flops: int, seconds: float) -> None:
+        self.calls += calls
+        self.flops += flops
+        self.seconds += seconds
+
+    def stretch(self, first: int, last: int) -> None:
+        """Add the steps of some calls."""
+        known = self.steps if self._stretched else (first, last)
+        self.steps = min(known[0], first), max(known[1], last)
+        self._stretched = True
+
+    def add_first(self, call: StoredCall) -> None:
+        """Add a call whose output is not finite."""
+        record, output = call.record, call.values["output"]
         if self.first is None or call.place < self.first_place:
             operands = {role: values for role, values in call.values.items() if not is_output(role)}
             self.first_place = call.place
@@ -160,17 +205,16 @@ class _Moments:
         self.sum = self.square = 0.0
         self.min, self.max = math.inf, -math.inf
 
-    def add(self, values: Values) -> None:
-        self.count += values.count
-        self.nan += values.nan
-        self.inf += values.inf
-        if values.mean is None or values.rms is None or values.min is None or values.max is None:
-            return
-        finite = max(values.count - values.nan - values.inf, 0)
-        self.finite += finite
-        self.sum += values.mean * finite
-        self.square += values.rms * values.rms * finite
-        self.min, self.max = min(self.min, values.min), max(self.max, values.max)
+    @classmethod
+    def of(cls, moments: Moments, group: int) -> _Moments:
+        """Those of a group of calls."""
+        made = cls()
+        made.count, made.nan, made.inf, made.finite = (
+            int(sums[group]) for sums in (moments.count, moments.nan, moments.inf, moments.finite)
+        )
+        made.sum, made.square = float(moments.sum[group]), float(moments.square[group])
+        made.min, made.max = float(moments.min[group]), float(moments.max[group])
+        return made
 
     def merge(self, other: _Moments) -> None:
         for name in ("count", "nan", "inf", "finite", "sum", "square"):
@@ -195,18 +239,9 @@ class _Cell:
 
     __slots__ = ("calls", "flops", "roles", "seconds")
 
-    def __init__(self) -> None:
-        self.calls = self.flops = 0
-        self.seconds = 0.0
+    def __init__(self, calls: int = 0, flops: int = 0, seconds: float = 0.0) -> None:
+        self.calls, self.flops, self.seconds = calls, flops, seconds
         self.roles: dict[str, _Moments] = {}
-
-    def add(self, call: StoredCall) -> None:
-        self.calls += 1
-        self.flops += call.record.flops or 0
-        self.seconds += _seconds(call)
-        for role, values in call.values.items():
-            if role in ROLES:
-                self.roles.setdefault(role, _Moments()).add(values)
 
     def merge(self, other: _Cell) -> None:
         self.calls += other.calls
@@ -217,45 +252,59 @@ class _Cell:
 
 
 class HeatMap:
-    """Modules, in the order of their first calls, over steps. A column has as many steps as it takes to fit."""
+    """Modules, in the order of their first calls, over steps. A column has as many steps as it takes to fit.
+
+    Attributes:
+        modules: The row of each module.
+        calls_left_out: How many calls belong to modules that the map has no room for.
+        width: How many steps a column has.
+        cells: By phase, row and column.
+    """
 
     def __init__(self) -> None:
         self.modules: dict[str | None, int] = {}
         self.calls_left_out = 0
         self.width = 1
         self.cells: dict[tuple[str, int, int], _Cell] = {}
-        self.columns: set[int] = set()
+        self._filled = np.empty((0, 2), np.int64)  # phase and row, and column of each cell that there will be
 
-    def add(self, call: StoredCall) -> int | None:
-        """Add a call and return the row of its module; None if the map has no room for the module."""
-        record = call.record
-        row = self.modules.get(record.module)
+    def lay_out(self, columns: Columns) -> None:
+        """Make room for the calls of a process: give the modules rows, and the columns a width."""
+        rows: list[int] = []
+        kinds = Kinds(columns)
+        for _, chunk in columns.chunks(("site", "look", "step")):
+            of = kinds.of(chunk)
+            for kind in range(len(rows), len(kinds)):
+                site, _ = kinds[kind]
+                if site.module not in self.modules and len(self.modules) < MODULES:
+                    self.modules[site.module] = len(self.modules)
+                row = self.modules.get(site.module)
+                rows.append(-1 if row is None else row * len(PHASES) + PHASES.index(site.phase))
+            self._fill(np.array(rows, np.int64)[of], chunk["step"])
+
+    def _fill(self, rows: Array, steps: Array) -> None:
+        known = rows >= 0
+        rows, columns = rows[known], steps[known] // self.width
+        firsts = np.unique(joined(rows, columns), return_index=True)[1]
+        new = np.stack([rows[firsts], columns[firsts]], axis=1)
+        self._filled = np.unique(np.concatenate([self._filled, new]), axis=0)
+        while (used := len(np.unique(self._filled[:, 1]))) > COLUMNS or (len(self._filled) > CELLS and used > 1):
+            self.width *= 2
+            self._filled[:, 1] //= 2
+            self._filled = np.unique(self._filled, axis=0)
+
+    def add_cell(self, module: str | None, phase: str, column: int, cell: _Cell) -> None:
+        """Add calls of one module in one phase, for which there is room."""
+        row = self.modules.get(module)
         if row is None:
-            if len(self.modules) == MODULES:
-                self.calls_left_out += 1
-                return None
-            row = self.modules[record.module] = len(self.modules)
-        key = (record.phase, row, record.step // self.width)
-        cell = self.cells.get(key)
-        if cell is None:
-            cell = self.cells[key] = _Cell()
-            self.columns.add(key[2])
-        cell.add(call)
-        while len(self.columns) > COLUMNS or (len(self.cells) > CELLS and len(self.columns) > 1):
-            self._halve()
-        return row
-
-    def _halve(self) -> None:
-        self.width *= 2
-        cells, self.cells = self.cells, {}
-        for (phase, row, column), cell in cells.items():
-            known = self.cells.setdefault((phase, row, column // 2), cell)
-            if known is not cell:
-                known.merge(cell)
-        self.columns = {column // 2 for column in self.columns}
+            self.calls_left_out += cell.calls
+            return
+        known = self.cells.setdefault((phase, row, column), cell)
+        if known is not cell:
+            known.merge(cell)
 
     def as_dict(self) -> dict[str, Any]:
-        columns = {column: number for number, column in enumerate(sorted(self.columns))}
+        columns = {column: number for number, column in enumerate(sorted({key[2] for key in self.cells}))}
         roles = [role for role in ROLES if any(role in cell.roles for cell in self.cells.values())]
         phases: dict[str, list[Any]] = defaultdict(list)
         for (phase, row, column), cell in self.cells.items():
@@ -296,8 +345,7 @@ class Products:
         self.rows: dict[tuple[str, ...], _Product] = {}
         self.rest, self.rest_rows = _Product(), 0
 
-    def add(self, call: StoredCall) -> None:
-        record = call.record
+    def add(self, record: CallRecord, calls: int, seconds: float) -> None:
         lhs, gemm = record.lhs, record.gemm
         dtypes = gemm.dtypes if gemm is not None else () if lhs is None else (lhs.dtype,)
         module = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module or "") if record.module is not None else "\0"
@@ -318,7 +366,8 @@ class Products:
                 row = self.rest
             else:
                 row = self.rows[key] = _Product()
-        row.add(1, record.flops, record.bytes, _seconds(call))
+        flops, size = (None if each is None else each * calls for each in (record.flops, record.bytes))
+        row.add(calls, flops, size, seconds)
 
     def as_dict(self) -> dict[str, Any]:
         rows = sorted(self.rows.items(), key=lambda item: (-item[1].seconds, -(item[1].flops or 0)))

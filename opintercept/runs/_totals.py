@@ -1,18 +1,19 @@
 """What the processes of two runs add up to: counts, the first difference, and the rows that are reported.
 
-Must not import torch.
+Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import Counter
-from collections.abc import Callable
 from typing import Literal
 
-from opintercept.runs._pairing import PAIRINGS, Index, Pairing
-from opintercept.runs.codec import StoredCall
+import numpy as np
+
+from opintercept.runs._columns import Array
+from opintercept.runs._index import Index
+from opintercept.runs._pairing import PAIRINGS, Pairing
 from opintercept.runs.difference import (
     KINDS,
     Absent,
@@ -54,28 +55,22 @@ class Totals:
         self._modules: list[tuple[_Place, ModuleDifference]] = []  # with the place of the first call that differs
         self._unmatched: list[Unmatched] = []
 
-    def add_unmatched(
-        self,
-        side: Literal["a", "b"],
-        rank: int,
-        index: Index,
-        paired: array[int],
-        read: Callable[[int], StoredCall],
-    ) -> None:
+    def add_unmatched(self, side: Literal["a", "b"], rank: int, index: Index, paired: Array) -> None:
         """Add the calls of a process that have no counterpart: those with a negative number in `paired`."""
-        groups: dict[int, list[int]] = {}
-        for number, other in enumerate(paired):
-            if other < 0 and index.chosen[number]:
-                self.unmatched_calls[side == "b"] += 1
-                key = index.key[number]
-                if key in groups:
-                    groups[key][0] += 1
-                elif len(groups) + len(self._unmatched) < self.limit:
-                    groups[key] = [1, number]
-        for calls, number in groups.values():
-            record = read(index.position[number]).record
+        numbers = np.flatnonzero(paired < 0)
+        numbers = numbers[index.chosen(numbers)]
+        self.unmatched_calls[side == "b"] += len(numbers)
+        _keys, firsts, counts = np.unique(index.key[index.kind[numbers]], return_index=True, return_counts=True)
+        in_order = np.argsort(firsts)[: max(self.limit - len(self._unmatched), 0)]
+        if not len(in_order):
+            return
+        firsts, counts = numbers[firsts[in_order]], counts[in_order]
+        indexes = index.columns.gather(firsts, ("index",))["index"]
+        for number, calls, at in zip(firsts.tolist(), counts.tolist(), indexes.tolist(), strict=True):
+            kind = index.kind[number]
+            record = index.columns.look(int(index.look[kind])).record_at(index.columns.site(int(index.site[kind])))
             self._unmatched.append(
-                Unmatched(side, rank, record.module, record.op, record.phase, record.grad_of, calls, record.index)
+                Unmatched(side, rank, record.module, record.op, record.phase, record.grad_of, calls, at)
             )
 
     def add_first(self, call: CallDifference, before: tuple[int, int]) -> None:

@@ -245,28 +245,29 @@ def decode(line: bytes, rank: int) -> StoredCall | None:
             return None
         fragment = whole[start + 1 : end]
         shared = _fragments.get(fragment)
-        if shared is None and (shared := _shared(parsed(f"{{{fragment}}}"))) is not None:
+        if shared is None and (shared := shared_fields(parsed(f"{{{fragment}}}"))) is not None:
             if len(_fragments) >= MAX_READ:
                 _fragments.clear()
             if len(fragment) <= MAX_TEXT:
                 _fragments[fragment] = shared
-        if shared is not None and (call := _stored(parsed(whole[:start] + whole[end:]), shared, rank)) is not None:
+        if shared is not None and (call := stored_call(parsed(whole[:start] + whole[end:]), shared, rank)) is not None:
             return call
     # Members in another order, of another program, or of a version with other fields.
     members = parsed(whole)
-    shared = _shared(members)
-    return None if shared is None else _stored(members, shared, rank)
+    shared = shared_fields(members)
+    return None if shared is None else stored_call(members, shared, rank)
 
 
-def _shared(members: Any) -> dict[str, Any] | None:
-    """The shared fields of a record; None if they are not those of a call."""
+def shared_fields(members: Any) -> dict[str, Any] | None:
+    """The checked fields that a record shares with those of calls that look alike; None if they are not a call's."""
     try:
         return _shared_fields(members)  # type: ignore[no-any-return]
     except WRONG:
         return None
 
 
-def _stored(members: Any, shared: dict[str, Any], rank: int) -> StoredCall | None:
+def stored_call(members: Any, shared: dict[str, Any], rank: int) -> StoredCall | None:
+    """The call with these members of a line and checked shared fields; None if one is not as it must be."""
     try:
         values = {_role(role): _values(each) for role, each in entries(members.get("values", {}), MAX_ROLES)}
         tensors = {_role(role): _tensor_name(name) for role, name in entries(members.get("tensors", {}), MAX_ROLES)}

@@ -7,7 +7,8 @@ Imports torch only if both runs have tensors.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opintercept._errors import OpInterceptError
 from opintercept._tensors import TensorMeta
@@ -27,7 +28,33 @@ _SEEDS = {"philox_seed", "philox_offset", "rng_state", "unused"}
 # A run on another device, or in another dtype, has to differ in these arguments.
 _DTYPES = ("dtype", "out_dtype")
 # Means and root mean squares are floating-point sums, whose last digits depend on the order in memory.
-_SUM_ERROR = 1e-6
+SUM_ERROR = 1e-6
+
+
+class Verdict(NamedTuple):
+    """What is known of an operand or output without its values, as in `RoleDifference`."""
+
+    equal: bool | None
+    by: By | None
+
+
+class Basis(NamedTuple):
+    """What is known of an operand or output of which both runs have statistics.
+
+    Attributes:
+        same_shape: Whether the shapes are equal, but for flattened dimensions.
+        same_dtype: Whether the dtypes are.
+        hashed: Whether hashes can show that the values are equal.
+        differs: Whether values that are not known to be equal count as different.
+        same_count: Whether there are as many values.
+    """
+
+    same_shape: bool
+    same_dtype: bool
+    hashed: bool
+    differs: bool
+    same_count: bool
+
 
 _Figures = tuple[float, float | None, float | None, float | None]  # absolute and relative error, ulp, cosine
 
@@ -41,13 +68,18 @@ class Comparer:
         rtol: As for `diff`.
         atol: As for `diff`.
         tensors: Whether to read the tensors of calls that differ.
+
+    Attributes:
+        rtol: The relative tolerance.
+        atol: The absolute tolerance.
+        reads_tensors: Whether tensors are read.
     """
 
     def __init__(self, a: Run, b: Run, rtol: float = 0.0, atol: float = 0.0, tensors: bool = True) -> None:
         self._a, self._b = a, b
-        self._rtol, self._atol = rtol, atol
+        self.rtol, self.atol = rtol, atol
         self._exact = not (rtol or atol)
-        self._reads_tensors = tensors
+        self.reads_tensors = tensors
 
     def arguments(self, a: StoredCall, b: StoredCall) -> tuple[tuple[str, Any, Any], ...]:
         """The arguments other than tensors that differ: name, value in `a`, value in `b`."""
@@ -74,14 +106,22 @@ class Comparer:
     def _equal_arguments(self, x: Any, y: Any) -> bool:
         numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (x, y))
         if numbers and not self._exact:
-            return bool(abs(x - y) <= self._atol + self._rtol * abs(x))
+            return bool(abs(x - y) <= self.atol + self.rtol * abs(x))
         return bool(x == y)
 
     def roles(self, a: StoredCall, b: StoredCall) -> tuple[RoleDifference, ...]:
         """The operands and outputs, compared; without those that one run did not record."""
+        return tuple(self._role(*basis, a, b) for basis in self.bases(a, b))
+
+    def bases(
+        self, a: StoredCall, b: StoredCall
+    ) -> Iterator[tuple[str, TensorMeta | None, TensorMeta | None, Basis | Verdict]]:
+        """The operands and outputs to compare, and on what the verdict rests: on how both calls look.
+
+        Of statistics, only their counts and whether there are hashes is read.
+        """
         metas_a, metas_b = metas(a), metas(b)
         same_operator = operator_name(a.record.op) == operator_name(b.record.op)
-        found = []
         for role in metas_a | metas_b:
             one, other = metas_a.get(role), metas_b.get(role)
             if role in _SEEDS:
@@ -95,10 +135,9 @@ class Comparer:
                 continue  # mm and an addition stand for addmm; another attention returns other logarithms of sums
             if role.startswith("output.") and one is not None and "int" in one.dtype:
                 continue  # seed and offset of an attention's dropout, which mean nothing without dropout
-            found.append(self._role(role, one, other, a, b, same_operator))
-        return tuple(found)
+            yield role, one, other, self._basis(role, one, other, a, b, same_operator)
 
-    def _role(
+    def _basis(
         self,
         role: str,
         one: TensorMeta | None,
@@ -106,30 +145,44 @@ class Comparer:
         a: StoredCall,
         b: StoredCall,
         same_operator: bool,
+    ) -> Basis | Verdict:
+        x, y = a.values.get(role), b.values.get(role)
+        if one is None or other is None:
+            # Only one call has it. A call that raised has no output, which the comparison of errors covers.
+            return Verdict(None if a.error or b.error else False, "metadata")
+        if role == "output" and not same_operator and (a.record.bias is None) != (b.record.bias is None):
+            return Verdict(None, None)  # one output includes the bias, the other does not
+        same_shape = _same_but_flattened(one.shape, other.shape)
+        if not same_shape and (same_operator or sorted(one.shape) != sorted(other.shape)):
+            return Verdict(False, "metadata")
+        same_dtype = one.dtype == other.dtype
+        if x is None or y is None:
+            return Verdict(False, "metadata") if self._exact and not same_dtype else Verdict(None, None)
+        hashed = x.hash is not None and y.hash is not None and same_shape
+        differs = self._exact and (not same_dtype or hashed)
+        return Basis(same_shape, same_dtype, hashed, differs, x.count == y.count)
+
+    def _role(
+        self,
+        role: str,
+        one: TensorMeta | None,
+        other: TensorMeta | None,
+        basis: Basis | Verdict,
+        a: StoredCall,
+        b: StoredCall,
     ) -> RoleDifference:
         x, y = a.values.get(role), b.values.get(role)
 
         def difference(equal: bool | None, by: By | None, *figures: float | None) -> RoleDifference:
             return RoleDifference(role, equal, by, one, other, x, y, *figures)
 
-        if one is None or other is None:
-            # Only one call has it. A call that raised has no output, which the comparison of errors covers.
-            return difference(None if a.error or b.error else False, "metadata")
-        if role == "output" and not same_operator and (a.record.bias is None) != (b.record.bias is None):
-            return difference(None, None)  # one output includes the bias, the other does not
-        same_shape = _same_but_flattened(one.shape, other.shape)
-        if not same_shape:
-            if same_operator or sorted(one.shape) != sorted(other.shape):
-                return difference(False, "metadata")
-        elif _same_hash(x, y) and one.dtype == other.dtype:
+        if isinstance(basis, Verdict) or x is None or y is None:
+            assert isinstance(basis, Verdict)
+            return difference(*basis)
+        same_shape, same_dtype, hashed, differs, _ = basis
+        if same_shape and same_dtype and _same_hash(x, y):
             return difference(True, "hash", 0.0, 0.0)
-        if x is None or y is None:
-            if self._exact and one.dtype != other.dtype:
-                return difference(False, "metadata")
-            return difference(None, None)
         by: By
-        hashed = x.hash is not None and y.hash is not None and same_shape
-        differs = self._exact and (one.dtype != other.dtype or hashed)
         figures = self._by_tensors(role, a, b) if same_shape else None
         if figures is None:
             bound, by = _least_error(x, y), "statistics"
@@ -145,16 +198,16 @@ class Comparer:
         absolute, peak = figures[0], _peak(x)
         relative = 0.0 if not absolute else absolute / peak if peak else math.inf
         if not differs:
-            equal = absolute <= self._atol + self._rtol * peak
+            equal = absolute <= self.atol + self.rtol * peak
             return difference(equal, by, absolute, relative, *figures[1:])
-        if hashed and one.dtype == other.dtype and by == "statistics":
+        if hashed and same_dtype and by == "statistics":
             by = "hash"
         return difference(False, by, absolute, relative, *figures[1:])
 
     def _by_tensors(self, role: str, a: StoredCall, b: StoredCall) -> _Figures | None:
         """The errors of the recorded values; None if they are missing, or cannot be compared."""
         names = a.tensors.get(role), b.tensors.get(role)
-        if not self._reads_tensors or names[0] is None or names[1] is None:
+        if not self.reads_tensors or names[0] is None or names[1] is None:
             return None
         if names[0].endswith(".sample") != names[1].endswith(".sample"):
             return None  # a sample is comparable with one of the same places only
@@ -190,7 +243,7 @@ def _least_error(x: Values, y: Values) -> float | None:
     """A lower bound of the maximal absolute error, by statistics; None if they give none."""
     if (x.nan, x.inf, x.count) != (y.nan, y.inf, y.count):
         return math.inf if x.count == y.count else None
-    sum_error = _SUM_ERROR * max(_peak(x), _peak(y))
+    sum_error = SUM_ERROR * max(_peak(x), _peak(y))
     gaps = []
     for one, other, error in (
         (x.min, y.min, 0.0),

@@ -7,18 +7,13 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable
-from typing import Any
 
 from opintercept._checks import check_count
 from opintercept._errors import OpInterceptError
 from opintercept._record import CallRecord
-from opintercept.runs._classify import ProcessPair
-from opintercept.runs._pairing import Ids, Index, first_models
-from opintercept.runs._totals import Totals
 from opintercept.runs.comparer import Comparer
-from opintercept.runs.difference import Absent, Difference
+from opintercept.runs.difference import Difference
 from opintercept.runs.store import Run
 
 Select = Callable[[CallRecord], bool]
@@ -95,50 +90,20 @@ def compare_runs(
     a: Run, b: Run, comparer: Comparer, limit: int, worst_limit: int, select: Select | None = None
 ) -> Difference:
     """`diff` with a limit of its own for `worst`, whose calls can be large."""
+    try:
+        from opintercept.runs._compare import compare_ranks
+        from opintercept.runs._totals import Totals
+    except ImportError as missing:
+        raise ImportError("comparing runs needs numpy; pip install 'opintercept[cli]'") from missing
     total = Totals(limit, worst_limit)
     for rank_a, rank_b in _rank_pairs(a, b):
-        _compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
+        compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
     if not total.pairs and (not total.absent or (select and not any(total.unmatched_calls))):
         raise OpInterceptError(
             f"the runs have no {'selected ' if select else ''}calls in common: {total.calls[0]} calls in "
             f"{str(a.path)!r}, {total.calls[1]} in {str(b.path)!r}"
         )
     return total.difference(_settings(a, b))
-
-
-def _compare_ranks(
-    total: Totals,
-    run_a: Run,
-    rank_a: int | None,
-    run_b: Run,
-    rank_b: int | None,
-    comparer: Comparer,
-    select: Select | None,
-) -> None:
-    """Compare a process of each run; None stands for one that the run does not have."""
-    ids = Ids()
-    a, b = Index(run_a, rank_a, ids, select), Index(run_b, rank_b, ids, select)
-    if (models := first_models(a.names, b.names)) is not None:
-        ids = Ids()
-        a, b = Index(run_a, rank_a, ids, select, models[0]), Index(run_b, rank_b, ids, select, models[1])
-    total.calls[0] += len(a)
-    total.calls[1] += len(b)
-    if rank_a is not None and rank_b is not None:
-        total.ranks.append((rank_a, rank_b))
-        if len(a) and len(b):
-            with run_a.reader(rank_a) as read_a, run_b.reader(rank_b) as read_b:
-                ProcessPair(a, b, read_a, read_b, (rank_a, rank_b), comparer).compare(total)
-            return
-        if len(a) == len(b):
-            return
-    sides: Any = (("a", a, run_a, rank_a, rank_b), ("b", b, run_b, rank_b, rank_a))
-    for side, index, run, rank, other in sides:
-        if len(index):
-            with run.reader(rank) as read:
-                total.add_unmatched(side, rank, index, array("q", [-1]) * len(index), read)
-        else:
-            empty = rank is not None
-            total.absent.append(Absent(side, rank if empty else other, empty, max(len(a), len(b))))
 
 
 def _rank_pairs(a: Run, b: Run) -> list[tuple[int | None, int | None]]:

@@ -1,4 +1,6 @@
-"""A run on disk, and its reader: a folder with `run.json`, `calls.jsonl` and `tensors/*.safetensors`.
+"""A run on disk, and its reader: a folder with `run.json`, the calls and `tensors/*.safetensors`.
+
+The calls are lines in `calls.jsonl` as a recorder writes them; `compact` makes columns of them in `columns/`.
 
 Invariant: anyone may have written the folder. Nothing in it is executed, no path is taken from it, and sizes that it
 gives are checked before memory is asked for. A call that cannot be read is skipped with a warning.
@@ -29,8 +31,13 @@ from opintercept.runs.flight import FLIGHT, places
 if TYPE_CHECKING:
     import torch
 
-SCHEMA = 1
-INFO, CALLS, TENSORS = "run.json", "calls.jsonl", "tensors"
+    from opintercept.runs._columns import Columns
+    from opintercept.runs._parquet import StoreColumns
+
+SCHEMA = 1  # of a run as it is recorded
+COMPACTED = 2  # of one whose calls are in columns, which versions before 0.2 do not read
+INFO, CALLS, TENSORS, COLUMNS = "run.json", "calls.jsonl", "tensors", "columns"
+_MOST_OPEN = 4  # processes whose columns stay open, some megabytes each
 STARTED = "%Y-%m-%dT%H:%M:%S%z"
 MAX_INFO = 1 << 20  # bytes of `run.json`
 MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
@@ -150,6 +157,8 @@ class Run:
         self.path = path
         self.infos = dict(infos)
         self._parts = dict(parts)
+        self._in_columns: dict[int, bool] = {}
+        self._stores: dict[int, StoreColumns] = {}
 
     @property
     def info(self) -> RunInfo:
@@ -177,15 +186,69 @@ class Run:
 
     def located(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
         """The calls of one process, each with its position for `at`."""
+        if (store := self._store(rank)) is not None:
+            yield from enumerate(store.calls())
+            return
         yield from self._written(rank)
         yield from self._in_flight(rank)
 
+    def columns(self, rank: int) -> Columns:
+        """The calls of one process as columns. Those that are not on disk are made of the lines, each time.
+
+        Raises:
+            ImportError: numpy is not installed; or the run is compacted, and DuckDB is not installed.
+        """
+        if (store := self._store(rank)) is not None:
+            return store
+        try:
+            from opintercept.runs._parquet import columns_of
+        except ImportError as missing:
+            raise ImportError("reading runs in bulk needs numpy; pip install 'opintercept[cli]'") from missing
+        return columns_of(rank, (call for _, call in self.located(rank)))
+
+    def in_columns(self, rank: int) -> bool:
+        """Whether the calls of one process are in columns on disk."""
+        return self._store(rank) is not None
+
+    def folder(self, rank: int) -> Path:
+        """The folder of one process."""
+        return self._parts[rank]
+
+    def _store(self, rank: int) -> StoreColumns | None:
+        """The columns on disk; None if there are none, or lines that they may lack. Decided once."""
+        part = self._parts[rank]
+        if rank not in self._in_columns:
+            self._in_columns[rank] = is_compacted(part)
+        if not self._in_columns[rank]:
+            return None
+        if rank not in self._stores:
+            from opintercept.runs._parquet import StoreColumns
+
+            self._stores[rank] = store = StoreColumns(part / COLUMNS, rank)
+            if store.skipped:
+                _warn_of_lines(store.skipped, part / CALLS)
+            if len(self._stores) > _MOST_OPEN:
+                del self._stores[next(iter(self._stores))]
+        return self._stores[rank]
+
     def _written(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
-        path = self._parts[rank] / CALLS
         skipped = 0
+        for position, call in self._lines(rank):
+            if call is None:
+                skipped += 1
+            else:
+                yield position, call
+        if skipped:
+            _warn_of_lines(skipped, self._parts[rank] / CALLS)
+
+    def _lines(self, rank: int) -> Iterator[tuple[int, StoredCall | None]]:
+        """The lines of a process, each with its position; None for one that is not a call."""
+        path = self._parts[rank] / CALLS
         try:
             file = _open(path)
-        except FileNotFoundError:
+        except FileNotFoundError as missing:
+            if is_compacted(self._parts[rank]):
+                raise OpInterceptError(f"{path} was compacted by another process; open the run again") from missing
             return
         with file:
             position = 0
@@ -194,19 +257,18 @@ class Run:
                 whole = line.endswith(b"\n")
                 while not line.endswith(b"\n") and (line := file.readline(MAX_LINE)):
                     size += len(line)  # a line that is too long is read to its end, and dropped
-                call = decode(line, rank) if whole else None
-                if call is None:
-                    skipped += 1
-                else:
-                    yield position, call
+                yield position, decode(line, rank) if whole else None
                 position += size
-        if skipped:
-            warnings.warn(
-                f"skipped {counted(skipped, 'unreadable line')} in {path}; a program that is killed can leave its last "
-                "line torn",
-                OpInterceptWarning,
-                stacklevel=4,
-            )
+
+    def written_to(self, rank: int, add: Callable[[StoredCall], None]) -> int:
+        """Give the calls of a process's lines to a function, and return how many lines are none."""
+        skipped = 0
+        for _, call in self._lines(rank):
+            if call is None:
+                skipped += 1
+            else:
+                add(call)
+        return skipped
 
     def _in_flight(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
         """The calls in a flight recorder's file, whose process was killed or still runs. Positions are negative."""
@@ -244,6 +306,11 @@ class Run:
     @contextmanager
     def reader(self, rank: int) -> Iterator[Callable[[int], StoredCall]]:
         """`at` for many calls of one process: its files stay open."""
+        if (store := self._store(rank)) is not None:
+            import numpy as np
+
+            yield lambda position: next(store.calls_at(np.array([position])))
+            return
         with ExitStack() as stack:
             files: dict[str, BufferedReader] = {}
 
@@ -298,6 +365,20 @@ class Run:
         except Exception as broken:  # a SafetensorError, an OSError, a KeyError for an unknown dtype
             raise OpInterceptError(f"cannot read tensor {name!r} from {path}: {broken}") from broken
         raise OpInterceptError(f"tensor {name!r} in {path} has {size} bytes, more than the limit of {limit}")
+
+
+def is_compacted(folder: Path) -> bool:
+    """Whether the calls of a process are in columns. Lines that are there as well may be newer, and count alone."""
+    return os.path.lexists(folder / COLUMNS) and not os.path.lexists(folder / CALLS)
+
+
+def _warn_of_lines(skipped: int, path: Path) -> None:
+    warnings.warn(
+        f"skipped {counted(skipped, 'unreadable line')} in {path}; a program that is killed can leave its last line "
+        "torn",
+        OpInterceptWarning,
+        stacklevel=5,
+    )
 
 
 def _safe_open() -> Any:
@@ -358,10 +439,13 @@ def read_info(folder: Path) -> RunInfo:
     members = _parsed(read) if len(read) <= MAX_INFO else None
     if not isinstance(members, dict):
         raise OpInterceptError(f"{path} must hold a JSON object of at most {MAX_INFO:,} bytes")
-    if members.get("schema") != SCHEMA:
+    if members.get("schema") not in (SCHEMA, COMPACTED):
+        versions = members.get("versions")
+        wrote = versions.get("opintercept") if isinstance(versions, dict) else None
+        reader = f"opintercept {wrote:.40}, which" if isinstance(wrote, str) else "the version of opintercept that"
         raise OpInterceptError(
-            f"{path} must have schema {SCHEMA}, got {_shown(members.get('schema'))}; read it with the version of "
-            "opintercept that wrote it"
+            f"{path} must have schema {SCHEMA} or {COMPACTED}, got {_shown(members.get('schema'))}; read it with "
+            f"{reader} wrote it"
         )
     values = {}
     for name, checks in _INFO_CHECKS.items():

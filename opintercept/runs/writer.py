@@ -22,13 +22,15 @@ from opintercept._record import Note
 from opintercept.runs._claim import Claim, end_others
 from opintercept.runs.codec import MAX_LINE, Encoder, Values
 from opintercept.runs.flight import FLIGHT
-from opintercept.runs.store import CALLS, INFO, TENSORS, RunInfo, rank_folders, read_info
+from opintercept.runs.store import CALLS, COLUMNS, INFO, TENSORS, RunInfo, rank_folders, read_info
 
 INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
 BATCH_CALLS = 512  # calls that make a full batch
 BATCH_BYTES = 1 << 25  # bytes of tensors that make a full batch
 QUEUED_BATCHES = 4  # full batches that may wait to be written
 MAX_NAMES = 1 << 16  # names of written tensors that are remembered
+PART = f"{COLUMNS}.part"  # where columns are made
+_MADE = re.compile(r"(calls|looks|sites|texts)-[0-9]{8,}\.parquet|store\.json", re.ASCII)
 _STORED = re.compile(r"[0-9]{8,}\.(safetensors|part)", re.ASCII)
 
 
@@ -391,6 +393,8 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(stored)
     found = [stored / name for name in names if _STORED.fullmatch(name)]
+    for columns in (COLUMNS, PART):
+        remove_columns(part / columns)
     for path in (
         part / CALLS,
         part / FLIGHT,
@@ -403,6 +407,17 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
         if empty != folder:
             with contextlib.suppress(OSError):
                 empty.rmdir()
+
+
+def remove_columns(folder: Path) -> None:
+    """Delete the columns of a process, or what an interrupted `compact` has left of them, and nothing else."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for name in os.listdir(folder):
+        if _MADE.fullmatch(name):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _no_run(folder: Path) -> OpInterceptError:
