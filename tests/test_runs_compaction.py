@@ -18,7 +18,7 @@ from made_runs import ATTENTION, attention, call, chain, ranked, write
 
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 from opintercept.cli import main
-from opintercept.runs import compaction
+from opintercept.runs import _claim, compaction
 
 pytest.importorskip("duckdb")
 
@@ -110,9 +110,57 @@ def test_a_command_compacts_a_large_run_and_leaves_a_small_one(
     assert (run.path / "calls.jsonl").exists()
     monkeypatch.setattr(compaction, "LEAST", 1000)
     main(["show", str(run.path)])
+    assert (run.path / "calls.jsonl").exists()  # the process may have run elsewhere, and still do so
+    hours_ago = time.time() - 3 * compaction.IDLE
+    os.utime(run.path / "calls.jsonl", (hours_ago, hours_ago))
+    main(["show", str(run.path)])
     assert (run.path / "columns").exists()
     assert not (run.path / "calls.jsonl").exists()
     assert capsys.readouterr().err == ""
+
+
+RECORDS = """
+import sys, torch
+from opintercept import intercept, runs
+recorder = runs.RunRecorder(sys.argv[1])
+for _ in range(2):
+    with intercept(recorder):
+        for _ in range(50):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    print("left", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_command_leaves_the_lines_of_a_process_that_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compaction, "LEAST", 1000)
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", RECORDS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == "left\n"
+            assert main(["show", str(folder)]) == 0
+            assert (folder / "calls.jsonl").exists()
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert process.wait(60) == 0
+    assert main(["show", str(folder)]) == 0
+    assert not (folder / "calls.jsonl").exists()
+    assert sum(1 for _ in runs.open_run(folder).calls()) == 100
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("process", [None, 3, {}, {"pid": 10**30}, {"pid": "1"}], ids=str)
+def test_a_process_that_is_not_known_is_taken_to_run(process: Any) -> None:
+    assert _claim.has_ended(process) is None
+    assert _claim.has_ended(_claim.this_process()) is False
+    assert _claim.has_ended(_claim.this_process() | {"pid": 10**30}) is True
+    assert _claim.has_ended(_claim.this_process() | {"began": "1", "pid": os.getppid()}) is True
 
 
 def test_a_run_that_is_being_recorded_stays_lines(tmp_path: Path) -> None:

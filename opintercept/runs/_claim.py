@@ -41,7 +41,7 @@ class Claim:
         self._path = folder / LOCK
         self._process = os.getpid()
         self._token = uuid.uuid4().hex
-        plain = _machine() | {"pid": self._process, "began": _began(self._process), "token": self._token}
+        plain = this_process() | {"token": self._token}
         _held.add(self._token)
         try:
             with _one_at_a_time(folder):
@@ -70,6 +70,18 @@ class Claim:
                 if self.holds():
                     self._path.unlink()
             _held.discard(self._token)
+
+
+def this_process() -> dict[str, object]:
+    """This process as plain data, for `has_ended` in another."""
+    return _machine() | {"pid": os.getpid(), "began": _began(os.getpid())}
+
+
+def has_ended(process: object) -> bool | None:
+    """Whether a process has ended, as `this_process` described it; None if it ran elsewhere or is not known."""
+    if not isinstance(process, dict) or not _machine().items() <= process.items():
+        return None
+    return process.get("pid") != os.getpid() and _is_over(process)
 
 
 def end_others(folder: Path, *, takes_over: bool) -> None:
@@ -126,6 +138,8 @@ def _is_over(other: dict[str, object]) -> bool:
         return True
     except OSError:  # another user's process
         pass
+    except OverflowError:
+        return True
     return other.get("began") != _began(pid)  # otherwise another process has got its number
 
 

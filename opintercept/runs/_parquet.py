@@ -306,16 +306,6 @@ class StoreColumns(Columns):
                 raise self._damaged(f"a call has an unknown {name}")
         return joined
 
-    def steps(self, first: int, end: int) -> tuple[int, int]:
-        """The first call and the end of those with a step in a range."""
-        low, high = len(self), 0
-        for number in range(-(-len(self) // FILE)):
-            query = f"SELECT min(call), max(call) + 1 FROM {self._source('calls', number)}"
-            found = self._query(f"{query} WHERE step >= {first} AND step < {end}").fetchone()
-            if found is not None and found[0] is not None:
-                low, high = min(low, int(found[0])), max(high, int(found[1]))
-        return (low, min(high, len(self))) if 0 <= low < high else (0, 0)
-
     def _source(self, kind: str, number: int) -> str:
         path = self._folder / _name(kind, number)
         try:

@@ -10,16 +10,18 @@ import contextlib
 import json
 import os
 import stat
+import time
 from pathlib import Path
 
 from opintercept._errors import OpInterceptError
-from opintercept.runs._claim import Claim
+from opintercept.runs._claim import Claim, has_ended
 from opintercept.runs._parquet import StoreWriter, is_installed
 from opintercept.runs.flight import FLIGHT
-from opintercept.runs.store import CALLS, COLUMNS, COMPACTED, INFO, Run, open_run
+from opintercept.runs.store import CALLS, COLUMNS, COMPACTED, INFO, Run, open_run, read_members
 from opintercept.runs.writer import PART, remove_columns
 
 LEAST = 1 << 24  # bytes of lines from which `open_compacted` does it
+IDLE = 3600.0  # seconds without a new line after which it takes a process of another machine to have ended
 
 
 def compact(path: str | os.PathLike[str]) -> None:
@@ -55,9 +57,13 @@ def compact(path: str | os.PathLike[str]) -> None:
 
 
 def open_compacted(path: str | os.PathLike[str]) -> Run:
-    """`open_run`, after `compact` of those processes that have many lines, where that is possible."""
+    """`open_run`, after `compact` of those processes that have many lines, where that is possible.
+
+    While the process that recorded them runs, its recorder may go on in a further block, for which it needs the lines.
+    """
     run = open_run(path)
-    large = [rank for rank in run.ranks if _has_lines(run.folder(rank), LEAST)]
+    folders = {rank: run.folder(rank) for rank in run.ranks}
+    large = [rank for rank, folder in folders.items() if _has_lines(folder, LEAST) and _has_ended(folder)]
     if not large or not is_installed():
         return run
     for rank in large:
@@ -65,6 +71,14 @@ def open_compacted(path: str | os.PathLike[str]) -> Run:
         with contextlib.suppress(OpInterceptError, OSError):
             _compact(run, rank)
     return open_run(path)
+
+
+def _has_ended(folder: Path) -> bool:
+    try:
+        ended = has_ended(read_members(folder).get("process"))
+        return time.time() - os.lstat(folder / CALLS).st_mtime > IDLE if ended is None else ended
+    except (OSError, OpInterceptError):
+        return False
 
 
 def _has_lines(folder: Path, least: int) -> bool:

@@ -426,8 +426,8 @@ def _open(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_info(folder: Path) -> RunInfo:
-    """Read the description of one process.
+def read_members(folder: Path) -> dict[str, Any]:
+    """Read what `run.json` says of one process, unchecked.
 
     Raises:
         FileNotFoundError: There is none.
@@ -439,6 +439,17 @@ def read_info(folder: Path) -> RunInfo:
     members = _parsed(read) if len(read) <= MAX_INFO else None
     if not isinstance(members, dict):
         raise OpInterceptError(f"{path} must hold a JSON object of at most {MAX_INFO:,} bytes")
+    return members
+
+
+def read_info(folder: Path) -> RunInfo:
+    """Read the description of one process.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OpInterceptError: It cannot be read.
+    """
+    path, members = folder / INFO, read_members(folder)
     if members.get("schema") not in (SCHEMA, COMPACTED):
         versions = members.get("versions")
         wrote = versions.get("opintercept") if isinstance(versions, dict) else None

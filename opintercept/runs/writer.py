@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from opintercept._errors import OpInterceptError
 from opintercept._record import Note
-from opintercept.runs._claim import Claim, end_others
+from opintercept.runs._claim import Claim, end_others, this_process
 from opintercept.runs.codec import MAX_LINE, Encoder, Values
 from opintercept.runs.flight import FLIGHT
 from opintercept.runs.store import CALLS, COLUMNS, INFO, TENSORS, RunInfo, rank_folders, read_info
@@ -320,7 +320,7 @@ class Writer(threading.Thread):
 
 def write_info(folder: Path, info: RunInfo, *, finished: bool) -> None:
     """Write the description of a run, in one step."""
-    plain = info.as_dict() | {"finished": finished}
+    plain = info.as_dict() | {"finished": finished, "process": this_process()}
     part = folder / f"{INFO}.part"
     part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
     part.replace(folder / INFO)
