@@ -12,7 +12,8 @@ from os import PathLike
 from typing import Any
 
 # The most characters of a cell in a table. The names of real modules are shorter.
-_CELL = 120
+CELL = 120
+"""The most characters of a table's cell."""
 # A spreadsheet runs text that begins with one of these as a formula (OWASP, CSV injection). The last four are
 # full-width forms.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
@@ -27,7 +28,7 @@ def aligned(table: Sequence[Sequence[str]], left: int) -> str:
         table: Rows of cells, all of the same length. The first row is the head.
         left: How many columns are aligned to the left. The others are aligned to the right.
     """
-    table = [[printable(cell, _CELL) for cell in row] for row in table]
+    table = [[printable(cell, CELL) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(

@@ -52,8 +52,10 @@ LAYERS = (
     {"_coroutines.py"},
     {"_intercept.py"},
     below("hooks", r"_[a-z]\w*")
-    - {"hooks/_checksums.py", "hooks/_operand_hashes.py", "hooks/_sums.py", "hooks/_suspects.py", "hooks/_twins.py"},
-    {"hooks/_checksums.py", "hooks/_operand_hashes.py", "hooks/_sums.py", "hooks/_twins.py", "hooks/when.py"},
+    - {"hooks/_checksums.py", "hooks/_findings.py", "hooks/_operand_hashes.py", "hooks/_sums.py"}
+    - {"hooks/_suspects.py", "hooks/_twins.py"},
+    {"hooks/_checksums.py", "hooks/_findings.py", "hooks/_operand_hashes.py", "hooks/_sums.py", "hooks/_twins.py"}
+    | {"hooks/when.py"},
     {"hooks/_suspects.py", "hooks/stats.py"},
     below("hooks", r"[a-z]\w*") - {"hooks/stats.py", "hooks/when.py"},
     {"hooks/__init__.py"},

@@ -16,6 +16,8 @@ FIRST = 1 << 12  # weights of the first table, which torch makes without waking 
 SMALL = 1 << 14  # the most elements whose weights are kept as a whole
 PIECE = 1 << 18  # elements that are widened to 64 bits at once; more would take longer to allocate than to add up
 
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers that hold the bits of a dtype, by its size in bytes."""
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 # Weights by device, number, and whether they are those of rows; parts of a table, too, as slicing takes time.
 _tables: dict[tuple[torch.device, int, bool], torch.Tensor] = {}

@@ -16,6 +16,8 @@ from opintercept._native import values as native
 from opintercept._tensors import is_strided
 from opintercept.hooks import _hash
 from opintercept.hooks._expectations import CONSTANT, key_of, mixed
+from opintercept.hooks._hash import WORDS
+from opintercept.hooks._sum_memory import parameter_of
 from opintercept.hooks._values import in_memory
 
 REMEMBERED = 4096
@@ -23,8 +25,6 @@ REMEMBERED = 4096
 FROZEN = 16
 """After how many steps a weight without a gradient is hashed again although torch has not written to it."""
 _LONGEST = 8  # operators between a parameter and what is made from it
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Hash = tuple[int | torch.Tensor, bool, int]
 """The hash, which a device may still be computing; whether it comes with the flag for constants; dtype and size."""
@@ -57,7 +57,7 @@ class OperandHashes:
         Raises:
             RuntimeError, TypeError, NotImplementedError: Torch cannot read the values.
         """
-        whole, weight = tensor, _parameter(tensor)
+        whole, weight = tensor, parameter_of(tensor)
         if weight is None:
             return self._hashed(tensor, constants)
         if weight.numel() == tensor.numel() and weight.dtype == tensor.dtype and not tensor.is_conj():
@@ -87,7 +87,7 @@ class OperandHashes:
         dense, swapped = _hash.bits_of(tensor)
         hashed = _hash.hash_of(dense, swapped)
         if constants:
-            bits = dense.view(_BITS[dense.element_size()]).reshape(tensor.numel(), -1)  # complex numbers have two
+            bits = dense.view(WORDS[dense.element_size()]).reshape(tensor.numel(), -1)  # complex numbers have two
             hashed = torch.stack([hashed, (bits == bits[0]).all().to(torch.int64)])
         if hashed.is_cuda:
             stream = torch.cuda.current_stream(hashed.device)
@@ -125,11 +125,6 @@ def is_weight(tensor: torch.Tensor) -> bool:
             return node is not None
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     return False
-
-
-def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    base = tensor if tensor._base is None else tensor._base
-    return base if isinstance(base, torch.nn.Parameter) and not base.is_inference() else None
 
 
 @lru_cache(1024)

@@ -26,7 +26,7 @@ class Memory:
 
     def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> Sums | None:
         """What was kept of a weight or a view of one; None if nothing was, or torch has written to the weight since."""
-        weight = _weight(tensor)
+        weight = parameter_of(tensor)
         if weight is None:
             return None
         found = self._kept.get(_key(weight, tensor, matrix))
@@ -36,7 +36,7 @@ class Memory:
 
     def keep(self, tensor: torch.Tensor, matrix: torch.Tensor, sums: Sums) -> None:
         """Remember the checksums of `tensor` with the signs in `matrix` if it is a weight."""
-        weight = _weight(tensor)
+        weight = parameter_of(tensor)
         if weight is None:
             return
         if len(self._kept) >= REMEMBERED:
@@ -47,12 +47,12 @@ class Memory:
 
     def forget(self, tensor: torch.Tensor, matrix: torch.Tensor) -> None:
         """Forget a weight that has changed without torch's knowing."""
-        weight = _weight(tensor)
+        weight = parameter_of(tensor)
         if weight is not None:
             self._kept.pop(_key(weight, tensor, matrix), None)
 
 
-def _weight(tensor: torch.Tensor) -> torch.Tensor | None:
+def parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     """The parameter that a tensor is or views; only parameters live long enough to be worth remembering."""
     base = tensor if tensor._base is None else tensor._base
     return base if isinstance(base, torch.nn.Parameter) and not base.is_inference() else None

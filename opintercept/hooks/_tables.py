@@ -11,9 +11,8 @@ from html import escape
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
-from opintercept._text import aligned, printable
+from opintercept._text import CELL, aligned, printable
 
-_CELL = 120
 _STYLE = (
     "<style>.opintercept td, .opintercept th {text-align: right; font-variant-numeric: tabular-nums}"
     ".opintercept .text {text-align: left}</style>"
@@ -50,7 +49,7 @@ class Cells(NamedTuple):
             attributes = ' class="text"' if place < self.left else ""
             if kind == "td" and place in shares and text:
                 attributes = f' style="background: linear-gradient(to right, {_BAR} {text}, transparent {text})"'
-            return f"<{kind}{attributes}>{escape(printable(text, _CELL))}</{kind}>"
+            return f"<{kind}{attributes}>{escape(printable(text, CELL))}</{kind}>"
 
         def line(kind: str, texts: list[str]) -> str:
             return f"<tr>{''.join(cell(kind, place, text) for place, text in enumerate(texts))}</tr>"

@@ -14,14 +14,13 @@ import torch
 from opintercept._call import OpCall
 from opintercept._tensors import is_strided
 from opintercept.hooks._copyable import Copyable
+from opintercept.hooks._hash import WORDS
 from opintercept.hooks._values import first_output, in_memory
 
 MOST_CALLS = 64
 """How many forward calls of one module, operator and shape are kept; those outside of checkpoints make room."""
 PIECE = 1 << 18
 """How many elements are hashed at a time."""
-
-_LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Twins(Copyable):
@@ -71,7 +70,7 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit hash of the bits of a tensor, on its device: a sum of the elements with random weights, mod 2**64."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    lanes = tensor.contiguous().view(_LANES[tensor.element_size()]).reshape(-1)
+    lanes = tensor.contiguous().view(WORDS[tensor.element_size()]).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first in range(0, lanes.numel(), PIECE):
         piece = lanes[first : first + PIECE].to(torch.int64)

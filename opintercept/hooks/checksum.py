@@ -25,7 +25,7 @@ from opintercept._text import aligned
 from opintercept.hooks import _checksums as sums
 from opintercept.hooks._attention import without_autocast
 from opintercept.hooks._copies import safetensors_for
-from opintercept.hooks._copyable import Copyable
+from opintercept.hooks._findings import Finds
 from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._products import NoProduct, Product, positions_of, products_of, reason_of
 from opintercept.hooks._repro import try_to_save
@@ -37,8 +37,6 @@ from opintercept.hooks._wrong_products import WrongProduct as WrongProduct
 
 Action = Literal["raise", "warn", "record"]
 
-MOST_FINDINGS = 1000
-"""The most findings that are kept; the others are counted."""
 WAITING = 1024
 """After how many calls the results on a device are read, if no step has ended before."""
 
@@ -58,7 +56,7 @@ class _Shape(NamedTuple):
     turned: bool
 
 
-class Checksum(Copyable):
+class Checksum(Finds[WrongProduct]):
     """Checks each product, forward and backward, against a checksum of its operands, and names the call that is wrong.
 
     For C = A B and random signs e, C e must equal A (B e), up to rounding (Freivalds, 1977; Huang and Abraham, IEEE
@@ -142,6 +140,7 @@ class Checksum(Copyable):
     ) -> None:
         if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 < sigma < math.inf:
             raise ValueError(f"sigma must be a positive number, got {sigma!r}")
+        super().__init__()
         check_choice("action", action, get_args(Action))
         self._every = check_count("every", every)
         if save is not None:
@@ -153,9 +152,6 @@ class Checksum(Copyable):
         self._exact = exact or estimate
         self._estimate = estimate
         self._save = save
-        self._findings: list[WrongProduct] = []
-        self._more = 0
-        self._told: set[tuple[str | None, str, str]] = set()
         self._skipped: Counter[str] = Counter()
         self._errors: dict[tuple[str | None, str, str, str], tuple[int, torch.Tensor]] = {}
         self._step = 0
@@ -164,15 +160,13 @@ class Checksum(Copyable):
         self._waiting: list[_Waiting] = []
         self._repeated: list[tuple[Note, torch.Tensor]] = []
         self._twins = Twins() if recompute else None
-        self._lock = threading.RLock()
         if estimate or recompute:
             self.reads = ("module", "record")
 
     @property
     def findings(self) -> list[WrongProduct]:
         """The findings in the order of the calls, at most 1000. Does not wait for a device; see `check`."""
-        with self._lock:
-            return list(self._findings)
+        return self._all_findings()
 
     @property
     def checked(self) -> int:
@@ -400,14 +394,7 @@ class Checksum(Copyable):
 
     def _tell(self, finding: WrongProduct) -> None:
         record = finding.record
-        key = record.module, record.op, record.phase
-        with self._lock:
-            new = key not in self._told
-            self._told.add(key)
-            if len(self._findings) < MOST_FINDINGS:
-                self._findings.append(finding)
-            else:
-                self._more += 1
+        new = self._keep(finding, (record.module, record.op, record.phase))
         if self._action == "raise":
             raise OpInterceptError(str(finding))
         if self._action == "warn" and new:
@@ -443,18 +430,17 @@ class Checksum(Copyable):
     def clear(self) -> None:
         """Forget the findings, the errors and the counts."""
         with self._lock:
-            self._findings.clear()
-            self._told.clear()
+            self._forget_findings()
             self._skipped.clear()
             self._errors.clear()
             self._waiting.clear()
             self._repeated.clear()
-            self._checked = self._rows = self._more = 0
+            self._checked = self._rows = 0
             if self._checker is not None:
                 self._checker.clear()
 
     def __str__(self) -> str:
-        lines = [f"{self.checked} products checked, {len(self._findings) + self._more} wrong"]
+        lines = [f"{self.checked} products checked, {self._found()} wrong"]
         lines += map(str, self.findings)
         rows = self.errors()
         if rows:

@@ -21,6 +21,7 @@ from opintercept._ops.table import row_of
 from opintercept._record import Phase
 from opintercept._tensors import describe, dtype_name, is_strided
 from opintercept.hooks._copyable import Copyable
+from opintercept.hooks._hash import WORDS
 from opintercept.hooks._roles import Generators, checked_roles, checked_seed
 from opintercept.hooks._values import first_output, in_graph_capture, in_memory, without_graph
 
@@ -28,7 +29,6 @@ _ROLES = ("lhs", "rhs", "bias", "output")
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _NO_BITS = _COMPLEX | {torch.bool}
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Edit(Copyable):
@@ -352,7 +352,7 @@ class BitFlip(_Edit):
         bits = list(dict.fromkeys(bit % width for bit in asked))
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
         elements = values.view(-1)
-        words = elements.view(_WORDS[tensor.element_size()])
+        words = elements.view(WORDS[tensor.element_size()])
         places = range(words.numel() * len(bits))
         flips = []
         for place in self._random.sample(places, min(self.flips, len(places))):

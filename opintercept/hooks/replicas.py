@@ -21,8 +21,8 @@ from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning, caller_level
 from opintercept._hook import Read
 from opintercept._text import counted
-from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of
+from opintercept.hooks._findings import Finds
 from opintercept.hooks._operand_hashes import Hash, OperandHashes, is_weight
 from opintercept.hooks._ranks import Ranks, ranks_of
 from opintercept.hooks._roles import checked_roles
@@ -32,8 +32,6 @@ from opintercept.hooks.when import CallFilter
 Action = Literal["raise", "warn", "record"]
 Modules = str | re.Pattern[str] | Callable[[str], bool]
 
-MOST_FINDINGS = 1000
-"""The most findings that are kept; the others are counted."""
 
 _ROLES = ("lhs", "rhs", "bias", "value")
 _NOT_ENTERED = "no block was entered"
@@ -99,7 +97,7 @@ class Parting:
         return f"{text}; {counted(self.more, 'other operand')} parted in this step" if self.more else text
 
 
-class Replicas(Copyable):
+class Replicas(Finds[Parting]):
     """Compares operands that should be equal on several ranks of `torch.distributed`, and names the first that parts.
 
     Each rank hashes the operands of its calls where they are, and no call waits for a device. When `step()` of the
@@ -176,6 +174,7 @@ class Replicas(Copyable):
         group: Any = None,
         action: Action = "raise",
     ) -> None:
+        super().__init__()
         check_choice("action", action, get_args(Action))
         if modules is not None and (isinstance(modules, (str, re.Pattern)) or not isinstance(modules, Iterable)):
             modules = [modules]
@@ -190,14 +189,10 @@ class Replicas(Copyable):
         self._group = group
         self._action = action
         self.compared = 0
-        self._findings: list[Parting] = []
-        self._more = 0
-        self._told: set[tuple[str | None, str, str]] = set()
         self._skipped: Counter[str] = Counter()
         self._steps = 0
         self._step = 0
         self._process = os.getpid()
-        self._lock = threading.RLock()
         self._hashes = OperandHashes()
         self._operands: dict[tuple[Any, ...], _Operand | None] = {}
         self._plans: dict[tuple[Any, ...], tuple[_Operand, ...]] = {}
@@ -212,8 +207,7 @@ class Replicas(Copyable):
     @property
     def findings(self) -> list[Parting]:
         """At most one for each step, and 1000 in all."""
-        with self._lock:
-            return list(self._findings)
+        return self._all_findings()
 
     @property
     def expected(self) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -421,14 +415,7 @@ class Replicas(Copyable):
         )
 
     def _tell(self, finding: Parting) -> None:
-        key = finding.module, finding.op, finding.phase
-        with self._lock:
-            new = key not in self._told
-            self._told.add(key)
-            if len(self._findings) < MOST_FINDINGS:
-                self._findings.append(finding)
-            else:
-                self._more += 1
+        new = self._keep(finding, (finding.module, finding.op, finding.phase))
         if self._action == "raise":
             raise OpInterceptError(str(finding))
         if self._action == "warn" and new:
@@ -437,17 +424,16 @@ class Replicas(Copyable):
     def clear(self) -> None:
         """Forget the findings and the counts. What should be equal stays known."""
         with self._lock:
-            self._findings.clear()
-            self._told.clear()
+            self._forget_findings()
             self._skipped.clear()
-            self.compared = self._more = 0
+            self.compared = 0
 
     def __str__(self) -> str:
         if not self.compared and isinstance(self._ranks, str):
             return f"nothing compared: {self._ranks}"
         lines = [
             f"{counted(self.compared, 'step')} compared, {counted(len(self.expected), 'operand')} expected to be "
-            f"equal, {counted(len(self._findings) + self._more, 'step')} in which ranks parted"
+            f"equal, {counted(self._found(), 'step')} in which ranks parted"
         ]
         lines += map(str, self.findings)
         lines += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]

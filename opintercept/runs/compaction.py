@@ -120,7 +120,7 @@ def _mark(folder: Path) -> None:
     """Say in `run.json` that the calls are in columns, so that older versions refuse to read the run."""
     path = folder / INFO
     part = folder / f"{INFO}.part"
-    plain = json.loads(path.read_text("utf-8")) | {"schema": COMPACTED}
+    plain = read_members(folder) | {"schema": COMPACTED}
     with open(part, "w", encoding="utf-8") as file:
         file.write(f"{json.dumps(plain, indent=1)}\n")
         file.flush()

@@ -406,9 +406,11 @@ bool opintercept::ran_noted(
         return false;
       }
     }
-    int64_t index = part.ring->calls.load(std::memory_order_relaxed); // or near it, with several threads
-    if (part.plan->checker != nullptr && !part.plan->checker->expect(overload, call.values, index, part.checked)) {
-      return false;
+    if (Checker* checker = part.plan->checker; checker != nullptr) {
+      int64_t index = part.ring->calls.load(std::memory_order_relaxed); // or near it, with several threads
+      if (!checker->expect(overload, call.values, index, part.checked)) {
+        return false;
+      }
     }
   }
   for (Part& part : call.parts) { // from here on there is no way back
