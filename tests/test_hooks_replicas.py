@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from opintercept import hooks, intercept
-from opintercept.hooks._expectations import CONSTANT, PATIENCE, WEIGHT, Entry, Expectations, Parted, mixed
+from opintercept._expectations import CONSTANT, PATIENCE, WEIGHT, Entry, Expectations, Parted, mixed
 from opintercept.hooks._operand_hashes import OperandHashes, is_weight
 
 needs_ranks = pytest.mark.skipif(

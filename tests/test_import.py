@@ -26,7 +26,7 @@ def below(folder: str, pattern: str = r"\w+") -> set[str]:
 # A file imports only from the layers above it in this list, also inside functions, and nothing from its own layer.
 LAYERS = (
     {"__init__.py"},  # the version, and where the public names live
-    {"_checks.py", "_errors.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
+    {"_checks.py", "_errors.py", "_expectations.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
     {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py", "_native/__init__.py", "_native/build.py"},
     {"_record.py", "_with_statement.py", "_native/library.py", "cli/__init__.py"},
     {"_ops/op.py", "_rows.py", "_native/values.py"},

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from opintercept._expectations import CONSTANT, key_of, mixed
 from opintercept._native import values as native
 from opintercept._tensors import is_strided
 from opintercept.hooks import _hash
-from opintercept.hooks._expectations import CONSTANT, key_of, mixed
 from opintercept.hooks._hash import WORDS
 from opintercept.hooks._sum_memory import parameter_of
 from opintercept.hooks._values import in_memory

@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning, caller_level
+from opintercept._expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of, who_parted
 from opintercept._hook import Read
 from opintercept._text import counted
-from opintercept.hooks._expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of
 from opintercept.hooks._findings import Finds
 from opintercept.hooks._operand_hashes import Hash, OperandHashes, is_weight
 from opintercept.hooks._ranks import Ranks, ranks_of
@@ -90,7 +90,7 @@ class Parting:
         call = "a call that this rank did not make" if self.index is None else f"call {self.index}"
         module = "an unknown module" if self.module is None else f"module {self.module or '-'}"
         text = (
-            f"{_who(self.ranks)} at step {self.step}, {call}, {module}, {self.operand}"
+            f"{who_parted(self.ranks)} at step {self.step}, {call}, {module}, {self.operand}"
             f"{' (weight)' if self.weight else ''} of {self.op} in {self.phase}"
         )
         text += f", at {self.source}" if self.source else ""
@@ -442,11 +442,3 @@ class Replicas(Finds[Parting]):
 
 def _global(ranks: Ranks, group: Group) -> tuple[int, ...]:
     return tuple(sorted(ranks.members[rank] for rank in group))
-
-
-def _who(parts: tuple[tuple[int, ...], ...]) -> str:
-    """Write which ranks have parted: `rank 1 parted from ranks 0, 2, 3`."""
-    if len(parts) > 2 and len(parts[0]) == 1:
-        return f"ranks {', '.join(str(rank) for part in parts for rank in part)} parted from each other"
-    first, *others = [f"rank{'s' if len(part) > 1 else ''} {', '.join(map(str, part))}" for part in parts]
-    return f"{' and '.join(others)} parted from {first}"

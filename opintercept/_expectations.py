@@ -152,7 +152,7 @@ class Expectations:
         """The groups, split by value. Ranks that did not make the call stay with the largest part."""
         found: list[Group] = []
         for group in groups:
-            parts = _by_value(group, entries)
+            parts = by_value(group, entries)
             absent = tuple(rank for rank in group if rank not in entries)
             largest = parts[0] if parts else ()
             found += [tuple(sorted(largest + absent)), *parts[1:]]
@@ -160,7 +160,7 @@ class Expectations:
 
     def _apart(self, groups: tuple[Group, ...], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
         """The parts of the first group that has parted."""
-        return next(parts for group in groups if len(parts := _by_value(group, entries)) > 1)
+        return next(parts for group in groups if len(parts := by_value(group, entries)) > 1)
 
     def _learn(self, key: int, entries: Mapping[int, Entry]) -> None:
         candidate = self._candidates.get(key)
@@ -169,7 +169,7 @@ class Expectations:
                 return
             candidate = self._candidates[key] = _Candidate()
         candidate.seen += 1
-        parts = [part for part in _by_value(entries, entries) if len(part) > 1]
+        parts = [part for part in by_value(entries, entries) if len(part) > 1]
         constant = any(entry.flags & CONSTANT for entry in entries.values())
         weight = all(entry.flags & WEIGHT for entry in entries.values())
         known = candidate.values
@@ -204,7 +204,7 @@ def mixed(value: int, *more: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _by_value(ranks: Iterable[int], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
+def by_value(ranks: Iterable[int], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
     """The ranks that have an entry, by its value: the largest group first, then the one with the lowest rank."""
 
     def value(rank: int) -> int:
@@ -213,6 +213,14 @@ def _by_value(ranks: Iterable[int], entries: Mapping[int, Entry]) -> tuple[Group
     there = sorted((rank for rank in ranks if rank in entries), key=lambda rank: (value(rank), rank))
     parts = [tuple(part) for _, part in groupby(there, value)]
     return tuple(sorted(parts, key=lambda part: (-len(part), part)))
+
+
+def who_parted(parts: tuple[tuple[int, ...], ...]) -> str:
+    """Write which ranks have parted: `rank 1 parted from ranks 0, 2, 3`."""
+    if len(parts) > 2 and len(parts[0]) == 1:
+        return f"ranks {', '.join(str(rank) for part in parts for rank in part)} parted from each other"
+    first, *others = [f"rank{'s' if len(part) > 1 else ''} {', '.join(map(str, part))}" for part in parts]
+    return f"{' and '.join(others)} parted from {first}"
 
 
 @cache
