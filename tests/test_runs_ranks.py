@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,85 @@ def test_ranks_of_an_older_run_that_no_new_one_replaced_are_skipped(
         run = open_run(tmp_path)
     assert [call.values["lhs"].max for call in run.calls()] == [2.0]
     assert run.ranks == (1,)
+
+
+def as_of(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let recorders begin at another time."""
+    started = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    monkeypatch.setattr("time.strftime", lambda form: started)
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, **named: str) -> None:
+    """Set what torchrun sets in the environment of its processes."""
+    names = {"id": "TORCHELASTIC_RUN_ID", "node": "GROUP_RANK", "attempt": "TORCHELASTIC_RESTART_COUNT"}
+    for name, value in named.items():
+        monkeypatch.setenv(names[name], value)
+
+
+def test_a_rank_that_ended_before_the_others_began_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch, tmp_path, 1.0, range(3), 3)
+    as_of(monkeypatch, 30)
+    record(monkeypatch, tmp_path, 3.0, range(2), 3, overwrite=True)
+    assert open_run(tmp_path).ranks == (0, 1, 2)  # they may be of one run: rank 2 stopped early
+    written = time.time() - 3600
+    os.utime(tmp_path / "rank2/calls.jsonl", (written, written))
+    runs.compact(tmp_path)
+    assert (tmp_path / "rank2/run.json").stat().st_mtime == pytest.approx(written)
+    as_of(monkeypatch, 120)
+    record(monkeypatch, tmp_path, 2.0, range(2), 3, overwrite=True)
+    with pytest.warns(
+        OpInterceptWarning,
+        match=r"skipped rank2 in .*, left over from an older run that had ended before the other ranks began; remove",
+    ):
+        run = open_run(tmp_path)
+    assert [call.values["lhs"].max for call in run.calls()] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"id": "a"}, {"id": "b"}),
+        ({"id": "none", "node": "0", "attempt": "0"}, {"id": "none", "node": "0", "attempt": "1"}),
+    ],
+    ids=["another launch", "another attempt"],
+)
+def test_a_rank_of_another_launch_of_torchrun_is_skipped(
+    old: dict[str, str], new: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun(monkeypatch, **old)
+    record(monkeypatch, tmp_path, 1.0, range(3), 3)
+    torchrun(monkeypatch, **new)
+    as_of(monkeypatch, 5)
+    record(monkeypatch, tmp_path, 2.0, range(2), 3, overwrite=True)
+    with pytest.warns(OpInterceptWarning, match=r"skipped rank2 in .*, left over from an older run of another launch;"):
+        run = open_run(tmp_path)
+    assert run.ranks == (0, 1)
+    assert run.info.launch is not None
+    assert run.info.launch["attempt" if "attempt" in new else "id"] == new["attempt" if "attempt" in new else "id"]
+
+
+def test_nodes_of_one_launch_may_count_their_attempts_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, attempt in ((0, "1"), (1, "0")):
+        torchrun(monkeypatch, id="job", node=str(rank), attempt=attempt)
+        record(monkeypatch, tmp_path, 1.0, [rank], 2)
+    assert open_run(tmp_path).ranks == (0, 1)
+
+
+def test_a_restart_with_fewer_ranks_replaces_those_that_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(monkeypatch, tmp_path, 1.0, range(4), 4)
+    for rank in range(4):  # as `kill -9` leaves them
+        info = tmp_path / f"rank{rank}/run.json"
+        info.write_text(info.read_text().replace('"finished": true', '"finished": false'))
+        with open(tmp_path / f"rank{rank}/calls.jsonl", "a") as file:
+            file.write('{"index": 1, "st')
+    with pytest.raises(ValueError, match=r"already holds a run; name another folder, or pass overwrite=True"):
+        record(monkeypatch, tmp_path, 2.0, [0], 3)
+    record(monkeypatch, tmp_path, 2.0, range(3), 3, overwrite=True)
+    run = open_run(tmp_path)
+    assert [call.values["lhs"].max for call in run.calls()] == [2.0] * 3
+    assert not (tmp_path / "rank3").exists()
 
 
 def test_no_rank_replaces_what_another_program_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,15 @@ def described(tensors: Kept, rank: int, world_size: int) -> RunInfo:
         versions=_versions(),
         devices=_devices(),
         flags=_flags(),
+        launch=_launch(),
     )
+
+
+def _launch() -> dict[str, str] | None:
+    """What torchrun says of this process; its attempts are counted on each node, and `none` is no name of a run."""
+    names = {"id": "TORCHELASTIC_RUN_ID", "node": "GROUP_RANK", "attempt": "TORCHELASTIC_RESTART_COUNT"}
+    found = {name: os.environ[key][:MAX_TEXT] for name, key in names.items() if os.environ.get(key, "none") != "none"}
+    return found if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _versions() -> dict[str, str]:

@@ -56,14 +56,19 @@ def compact(path: str | os.PathLike[str]) -> None:
             _compact(run, rank)
 
 
-def open_compacted(path: str | os.PathLike[str]) -> Run:
+def open_compacted(path: str | os.PathLike[str], least: int | None = None) -> Run:
     """`open_run`, after `compact` of those processes that have many lines, where that is possible.
 
     While the process that recorded them runs, its recorder may go on in a further block, for which it needs the lines.
+
+    Args:
+        path: As for `open_run`.
+        least: How many bytes of lines are many; `LEAST` if None.
     """
+    least = LEAST if least is None else least
     run = open_run(path)
     folders = {rank: run.folder(rank) for rank in run.ranks}
-    large = [rank for rank, folder in folders.items() if _has_lines(folder, LEAST) and _has_ended(folder)]
+    large = [rank for rank, folder in folders.items() if _has_lines(folder, least) and _has_ended(folder)]
     if not large or not is_installed():
         return run
     for rank in large:
@@ -108,7 +113,7 @@ def _compact(run: Run, rank: int) -> None:
         _sync(part)
         part.rename(folder / COLUMNS)
         _sync(folder)
-        _mark(folder)
+        _mark(folder, lines.st_mtime_ns)
         (folder / CALLS).unlink()
     finally:
         with contextlib.suppress(OSError):
@@ -116,8 +121,11 @@ def _compact(run: Run, rank: int) -> None:
         claim.release()
 
 
-def _mark(folder: Path) -> None:
-    """Say in `run.json` that the calls are in columns, so that older versions refuse to read the run."""
+def _mark(folder: Path, written: int) -> None:
+    """Say in `run.json` that the calls are in columns, so that older versions refuse to read the run.
+
+    The file keeps the time of the last call, by which a reader tells older runs from newer ones.
+    """
     path = folder / INFO
     part = folder / f"{INFO}.part"
     plain = read_members(folder) | {"schema": COMPACTED}
@@ -125,6 +133,7 @@ def _mark(folder: Path) -> None:
         file.write(f"{json.dumps(plain, indent=1)}\n")
         file.flush()
         os.fsync(file.fileno())
+    os.utime(part, ns=(written, written))
     part.replace(path)
 
 

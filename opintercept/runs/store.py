@@ -15,7 +15,7 @@ import re
 import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from io import BufferedReader
@@ -38,6 +38,7 @@ SCHEMA = 1  # of a run as it is recorded
 COMPACTED = 2  # of one whose calls are in columns, which versions before 0.2 do not read
 INFO, CALLS, TENSORS, COLUMNS = "run.json", "calls.jsonl", "tensors", "columns"
 _MOST_OPEN = 4  # processes whose columns stay open, some megabytes each
+_APART = 60.0  # seconds between the last call of a run and the first of the next one, on clocks that may differ
 STARTED = "%Y-%m-%dT%H:%M:%S%z"
 MAX_INFO = 1 << 20  # bytes of `run.json`
 MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
@@ -60,6 +61,7 @@ class RunInfo:
         versions: Versions of `"opintercept"`, `"torch"`, `"python"`, and of CUDA if there is one.
         devices: Names of the accelerators.
         flags: Settings that decide how products are computed.
+        launch: What torchrun says of the process: its run's `"id"`, its `"node"`, and there the `"attempt"` to run it.
     """
 
     argv: tuple[str, ...]
@@ -71,6 +73,7 @@ class RunInfo:
     versions: Mapping[str, str]
     devices: tuple[str, ...]
     flags: Mapping[str, str]
+    launch: Mapping[str, str] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -80,7 +83,8 @@ class RunInfo:
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a run's folder, or one that holds a folder `rank0`, `rank1`, ... for each process.
 
-    Ranks left over from an older run with another number of processes are skipped with a warning.
+    Ranks left over from an older run are skipped with a warning: those of another number of processes, of another
+    launch or attempt of torchrun, and those whose last call was written a minute before the newest rank began.
 
     Raises:
         OpInterceptError: There is no run, or it cannot be read.
@@ -98,25 +102,51 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if len(parts) == 1 and 0 in parts:
         infos_by_rank = {info.rank: info for info in infos.values()}
         return Run(folder, {info.rank: parts[0] for info in infos.values()}, infos_by_rank)
-    infos = _of_one_run(folder, infos)
+    infos = _of_one_run(folder, parts, infos)
     return Run(folder, {rank: parts[rank] for rank in infos}, infos)
 
 
-def _of_one_run(folder: Path, infos: dict[int, RunInfo]) -> dict[int, RunInfo]:
+def _of_one_run(folder: Path, parts: Mapping[int, Path], infos: dict[int, RunInfo]) -> dict[int, RunInfo]:
     """The descriptions of the newest run: a rank that never began to record has not replaced an older one."""
-    sizes = {info.world_size for info in infos.values()}
-    if len(sizes) == 1:
-        return infos
-    size = max(infos.values(), key=_began).world_size
-    older = [f"rank{rank}" for rank, info in infos.items() if info.world_size != size]
-    others = " or ".join(map(str, sorted(sizes - {size})[:16]))
-    warnings.warn(
-        f"skipped {', '.join(older[:16])} in {folder}, left over from an older run of {others} processes instead of "
-        f"{size}; remove that run",
-        OpInterceptWarning,
-        stacklevel=3,
-    )
-    return {rank: info for rank, info in infos.items() if info.world_size == size}
+    newest = max(infos.values(), key=_began)
+    of_nodes: dict[str | None, RunInfo] = {}
+    for info in sorted(infos.values(), key=_began):
+        of_nodes[_launch(info, "node")] = info
+    older: dict[int, str] = {}
+    for rank, info in infos.items():
+        if info.world_size != newest.world_size:
+            older[rank] = f"of {info.world_size} processes instead of {newest.world_size}"
+        elif _differ(info, newest, "id") or _differ(info, of_nodes[_launch(info, "node")], "attempt"):
+            older[rank] = "of another launch"
+        elif max(_began(info), _written(parts[rank])) + _APART < _began(newest):
+            older[rank] = "that had ended before the other ranks began"
+    for reason in sorted(set(older.values()))[:16]:
+        names = [f"rank{rank}" for rank in older if older[rank] == reason]
+        warnings.warn(
+            f"skipped {', '.join(names[:16])}{', ...' if len(names) > 16 else ''} in {folder}, left over from an older "
+            f"run {reason}; remove that run",
+            OpInterceptWarning,
+            stacklevel=3,
+        )
+    return {rank: info for rank, info in infos.items() if rank not in older}
+
+
+def _launch(info: RunInfo, name: str) -> str | None:
+    return None if info.launch is None else info.launch.get(name)
+
+
+def _differ(info: RunInfo, other: RunInfo, name: str) -> bool:
+    """Whether both say something of their launch, and not the same."""
+    return None not in (_launch(info, name), _launch(other, name)) and _launch(info, name) != _launch(other, name)
+
+
+def _written(part: Path) -> float:
+    """When a process last wrote to its folder, as far as is known; a copy makes that later."""
+    times = []
+    for name in (INFO, CALLS):
+        with suppress(OSError):
+            times.append(os.lstat(part / name).st_mtime)
+    return max(times, default=math.inf)
 
 
 def _began(info: RunInfo) -> float:
