@@ -215,11 +215,23 @@ def by_value(ranks: Iterable[int], entries: Mapping[int, Entry]) -> tuple[Group,
     return tuple(sorted(parts, key=lambda part: (-len(part), part)))
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Write some ranks in ascending order: `rank 1`, `ranks 0, 2 to 63`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    shown = [" to ".join(map(str, span)) if span[-1] - span[0] != 1 else f"{span[0]}, {span[-1]}" for span in spans]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
+
+
 def who_parted(parts: tuple[tuple[int, ...], ...]) -> str:
     """Write which ranks have parted: `rank 1 parted from ranks 0, 2, 3`."""
     if len(parts) > 2 and len(parts[0]) == 1:
-        return f"ranks {', '.join(str(rank) for part in parts for rank in part)} parted from each other"
-    first, *others = [f"rank{'s' if len(part) > 1 else ''} {', '.join(map(str, part))}" for part in parts]
+        return f"{named_ranks(sorted(rank for part in parts for rank in part))} parted from each other"
+    first, *others = map(named_ranks, parts)
     return f"{' and '.join(others)} parted from {first}"
 
 

@@ -221,7 +221,7 @@ def test_a_finding_says_who_has_parted_and_where() -> None:
         "rank 1 parted from ranks 0, 2, 3 at step 7, call 12, module layers.3.mlp, rhs (weight) of aten::addmm in "
         "forward, at net.py:8 in forward"
     )
-    assert str(hooks.Parting(((0,), (1,), (2,)), 7, 12, *place)).startswith("ranks 0, 1, 2 parted from each other at")
+    assert str(hooks.Parting(((0,), (1,), (2,)), 7, 12, *place)).startswith("ranks 0 to 2 parted from each other at")
     parts = ((0, 1), (2, 3), (4,))
     shown = str(hooks.Parting(parts, 7, None, None, "aten::mm", "backward", "lhs", False, None, 1))
     assert shown == (

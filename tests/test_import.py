@@ -67,9 +67,10 @@ LAYERS = (
     {"runs/_parquet.py"},
     {"runs/store.py", "runs/_groups.py", "runs/_index.py"},
     {"runs/_content.py", "runs/writer.py"},
-    {"runs/_panels.py", "runs/_description.py", "runs/difference.py", "runs/graft.py", "runs/compaction.py"},
-    {"runs/recorder.py"},
-    {"runs/_totals.py", "runs/comparer.py"},
+    {"runs/_panels.py", "runs/_description.py", "runs/difference.py", "runs/graft.py", "runs/compaction.py"}
+    | {"runs/_rank_windows.py", "runs/rank_difference.py"},
+    {"runs/recorder.py", "runs/_rank_rules.py"},
+    {"runs/_totals.py", "runs/_rank_checks.py", "runs/comparer.py"},
     {"runs/_rules.py"},
     {"runs/_histories.py"},
     {"runs/_classify.py"},

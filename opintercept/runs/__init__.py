@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from opintercept.runs.codec import StoredCall as StoredCall
 from opintercept.runs.codec import Values as Values
 from opintercept.runs.diff import diff as diff
+from opintercept.runs.diff import diff_ranks as diff_ranks
 from opintercept.runs.difference import Absent as Absent
 from opintercept.runs.difference import CallDifference as CallDifference
 from opintercept.runs.difference import Difference as Difference
 from opintercept.runs.difference import ModuleDifference as ModuleDifference
 from opintercept.runs.difference import RoleDifference as RoleDifference
 from opintercept.runs.difference import Unmatched as Unmatched
+from opintercept.runs.rank_difference import RankDifference as RankDifference
+from opintercept.runs.rank_difference import RankFinding as RankFinding
 from opintercept.runs.store import Run as Run
 from opintercept.runs.store import RunInfo as RunInfo
 from opintercept.runs.store import open_run as open_run
@@ -31,6 +34,8 @@ __all__ = [
     "Difference",
     "Graft",
     "ModuleDifference",
+    "RankDifference",
+    "RankFinding",
     "RoleDifference",
     "Run",
     "RunInfo",
@@ -40,6 +45,7 @@ __all__ = [
     "Values",
     "compact",
     "diff",
+    "diff_ranks",
     "open_run",
 ]
 
