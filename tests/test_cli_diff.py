@@ -254,7 +254,7 @@ def test_runs_that_cannot_be_compared_exit_with_2(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["a"], r"the following arguments are required: b"),
+        ([], r"the following arguments are required: a"),
         (["a", "b", "--rtol", "-1"], r"--rtol: must be a number of at least 0, got '-1'"),
         (["a", "b", "--atol", "nan"], r"--atol: must be a number of at least 0, got 'nan'"),
         (["a", "b", "--rtol", "x"], r"--rtol: must be a number of at least 0, got 'x'"),
@@ -288,3 +288,123 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     assert process.stderr.read() == b""
     assert process.wait() == 0
     process.stderr.close()
+
+
+def replicas(folder: Path, steps: int = 8, **changed: str) -> str:
+    """A run of four ranks, in which rank 2 has other weights from step 5 on: those of the modules that are given."""
+    ranks = []
+    for rank in range(4):
+        calls = []
+        for step in range(steps):
+            for module in ("up", "down"):
+                other = changed.get(module, "") if rank == 2 and step >= 5 else ""
+                calls.append(call(module, f"x{step}{rank}", f"{module}{step}{other}", f"y{step}{rank}", step=step))
+        ranks.append(calls)
+    ranked(folder, *ranks)
+    return str(folder)
+
+
+def test_ranks_that_agree_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "--ranks", replicas(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1:] == [
+        "",
+        "4 ranks, 64 calls in steps 0 to 7",
+        "2 weights should be equal on ranks 0 to 3",
+        "nothing parted",
+    ]
+    assert err == ""
+
+
+def test_the_rank_step_and_module_that_parted_first_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = replicas(tmp_path, up="'", down="'")
+    assert main(["diff", "--ranks", run, "--limit", "1"]) == 1
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[4:]] == [
+        "",
+        "first: rank 2 parted from ranks 0, 1, 3 at step 5, in the weight rhs",
+        "call 10 of rank 2, forward: mm in up",
+        "at train.py:7 in forward",
+        "",
+        "2 findings, of which the later ones may come from the first:",
+        "module pass operator operand what step ranks times",
+        "up forward mm rhs weight 5 2 1",
+        "... and 1 more; a larger --limit shows them",
+    ]
+    assert main(["diff", "--ranks", run, "--json"]) == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert [(each["module"], each["ranks"]) for each in plain["findings"]] == [("up", [2]), ("down", [2])]
+    assert (plain["equal"], plain["found"], plain["run"]["ranks"]) == (False, 2, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("calls", "first: ranks 0 to 2 make 1 call and rank 3 makes 0 calls at step 4"),
+        (
+            "order",
+            "first: rank 3 parted from ranks 0 to 2 at step 4: the same calls in another order, from this one on",
+        ),
+        ("nan", "first: rank 3 has NaN or Inf at step 4 where ranks 0 to 2 have none"),
+        ("huge", "first: rank 3 is an outlier at step 4: the output's root mean square is 1e+06, and 0."),
+        ("cut", "not finished, as after a kill: rank 3 in step 4; what follows there was not counted"),
+        ("empty", "rank 3 has no calls"),
+    ],
+)
+def test_text_says_how_a_rank_parted(
+    tmp_path: Path, change: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas(tmp_path)
+    path = tmp_path / "rank3/calls.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    of = json.loads(lines[8])
+    if change == "calls":
+        del lines[8]
+    elif change == "order":
+        lines[8:10] = lines[9], lines[8]
+    elif change in ("nan", "huge"):
+        of["values"]["output"] |= {"nan": 1} if change == "nan" else {"rms": 1e6}
+        lines[8] = json.dumps(of) + "\n"
+    elif change == "cut":
+        del lines[9:]
+        info = tmp_path / "rank3/run.json"
+        info.write_text(info.read_text().replace('"finished": true', '"finished": false'))
+    else:
+        lines = []
+    path.write_text("".join(lines))
+    assert main(["diff", "--ranks", str(tmp_path)]) == (change != "cut")
+    assert said in capsys.readouterr().out
+
+
+def test_two_ranks_are_told_that_they_have_no_majority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = ([call("a", f"x{rank}", f"w{step}", "y", step=step) for step in range(3)] for rank in range(2))
+    other[2] = call("a", "x1", "other", "y", step=2)
+    ranked(tmp_path, one, other)
+    assert main(["diff", "--ranks", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "first: rank 1 parted from rank 0 at step 2, in the weight rhs\n" in out
+    assert "  no majority of ranks agrees, which would say which of them are wrong\n" in out
+    assert "statistics were not compared: two ranks have no majority that says which of them is the outlier\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["{one}", "--ranks"],
+            r"comparing ranks needs a run of several, got one rank in .*; record a run under torchrun",
+        ),
+        (["{one}", "{one}", "--ranks", "--op", "mm"], r"--ranks compares .* does not take a second run, --op$"),
+        (["{one}"], r"diff needs the folders of two runs; to compare the ranks of one, pass --ranks"),
+    ],
+    ids=["one rank", "other options", "one run"],
+)
+def test_ranks_that_cannot_be_compared_exit_with_2(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "one", chain("a"))
+    assert main(["diff", *(argument.format(one=tmp_path / "one") for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(message, err.strip()), err

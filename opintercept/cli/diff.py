@@ -1,4 +1,4 @@
-"""`opintercept diff`: where two recorded runs first differ, as text or JSON.
+"""`opintercept diff`: where two recorded runs, or the ranks of one, first differ, as text or JSON.
 
 Must not import torch.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opintercept._errors import OpInterceptError
+from opintercept._expectations import named_ranks, who_parted
 from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
 from opintercept._text import counted, printable
@@ -21,7 +22,7 @@ from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.codec import is_output
 from opintercept.runs.compaction import open_compacted
 from opintercept.runs.comparer import Comparer
-from opintercept.runs.diff import compare_runs
+from opintercept.runs.diff import compare_runs, diff_ranks
 from opintercept.runs.difference import (
     KINDS,
     NOT_RECORDED,
@@ -31,9 +32,12 @@ from opintercept.runs.difference import (
     RoleDifference,
     Unmatched,
 )
+from opintercept.runs.rank_difference import RankDifference, RankFinding
 from opintercept.runs.store import Run
 
 _WIDTH = 60
+_LEAST = 1 << 20  # bytes of lines of one process that are worth being compacted, as a run has many of them
+_MOST_GROUPS = 4  # of ranks that are shown
 _WIDE = 120  # columns of a terminal that has room for whole heads
 _WHY = {
     "added": "the operands are equal but the output differs: this call adds the difference",
@@ -45,8 +49,13 @@ _WHY = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("a", help="folder of the run to measure against")
-    parser.add_argument("b", help="folder of the other run")
+    parser.add_argument("a", help="folder of the run to measure against, or with --ranks of the only one")
+    parser.add_argument("b", nargs="?", help="folder of the other run")
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="compare the ranks of one run: weights that should be equal, calls, and the size of outputs",
+    )
     parser.add_argument(
         "--rtol",
         type=tolerance,
@@ -61,11 +70,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
     parser.add_argument("--no-tensors", action="store_true", help="compare only hashes and statistics")
     parser.add_argument("--json", action="store_true", help="print JSON, with null for numbers that are not finite")
-    parser.epilog = "Exit status: 0 if the runs are equal, 1 if they differ, 2 if they cannot be compared."
+    parser.epilog = "Exit status: 0 if the runs, or ranks, are equal, 1 if they differ, 2 if they cannot be compared."
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Compare two runs and print the result."""
+    """Compare two runs, or the ranks of one, and print the result."""
+    if arguments.ranks:
+        return _command_of_ranks(arguments)
+    if arguments.b is None:
+        raise OpInterceptError("diff needs the folders of two runs; to compare the ranks of one, pass --ranks")
     with plain_warnings("diff"):
         a, b = open_compacted(arguments.a), open_compacted(arguments.b)
         names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
@@ -89,6 +102,23 @@ def command(arguments: argparse.Namespace) -> int:
             print(json.dumps(finite_json(plain), indent=1, allow_nan=False))
         else:
             print("\n".join(_text(found, a, b, arguments.limit)))
+    return 0 if found.equal else 1
+
+
+def _command_of_ranks(arguments: argparse.Namespace) -> int:
+    unused = {"a second run": arguments.b, "--rtol": arguments.rtol, "--atol": arguments.atol, "--op": arguments.op}
+    unused |= {"--module": arguments.module, "--phase": arguments.phase, "--no-tensors": arguments.no_tensors}
+    if given := [name for name, value in unused.items() if value]:
+        raise OpInterceptError(f"--ranks compares the ranks of one run bit for bit, and does not take {listed(given)}")
+    with plain_warnings("diff"):
+        run = open_compacted(arguments.a, least=_LEAST)
+        found = diff_ranks(run, limit=arguments.limit)
+    with safe_stdout():
+        if arguments.json:
+            plain = {"run": _about(run), **found.as_dict()}
+            print(json.dumps(finite_json(plain), indent=1, allow_nan=False))
+        else:
+            print("\n".join(_ranks_text(found, run)))
     return 0 if found.equal else 1
 
 
@@ -310,3 +340,96 @@ def _short(op: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.3g}"
+
+
+def _ranks_text(found: RankDifference, run: Run) -> list[str]:
+    """The result as lines."""
+    first, last = found.steps
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    lines = [
+        f"{printable(str(run.path))}  {printable(' '.join(run.info.argv), 2 * _WIDTH)}".rstrip(),
+        "",
+        f"{counted(len(found.ranks), 'rank')}, {counted(found.calls, 'call')} in {steps}",
+        *_shared_weights(found),
+    ]
+    if not found.outliers:
+        lines.append("statistics were not compared: two ranks have no majority that says which of them is the outlier")
+    if found.missing:
+        lines.append(f"{named_ranks(found.missing)} {'has' if len(found.missing) == 1 else 'have'} no calls")
+    if found.unfinished:
+        where = listed([f"rank {rank} in step {step}" for rank, step in found.unfinished.items()], 8)
+        lines.append(f"not finished, as after a kill: {where}; what follows there was not counted")
+    if found.first is None:
+        return [*lines, "nothing parted"]
+    lines += ["", *_first_parted(found.first)]
+    if found.found > 1:
+        lines += ["", f"{counted(found.found, 'finding')}, of which the later ones may come from the first:"]
+        lines.append(_partings(found))
+        if found.found > len(found.findings):
+            lines.append(f"... and {found.found - len(found.findings):,} more; a larger --limit shows them")
+    return lines
+
+
+def _shared_weights(found: RankDifference) -> list[str]:
+    lines = []
+    for groups, number in found.shared[:_MOST_GROUPS]:
+        shown = " and on ".join(named_ranks(group) for group in groups[:_MOST_GROUPS])
+        more = "" if len(groups) <= _MOST_GROUPS else f" and {len(groups) - _MOST_GROUPS} more groups"
+        lines.append(f"{counted(number, 'weight')} should be equal on {shown}{more}")
+    if len(found.shared) > _MOST_GROUPS:
+        lines.append(f"... and weights on {len(found.shared) - _MOST_GROUPS:,} other groups of ranks")
+    if not found.shared:
+        lines.append("no weight is equal on several ranks when it first appears, so none is compared")
+    return lines
+
+
+def _first_parted(first: RankFinding) -> list[str]:
+    lines = [f"first: {_parted(first)}"]
+    call = f"call {first.index} of rank {first.rank}"
+    lines.append(f"  {call}, {first.phase}: {_short(first.op)} in {_module(first.module)}")
+    if first.source is not None:
+        lines.append(f"  at {printable(first.source, _WIDTH)}")
+    if not first.majority:
+        lines.append("  no majority of ranks agrees, which would say which of them are wrong")
+    return lines
+
+
+def _parted(finding: RankFinding) -> str:
+    step = f"at step {finding.step}"
+    parted = who_parted(finding.parts)
+    if finding.what in ("weight", "operand"):
+        named = f"the weight {finding.operand}" if finding.what == "weight" else f"the operand {finding.operand}"
+        return f"{parted} {step}, in {named}"
+    if finding.what == "calls":
+        made = [
+            f"{named_ranks(part)} {'makes' if len(part) == 1 else 'make'} {counted(int(number), 'call')}"
+            for part, number in zip(finding.parts, finding.numbers, strict=True)
+        ]
+        return f"{' and '.join(made)} {step}"
+    if finding.what == "order":
+        return f"{parted} {step}: the same calls in another order, from this one on"
+    who = named_ranks(finding.parts[-1])
+    if finding.what == "not finite":
+        has = "has" if len(finding.parts[-1]) == 1 else "have"
+        return f"{who} {has} NaN or Inf {step} where {named_ranks(finding.parts[0])} {has.replace('has', 'have')} none"
+    usual, value = finding.numbers
+    figure = "root mean square" if finding.statistic == "rms" else "largest magnitude"
+    return f"{who} is an outlier {step}: the output's {figure} is {value:.3g}, and {usual:.3g} on the median rank"
+
+
+def _partings(found: RankDifference) -> str:
+    rows = [
+        (
+            _module(finding.module),
+            finding.phase,
+            _short(finding.op),
+            finding.operand or "-",
+            finding.what,
+            str(finding.step),
+            named_ranks(finding.odd).partition(" ")[2],
+            str(finding.times),
+        )
+        for finding in found.findings
+    ]
+    head = ("module", "pass", "operator", "operand", "what", "step", "ranks", "times")
+    return fitted([head, *rows], left=5, last=("module",), spare=("operator",))
