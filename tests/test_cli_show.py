@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -388,7 +389,7 @@ def test_sorted_calls_need_a_limit(run: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--by", "module,color"], "unknown key 'color'; choose from module,op,phase,shape,dtype,step,rank,source"),
+        (["--by", "module,color"], "unknown key 'color'; choose from module,op,phase,shape,dtype,step,rank,source,run"),
         (["--limit", "0"], "must be a whole number of at least 1, got '0'"),
         (["--step", "3:b"], "must be a step or a range of steps such as 0:100, got '3:b'"),
         (["--json", "--csv"], "not allowed with argument"),
@@ -438,7 +439,7 @@ def test_nan_and_missing_numbers_sort_last(tmp_path: Path, capsys: pytest.Captur
 def test_groups_beyond_the_limit_share_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show.MAX_GROUPS", 3)
+    monkeypatch.setattr("opintercept.cli._sums.MAX_GROUPS", 3)
     run = write(tmp_path / "run", [call(index, module=str(index)) for index in range(9)])
     assert {row["module"]: row["calls"] for row in rows(capsys, run)} == {"0": "1", "1": "1", "2": "1", "(others)": "6"}
 
@@ -487,7 +488,7 @@ def test_large_calls_are_not_kept(options: list[str], tmp_path: Path) -> None:
 def test_the_memory_of_group_keys_is_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show.MAX_KEYS_SIZE", 10_000)
+    monkeypatch.setattr("opintercept.cli._sums.MAX_KEYS_SIZE", 10_000)
     run = write(tmp_path / "run", [call(index, module=f"{index}{'m' * 5000}") for index in range(99)])
     counts = {row["module"]: int(row["calls"]) for row in rows(capsys, run)}
     assert 10 < len(counts) < 40
@@ -527,3 +528,132 @@ def test_show_prints_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFix
     assert [(c["op"], c["phase"], c["flops"]) for c in plain["calls"]] == [(r.op, r.phase, r.flops) for r in recorded]
     text = shown(capsys, str(tmp_path / "run"), "--nonfinite")
     assert f"{len(recorded)} not finite" in text
+
+
+def test_figures_over_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [call(index) for index in range(40)]
+    calls[23]["values"]["output"] |= {"nan": 4, "min": -8.0}
+    calls[31] |= {"elapsed": None, "values": {}}
+    run = write(tmp_path / "run", calls)
+    chosen = ("--over", "steps", "--module", "layers.[13]", "--phase", "backward")
+    found = rows(capsys, run, *chosen)
+    assert [(row["step"], row["last"], row["calls"]) for row in found] == [(str(n), str(n), "2") for n in range(4)]
+    # Calls 21 and 23: 16 and 12 finite values of mean 0.5 and root mean square 1.5.
+    assert [found[2][name] for name in ("min", "max", "nonfinite")] == ["-8.0", "23.0", "1"]
+    assert [float(found[2][name]) for name in ("mean", "rms", "seconds")] == pytest.approx([0.5, 1.5, 0.046])
+    plain = json.loads(shown(capsys, run, *chosen, "--json", "--limit", "2"))
+    assert (plain["width"], plain["modules"]) == (2, ["layers.1", "layers.3"])
+    assert [(row["step"], row["last"], row["calls"], row["max"]) for row in plain["rows"]] == [
+        (0, 1, 4, 13.0),
+        (2, 3, 4, 33.0),
+    ]
+    assert shown(capsys, run, *chosen, "--limit", "2").splitlines() == [
+        "modules   layers.1, layers.3",
+        "steps     2 steps a row; --limit sets the number of rows",
+        "time      ▁█  32 to 80 ms",
+        "rms       ▅▅  1.5 to 1.5",
+        "max       ▁█  13 to 33",
+        "",
+        "step  calls     ms  min  max  mean  rms  not finite",
+        "0-1       4  32.00   -1   13   0.5  1.5           0",
+        "2-3       4  80.00   -8   33   0.5  1.5           1",
+    ]
+    assert main(["show", run, "--over", "steps", "--sort", "time"]) == 2
+    assert "--over steps takes no --sort" in capsys.readouterr().err
+
+
+def test_bars_that_the_terminal_cannot_print_are_left_out(run: str) -> None:
+    code = f"from opintercept.cli import main; main(['show', {run!r}, '--over', 'steps'])"
+    told = {}
+    for encoding in ("ascii", "utf-8"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
+        told[encoding] = done.stdout.decode()
+    assert "\nmax       ▁█  9 to 19\n" in told["utf-8"]
+    assert "\\u2581" not in told["ascii"]
+    assert told["ascii"].splitlines()[-1].split()[:2] == ["1", "10"]
+
+
+def test_several_runs_have_a_column_for_the_run(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes").mkdir()
+    for number in (2, 10):
+        write(tmp_path / f"run{number}", [call(index) for index in range(number)])
+    monkeypatch.chdir(tmp_path)
+    by_pattern = rows(capsys, "run*", "--by", "phase")
+    assert by_pattern == rows(capsys, "run", "run2", "run10", "--by", "phase")
+    counts = {(row["run"], row["phase"]): row["calls"] for row in by_pattern}
+    assert counts == {
+        ("run", "forward"): "10",
+        ("run", "backward"): "10",
+        ("run2", "forward"): "1",
+        ("run2", "backward"): "1",
+        ("run10", "forward"): "5",
+        ("run10", "backward"): "5",
+    }
+    table = shown(capsys, "run*", "--by", "op", "--sort", "op").splitlines()
+    assert [line.split()[0] for line in table[1:4]] == ["run", "run2", "run10"]
+    assert table[1].endswith("1  step 0, layers.2")
+    assert table[5].split()[:3] == ["run", "op", "calls"]
+    plain = json.loads(shown(capsys, "run2", "run10", "--json"))
+    assert [(each["path"], each["calls"]["calls"]) for each in plain["runs"]] == [("run2", 2), ("run10", 10)]
+    listed = rows(capsys, "run2", "run10", "--calls", "--sort", "time", "--limit", "2")
+    assert [(row["run"], row["index"]) for row in listed] == [("run10", "9"), ("run10", "8")]
+    assert [row["run"] for row in rows(capsys, "run10", "run2", "--over", "steps")] == ["run10", "run2"]
+    assert "run    index" in shown(capsys, "run2", "run10", "--calls").splitlines()[0]
+    assert "run" not in rows(capsys, "run10", "run10")[0]
+    assert main(["show", "note*"]) == 2
+    assert "a pattern must match the folder of a run, got 'note*'" in capsys.readouterr().err
+    assert main(["show", "run2", "run10", "--module", "layer"]) == 2
+    assert "matches no module of these 2 runs" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[tuple[str, int, int]]]:
+    """A run of 12,000 calls in row groups of 2,048, two a file; and the columns that are read, with their calls."""
+    pytest.importorskip("duckdb")
+    from opintercept.runs import _columns, _parquet
+
+    monkeypatch.setattr(_parquet, "FILE", 4096)
+    monkeypatch.setattr(_columns, "CHUNK", 2048)
+    monkeypatch.setattr(_parquet, "_FORM", _parquet._FORM.replace("65536", "2048"))
+    calls = (call(index, **({"module": "rare"} if index == 7000 else {})) for index in range(12_000))
+    run = write(tmp_path / "stored", calls)
+    runs.compact(run)
+    read: list[tuple[str, int, int]] = []
+    reads = _parquet.StoreColumns.read
+
+    def counted(self: Any, names: Any, first: int, end: int) -> Any:
+        read.extend((name, first, end) for name in names)
+        return reads(self, names, first, end)
+
+    monkeypatch.setattr(_parquet.StoreColumns, "read", counted)
+    return run, read
+
+
+@pytest.mark.parametrize("options", [[], ["--calls"], ["--over", "steps"]], ids=str)
+def test_steps_and_modules_read_only_their_part_of_the_columns(
+    options: list[str], stored: tuple[str, list[tuple[str, int, int]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, read = stored
+    found = rows(capsys, run, *options, "--step", "500:503")
+    assert sum(int(row.get("calls", 1)) for row in found) == 30
+    assert {(first, end) for name, first, end in read if name == "step"} <= {(4096, 6144), (5000, 5030)}
+    assert all(first >= 4096 and end <= 6144 for _, first, end in read)
+    if not options:
+        total = json.loads(shown(capsys, run, "--step", "500:503", "--json"))["calls"]
+        assert (total["calls"], total["flops"]) == (30, 30 * 256)
+        assert (
+            "\ncalls     30 calls, 7.68 kFLOP, 150.465 s in total, 0 not finite, 0 raised, of the chosen steps\n"
+            in (shown(capsys, run, "--step", "500:503"))
+        )
+        return
+    read.clear()
+    (row,) = rows(capsys, run, *options, "--module", "rare")
+    assert row.get("index", row.get("step")) == ("7000" if options == ["--calls"] else "700")
+    # Of the other calls, only where they come from.
+    assert {name for name, first, end in read if (first, end) != (7000, 7001)} == {"site", "look", "step"}
+    assert {(first, end) for _, first, end in read if end - first > 1} == {
+        (start, min(start + 2048, 12_000)) for start in range(0, 12_000, 2048)
+    }

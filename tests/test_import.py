@@ -81,7 +81,9 @@ LAYERS = (
     {"testing/__init__.py", "testing/snapshot.py"},
     {"testing/calls.py"},
     {"testing/plugin.py"},
-    below("cli", r"_[a-z]\w*"),
+    below("cli", r"_[a-z]\w*") - {"cli/_sums.py", "cli/_over.py"},
+    {"cli/_sums.py"},
+    {"cli/_over.py"},
     below("cli", r"[a-z]\w*"),
     {"__main__.py"},
 )

@@ -53,3 +53,28 @@ def test_no_file_beside_the_columns_is_opened(tmp_path: Path) -> None:
             connection.execute(f"SELECT * FROM read_csv('{tmp_path}/{place}')")
     with pytest.raises(Exception, match="configuration has been locked"):
         connection.execute("SET enable_external_access = true")
+
+
+def test_steps_that_a_file_lies_about_are_looked_for_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(tmp_path / "run", [call("a", n, "w", f"y{n}", step=n // 10) for n in range(100)])
+    runs.compact(run.path)
+    columns = runs.open_run(run.path).columns(0)
+    assert list(columns.spans(range(3, 5))) == [(0, 100)]
+    assert list(columns.spans(range(10, 20))) == []
+    assert [start for start, _ in columns.chunks(("step",), steps=range(10, 20))] == []
+    query = columns._query  # type: ignore[attr-defined]
+    for rows in ([(101, "0", "9")], [(99, "0", "9")], [(-1, "0", "9")], []):
+        monkeypatch.setattr(columns, "_query", lambda _, rows=rows: query(values(rows)))
+        with pytest.raises(OpInterceptError, match="is damaged: it has not all calls"):
+            list(columns.spans(range(1)))
+    for low, high in (("?", "9"), (None, None), ("0", "9")):
+        monkeypatch.setattr(columns, "_query", lambda _, row=(100, low, high): query(values([row])))
+        assert list(columns.spans(range(1))) == [(0, 100)]
+
+
+def values(rows: list[tuple[int, str | None, str | None]]) -> str:
+    """A query that gives these rows."""
+    shown = ", ".join(str(row).replace("None", "NULL") for row in rows)
+    return f"SELECT * FROM (VALUES {shown}) AS v" if rows else "SELECT 1 WHERE false"

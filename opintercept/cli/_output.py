@@ -53,6 +53,15 @@ def safe_stdout() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def can_print(text: str) -> bool:
+    """Whether the encoding of stdout has these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def finite_json(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by None; tuples become lists."""
     if isinstance(value, float):

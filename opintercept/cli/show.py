@@ -1,4 +1,4 @@
-"""`opintercept show`: what a recorded run consists of, as text, JSON or CSV.
+"""`opintercept show`: what recorded runs consist of, as text, JSON or CSV.
 
 Invariant: calls are read piece by piece and not kept. Sorting keeps only keys and places in the file.
 Must not import torch.
@@ -8,48 +8,71 @@ from __future__ import annotations
 
 import argparse
 import csv
+import glob
 import heapq
 import itertools
 import json
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from opintercept._errors import OpInterceptError
-from opintercept._record import CallRecord
-from opintercept._text import amount, counted, csv_cell, duration, printable, short_name
+from opintercept._text import counted, csv_cell, printable, short_name
 from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, steps
-from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
-from opintercept.runs._columns import Array, Arrays, Columns
-from opintercept.runs._groups import COUNTS, Grouping, Kinds, ends_of, first_output, joined
-from opintercept.runs._groups import nonfinite as not_finite
+from opintercept.cli._output import can_print, finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
+from opintercept.cli._over import BARS, COLUMNS, Series, sparkline
+from opintercept.cli._sums import (
+    LONGEST,
+    MAX_GROUPS,
+    Chosen,
+    First,
+    Groups,
+    Row,
+    RunSums,
+    Sum,
+    call_filter,
+    dtype_of,
+    rate,
+    shape_of,
+)
 from opintercept.runs.codec import StoredCall, Values, is_output
 from opintercept.runs.compaction import open_compacted
-from opintercept.runs.store import Run, RunInfo
+from opintercept.runs.store import Run, RunInfo, is_run
 
-_KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source")
+_KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source", "run")
 _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", "module", "op")
 _ROWS = 40  # of text, by default
-# A run may be made to fill the memory: beyond this many groups, or bytes of their keys, the rest share one group.
-MAX_GROUPS = 100_000
-MAX_KEYS_SIZE = 1 << 27
+_STEPS = 1000  # rows of `--over steps` in JSON and CSV, by default
 _WIDTH = 60
-_LONGEST = 200  # characters of a key
 _BATCH = 100  # rows of text that are laid out together
+_READ = 4096  # calls that are read together
 MAX_OPEN = 256  # files that are open at once
 
-Row = dict[str, Any]
+
+class _Opened(NamedTuple):
+    """A run and its name in the rows."""
+
+    name: str
+    run: Run
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("run", help="folder of a run")
-    parser.add_argument("--calls", action="store_true", help="show a row for each call, in the order the calls ended")
+    parser.add_argument(
+        "run", nargs="+", help="folder of a run, or a pattern such as 'runs/*'; with several, rows name it"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--calls", action="store_true", help="show a row for each call, in the order the calls ended")
+    what.add_argument(
+        "--over", choices=["steps"], help="show figures of the chosen calls and their outputs in each step"
+    )
     parser.add_argument(
         "--by",
         type=_keys,
@@ -87,262 +110,192 @@ def _limit(text: str) -> int | None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Print groups of calls, or single calls."""
+    """Print groups of calls, single calls, or figures over steps."""
     with plain_warnings("show"):
-        run = open_compacted(arguments.run)
-    if arguments.rank is not None and arguments.rank not in run.ranks:
-        raise OpInterceptError(f"--rank must be one of {listed(run.ranks)}, got {arguments.rank}")
-    if arguments.nonfinite and all(info.tensors == "none" for info in run.infos.values()):
-        raise OpInterceptError("--nonfinite needs statistics, but this run was recorded with --tensors none")
+        opened = list(_opened(arguments.run))
+    runs = [run for _, run in opened]
+    if arguments.rank is not None and all(arguments.rank not in run.ranks for run in runs):
+        ranks = sorted({rank for run in runs for rank in run.ranks})
+        raise OpInterceptError(f"--rank must be one of {listed(ranks)}, got {arguments.rank}")
+    if arguments.nonfinite and all(info.tensors == "none" for run in runs for info in run.infos.values()):
+        which = "this run was" if len(runs) == 1 else "these runs were"
+        raise OpInterceptError(f"--nonfinite needs statistics, but {which} recorded with --tensors none")
+    if arguments.over and arguments.sort:
+        raise OpInterceptError("--over steps takes no --sort, since its rows are in the order of the steps")
     if arguments.limit == 0:
         arguments.limit = None if arguments.json or arguments.csv else _ROWS
+        if arguments.over:
+            arguments.limit = arguments.limit or _STEPS
     if arguments.calls and arguments.sort and arguments.limit is None:
         raise OpInterceptError("--calls with --sort needs a --limit, since every call might not fit into memory")
+    if len(opened) > 1 and "run" not in arguments.by:
+        arguments.by = ("run", *arguments.by)
     names = NameFilter(arguments.module, arguments.op, lambda name: name, short_name)
+    show = _show_steps if arguments.over else _show_calls if arguments.calls else _show_groups
     with safe_stdout(), plain_warnings("show"):
-        _show_calls(run, arguments, names) if arguments.calls else _show_groups(run, arguments, names)
+        show(opened, arguments, names)
     return 0
 
 
-def _filter(arguments: argparse.Namespace, names: NameFilter) -> Callable[[StoredCall], bool]:
-    chosen = arguments
-
-    def admits(call: StoredCall) -> bool:
-        record = call.record
-        return (
-            names(record)
-            and (chosen.phase is None or record.phase == chosen.phase)
-            and (chosen.step is None or record.step in chosen.step)
-            and (not chosen.nonfinite or not _finite(call))
-        )
-
-    return admits
-
-
-def _finite(call: StoredCall) -> bool:
-    return all(values.finite for values in call.values.values())
-
-
-class _Sum:
-    """Totals over calls."""
-
-    __slots__ = ("calls", "counted", "flops", "max", "min", "nonfinite", "raised", "seconds")
-
-    def __init__(self) -> None:
-        self.calls = self.flops = self.nonfinite = self.raised = 0
-        self.counted = False  # whether the FLOP of any call is known
-        self.seconds = 0.0
-        self.min: float | None = None
-        self.max: float | None = None
-
-    def add(self, calls: int, flops: int | None, seconds: float, nonfinite: int, raised: int) -> None:
-        """Add calls that look alike, each of so many FLOP."""
-        self.calls += calls
-        if flops is not None:
-            self.flops += flops * calls
-            self.counted = True
-        self.seconds += seconds
-        self.nonfinite += nonfinite
-        self.raised += raised
-
-    def stretch(self, low: float, high: float) -> None:
-        """Add the range of outputs."""
-        if not math.isnan(low) and not math.isnan(high):
-            self.min = low if self.min is None else min(self.min, low)
-            self.max = high if self.max is None else max(self.max, high)
-
-    def row(self, key: Iterable[tuple[str, Any]]) -> Row:
-        own = {name: getattr(self, name) for name in ("calls", "flops", "seconds", "nonfinite", "raised", "min", "max")}
-        own |= {} if self.counted else {"flops": None}
-        return {**dict(key), **own, "flops_per_second": _rate(own["flops"], self.seconds)}
-
-    def __str__(self) -> str:
-        text = f"{counted(self.calls, 'call')}, {amount(self.flops, 'FLOP')}, {duration(self.seconds)} in total"
-        return f"{text}, {self.nonfinite:,} not finite, {self.raised:,} raised"
+def _opened(paths: Iterable[str]) -> Iterator[_Opened]:
+    """Open the runs. Of the folders that match a pattern, those without a run are left out."""
+    for path in dict.fromkeys(paths):
+        try:
+            yield _Opened(path, open_compacted(path))
+            continue
+        except OpInterceptError:
+            if not glob.has_magic(path) or os.path.lexists(path):
+                raise
+        found = 0
+        for match in sorted(filter(os.path.isdir, glob.iglob(path)), key=_natural):
+            if is_run(match):
+                found += 1
+                yield _Opened(match, open_compacted(match))
+        if not found:
+            raise OpInterceptError(f"a pattern must match the folder of a run, got {path!r}")
 
 
-def _rate(flops: int | None, seconds: float | None) -> float | None:
-    return flops / seconds if flops and seconds and seconds > 0 else None
+def _natural(path: str) -> list[tuple[int, str]]:
+    """A key that sorts `run9` before `run10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split("([0-9]+)", path)]
 
 
-class _Groups:
-    """Calls that share the keys, added up."""
-
-    def __init__(self, arguments: argparse.Namespace, names: NameFilter) -> None:
-        self.total, self.chosen, self.first = _Sum(), _Sum(), _First()
-        self.groups: dict[tuple[Any, ...], _Sum] = {}
-        self._arguments, self._names = arguments, names
-        self._others = tuple(None if key in ("step", "rank") else "(others)" for key in arguments.by)
-        self._size = 0
-
-    def add(self, columns: Columns) -> None:
-        """Add the calls of a process."""
-        arguments = self._arguments
-        kinds = Kinds(columns)
-        admitted: list[bool] = []
-        slots: list[str | None] = []
-        keys: list[tuple[Any, ...]] = []
-        for start, chunk in columns.chunks(_SUMMED):
-            of = kinds.of(chunk)
-            for kind in range(len(admitted), len(kinds)):
-                site, look = kinds[kind]
-                record = look.record_at(site)
-                admitted.append(self._names(record) and arguments.phase in (None, record.phase))
-                slots.append(first_output(look))
-                keys.append(tuple(None if key == "step" else _key(record, columns.rank, key) for key in arguments.by))
-            bad = not_finite(columns, start, chunk)
-            self._find_first(columns, start, chunk, bad)
-            rows = np.array(admitted, bool)[of]
-            if arguments.step is not None:
-                rows &= (chunk["step"] >= arguments.step.start) & (chunk["step"] < arguments.step.stop)
-            if arguments.nonfinite:
-                rows &= bad
-            codes = of.astype(np.int64) * 2 + rows
-            if "step" in arguments.by:  # those of calls that are not admitted do not matter
-                codes = joined(codes, np.where(rows, chunk["step"], 0))
-            groups = Grouping(codes)
-            seconds = groups.sum(np.where(np.isnan(chunk["elapsed"]), 0.0, chunk["elapsed"])).tolist()
-            sums = zip(seconds, groups.sum(bad).tolist(), groups.sum(chunk["has_error"]).tolist(), strict=True)
-            low, high = (ends.tolist() for ends in ends_of(groups, chunk, of, slots))
-            for place, (first, calls, (elapsed, not_finite_, raised)) in enumerate(
-                zip(groups.firsts.tolist(), groups.counts.tolist(), sums, strict=True)
-            ):
-                kind = int(of[first])
-                _, look = kinds[kind]
-                added = (calls, look.record.flops, elapsed, int(not_finite_), int(raised))
-                self.total.add(*added)
-                if not rows[first]:
-                    continue
-                self.chosen.add(*added)
-                group = self._group(keys[kind], int(chunk["step"][first]))
-                group.add(*added)
-                group.stretch(low[place], high[place])
-
-    def _group(self, key: tuple[Any, ...], step: int) -> _Sum:
-        if "step" in self._arguments.by:
-            key = tuple(step if name == "step" else part for name, part in zip(self._arguments.by, key, strict=True))
-        group = self.groups.get(key)
-        if group is None:
-            self._size += sum(map(sys.getsizeof, key))
-            key = key if len(self.groups) < MAX_GROUPS and self._size < MAX_KEYS_SIZE else self._others
-            group = self.groups.setdefault(key, _Sum())
-        return group
-
-    def _find_first(self, columns: Columns, start: int, chunk: Arrays, bad: Array) -> None:
-        if not bad.any():
-            return
-        rows = np.flatnonzero(bad)
-        made = not_finite(columns, start, chunk, outputs=True)[rows]
-        row = rows[np.lexsort((chunk["index"][rows], chunk["step"][rows], ~made))[0]]
-        (call,) = columns.calls_at(np.array([start + row]), given=False)
-        self.first.add(call)
+def _ranks(run: Run, arguments: argparse.Namespace) -> tuple[int, ...]:
+    return run.ranks if arguments.rank is None else tuple(rank for rank in run.ranks if rank == arguments.rank)
 
 
-_SUMMED = ("index", "step", "site", "look", "elapsed", "has_error", "has_more", *COUNTS)
-_SUMMED += ("output_min", "output_max", "output1_min", "output1_max")
+def _source(opened: list[_Opened]) -> str:
+    """What the calls come from, for errors."""
+    return _cell(opened[0].run.path, LONGEST) if len(opened) == 1 else f"these {len(opened)} runs"
 
 
-def _show_groups(run: Run, arguments: argparse.Namespace, names: NameFilter) -> None:
-    found = _Groups(arguments, names)
-    for rank in run.ranks if arguments.rank is None else (arguments.rank,):
-        found.add(run.columns(rank))
-    total, chosen, first, groups = found.total, found.chosen, found.first, found.groups
-    names.check(_cell(run.path, _LONGEST))
+def _show_groups(opened: list[_Opened], arguments: argparse.Namespace, names: NameFilter) -> None:
+    found = Groups(arguments, names)
+    sums = [RunSums() for _ in opened]
+    for (name, run), own in zip(opened, sums, strict=True):
+        for rank in _ranks(run, arguments):
+            found.add(name, run.columns(rank), own)
+        run.close()
+    groups = found.groups
+    names.check(_source(opened))
+    chosen = sum(own.chosen.seconds for own in sums)
 
     def row(key: tuple[Any, ...]) -> Row:
         made = groups[key].row(zip(arguments.by, key, strict=True))
-        return made | {"share": made["seconds"] / chosen.seconds if chosen.seconds > 0 else None}
+        return made | {"share": made["seconds"] / chosen if chosen > 0 else None}
 
     keys = _sorted(groups, row, arguments.sort or "time", arguments.limit)
     shown = map(row, keys)
     if arguments.json:
-        sums = {"calls": total.row(()), "chosen": chosen.row(()), "first_nonfinite": first.as_dict()}
-        _write_json({"run": _about(run), **sums}, "rows", shown)
+        heads = [
+            {"calls": own.total.row(()), "chosen": own.chosen.row(()), "first_nonfinite": own.first.as_dict()}
+            for own in sums
+        ]
+        _write_json(_head(opened, heads), "rows", shown)
     elif arguments.csv:
-        _write_csv(shown, [*arguments.by, *_Sum().row(()), "share"])
+        _write_csv(shown, [*arguments.by, *Sum().row(()), "share"])
     else:
-        for name, text in _overview(run, total):
-            print(f"{name:9} {text}")
-        if first.call is not None:
-            print(f"nonfinite {first}")
-        if chosen.calls != total.calls:
-            print(f"{'chosen':9} {chosen}")
+        if len(opened) == 1:
+            _print_overview(opened[0].run, sums[0], arguments)
+        else:
+            print(_runs_table(opened, sums))
         if keys:
             print()
-            values = any(info.tensors != "none" for info in run.infos.values())
+            values = any(info.tensors != "none" for _, run in opened for info in run.infos.values())
             print(_group_table(list(shown), arguments.by, values=values))
         if len(keys) < len(groups):
             print(f"... and {len(groups) - len(keys)} more rows; --limit all shows them")
 
 
-class _First:
-    """The first call whose output has NaN or Inf; without one, the first call whose operands do."""
-
-    def __init__(self) -> None:
-        self.call: StoredCall | None = None
-        self._made = False
-
-    def add(self, call: StoredCall) -> None:
-        if _finite(call):
-            return
-        made = any(is_output(role) and not values.finite for role, values in call.values.items())
-        if self.call is None or (not made, call.place) < (not self._made, self.call.place):
-            self.call, self._made = call, made
-
-    def _counts(self, *, outputs: bool) -> list[str]:
-        assert self.call is not None
-        found = ((role, nonfinite(v)) for role, v in self.call.values.items() if is_output(role) is outputs)
-        return [f"{role} ({counts})" for role, counts in found if counts][:16]
-
-    def __str__(self) -> str:
-        call = self.call
-        assert call is not None
-        record = call.record
-        text = f"first in call {record.index}, step {record.step}, rank {call.rank}, {record.phase}: "
-        text += f"{_name('op', record.op)} in {_name('module', record.module)}"
-        text += f" at {_cell(record.source)}" if record.source is not None else ""
-        outputs, operands = self._counts(outputs=True), self._counts(outputs=False)
-        if outputs:
-            text += f"; {', '.join(outputs)}"
-        if operands:
-            return f"{text}; already in {', '.join(operands)}"
-        known = any(not is_output(role) for role in call.values)
-        return f"{text}; its operands are {'finite' if known else 'not recorded'}"
-
-    def as_dict(self) -> Row | None:
-        if self.call is None:
-            return None
-        record = self.call.record
-        row = {name: getattr(record, name) for name in ("index", "step", "phase", "module", "source", "op")}
-        values = {
-            role: {"nan": v.nan, "inf": v.inf, "count": v.count} for role, v in self.call.values.items() if not v.finite
-        }
-        return {"rank": self.call.rank, **row, "values": values}
+def _print_overview(run: Run, sums: RunSums, arguments: argparse.Namespace) -> None:
+    for name, text in _overview(run, sums.total, arguments):
+        print(f"{name:9} {text}")
+    if sums.first.call is not None:
+        print(f"nonfinite {_first_text(sums.first)}")
+    if sums.chosen.calls != sums.total.calls:
+        print(f"{'chosen':9} {sums.chosen}")
 
 
-def _key(record: CallRecord, rank: int, name: str) -> Any:
-    if name == "rank":
-        return rank
-    if name == "shape":
-        return _shape(record)
-    if name == "dtype":
-        return _dtype(record)
-    value = getattr(record, name)
-    return value[:_LONGEST] if isinstance(value, str) else value
+def _runs_table(opened: list[_Opened], sums: list[RunSums]) -> str:
+    table = [["run", "started", "state", "ranks", "calls", "ms", "not finite", "first not finite"]]
+    for (name, run), own in zip(opened, sums, strict=True):
+        first = own.first.call
+        where = "" if first is None else f"step {first.record.step}, {_name('module', first.record.module)}"
+        state = "finished" if all(info.finished for info in run.infos.values()) else "not finished"
+        figures = (f"{own.total.calls:,}", _number(own.total.seconds, 1e-3), f"{own.total.nonfinite:,}", where)
+        table.append([_cell(name), _cell(run.info.started), state, str(len(run.ranks)), *figures])
+    return fitted(table, left=3, last=["run"], spare=["started", "ranks"])
+
+
+def _first_text(first: First) -> str:
+    call = first.call
+    assert call is not None
+    record = call.record
+    text = f"first in call {record.index}, step {record.step}, rank {call.rank}, {record.phase}: "
+    text += f"{_name('op', record.op)} in {_name('module', record.module)}"
+    text += f" at {_cell(record.source)}" if record.source is not None else ""
+    sides = []
+    for outputs in (True, False):
+        found = ((role, nonfinite(v)) for role, v in call.values.items() if is_output(role) is outputs)
+        sides.append(", ".join([f"{role} ({counts})" for role, counts in found if counts][:16]))
+    text += f"; {sides[0]}" if sides[0] else ""
+    if sides[1]:
+        return f"{text}; already in {sides[1]}"
+    known = any(not is_output(role) for role in call.values)
+    return f"{text}; its operands are {'finite' if known else 'not recorded'}"
+
+
+def _show_steps(opened: list[_Opened], arguments: argparse.Namespace, names: NameFilter) -> None:
+    most = arguments.limit or MAX_GROUPS
+    series = [Series(arguments, names, most) for _ in opened]
+    for (_, run), own in zip(opened, series, strict=True):
+        for rank in _ranks(run, arguments):
+            own.add(run.columns(rank))
+        run.close()
+    names.check(_source(opened))
+    several = len(opened) > 1
+    found = [own.rows() for own in series]
+    shown = (
+        ({"run": name} if several else {}) | row for (name, _), rows in zip(opened, found, strict=True) for row in rows
+    )
+    if arguments.json:
+        heads = [{"width": own.width, "modules": list(own.modules)} for own in series]
+        _write_json(_head(opened, heads), "rows", shown)
+    elif arguments.csv:
+        _write_csv(shown, [*["run"] * several, "step", "last", *COLUMNS])
+    else:
+        for number, ((name, _), own, rows) in enumerate(zip(opened, series, found, strict=True)):
+            if number:
+                print()
+            if several:
+                print(f"run       {_cell(name, LONGEST)}")
+            _print_series(own, rows)
+
+
+def _print_series(series: Series, rows: list[Row]) -> None:
+    modules = [_name("module", module) for module in itertools.islice(series.modules, 4)]
+    print(f"modules   {listed(modules, 3)}" + (f" ({len(series.modules):,} in all)" if len(series.modules) > 3 else ""))
+    if series.width > 1:
+        print(f"steps     {counted(series.width, 'step')} a row; --limit sets the number of rows")
+    if can_print(BARS) and len(rows) > 1:
+        for name in ("seconds", "rms", "max"):
+            values = [row[name] for row in rows]
+            known = [value for value in values if value is not None]
+            if known:
+                unit = 1e3 if name == "seconds" else 1.0
+                ends = f"{_value(min(known) * unit)} to {_value(max(known) * unit)}{' ms' if unit > 1 else ''}"
+                print(f"{'time' if unit > 1 else name:9} {sparkline(values)}  {ends}")
+    table = [["step", "calls", "ms", "min", "max", "mean", "rms", "not finite"]]
+    for row in rows:
+        step = f"{row['step']}" if series.width == 1 else f"{row['step']}-{row['last']}"
+        cells = [step, f"{row['calls']:,}", _number(row["seconds"], 1e-3)]
+        table.append([*cells, *(_value(row[name]) for name in ("min", "max", "mean", "rms")), f"{row['nonfinite']:,}"])
+    if rows:
+        print(f"\n{fitted(table, left=1)}")
 
 
 def _first_output(call: StoredCall) -> Values | None:
     return next((values for role, values in call.values.items() if is_output(role)), None)
-
-
-def _shape(record: CallRecord) -> str:
-    if record.gemm is not None:
-        return str(record.gemm)
-    return "" if record.lhs is None else str(list(record.lhs.shape))[:_LONGEST]
-
-
-def _dtype(record: CallRecord) -> str:
-    return ", ".join(dict.fromkeys(t.dtype[:50] for t in (record.lhs, record.rhs) if t is not None))
 
 
 def _sorted(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit: int | None) -> list[Any]:
@@ -357,70 +310,100 @@ def _sorted(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit: in
             return True, 0
         if by == "index":
             return False, (made["step"], value)
-        return False, value[:_LONGEST] if isinstance(value, str) else value if up else -value
+        return False, value[:LONGEST] if isinstance(value, str) else value if up else -value
 
     return sorted(keys, key=place) if limit is None else heapq.nsmallest(limit, keys, key=place)
 
 
 def _located(run: Run, arguments: argparse.Namespace, names: NameFilter) -> Iterator[tuple[int, int, StoredCall]]:
     """Yield rank, place and call of those that the filters admit; several processes are merged by step and index."""
-    admits = _filter(arguments, names)
+    admits = call_filter(arguments, names)
 
     def of(rank: int) -> Iterator[tuple[int, int, StoredCall]]:
+        if run.in_columns(rank):
+            return _in_columns(run, rank, arguments, names)
         return ((rank, position, call) for position, call in run.located(rank) if admits(call))
 
-    ranks = run.ranks if arguments.rank is None else (arguments.rank,)
+    ranks = _ranks(run, arguments)
     if len(ranks) > MAX_OPEN:
         return itertools.chain.from_iterable(map(of, ranks))
     return heapq.merge(*map(of, ranks), key=lambda entry: entry[2].place)
 
 
-def _in_order(run: Run, arguments: argparse.Namespace, names: NameFilter) -> Iterator[StoredCall]:
-    located = _located(run, arguments, names)
-    if not arguments.sort:
-        yield from (call for _, _, call in located)
-        return
-    calls: dict[tuple[int, int], Row] = {}  # only the current one
+def _in_columns(
+    run: Run, rank: int, arguments: argparse.Namespace, names: NameFilter
+) -> Iterator[tuple[int, int, StoredCall]]:
+    columns = run.columns(rank)
+    for start, _, _, rows in Chosen(columns, arguments, names).stretches(()):
+        numbers = np.flatnonzero(rows) + start
+        size = _BATCH  # the first calls are soon there, and the rest is read in larger pieces
+        while len(numbers):
+            part, numbers = numbers[:size], numbers[size:]
+            for number, call in zip(part.tolist(), columns.calls_at(part), strict=True):
+                yield rank, number, call
+            size = _READ
 
-    def places() -> Iterator[tuple[int, int]]:
-        for rank, position, call in located:
+
+def _in_order(
+    opened: list[_Opened], arguments: argparse.Namespace, names: NameFilter
+) -> Iterator[tuple[str, StoredCall]]:
+    located = (
+        ((number, rank), position, call)
+        for number, (_, run) in enumerate(opened)
+        for rank, position, call in _located(run, arguments, names)
+    )
+    if not arguments.sort:
+        yield from ((opened[number].name, call) for (number, _), _, call in located)
+        return
+    calls: dict[tuple[tuple[int, int], int], Row] = {}  # only the current one
+
+    def places() -> Iterator[tuple[tuple[int, int], int]]:
+        for process, position, call in located:
             calls.clear()
-            calls[rank, position] = _call_row(call)
-            yield rank, position
+            calls[process, position] = _call_row(call)
+            yield process, position
 
     chosen = _sorted(places(), lambda place: calls[place], arguments.sort, arguments.limit)
     with ExitStack() as files:
-        readers: dict[int, Callable[[int], StoredCall]] = {}
-        for rank, position in chosen:
-            if rank not in readers:
+        readers: dict[tuple[int, int], Callable[[int], StoredCall]] = {}
+        for process, position in chosen:
+            name, run = opened[process[0]]
+            if process not in readers:
                 if len(readers) == MAX_OPEN:
                     files.close()
                     readers.clear()
-                readers[rank] = files.enter_context(run.reader(rank))
-            yield readers[rank](position)
+                readers[process] = files.enter_context(run.reader(process[1]))
+            yield name, readers[process](position)
 
 
-def _show_calls(run: Run, arguments: argparse.Namespace, names: NameFilter) -> None:
-    calls = _in_order(run, arguments, names)
+def _show_calls(opened: list[_Opened], arguments: argparse.Namespace, names: NameFilter) -> None:
+    calls = _in_order(opened, arguments, names)
     # Wait for the first call, or the end of the run, before printing anything.
     first = next(calls, None)
     if first is None:
-        names.check(_cell(run.path, _LONGEST))
+        names.check(_source(opened))
     calls = itertools.chain(() if first is None else (first,), calls)
     del first
     shown = itertools.islice(calls, arguments.limit)
+    several = len(opened) > 1
+
+    def rows(row: Callable[[StoredCall], Row]) -> Iterator[Row]:
+        return (({"run": name} if several else {}) | row(call) for name, call in shown)
+
     if arguments.json:
-        _write_json({"run": _about(run)}, "calls", map(_call_json, shown))
+        _write_json(_head(opened, [{} for _ in opened]), "calls", rows(_call_json))
     elif arguments.csv:
-        _write_csv(map(_call_row, shown), _CALL_COLUMNS)
+        _write_csv(rows(_call_row), [*["run"] * several, *_CALL_COLUMNS])
     else:
-        while batch := list(itertools.islice(map(_call_row, shown), _BATCH)):
-            print(_call_table(batch, ranks=len(run.ranks) > 1))
+        ranks = any(len(run.ranks) > 1 for _, run in opened)
+        made = rows(_call_row)
+        while batch := list(itertools.islice(made, _BATCH)):
+            print(_call_table(batch, ranks=ranks))
     more = next(calls, None) is not None
     if more and not (arguments.json or arguments.csv):
         print("... and more; --limit all shows them")
     if not more:  # the filters have seen every call
-        names.check(_cell(run.path, _LONGEST))
+        names.check(_source(opened))
 
 
 def _write_json(head: Row, name: str, rows: Iterable[Row]) -> None:
@@ -443,12 +426,12 @@ def _call_row(call: StoredCall) -> Row:
         "module": record.module,
         "source": record.source,
         "op": record.op,
-        "shape": _shape(record),
-        "dtype": _dtype(record),
+        "shape": shape_of(record),
+        "dtype": dtype_of(record),
         "flops": record.flops,
         "bytes": record.bytes,
         "seconds": record.elapsed,
-        "flops_per_second": _rate(record.flops, record.elapsed),
+        "flops_per_second": rate(record.flops, record.elapsed),
         "forward": record.forward,
         "grad_of": record.grad_of,
         "nonfinite": sum(v.nan + v.inf for v in call.values.values()),
@@ -474,6 +457,13 @@ def _call_json(call: StoredCall) -> Row:
     return {"rank": call.rank, **call.record.as_dict(), "values": values, "error": call.error}
 
 
+def _head(opened: list[_Opened], heads: list[Row]) -> Row:
+    """What JSON says before the rows: of one run as it always was, of several a list."""
+    if len(opened) == 1:
+        return {"run": _about(opened[0].run)} | heads[0]
+    return {"runs": [_about(run) | {"path": name} | head for (name, run), head in zip(opened, heads, strict=True)]}
+
+
 def _about(run: Run) -> Row:
     return {"path": str(run.path), "ranks": {str(rank): info.as_dict() for rank, info in run.infos.items()}}
 
@@ -486,7 +476,7 @@ def _write_csv(rows: Iterable[Row], columns: Iterable[str]) -> None:
         writer.writerow(csv_cell(row[name]) for name in columns)
 
 
-def _overview(run: Run, total: _Sum) -> Iterator[tuple[str, str]]:
+def _overview(run: Run, total: Sum, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     infos = list(run.infos.values())
     info = infos[0]
     unfinished = [rank for rank, info in run.infos.items() if not info.finished]
@@ -502,7 +492,7 @@ def _overview(run: Run, total: _Sum) -> Iterator[tuple[str, str]]:
     yield "devices", _cell(", ".join(info.devices), 200) or "the CPU"
     yield "flags", _pairs(info, "flags", "=")
     yield "tensors", info.tensors
-    yield "calls", str(total)
+    yield "calls", f"{total}{'' if arguments.step is None else ', of the chosen steps'}"
 
 
 def _pairs(info: RunInfo, name: str, between: str) -> str:
@@ -526,12 +516,22 @@ def _group_table(rows: list[Row], keys: tuple[str, ...], *, values: bool) -> str
         cells += [f"{row['nonfinite']:,}", _value(row["min"]), _value(row["max"])] * values
         cells += [f"{row['raised']:,}"] * raised
         table.append(cells)
-    return fitted(table, left=len(keys), last=["module"], spare=["max", "min", "GFLOP/s", "MFLOP"])
+    return fitted(table, left=len(keys), last=["run", "module"], spare=["max", "min", "GFLOP/s", "MFLOP"])
 
 
 def _call_table(rows: list[Row], *, ranks: bool) -> str:
     values = any(row["min"] is not None or row["nan"] for row in rows)
-    names = (*["rank"] * ranks, "index", "step", "phase", "module", "op", "shape", "dtype")
+    names = (
+        *["run"] * ("run" in rows[0]),
+        *["rank"] * ranks,
+        "index",
+        "step",
+        "phase",
+        "module",
+        "op",
+        "shape",
+        "dtype",
+    )
     table = [[*names, "MFLOP", "ms", *("nan", "inf", "min", "max", "mean") * values, ""]]
     for row in rows:
         cells = [_name(name, row[name]) for name in names]
@@ -540,7 +540,7 @@ def _call_table(rows: list[Row], *, ranks: bool) -> str:
             cells += ["" if row[name] is None else f"{row[name]:,}" for name in ("nan", "inf")]
             cells += [_value(row[name]) for name in ("min", "max", "mean")]
         table.append([*cells, "" if row["error"] is None else _cell(row["error"], 100)])
-    return fitted(table, left=len(names), last=["module"], spare=["mean", "max", "min", "dtype", "MFLOP"])
+    return fitted(table, left=len(names), last=["run", "module"], spare=["mean", "max", "min", "dtype", "MFLOP"])
 
 
 def _name(column: str, value: Any) -> str:

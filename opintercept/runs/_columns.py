@@ -287,11 +287,22 @@ class Columns(ABC):
                     self._looks.popitem(last=False)
         return look
 
-    def chunks(self, names: Sequence[str], first: int = 0, end: int | None = None) -> Iterator[tuple[int, Arrays]]:
-        """Columns of all calls piece by piece, each with the number of its first call."""
+    def spans(self, steps: range) -> Iterator[tuple[int, int]]:
+        """Stretches of calls that may be of these steps, as first number and end; no call outside of them is."""
+        yield 0, len(self)
+
+    def chunks(
+        self, names: Sequence[str], first: int = 0, end: int | None = None, steps: range | None = None
+    ) -> Iterator[tuple[int, Arrays]]:
+        """Columns of all calls piece by piece, each with the number of its first call.
+
+        With `steps`, pieces that have no call of these steps are left out; the others may have calls of other steps.
+        """
         end = len(self) if end is None else end
-        for start in range(first, end, CHUNK):
-            yield start, self.read(names, start, min(start + CHUNK, end))
+        for low, high in ((first, end),) if steps is None else self.spans(steps):
+            high = min(high, end)
+            for start in range(max(low, first), high, CHUNK):
+                yield start, self.read(names, start, min(start + CHUNK, high))
 
     def gather(self, numbers: Array, names: Sequence[str]) -> Arrays:
         """Columns of the calls with these numbers."""

@@ -306,7 +306,23 @@ class StoreColumns(Columns):
                 raise self._damaged(f"a call has an unknown {name}")
         return joined
 
-    def _source(self, kind: str, number: int) -> str:
+    def spans(self, steps: range) -> Iterator[tuple[int, int]]:
+        # A file that lies about the steps of its row groups hides calls that it might as well not have.
+        columns = "row_group_num_rows, left(stats_min_value, 20), left(stats_max_value, 20)"
+        for start in range(0, len(self), FILE):
+            end = min(start + FILE, len(self))
+            source = self._source("calls", start // FILE, "parquet_metadata")
+            query = f"SELECT {columns} FROM {source} WHERE path_in_schema = 'step' ORDER BY row_group_id LIMIT {FILE}"
+            for rows, low, high in self._query(query).fetchall():
+                if not 0 < rows <= end - start:
+                    raise self._damaged("it has not all calls")
+                if _may_have(low, high, steps):
+                    yield start, start + rows
+                start += rows
+            if start != end:
+                raise self._damaged("it has not all calls")
+
+    def _source(self, kind: str, number: int, function: str = "read_parquet") -> str:
         path = self._folder / _name(kind, number)
         try:
             regular = stat.S_ISREG(os.lstat(path).st_mode)
@@ -314,7 +330,7 @@ class StoreColumns(Columns):
             regular = False
         if not regular:
             raise self._damaged(f"{path.name} must be a plain file")
-        return f"read_parquet({_file(path)})"
+        return f"{function}({_file(path)})"
 
     def _query(self, query: str) -> duckdb.DuckDBPyConnection:
         import duckdb
@@ -337,6 +353,14 @@ def _column(name: str) -> str:
     kinds = {np.uint64: ("UBIGINT", "0"), np.float64: ("DOUBLE", "'nan'"), np.int32: ("INTEGER", "-1")}
     kind, unknown = kinds.get(dtype_of(name), ("BIGINT", "-1" if name == "forward" else "0"))
     return f"coalesce({name}::{kind}, {unknown}::{kind}) AS {name}"
+
+
+def _may_have(low: str | None, high: str | None, steps: range) -> bool:
+    """Whether calls may be of these steps, given the smallest and the largest of theirs as Parquet has them."""
+    try:
+        return low is None or high is None or (int(low) < steps.stop and int(high) >= steps.start)
+    except ValueError:
+        return True
 
 
 def _firsts(blocks: Any, kind: str, folder: Path) -> list[int]:

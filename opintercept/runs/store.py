@@ -106,6 +106,12 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(folder, {rank: parts[rank] for rank in infos}, infos)
 
 
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is that of a run, which may yet be one that cannot be read."""
+    folder = Path(path)
+    return any(os.path.lexists(part / INFO) for part in (folder, *(entry for _, entry in rank_folders(folder))))
+
+
 def _of_one_run(folder: Path, parts: Mapping[int, Path], infos: dict[int, RunInfo]) -> dict[int, RunInfo]:
     """The descriptions of the newest run: a rank that never began to record has not replaced an older one."""
     newest = max(infos.values(), key=_began)
@@ -239,6 +245,10 @@ class Run:
     def in_columns(self, rank: int) -> bool:
         """Whether the calls of one process are in columns on disk."""
         return self._store(rank) is not None
+
+    def close(self) -> None:
+        """Give back the memory of columns on disk. They are opened again when they are asked for."""
+        self._stores.clear()
 
     def folder(self, rank: int) -> Path:
         """The folder of one process."""
