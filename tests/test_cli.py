@@ -157,7 +157,7 @@ def test_recording_values_needs_the_packages_that_store_them(missing: str, tmp_p
 
 def test_cli_extra_lists_what_the_commands_import() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    assert sorted(project["optional-dependencies"]["cli"]) == ["duckdb", "numpy", "plotly", "safetensors"]
+    assert sorted(project["optional-dependencies"]["cli"]) == ["duckdb", "numpy", "safetensors"]
 
 
 def imports_torch(code: str) -> bool:

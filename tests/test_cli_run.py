@@ -572,7 +572,7 @@ def test_a_run_is_overwritten_only_on_request(tmp_path: Path) -> None:
 
 
 def test_recording_statistics_needs_no_extra_and_recording_values_names_it(tmp_path: Path) -> None:
-    for name in ("rich", "plotly", "safetensors"):
+    for name in ("rich", "safetensors"):
         script(tmp_path, f"raise ModuleNotFoundError('no {name} here', name='{name}')", f"{name}.py")
     name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
     stats = start(tmp_path, *OURS, "--out", "stats", name)

@@ -70,7 +70,7 @@ LAYERS = (
     {"runs/_panels.py", "runs/_description.py", "runs/difference.py", "runs/graft.py", "runs/compaction.py"}
     | {"runs/_rank_windows.py", "runs/rank_difference.py"},
     {"runs/recorder.py", "runs/_rank_rules.py"},
-    {"runs/_totals.py", "runs/_rank_checks.py", "runs/comparer.py"},
+    {"runs/_drift.py", "runs/_totals.py", "runs/_rank_checks.py", "runs/comparer.py"},
     {"runs/_rules.py"},
     {"runs/_histories.py"},
     {"runs/_classify.py"},

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import math
 import os
+import random
 import re
-import sys
+import shlex
 import tempfile
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +26,8 @@ from hypothesis import strategies as st
 from opintercept import OpInterceptError, intercept, runs
 from opintercept._record import CallRecord, Gemm
 from opintercept._tensors import TensorMeta
-from opintercept.runs import _panels, open_run, report
+from opintercept.cli import main
+from opintercept.runs import _columns, _panels, open_run, report
 
 pytestmark = pytest.mark.slow
 
@@ -85,8 +90,16 @@ def test_values_of_calls_in_one_cell_are_combined(tmp_path: Path) -> None:
     heat = report.summary(open_run(folder(tmp_path / "run", *calls)))["heat"]
     assert heat["modules"] == ["layer"]
     assert heat["roles"] == ["output"]
-    # Row, column, calls, FLOP, seconds, and count, NaN, Inf, smallest, largest, mean, rms: (8*4 + 8*1) / 16 = 2.5.
-    assert heat["phases"] == {"forward": [[0, 0, 3, 144, 3e-6, [22, 5, 1, -3.0, 1.0, 0.125, 1.581]]]}
+    # Of the root mean square, (8*4 + 8*1) / 16 = 2.5.
+    moments = {"count": [22], "nan": [5], "inf": [1], "min": [-3.0], "max": [1.0], "mean": [0.125], "rms": [1.581]}
+    work = {"row": [0], "column": [0], "calls": [3], "flops": [144], "seconds": [3e-6]}
+    assert heat["phases"] == {"forward": work | {"output": moments}}
+
+
+def test_cells_of_a_run_that_can_be_replayed_name_a_call(tmp_path: Path) -> None:
+    calls: list[Any] = [(replace(CALL, index=index, step=index // 4), {}) for index in range(8)]
+    heat = report.summary(open_run(folder(tmp_path / "run", *calls, tensors="full")))["heat"]
+    assert [heat["phases"]["forward"][name] for name in ("column", "rank", "index")] == [[0, 1], [0, 0], [0, 4]]
 
 
 def test_the_first_output_that_is_not_finite_is_named_with_its_cause(tmp_path: Path) -> None:
@@ -119,9 +132,11 @@ def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(tmp_path: Path
     shown = report.summary(open_run(tmp_path / "run"))
     found = shown["totals"]["first"]
     assert (found["rank"], found["step"], found["index"], found["module"]) == (1, 2, 32, "m1")
-    cells = [cell for cell in shown["heat"]["phases"]["forward"] if cell[5][1]]
-    first = min(cells, key=lambda cell: cell[1])
-    assert (shown["heat"]["modules"][first[0]], shown["heat"]["steps"][first[1]]) == ("m1", 2)
+    cells = shown["heat"]["phases"]["forward"]
+    broken = zip(cells["column"], cells["row"], cells["output"]["nan"], strict=True)
+    column, row = min((column, row) for column, row, nan in broken if nan)
+    assert (shown["heat"]["modules"][row], shown["heat"]["steps"][column]) == ("m1", 2)
+    assert found["row"] == row
 
 
 @settings(max_examples=50, deadline=None)
@@ -132,7 +147,7 @@ def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(tmp_path: Path
 )
 def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]]) -> None:
     bounds = pytest.MonkeyPatch()
-    for name, bound in (("MODULES", 6), ("COLUMNS", 7), ("CELLS", 20)):
+    for name, bound in (("MODULES", 6), ("COLUMNS", 7)):
         bounds.setattr(_panels, name, bound)
     with bounds.context():
         calls: list[Any] = [
@@ -140,9 +155,14 @@ def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]
             for module, step, forward in places
         ]
         with tempfile.TemporaryDirectory() as made:
-            shown = report.summary(open_run(folder(Path(made) / "run", *calls)))["heat"]
+            run = open_run(folder(Path(made) / "run", *calls))
+            shown = _panels.panels_of(run, 20)[0]["heat"]
     bounds.undo()
-    cells = [cell for phase in shown["phases"].values() for cell in phase]
+    cells = [
+        cell
+        for phase in shown["phases"].values()
+        for cell in zip(phase["row"], phase["column"], phase["calls"], strict=True)
+    ]
     assert sum(cell[2] for cell in cells) + shown["left_out"] == len(places)
     assert len(shown["modules"]) <= 6
     assert len(shown["steps"]) <= 7
@@ -179,15 +199,19 @@ def test_products_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
 
 
 def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
+    draw = random.Random(0)
     calls = (
         (
-            replace(CALL, module=f"{'deep.' * 60}{i % 500}", step=i // 500 * 100, op=f"aten::{i}"),
-            {role: values(mean=i / 7, rms=i / 3) for role in _panels.ROLES},
+            replace(
+                CALL, module=f"{'deep.' * 60}{i % 300}", step=i // 300 * 100, op=f"aten::{i}", elapsed=draw.random()
+            ),
+            {role: values() | {name: draw.random() for name in _columns.FIGURES} for role in _panels.ROLES},
         )
-        for i in range(8000)
+        for i in range(16_000)
     )
-    text = report.page(open_run(folder(tmp_path / "run", *calls)))
-    assert len(text) - len(report._plotly()) < 4e6
+    run = open_run(folder(tmp_path / "run", *calls))
+    assert len(report.page(run)) < 2e6
+    assert len(report.page(run, run)) < 2e6
 
 
 def hostile(path: Path, calls: int) -> Path:
@@ -220,12 +244,12 @@ def test_no_line_is_kept_however_large(tmp_path: Path) -> None:
 
     # All lines of one run would take 14 MB; a comparison keeps 20 calls of each run.
     assert peak(lambda: report.summary(run)) < 8 << 20
-    assert peak(lambda: report.divergence(run, other, {})) < 12 << 20
+    assert peak(lambda: report.divergence(run, other, _panels.HeatMap())) < 12 << 20
 
 
 def data_of(text: str) -> Any:
-    (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    return json.loads(block)
+    (block,) = re.findall(r'<script type="application/json" id="data">"(.*?)"</script>', text)
+    return json.loads(zlib.decompress(base64.b64decode(block)))
 
 
 def test_numbers_that_json_lacks_are_left_out(tmp_path: Path) -> None:
@@ -233,8 +257,8 @@ def test_numbers_that_json_lacks_are_left_out(tmp_path: Path) -> None:
     big = values(count=2**62, min=-1e308, max=1e308, mean=-1e308, rms=1e308)
     calls = [(replace(CALL, elapsed=math.inf), {"output": broken}), (CALL, {"output": big, "lhs": broken})]
     data = data_of(report.page(open_run(folder(tmp_path / "run", *calls))))
-    (cell,) = data["runs"][0]["heat"]["phases"]["forward"]
-    assert cell[5] == [2**63, 2**62, 0, -1e308, 1e308, None, None]
+    found = data["runs"][0]["heat"]["phases"]["forward"]["output"]
+    assert [value for (value,) in found.values()] == [2**63, 2**62, 0, -1e308, 1e308, None, None]
 
 
 def test_a_page_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,13 +284,6 @@ def test_a_page_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypat
     report.write(link, run)
     assert link.is_symlink()
     assert page.read_text("utf-8") == report.page(run)
-
-
-def test_the_page_needs_plotly_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    run = open_run(folder(tmp_path / "run"))
-    with pytest.raises(ImportError, match=r"a report needs plotly; pip install 'opintercept\[cli\]'"):
-        report.page(run)
 
 
 @pytest.fixture
@@ -297,9 +314,9 @@ def test_histograms_show_the_recorded_values(recorded: Callable[..., Path]) -> N
     assert (shown["unread"], shown["left_out"], shown["sampled"]) == (0, 0, False)
     assert len(shown["shown"]) == 6  # three modules, forward and backward
     for each in shown["shown"]:
-        assert [one["steps"] for one in each["drawn"]] == [[0, 0], [2, 2]]
+        assert [one["steps"] for one in each["drawn"]] == [[0, 0], [1, 1], [2, 2]]
     outputs = [call for call in run.calls() if call.record.module == "1" and call.record.phase == "forward"]
-    tensors: list[Any] = [run.tensor(call, "output") for call in (outputs[0], outputs[-1])]
+    tensors: list[Any] = [run.tensor(call, "output") for call in outputs]
     (drawn,) = (each for each in shown["shown"] if (each["module"], each["phase"]) == (1, "forward"))
     low, high = drawn["edges"]
     assert low == min(float(tensor.min()) for tensor in tensors)
@@ -320,16 +337,93 @@ def test_samples_of_several_calls_make_a_histogram(
     shown = report.summary(run)["histograms"]
     assert shown["sampled"]
     for each in shown["shown"]:
-        first, last = each["drawn"]
-        assert sum(first["counts"]) == sum(last["counts"]) == 8 * 64
-        assert first["steps"][0] == 0
-        assert last["steps"][1] == 19
+        if each["phase"] == "backward" and each["module"]:  # two calls in a step; the first module has one
+            assert [one["steps"] for one in each["drawn"]] == [[step, step + 3] for step in range(0, 20, 4)]
+            continue
+        assert [one["steps"] for one in each["drawn"]] == [[0, 7], [8, 15], [16, 19]]
+        assert [sum(one["counts"]) for one in each["drawn"]] == [8 * 64, 8 * 64, 4 * 64]
     monkeypatch.setattr(_panels, "HISTOGRAMS", 2)
     monkeypatch.setattr(_panels, "TENSORS", 64 * 4 * 10)
     shown = report.summary(run)["histograms"]
     assert shown["left_out"] == 4
     assert sum(one["calls"] for each in shown["shown"] for one in each["drawn"]) == 10
-    assert shown["unread"] == 22
+    assert shown["unread"] == 2 * 20 - 10
+
+
+def test_histograms_are_spread_over_the_steps() -> None:
+    for size, calls in ((1, 1), (1, 3), (8, 2)):
+        spots = _panels._Spots(size)
+        for step in range(1000):
+            for number in range(calls):
+                spots.add((0, step, f"{step}.{number}"))
+        for step in range(1000):
+            spots.add((1, step, f"other {step}"))
+        groups = spots.groups()
+        assert len(groups) in (_panels.SPOTS - 1, _panels.SPOTS, _panels.SPOTS + 1)
+        firsts = [group[0][1] for group in groups]
+        assert firsts[0] == 0
+        assert groups[-1][-1][1] == 999
+        gaps = [later - earlier for earlier, later in itertools.pairwise(firsts[:-1])]
+        assert len(set(gaps)) == 1
+        assert all(len(group) == size for group in groups)
+
+
+def drifting(noise: float, fault: float, at: int) -> list[tuple[CallRecord, dict[str, Any]]]:
+    """Four layers for 40 steps, each output off by `noise`, and by `fault` in `layers.2` from a step on."""
+    calls = []
+    for index in range(160):
+        step, layer = divmod(index, 4)
+        off = fault if step >= at and layer == 2 else noise * (1 + layer)
+        kept = {"output": values(rms=1.0 + off) | {"hash": f"{hash((index, off)) & (1 << 64) - 1:016x}"}}
+        calls.append((replace(CALL, index=index, step=step, module=f"layers.{layer}"), kept))
+    return calls
+
+
+@pytest.mark.parametrize(("noise", "fault", "above"), [(0.0, 1e-4, 17), (1e-3, 0.5, 17), (1e-3, 2e-3, None)])
+def test_the_first_step_above_the_noise_is_found(
+    tmp_path: Path, noise: float, fault: float, above: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_panels, "COLUMNS", 10)  # so that a column has several steps
+    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in
+            (("a", drifting(0.0, 0.0, 0)), ("b", drifting(noise, fault, 17))))  # fmt: skip
+    data = data_of(report.page(a, b))
+    drift = data["divergence"]["drift"]
+    # The largest value of the outputs is 2.
+    assert drift["noise"] == {"steps": 4, "usual": pytest.approx(noise * 2 / 2), "times": 10.0}
+    if above is None:
+        assert drift["above"] is None
+        return
+    found = drift["above"]
+    assert (found["step"], found["index"], found["module"], found["row"]) == (17, 70, "layers.2", 2)
+    assert found["error"] == pytest.approx(fault / 2, rel=1e-3)
+    assert found["noise"] == pytest.approx(noise * 3 / 2, rel=1e-3)
+    cells = drift["phases"]["forward"]
+    heat = data["runs"][0]["heat"]
+    assert heat["width"] == 4
+    largest = max(zip(cells["error"], cells["row"], cells["column"], cells["calls"], strict=True))
+    assert largest[1] == 2
+    assert heat["steps"][largest[2]] >= 16
+    assert largest[3] == 4 - (17 % 4 if heat["steps"][largest[2]] == 16 else 0)
+
+
+def test_runs_of_one_step_have_no_noise(tmp_path: Path) -> None:
+    a, b = (
+        open_run(folder(tmp_path / name, (CALL, {"output": values(rms=rms)}))) for name, rms in (("a", 1), ("b", 2))
+    )
+    drift = data_of(report.page(a, b))["divergence"]["drift"]
+    assert (drift["noise"], drift["above"]) == (None, None)
+    assert drift["phases"]["forward"]["error"] == [0.5]
+
+
+def test_an_infinite_error_does_not_hide_the_others(tmp_path: Path) -> None:
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for index in range(8):
+        record = replace(CALL, index=index, step=index // 4)
+        for side, calls in enumerate(sides):
+            calls.append((record, {"output": values(nan=side if index == 5 else 0, rms=1.0 + side * 0.2)}))
+    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in zip("ab", sides, strict=True))
+    cells = data_of(report.page(a, b))["divergence"]["drift"]["phases"]["forward"]
+    assert [cells[name] for name in ("column", "error", "calls", "inf")] == [[0, 1], [0.1, 0.1], [4, 4], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -398,6 +492,7 @@ CHOOSE = (
     "((id, value) => {{ const field = document.getElementById(id); field.value = value;"
     "field.dispatchEvent(new Event('{}')); }})"
 )
+NAMES = "[...document.querySelectorAll('#{}-plot .names .name')].map(each => each.textContent)"
 CELLS = (
     "[...document.querySelectorAll('#gemms-table tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
 )
@@ -412,13 +507,13 @@ def test_the_page_fits_and_follows_the_colour_scheme(browser: Browser, page: Pat
         assert [address for address in browser.requests if not address.startswith("data:")] == [page.as_uri()]
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         wide = browser.evaluate(
-            "[...document.querySelectorAll('.main-svg')].map(each => each.getBoundingClientRect().right)"
+            "[...document.querySelectorAll('svg, canvas')].map(each => each.getBoundingClientRect().right)"
         )
-        assert len(wide) > 3
+        assert len(wide) == 3
         assert max(wide) <= width
         grounds.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
         # Labels of the plots have the colour of the text.
-        ink = browser.evaluate("getComputedStyle(document.querySelector('#heat-plot .ytick text')).fill")
+        ink = browser.evaluate("getComputedStyle(document.querySelector('#heat-plot .name')).color")
         assert ink == browser.evaluate("getComputedStyle(document.body).color")
     light, dark_ground = (sum(map(int, re.findall(r"\d+", ground))) for ground in grounds)
     assert light > 3 * 200
@@ -427,8 +522,6 @@ def test_the_page_fits_and_follows_the_colour_scheme(browser: Browser, page: Pat
 
 def test_cells_that_are_not_finite_have_a_mark(browser: Browser, page: Path) -> None:
     browser.open(page)
-    count = "document.querySelectorAll('#heat-plot .scatterlayer .point').length"
-    assert browser.evaluate(count) == 4
     key = "document.getElementById('heat-key').textContent"
     assert browser.evaluate(key).startswith("✖ has NaN: 3 cells▲ has Inf, no NaN: 1 cell")
     shown = "document.getElementById('first').textContent"
@@ -436,13 +529,92 @@ def test_cells_that_are_not_finite_have_a_mark(browser: Browser, page: Path) -> 
     choose = CHOOSE.format("change")
     for statistic in ("absmax", "mean", "min", "max", "nonfinite"):
         browser.evaluate(f"{choose}('heat-statistic', '{statistic}')")
-        assert browser.evaluate(count) == 4
+        assert "has NaN: 3 cells" in browser.evaluate(key)
     for field, value in (("heat-role", "lhs"), ("heat-phase", "backward"), ("heat-statistic", "seconds")):
         browser.evaluate(f"{choose}('{field}', '{value}')")
-        assert browser.evaluate(count) == 0
+        assert "has NaN" not in browser.evaluate(key)
     browser.evaluate(f"{CHOOSE.format('input')}('heat-filter', 'LAYERS.3')")
-    assert browser.evaluate("document.querySelectorAll('#heat-plot .ytick').length") == 1
+    assert browser.evaluate(NAMES.format("heat")) == ["layers.3"]
     assert browser.complaints == []
+
+
+def press(browser: Browser, plot: str, *keys: str) -> None:
+    browser.evaluate(f"document.querySelector('#{plot}-plot canvas').focus()")
+    for key in keys:
+        browser.evaluate(
+            f"document.querySelector('#{plot}-plot canvas').dispatchEvent("
+            f"new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))"
+        )
+
+
+def test_a_cell_is_chosen_by_keys_and_kept_in_the_address(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    press(browser, "heat", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight")
+    told = "document.getElementById('heat-chosen').innerText"
+    shown = browser.evaluate(told)
+    assert shown.startswith(
+        "layers.1, forward, step 3\n1 call; 2 µs of host time; 48 FLOP; outputs: smallest -1, largest 2"
+    )
+    run = page.parent / "run"
+    commands = browser.evaluate("[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)")
+    assert commands == [
+        f"opintercept show {run} --module layers.1 --phase forward --step 3 --calls",
+        f"opintercept show {run} --module layers.1 --phase forward --over steps",
+    ]
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+    assert browser.evaluate("document.activeElement.tagName") == "CANVAS"
+    assert browser.evaluate("document.querySelector('#outputs-module').selectedOptions[0].text") == "layers.1, forward"
+    browser.evaluate(f"{CHOOSE.format('change')}('heat-colors', 'past')")
+    address = browser.evaluate("location.hash")
+    assert address == "#phase=forward&colors=past&step=3&module=layers.1&panel=heat"
+    # The same in another browser, and after a change of the address.
+    browser.evaluate("location.hash = ''")
+    browser.evaluate("new Promise(done => setTimeout(done, 50))")
+    assert browser.evaluate(told) == ""
+    browser.evaluate(f"location.hash = '{address}'")
+    browser.evaluate("new Promise(done => setTimeout(done, 50))")
+    assert browser.evaluate(told) == shown
+    assert browser.evaluate("document.getElementById('heat-colors').value") == "past"
+    assert "as before" in browser.evaluate("document.getElementById('heat-key').textContent")
+    assert browser.complaints == []
+
+
+def test_modules_fold_and_a_group_has_the_calls_below(browser: Browser, tmp_path: Path) -> None:
+    calls = []
+    for index in range(480):
+        module = f"model.layers.{index // 4 % 60}.{'qkvo'[index % 4]}"
+        nan = int(index == 281)
+        calls.append((replace(CALL, index=index, step=index // 240, module=module), {"output": values(nan=nan)}))
+    report.write(tmp_path / "page.html", open_run(folder(tmp_path / "run", *calls, tensors="full")))
+    browser.open(tmp_path / "page.html")
+    # Of 241 modules, only the way to the first NaN is open.
+    names = browser.evaluate(NAMES.format("heat"))
+    assert names == ["model.layers", *map(str, range(11)), *"qkvo", *map(str, range(11, 60))]
+    press(browser, "heat", "Home", "-")
+    assert browser.evaluate(NAMES.format("heat")) == ["model.layers"]
+    told = browser.evaluate("document.getElementById('heat-chosen').innerText")
+    assert told.startswith("model.layers.*, forward, step 0\n240 calls; ")
+    commands = browser.evaluate("[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)")
+    assert commands[0].endswith("/run --module 'model.layers.*' --phase forward --step 0 --calls")
+    assert commands[2] == f"opintercept replay {tmp_path / 'run'} 0"
+    button = "document.querySelector('#heat-plot button')"
+    assert browser.evaluate(f"{button}.getAttribute('aria-expanded')") == "false"
+    browser.evaluate(f"{button}.focus(), {button}.click()")
+    assert len(browser.evaluate(NAMES.format("heat"))) == 1 + 60 + 4
+    assert browser.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
+    browser.evaluate("document.getElementById('heat-open').click()")
+    assert len(browser.evaluate(NAMES.format("heat"))) == 1 + 60 * 5
+    browser.evaluate("document.getElementById('heat-fold').click()")
+    assert browser.evaluate(NAMES.format("heat")) == ["model.layers"]
+    assert browser.complaints == []
+
+
+def test_a_drift_stands_out_against_the_past(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    past = browser.evaluate("modules.againstPast([1, 2, null, 2, 8, 0], true)")
+    assert past == [0, 1, None, 1, 2, None]  # the medians are those of 1; of 1 and 2; and of 1, 2 and 2
+    assert browser.evaluate("modules.againstPast([0, 0, 1, -2, -2], false)") == [0, 0, 8, -8, -8]
 
 
 def test_products_are_sorted_and_filtered(browser: Browser, page: Path) -> None:
@@ -500,11 +672,6 @@ def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
         assert told[name] in browser.evaluate("document.body.innerText")
         assert browser.evaluate("document.documentElement.scrollWidth") == 400
         assert browser.evaluate("document.getElementById('heat-plot').childElementCount > 0") == bool(calls)
-    # Some of 400 modules have their name beside them; after zooming in, all that are left.
-    labels = "[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)"
-    assert 20 < len(browser.evaluate(labels)) < 80
-    browser.evaluate("Plotly.relayout('heat-plot', {'yaxis.range': [14.5, 9.5]}).then(() => 0)")
-    assert browser.evaluate(labels) == [f"layers.{i}" for i in range(10, 15)]
 
 
 def test_two_runs_are_compared_and_either_can_be_shown(
@@ -517,17 +684,17 @@ def test_two_runs_are_compared_and_either_can_be_shown(
     told = "document.getElementById('divergence').innerText"
     assert "First divergence: call 1 of A, 1 of B, in step 0, forward: addmm in 1" in browser.evaluate(told)
     assert "Its rhs differs, and no earlier call explains that." in browser.evaluate(told)
-    # The mark is at the module that was changed: the second of three.
-    place = "(each => (each.top + each.bottom) / 2)(document.querySelector('{}').getBoundingClientRect())"
-    marked = browser.evaluate(place.format("#divergence-plot .shapelayer path"))
-    label = browser.evaluate(place.format("#divergence-plot .ytick:nth-child(2) text"))
-    assert marked == pytest.approx(label, abs=4)  # pixels: half of a line of text
-    assert browser.evaluate("document.querySelectorAll('#divergence-plot .ytick').length") == 3
-    assert browser.evaluate("document.querySelectorAll('#divergence-plot .point').length") == 3
+    assert browser.evaluate(NAMES.format("divergence")) == ["0", "1", "2"]
+    signs = "[...document.querySelectorAll('#divergence-plot .leaf')].map(each => each.textContent)"
+    assert browser.evaluate(signs) == ["0", "1■", "2"]
+    press(browser, "divergence", "ArrowDown", "ArrowDown", "ArrowRight")
+    chosen = browser.evaluate("document.getElementById('divergence-chosen').innerText")
+    assert chosen.startswith("2, forward, step 1\n")
+    for name in (a, b):
+        assert f"opintercept show {name} --module 2 --phase forward --step 1 --calls" in chosen
     browser.evaluate(f"{CHOOSE.format('change')}('divergence-phase', 'backward')")
-    assert browser.evaluate("document.querySelectorAll('#divergence-plot .shapelayer path').length") == 0
-    assert browser.evaluate("document.querySelectorAll('#histogram-plot .trace').length") == 1
-    steps = "document.querySelectorAll('#heat-plot .xtick').length"
+    assert browser.evaluate("document.querySelectorAll('#histogram-plot .bin').length") >= 10
+    steps = "document.querySelectorAll('#heat-plot .steps div span').length"
     assert browser.evaluate(steps) == 2
     browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
     assert browser.evaluate(steps) == 3
@@ -541,7 +708,7 @@ def test_two_runs_are_compared_and_either_can_be_shown(
         report.write(path, open_run(a), open_run(folder(tmp_path / f"other{number}", *calls)))
         browser.open(path, 400)
         assert text in browser.evaluate(told)
-        assert browser.evaluate("document.getElementById('divergence-plot').childElementCount") == 0
+        assert browser.evaluate("document.getElementById('divergence-plot').offsetHeight") == 0
         assert browser.complaints == []
 
 
@@ -606,7 +773,7 @@ def test_the_first_divergence_is_shown_with_its_arguments_and_nan(browser: Brows
         "NaN and Inf: its lhs has none in A and 3 NaN in B, its rhs has none in A and 2 Inf in B, its output "
         "has none in A and 3 NaN in B."
     ) in told
-    assert browser.evaluate("document.querySelectorAll('#divergence-plot .point').length") == 8
+    assert len(browser.evaluate(NAMES.format("divergence"))) == 1 + 8
     assert browser.complaints == []
 
 
@@ -665,28 +832,41 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
         path.write_text(text, "utf-8")
     browser.open(path)
     assert browser.complaints == []
-    # Hover over each row of the map and each point of the roofline; plotly looks 20 times a second.
+    # The pointer over each row of both maps, and over each point of the roofline.
     hover = (
-        "(async () => {{ const texts = []; for (let i = 0; i < {}; i++) {{"
-        "Plotly.Fx.hover('{}', [{{curveNumber: {}, pointNumber: {}}}]);"
-        "await new Promise(done => setTimeout(done, 70));"
-        "texts.push(document.querySelector('#{} .hoverlayer').textContent); }} return texts; }})()"
+        "(async () => {{ const texts = []; const plot = document.querySelector('{}');"
+        "const box = plot.getBoundingClientRect();"
+        "for (let i = 0; i < {}; i++) {{ plot.dispatchEvent(new PointerEvent('pointermove', {{bubbles: true,"
+        "clientX: box.left + 5, clientY: box.top + 20 * i + 5}}));"
+        "texts.push(document.getElementById('tip').textContent); }} return texts; }})()"
     )
-    over_map = browser.evaluate(hover.format(len(HOSTILE), "heat-plot", 0, "[i, 0]", "heat-plot"))
-    over_roof = browser.evaluate(hover.format(len(HOSTILE), "roofline", 1, "i", "roofline"))
-    labels = browser.evaluate("[...document.querySelectorAll('#heat-plot .ytick text')].map(each => each.textContent)")
+    browser.evaluate("['heat', 'divergence'].forEach(each => document.getElementById(each + '-open').click())")
     names = [row[2] for row in browser.evaluate(CELLS)]
-    for text, label, over in zip(HOSTILE, labels, over_map, strict=True):
+    labels = browser.evaluate(NAMES.format("heat"))
+    over = {
+        plot: browser.evaluate(hover.format(f"#{plot}-plot canvas", len(labels))) for plot in ("heat", "divergence")
+    }
+    for text in HOSTILE:
         shown = _panels.shown_text(text.encode("utf-8", "replace").decode())  # half a surrogate pair cannot be encoded
         assert shown in names
-        assert label == shown or (len(shown) > 44 >= len(label) and label.endswith(shown[-10:]))
-        assert over.startswith(f"{shown}step 0, forward, 1 call")
-    assert any("<img" in text for text in over_roof)
-    over_divergence = browser.evaluate(hover.format(2, "divergence-plot", 2, "i", "divergence-plot"))
-    assert [text.partition("2 calls of 3")[0] for text in over_divergence] == HOSTILE[:2]
+        for plot, word in (("heat", "1 call"), ("divergence", "1 call of 1 differs")):
+            assert any(each.startswith(f"{shown}step 0, forward, {word}") for each in over[plot]), (plot, text)
+    points = "[...document.querySelectorAll('#roofline .point')].map(each => each.dataset.tip)"
+    assert any("<img" in text for text in browser.evaluate(points))
+    press(browser, "heat", "ArrowRight")
+    for row in range(len(labels)):
+        press(browser, "heat", "ArrowDown" if row else "ArrowUp")
+        for command in browser.evaluate(
+            "[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)"
+        ):
+            words = shlex.split(command)
+            assert words[:2] == ["opintercept", "show"]
+            options = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert options <= {"--module", "--phase", "--step", "--calls", "--over"}
+            assert 7 <= len(words) <= 10
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert browser.evaluate("document.title") == "opintercept report"
-    assert browser.evaluate("document.querySelectorAll('script').length") == 3
+    assert browser.evaluate("document.querySelectorAll('script').length") == 1 + len(report.SCRIPTS)
     assert browser.evaluate("document.querySelectorAll('img, svg a, main a, iframe, b b, p svg').length") == 0
     everything = browser.evaluate("document.body.innerText")
     assert not re.search("[\x00\x07\x1b\u202e\u2066\u2028]", everything)

@@ -269,7 +269,10 @@ class ProcessPair:
         kinds = self._kinds()[chosen]
         for kind, count in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()):
             total.kinds[KINDS[kind]] += count
-        differing = chosen[(kinds != _EQUAL) & (kinds != _NOT_COMPARED)]
+        differs = (kinds != _EQUAL) & (kinds != _NOT_COMPARED)
+        differing = chosen[differs]
+        if total.watch is not None:
+            total.watch(a, chosen, self._relative[chosen], differs, self._ranks)
         if not len(differing):
             return
         first = int(differing[0])

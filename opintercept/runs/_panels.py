@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,36 +27,41 @@ if TYPE_CHECKING:
 
 MODULES = 400  # rows of the map
 COLUMNS = 200  # of the map; steps are merged two by two until it fits
-CELLS = 20_000  # of the map
+CELLS = 24_000  # of the maps of a page
 PRODUCTS = 1000  # rows of the table
 PRODUCTS_ADDED_UP = 10_000  # rows that are told apart before the table is cut
 NAME = 200  # characters of a name
 NAMED = 16  # operands, arguments and processes that a sentence names
 PAIRS = 64  # versions, devices and flags
 HISTOGRAMS = 120  # modules and phases whose tensors are read
+SPOTS = 8  # histograms over the steps, and one at the end
 SAMPLES = 8  # samples that make one histogram
 TENSOR = 1 << 26  # bytes of a tensor that is read
 TENSORS = 1 << 30  # bytes of all tensors that are read
 BINS = 60
 PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
+MOMENTS = ("count", "nan", "inf", *FIGURES)
 _READ: tuple[str, ...] = ("index", "step", "site", "look", "elapsed", "has_error", "has_tensors")
 _READ += tuple(f"{role}_{name}" for role in ROLES for name in ("nan", "inf", *FIGURES))
 _BATCH = 256  # calls whose tensors' names are read together
 
 
-def panels_of(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
-    """The panels of a run as plain data, and the row of each module in its map. Reads the calls twice."""
-    heat = HeatMap()
+def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
+    """The panels of a run as plain data, and its map, which has so many cells at most. Reads the calls twice."""
+    info = run.info
+    heat = HeatMap(cells, replayable=info.tensors == "full")
     lines = {rank: run.columns(rank) for rank in run.ranks if not run.in_columns(rank)}  # which are not read twice
     for rank in run.ranks:
         heat.lay_out(lines[rank] if rank in lines else run.columns(rank))
     totals, products, histograms = Totals(), Products(), Histograms()
     for rank in run.ranks:
         _add_up(lines.pop(rank) if rank in lines else run.columns(rank), totals, heat, products, histograms)
-    info = run.info
+    path = str(run.path)
     shown = {
-        "path": shown_text(str(run.path)),
+        "path": shown_text(path, 4 * NAME),
+        "exact": shown_text(path, 4 * NAME) == path,
+        "ranks": len(run.ranks),
         "about": {
             "command": shown_text(" ".join(info.argv), 4 * NAME),
             "started": shown_text(info.started),
@@ -72,7 +77,9 @@ def panels_of(run: Run) -> tuple[dict[str, Any], dict[str | None, int]]:
         "gemms": products.as_dict(),
         "histograms": histograms.as_dict(run),
     }
-    return shown, heat.modules
+    if totals.first is not None:
+        totals.first["row"] = heat.modules.get(totals.first_module)
+    return shown, heat
 
 
 def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products, histograms: Histograms) -> None:
@@ -93,7 +100,8 @@ def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products,
                 moments[role] = Moments(groups, chunk, role, counts)
         for place, (first, calls) in enumerate(zip(groups.firsts.tolist(), groups.counts.tolist(), strict=True)):
             site, look = places[int(of[first])]
-            cell = _Cell(calls, (look.record.flops or 0) * calls, sums[place])
+            one = (columns.rank, int(chunk["index"][first]))
+            cell = _Cell(calls, (look.record.flops or 0) * calls, sums[place], one)
             for role, each in moments.items():
                 if each.calls[place]:
                     cell.roles[role] = _Moments.of(each, place)
@@ -150,6 +158,7 @@ class Totals:
         self.steps = (0, 0)
         self.first: dict[str, Any] | None = None
         self.first_place = (0, 0, 0)
+        self.first_module: str | None = None
         self._stretched = False
 
     def add(self, calls: int, flops: int, seconds: float) -> None:
@@ -168,7 +177,7 @@ class Totals:
         record, output = call.record, call.values["output"]
         if self.first is None or call.place < self.first_place:
             operands = {role: values for role, values in call.values.items() if not is_output(role)}
-            self.first_place = call.place
+            self.first_place, self.first_module = call.place, record.module
             self.first = {
                 "index": record.index,
                 "rank": call.rank,
@@ -237,16 +246,18 @@ class _Moments:
 class _Cell:
     """The calls of one module, in one phase and the steps of one column."""
 
-    __slots__ = ("calls", "flops", "roles", "seconds")
+    __slots__ = ("call", "calls", "flops", "roles", "seconds")
 
-    def __init__(self, calls: int = 0, flops: int = 0, seconds: float = 0.0) -> None:
+    def __init__(self, calls: int, flops: int, seconds: float, call: tuple[int, int]) -> None:
         self.calls, self.flops, self.seconds = calls, flops, seconds
+        self.call = call  # rank and index of one of them
         self.roles: dict[str, _Moments] = {}
 
     def merge(self, other: _Cell) -> None:
         self.calls += other.calls
         self.flops += other.flops
         self.seconds += other.seconds
+        self.call = min(self.call, other.call)
         for role, moments in other.roles.items():
             self.roles.setdefault(role, _Moments()).merge(moments)
 
@@ -259,9 +270,14 @@ class HeatMap:
         calls_left_out: How many calls belong to modules that the map has no room for.
         width: How many steps a column has.
         cells: By phase, row and column.
+
+    Args:
+        most: How many cells there may be.
+        replayable: Whether cells name a call of theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = CELLS, *, replayable: bool = False) -> None:
+        self._most, self._replayable = most, replayable
         self.modules: dict[str | None, int] = {}
         self.calls_left_out = 0
         self.width = 1
@@ -288,7 +304,7 @@ class HeatMap:
         firsts = np.unique(joined(rows, columns), return_index=True)[1]
         new = np.stack([rows[firsts], columns[firsts]], axis=1)
         self._filled = np.unique(np.concatenate([self._filled, new]), axis=0)
-        while (used := len(np.unique(self._filled[:, 1]))) > COLUMNS or (len(self._filled) > CELLS and used > 1):
+        while (used := len(np.unique(self._filled[:, 1]))) > COLUMNS or (len(self._filled) > self._most and used > 1):
             self.width *= 2
             self._filled[:, 1] //= 2
             self._filled = np.unique(self._filled, axis=0)
@@ -303,21 +319,46 @@ class HeatMap:
         if known is not cell:
             known.merge(cell)
 
+    @property
+    def columns(self) -> dict[int, int]:
+        """The number of each column that has calls."""
+        return {column: number for number, column in enumerate(sorted({key[2] for key in self.cells}))}
+
     def as_dict(self) -> dict[str, Any]:
-        columns = {column: number for number, column in enumerate(sorted({key[2] for key in self.cells}))}
+        """The map as lists of columns, which compress better than rows."""
+        columns = self.columns
         roles = [role for role in ROLES if any(role in cell.roles for cell in self.cells.values())]
-        phases: dict[str, list[Any]] = defaultdict(list)
-        for (phase, row, column), cell in self.cells.items():
-            moments = [cell.roles[role].as_list() if role in cell.roles else 0 for role in roles]
-            phases[phase].append([row, columns[column], cell.calls, cell.flops, rounded(cell.seconds), *moments])
+        names = [module_label(name) for name in self.modules]
         return {
-            "modules": [module_label(name) for name in self.modules],
+            "modules": names,
+            "exact": [label == name for label, name in zip(names, self.modules, strict=True)],
             "steps": [column * self.width for column in columns],
             "width": self.width,
             "roles": roles,
-            "phases": {phase: phases[phase] for phase in PHASES if phase in phases},
+            "phases": {phase: self._phase(phase, columns, roles) for phase in self._phases()},
             "left_out": self.calls_left_out,
         }
+
+    def _phases(self) -> list[str]:
+        used = {phase for phase, _, _ in self.cells}
+        return [phase for phase in PHASES if phase in used]
+
+    def _phase(self, phase: str, columns: dict[int, int], roles: list[str]) -> dict[str, Any]:
+        cells = [(row, columns[column], cell) for (of, row, column), cell in self.cells.items() if of == phase]
+        cells.sort(key=lambda entry: entry[:2])
+        lists: dict[str, Any] = {
+            "row": [row for row, _, _ in cells],
+            "column": [column for _, column, _ in cells],
+            "calls": [cell.calls for _, _, cell in cells],
+            "flops": [cell.flops for _, _, cell in cells],
+            "seconds": [rounded(cell.seconds) for _, _, cell in cells],
+        }
+        if self._replayable:
+            lists["rank"], lists["index"] = ([cell.call[side] for _, _, cell in cells] for side in (0, 1))
+        for role in roles:
+            moments = [cell.roles[role].as_list() if role in cell.roles else [None] * 7 for _, _, cell in cells]
+            lists[role] = dict(zip(MOMENTS, map(list, zip(*moments, strict=True)), strict=True))
+        return lists
 
 
 class _Product:
@@ -395,11 +436,52 @@ def _work(row: _Product) -> list[Any]:
 _Stored = tuple[int, int, str]  # rank, step and name of a recorded tensor
 
 
+class _Spots:
+    """Outputs of one module in one phase, spread evenly over the steps, and the last ones.
+
+    Args:
+        size: How many make one histogram.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept: list[list[_Stored]] = []
+        self._last: deque[_Stored] = deque(maxlen=size)
+        self._every, self._seen, self._step = 1, 0, -1
+        self._left = 0  # how many more belong to the histogram that has begun
+        self._kept_now = False
+
+    def add(self, sample: _Stored) -> None:
+        step = sample[1]
+        if step < self._step:  # of another process; the first one is shown
+            return
+        self._last.append(sample)
+        later, self._step = step > self._step, step
+        if self._left:
+            self._left -= 1
+            if self._kept_now:
+                self._kept[-1].append(sample)
+        elif later:
+            self._kept_now, self._left = self._seen % self._every == 0, self._size - 1
+            self._seen += 1
+            if self._kept_now:
+                self._kept.append([sample])
+                if len(self._kept) > SPOTS:  # an even number, so that the last one stays
+                    self._kept = self._kept[::2]
+                    self._every *= 2
+
+    def groups(self) -> list[list[_Stored]]:
+        """The outputs of each histogram, in order."""
+        known = set(self._kept[-1])
+        rest = [sample for sample in self._last if sample not in known]
+        return [*self._kept, rest] if rest and rest[-1][1] > self._kept[-1][-1][1] else self._kept
+
+
 class Histograms:
-    """The first and the last recorded outputs of each module in each phase."""
+    """Recorded outputs of each module in each phase, over the steps."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, int], tuple[list[_Stored], deque[_Stored]]] = {}
+        self.calls: dict[tuple[str, int], _Spots] = {}
         self.left_out: set[tuple[str, int]] = set()
         self.sampled = False
 
@@ -408,28 +490,21 @@ class Histograms:
         if name is None:
             return
         key = (call.record.phase, row)
+        # A sample is too small for a histogram of its own.
+        sampled = name.endswith(".sample")
+        self.sampled |= sampled
         if key not in self.calls:
             if len(self.calls) == HISTOGRAMS:
                 self.left_out.add(key)  # bounded, as there are at most MODULES rows
                 return
-            self.calls[key] = ([], deque())
-        # A sample is too small for a histogram of its own.
-        sampled = name.endswith(".sample")
-        self.sampled |= sampled
-        first, last = self.calls[key]
-        sample = (call.rank, call.record.step, name)
-        if len(first) < (SAMPLES if sampled else 1):
-            first.append(sample)
-            return
-        last.append(sample)
-        if len(last) > len(first):
-            last.popleft()
+            self.calls[key] = _Spots(SAMPLES if sampled else 1)
+        self.calls[key].add((call.rank, call.record.step, name))
 
     def as_dict(self, run: Run) -> dict[str, Any]:
         left, shown, unread = TENSORS, [], 0
-        for (phase, row), ends in self.calls.items():
+        for (phase, row), spots in self.calls.items():
             drawn, read = [], []
-            for samples in ends:
+            for samples in spots.groups():
                 tensors = []
                 for rank, _, name in samples:
                     try:

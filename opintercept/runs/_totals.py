@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,9 @@ from opintercept.runs.difference import (
     Unmatched,
 )
 
+# Takes the calls of a process that were compared: all calls of its run, the numbers of those, the relative errors of
+# their outputs, negative if unknown, which of them differ, and the ranks in both runs.
+Watch = Callable[[Index, Array, Array, Array, tuple[int, int]], None]
 _Place = tuple[int, int, int]  # `StoredCall.place`
 
 
@@ -37,10 +41,11 @@ class Totals:
     Attributes:
         calls: How many calls the first and the second run have.
         pairs: How many were compared; `kinds`, `by`, `pairings` and `metadata` count these, as in `Difference`.
+        watch: As for `compare_runs`.
     """
 
-    def __init__(self, limit: int, worst_limit: int) -> None:
-        self.limit, self.worst_limit = limit, worst_limit
+    def __init__(self, limit: int, worst_limit: int, watch: Watch | None = None) -> None:
+        self.limit, self.worst_limit, self.watch = limit, worst_limit, watch
         self.calls, self.pairs, self.metadata = [0, 0], 0, 0
         self.kinds: Counter[Kind] = Counter()
         self.by: Counter[str] = Counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from opintercept._checks import check_count
 from opintercept._errors import OpInterceptError
@@ -17,6 +18,9 @@ from opintercept.runs.comparer import Comparer
 from opintercept.runs.difference import Difference
 from opintercept.runs.rank_difference import RankDifference
 from opintercept.runs.store import Run
+
+if TYPE_CHECKING:
+    from opintercept.runs._totals import Watch
 
 Select = Callable[[CallRecord], bool]
 
@@ -154,15 +158,21 @@ def diff_ranks(run: Run, *, limit: int = 100) -> RankDifference:
 
 
 def compare_runs(
-    a: Run, b: Run, comparer: Comparer, limit: int, worst_limit: int, select: Select | None = None
+    a: Run,
+    b: Run,
+    comparer: Comparer,
+    limit: int,
+    worst_limit: int,
+    select: Select | None = None,
+    watch: Watch | None = None,
 ) -> Difference:
-    """`diff` with a limit of its own for `worst`, whose calls can be large."""
+    """`diff` with a limit of its own for `worst`, whose calls can be large, and `watch`, which gets all errors."""
     try:
         from opintercept.runs._compare import compare_ranks
         from opintercept.runs._totals import Totals
     except ImportError as missing:
         raise ImportError("comparing runs needs numpy; pip install 'opintercept[cli]'") from missing
-    total = Totals(limit, worst_limit)
+    total = Totals(limit, worst_limit, watch)
     for rank_a, rank_b in _rank_pairs(a, b):
         compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
     if not total.pairs and (not total.absent or (select and not any(total.unmatched_calls))):

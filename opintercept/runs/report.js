@@ -1,119 +1,12 @@
 "use strict";
-// Draws the page from its block of data. Texts of a run are untrusted: they become text nodes, or go through label()
-// to plotly, which reads some tags and entities in labels.
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const byId = (id) => document.getElementById(id);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const shownRows = 25;
+// Shows the page's block of data with the other scripts. Texts of a run are untrusted: they become text nodes, and
+// commands quote them for a shell. The address keeps what is chosen.
+(async () => {
+  const { dark, element, narrow, shape } = plots;
+  const { byId, cell, clear, counted, figure, fill, least, most, name, notes, on, plain, short, time } = parts;
+  const packed = Uint8Array.from(atob(JSON.parse(byId("data").textContent)), (letter) => letter.charCodeAt(0));
+  const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
   let run = data.runs[0];
-
-  function element(tag, attributes, ...children) {
-    const made = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
-    made.append(...children);
-    return made;
-  }
-  const name = (text) => element("span", { class: "name" }, text);
-  const cell = (text, kind) => element("div", { class: `name cell ${kind}` }, text);
-  const label = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const color = (variable) => getComputedStyle(document.documentElement).getPropertyValue(`--${variable}`).trim();
-  const narrow = () => document.documentElement.clientWidth < 640;
-  const counted = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many || one + "s"}`;
-
-  function figure(value, unit) {
-    if (value === null || value === undefined) return "?";
-    const prefixes = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-    const [scale, prefix] = prefixes.find(([least]) => Math.abs(value) >= least) || [1, ""];
-    return `${Number((value / scale).toPrecision(3))} ${prefix}${unit}`.trim();
-  }
-  function time(seconds) {
-    if (seconds === null || seconds === undefined) return "?";
-    if (seconds >= 60) return `${(seconds / 60).toPrecision(3)} min`;
-    const [scale, unit] = seconds >= 1 || seconds === 0 ? [1, "s"] : seconds >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
-    return `${Number((seconds * scale).toPrecision(3))} ${unit}`;
-  }
-  function plain(value) {
-    if (value === null || value === undefined) return "?";
-    const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
-  }
-  // Shortens "encoder.layer.11.attention.query" to "e.l.11.a.query": the last part and the numbers say most.
-  function short(text, most) {
-    const parts = text.split(".");
-    for (let i = 0; i < parts.length - 1 && parts.join(".").length > most; i++) {
-      if (!/^\d*$/.test(parts[i])) parts[i] = parts[i].slice(0, 1);
-    }
-    const shown = parts.join(".");
-    return shown.length <= most ? shown : `…${shown.slice(1 - most)}`;
-  }
-
-  function fill(select, options) {
-    const before = select.value;
-    select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
-    if (options.some(([value]) => String(value) === before)) select.value = before;
-    select.parentElement.hidden = options.length < 2;
-  }
-  function notes(id, texts) {
-    byId(id).replaceChildren(...texts.filter(Boolean).map((text) => element("p", { class: "note" }, text)));
-  }
-  function on(ids, event, action) {
-    for (const id of ids) byId(id).addEventListener(event, action);
-  }
-
-  function axis(title, more) {
-    return {
-      title: { text: title, font: { size: 12 }, standoff: 8 }, gridcolor: color("grid"), linecolor: color("line"),
-      zerolinecolor: color("line"), tickfont: { size: 11 }, automargin: true, ...more,
-    };
-  }
-  // Ticks at 1, 2 and 5 of each decade, or at every few decades, about six in all.
-  function decades(low, high, format) {
-    const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
-    const every = Math.ceil((last - first) / 6);
-    const parts = last - first <= 2 ? [1, 2, 5] : last - first <= 3 ? [1, 3] : [1];
-    const tickvals = [];
-    for (let power = first; power <= last; power += every) tickvals.push(...parts.map((part) => part * 10 ** power));
-    return { type: "log", tickvals, ticktext: tickvals.map(format), range: [Math.log10(low), Math.log10(high)] };
-  }
-  function draw(id, traces, layout) {
-    const place = byId(id);
-    Plotly.react(place, traces, {
-      width: place.clientWidth, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("text") },
-      margin: { l: 50, r: 16, t: 16, b: 44 }, hovermode: "closest", dragmode: narrow() ? false : "zoom",
-      hoverlabel: {
-        align: "left", bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("text"), size: 12 },
-      },
-      legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" },
-      ...layout,
-    }, { displaylogo: false, displayModeBar: false, doubleClick: "reset" });
-  }
-  // As many names beside the rows as there is room for, also after zooming in.
-  function rowTicks(names, height, range) {
-    const [from, to] = [Math.max(0, Math.ceil(Math.min(...range))), Math.min(names.length - 1, Math.floor(Math.max(...range)))];
-    const every = Math.ceil((to - from + 1) / (height / 14)) || 1;
-    const tickvals = [];
-    for (let row = from; row <= to; row += every) tickvals.push(row);
-    return { tickvals, ticktext: tickvals.map((row) => label(short(names[row], narrow() ? 20 : 44))) };
-  }
-  function rowAxis(names, height) {
-    const range = [names.length - 0.5, -0.5];
-    return axis("", { ...rowTicks(names, height, range), range, showgrid: false, zeroline: false, ticks: "" });
-  }
-  function followZoom(id, names, height) {
-    const place = byId(id);
-    place.removeAllListeners("plotly_relayout");
-    place.on("plotly_relayout", (event) => {
-      if ("yaxis.tickvals" in event) return;
-      const { tickvals, ticktext } = rowTicks(names, height, place.layout.yaxis.range);
-      Plotly.relayout(place, { "yaxis.tickvals": tickvals, "yaxis.ticktext": ticktext });
-    });
-  }
-  function clear(id) {
-    Plotly.purge(byId(id));
-    byId(id).replaceChildren();
-  }
 
   // --- what the run is
 
@@ -173,317 +66,305 @@
     );
   }
 
+  // --- what is chosen, which the address keeps
+
+  const chosen = new Map(new URLSearchParams(location.hash.slice(1)));
+  const fields = ["run", "phase", "statistic", "tensors", "colors", "filter", "step", "module", "panel"];
+  const inputs = { phase: "heat-phase", statistic: "heat-statistic", tensors: "heat-role", colors: "heat-colors", filter: "heat-filter" };
+  const letterOf = () => "AB"[data.runs.indexOf(run)];
+  function remember(changes) {
+    for (const [key, value] of Object.entries(changes)) {
+      if (value === null || value === "") chosen.delete(key);
+      else chosen.set(key, String(value));
+    }
+    const address = new URLSearchParams(fields.filter((key) => chosen.has(key)).map((key) => [key, chosen.get(key)])).toString();
+    history.replaceState(null, "", address ? `#${address}` : location.pathname);
+  }
+  // What follows a quoted text is part of a command that a reader pastes into a shell.
+  const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replace(/'/g, "'\\''")}'`);
+  const option = (key, text) => (text.startsWith("-") ? `--${key}=${quoted(text)}` : `--${key} ${quoted(text)}`);
+  const folder = (each) => (each.exact ? quoted(each.path.startsWith("-") ? `./${each.path}` : each.path) : null);
+  function commands(of, row, phase, column, call) {
+    const path = folder(of);
+    if (path === null) return [];
+    const { steps, width, exact } = of.heat;
+    const narrowed = [`--phase ${phase}`];
+    if (row && row.rows.every((each) => exact[each])) {
+      const name = (row.group ? row.key.slice(0, -2) : row.key).replace(/[[*?]/g, "[$&]");
+      narrowed.unshift(option("module", row.group ? `${name}.*` : name));
+    }
+    const step = `--step ${steps[column]}${width > 1 ? `:${steps[column] + width}` : ""}`;
+    return [
+      `opintercept show ${path} ${narrowed.join(" ")} ${step} --calls`,
+      ...(steps.length > 1 ? [`opintercept show ${path} ${narrowed.join(" ")} --over steps`] : []),
+      ...(call ? [`opintercept replay ${path} ${call[1]}${of.ranks > 1 ? ` --rank ${call[0]}` : ""}`] : []),
+    ];
+  }
+  function commandList(texts) {
+    return texts.map((text) => {
+      const code = element("code", {}, text);
+      const button = element("button", { type: "button", "aria-label": `Copy ${text}` }, "Copy");
+      button.addEventListener("click", async () => {
+        try {
+          await navigator.clipboard.writeText(text);
+          button.textContent = "Copied";
+        } catch {
+          getSelection().selectAllChildren(code); // without the right to copy, the reader's keys do
+          button.textContent = "Selected";
+        }
+        setTimeout(() => { button.textContent = "Copy"; }, 1500);
+      });
+      return element("div", { class: "command" }, code, button);
+    });
+  }
+
   // --- modules over steps
 
-  const fields = { count: 0, nan: 1, inf: 2, min: 3, max: 4, mean: 5, rms: 6 };
-  const of = (field) => (moments) => moments[fields[field]];
-  // The largest magnitude that is known; null if none is.
-  const size = (moments) => {
-    const known = [moments[fields.min], moments[fields.max]].filter((value) => value !== null);
-    return known.length ? Math.max(...known.map(Math.abs)) : null;
-  };
   const statistics = {
-    rms: { text: "root mean square", read: of("rms"), scale: "log", format: plain },
-    absmax: { text: "largest magnitude", read: size, scale: "log", format: plain },
-    mean: { text: "mean", read: of("mean"), scale: "signed", format: plain },
-    min: { text: "smallest", read: of("min"), scale: "signed", format: plain },
-    max: { text: "largest", read: of("max"), scale: "signed", format: plain },
-    nonfinite: {
-      text: "share of NaN and Inf", scale: "linear", format: (value) => `${plain(value * 100)} %`,
-      read: (moments) => moments[0] ? (moments[fields.nan] + moments[fields.inf]) / moments[0] : null,
-    },
-    seconds: { text: "host time", cell: 4, scale: "log", format: time },
-    flops: { text: "FLOP", cell: 3, scale: "log", format: (value) => figure(value, "FLOP") },
-    calls: { text: "calls", cell: 2, scale: "linear", format: plain },
+    rms: { text: "root mean square", scale: "log", format: plain },
+    absmax: { text: "largest magnitude", scale: "log", format: plain },
+    mean: { text: "mean", scale: "signed", format: plain },
+    min: { text: "smallest", scale: "signed", format: plain },
+    max: { text: "largest", scale: "signed", format: plain },
+    nonfinite: { text: "share of NaN and Inf", scale: "linear", format: (value) => `${plain(value * 100)} %` },
+    seconds: { text: "host time", work: true, scale: "log", format: time },
+    flops: { text: "FLOP", work: true, scale: "log", format: (value) => figure(value, "FLOP") },
+    calls: { text: "calls", work: true, scale: "linear", format: plain },
   };
-  const scales = {
-    // Cividis, which reads the same without full colour vision; and blue through grey to orange.
-    even: [[0, "#00224e"], [0.25, "#35456c"], [0.5, "#666970"], [0.75, "#a69d75"], [1, "#fee838"]],
-    signed: [[0, "#2166ac"], [0.25, "#8bb8d9"], [0.5, "#dcdcdc"], [0.75, "#eda268"], [1, "#b35806"]],
-  };
+  const roles = { output: "outputs", lhs: "left operands", rhs: "right operands", bias: "biases" };
+  const colors = [["absolute", "absolute"], ["past", "against the row's own past"]];
+  const folds = new Map(); // by run, pass and map, which groups are open
 
+  // Rows that matter: of the first output that is not finite, of the first divergence, and of the one above the noise.
+  function wanted(each) {
+    const found = data.divergence;
+    const rows = [each.totals.first?.row, ...(each === data.runs[0] && found ? [found.first?.row, found.drift?.above?.row] : [])];
+    return new Set(rows.filter((row) => row !== null && row !== undefined));
+  }
+  function rowsOf(map, each, phase, filter) {
+    const { heat } = each;
+    const used = new Set(heat.phases[phase] ? heat.phases[phase].row : []);
+    const rows = [...heat.modules.keys()].filter((row) => used.has(row) && heat.modules[row].toLowerCase().includes(filter));
+    const nodes = modules.tree(heat.modules, heat.exact, rows);
+    const key = [map, data.runs.indexOf(each), phase].join();
+    if (!folds.has(key)) folds.set(key, modules.opened(nodes, wanted(each)));
+    const open = folds.get(key);
+    return { nodes, open, rows: modules.flat(nodes, (group) => Boolean(filter) || open.has(group)) };
+  }
+  function foldButtons(map, nodes, open, redraw) {
+    byId(`${map}-fold`).onclick = () => { open.clear(); redraw(); };
+    byId(`${map}-open`).onclick = () => { modules.keys(nodes).forEach((key) => open.add(key)); redraw(); };
+    for (const button of ["fold", "open"]) byId(`${map}-${button}`).hidden = !modules.keys(nodes).length;
+  }
+  function stepText(heat, column) {
+    return heat.width === 1 ? `${heat.steps[column]}` : `${heat.steps[column]}–${heat.steps[column] + heat.width - 1}`;
+  }
+  const columnOf = (heat, step) => heat.steps.findIndex((first) => first <= step && step < first + heat.width);
+
+  // Colours for rows of values: { ramp, part(value, past), texts }.
+  function scaled(values, past, { scale, format }) {
+    const known = values.flat().filter((value) => value !== null && Number.isFinite(value));
+    if (past) {
+      const sizes = past.flat().filter((value) => value !== null).map(Math.abs);
+      const edge = Math.min(Math.max(most(sizes), scale === "log" ? 1 : 0.5), scale === "log" ? 10 : 8);
+      const texts = scale === "log"
+        ? [`1/${plain(2 ** edge)} of the past`, "as before", `${plain(2 ** edge)} times`]
+        : [`${plain(edge)} times the past's size below`, "as before", `${plain(edge)} above`];
+      return { ramp: "signed", part: (value, against) => (against === null ? null : 0.5 + against / edge / 2), texts };
+    }
+    const positive = known.filter((value) => value > 0);
+    const log = scale === "log" && positive.length > 0;
+    const largest = most(known.map(Math.abs));
+    const [low, high] = log ? [least(positive), most(positive)] : scale === "signed" ? [-largest, largest] : [Math.min(0, least(known)), most(known)];
+    const at = log ? (value) => Math.log10(Math.max(value, low)) : (value) => value / 2; // halves do not overflow
+    const [from, to] = at(low) < at(high) ? [at(low), at(high)] : [at(low) - 0.5, at(high) + 0.5];
+    return {
+      ramp: scale === "signed" ? "signed" : "even", part: (value) => (value === null ? null : (at(value) - from) / (to - from)),
+      texts: [0, 0.5, 1].map((part) => from + part * (to - from)).map((tick) => format(log ? 10 ** tick : tick * 2)),
+    };
+  }
+  function pastText(against, log) {
+    if (against === null) return [];
+    return [log ? `${plain(2 ** against)} times the median before` : `${plain(against)} of the median's size above the median before`];
+  }
   function heatOptions() {
     const { heat } = run;
     fill(byId("heat-statistic"), Object.entries(statistics)
-      .filter(([, each]) => each.cell || heat.roles.length).map(([key, each]) => [key, each.text]));
-    fill(byId("heat-role"), heat.roles.map((role) => [role, { output: "outputs", lhs: "left operands", rhs: "right operands", bias: "biases" }[role]]));
+      .filter(([, each]) => each.work || heat.roles.length).map(([key, each]) => [key, each.text]));
+    fill(byId("heat-role"), heat.roles.map((role) => [role, roles[role]]));
     fill(byId("heat-phase"), Object.keys(heat.phases).map((phase) => [phase, phase]));
-  }
-  function stepText(column) {
-    const { steps, width } = run.heat;
-    return width === 1 ? `${steps[column]}` : `${steps[column]}–${steps[column] + width - 1}`;
+    fill(byId("heat-colors"), heat.steps.length > 1 ? colors : colors.slice(0, 1));
   }
   function heatDraw() {
     const { heat } = run;
     const statistic = statistics[byId("heat-statistic").value];
-    const role = heat.roles.indexOf(byId("heat-role").value);
-    const phase = byId("heat-phase").value;
-    byId("heat-role").parentElement.hidden = heat.roles.length < 2 || Boolean(statistic.cell);
+    const [key, role, phase] = ["heat-statistic", "heat-role", "heat-phase"].map((id) => byId(id).value);
+    byId("heat-role").parentElement.hidden = heat.roles.length < 2 || Boolean(statistic.work);
     byId("heat-text").textContent = !run.totals.calls ? "The run has no calls."
-      : heat.roles.length ? "Colour shows the statistic over all calls of the module in the step. Cells without calls are blank."
+      : heat.roles.length ? "Colour shows the statistic over all calls of the module in the step; a group of modules has all of theirs. Cells without calls are blank."
         : "No values were recorded, so this shows work. Record with tensors=\"stats\" to see values.";
     notes("heat-notes", [
       heat.width > 1 && `To fit, each column combines ${counted(heat.width, "step")}.`,
       heat.left_out && `The map shows the first ${counted(heat.modules.length, "module")} and leaves out ${counted(heat.left_out, "call")} of others.`,
     ]);
-    const wanted = byId("heat-filter").value.toLowerCase();
-    const used = new Set((heat.phases[phase] || []).map((cell) => cell[0]));
-    const rows = [...heat.modules.keys()].filter((row) => used.has(row) && heat.modules[row].toLowerCase().includes(wanted));
     byId("heat-controls").hidden = !run.totals.calls;
+    const { nodes, open, rows } = rowsOf("heat", run, phase, byId("heat-filter").value.toLowerCase());
+    foldButtons("heat", nodes, open, heatDraw);
+    clear("heat-chosen");
     if (!rows.length) {
       byId("heat-key").replaceChildren(run.totals.calls ? "No module has a name that contains this." : "");
       return clear("heat-plot");
     }
-    const place = new Map(rows.map((row, number) => [row, number]));
-    const grid = () => rows.map(() => heat.steps.map(() => null));
-    const values = grid();
-    const texts = grid();
-    const broken = { nan: [], inf: [] };
-    for (const cell of heat.phases[phase]) {
-      const y = place.get(cell[0]);
-      if (y === undefined) continue;
-      const x = cell[1];
-      const moments = cell[5 + role] || null;
-      const value = statistic.cell ? cell[statistic.cell] : moments && statistic.read(moments);
-      values[y][x] = value;
-      const lines = [heat.modules[cell[0]], `step ${stepText(x)}, ${phase}, ${counted(cell[2], "call")}`,
-        `${statistic.text}: ${value === null ? "none" : statistic.format(value)}`];
-      if (moments && !statistic.cell && moments[fields.nan] + moments[fields.inf]) {
-        lines.push(`${counted(moments[fields.nan], "NaN", "NaN")}, ${counted(moments[fields.inf], "Inf", "Inf")} of ${counted(moments[0], "value")}`);
-        broken[moments[fields.nan] ? "nan" : "inf"].push([x, y, lines]);
-      }
-      texts[y][x] = lines.map(label).join("<br>");
-    }
-    const known = values.flat().filter((value) => value !== null);
-    const positive = known.filter((value) => value > 0);
-    const log = statistic.scale === "log" && positive.length > 0;
-    const [low, high] = log ? [least(positive), most(positive)]
-      : statistic.scale === "signed" ? [-most(known.map(Math.abs)), most(known.map(Math.abs))]
-        : [Math.min(0, least(known)), most(known)];
-    const at = log ? (value) => (value > 0 ? Math.log10(value) : Math.log10(low)) : (value) => value;
-    const [from, to] = at(low) < at(high) ? [at(low), at(high)] : [at(low) - 0.5, at(high) + 0.5];
-    const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => from + part * (to - from));
-    const tickText = ticks.map((tick) => statistic.format(log ? 10 ** tick : tick));
-    const bars = heat.steps.length === 1;
-    const small = narrow();
-    const height = Math.max(bars ? 120 : 160, Math.min(rows.length * 18, 720)) + (small && !bars ? 110 : 60);
-    const names = rows.map((row) => heat.modules[row]);
-    const scale = statistic.scale === "signed" ? scales.signed : scales.even;
-    const bar = {
-      thickness: 12, outlinewidth: 0, tickvals: ticks, ticktext: tickText, tickfont: { size: 11 },
-      ...(small ? { orientation: "h", y: -44 / (height - 98), yanchor: "top", len: 1, tickvals: [ticks[0], ticks[2], ticks[4]], ticktext: [tickText[0], tickText[2], tickText[4]] } : {}),
+    const cells = heat.phases[phase];
+    const known = modules.index(cells);
+    const sums = rows.map((row) => modules.sums(cells, known, row.rows, heat.steps.length, role));
+    const values = sums.map((row) => row.map((sum) => sum && sum[key]));
+    const log = statistic.scale === "log";
+    const past = byId("heat-colors").value === "past" ? values.map((row) => modules.againstPast(row, log)) : null;
+    const { ramp, part, texts } = scaled(values, past, statistic);
+    const broken = { nan: 0, inf: 0 };
+    rows.forEach((row, y) => {
+      row.cells = sums[y].map((sum, x) => {
+        if (!sum) return null;
+        const mark = statistic.work ? null : sum.nan ? "nan" : sum.inf ? "inf" : null;
+        if (mark && !row.group) broken[mark]++;
+        const value = values[y][x];
+        return { part: value === null ? null : part(value, past && past[y][x]), text: value === null ? "none" : statistic.format(value), mark };
+      });
+    });
+    const lines = (row, x) => {
+      const sum = sums[rows.indexOf(row)][x];
+      return [row.title, `step ${stepText(heat, x)}, ${phase}, ${counted(sum.calls, "call")}`, `${statistic.text}: ${row.cells[x].text}`,
+        ...(past ? pastText(past[rows.indexOf(row)][x], log) : []),
+        ...(!statistic.work && sum.nan + sum.inf ? [`${nonfinite([sum.nan, sum.inf])} of ${counted(sum.count, "value")}`] : [])];
     };
-    const traces = [];
-    const xaxis = axis("step", { showgrid: false, zeroline: false, ticks: "" });
-    if (bars) {
-      // With a single step, bars tell the values apart better than colours.
-      traces.push({
-        type: "bar", orientation: "h", y: rows.map((_, number) => number),
-        x: values.map(([value]) => (value === null ? null : log && !(value > 0) ? null : value)),
-        hovertext: texts.map(([text]) => text), hoverinfo: "text", textposition: "none", marker: { color: color("forward") }, showlegend: false,
-      });
-      Object.assign(xaxis, axis(statistic.text, {
-        nticks: small ? 4 : 8, ...(log ? decades(low / 3, high * 1.2, statistic.format) : {}),
-      }));
-    } else {
-      traces.push({
-        type: "heatmap", x: heat.steps.map((_, number) => number), y: rows.map((_, number) => number),
-        z: values.map((row) => row.map((value) => (value === null ? null : at(value)))),
-        hovertext: texts, hoverinfo: "text", hoverongaps: false, colorscale: scale, zmin: from, zmax: to, colorbar: bar,
-        xgap: heat.steps.length <= 60 ? 1 : 0, ygap: rows.length <= 45 ? 1 : 0,
-      });
-      const stride = Math.ceil(heat.steps.length / (small ? 5 : 14));
-      const numbers = [...heat.steps.keys()].filter((number) => number % stride === 0);
-      Object.assign(xaxis, {
-        tickvals: numbers, ticktext: numbers.map((number) => `${heat.steps[number]}`), range: [-0.5, heat.steps.length - 0.5],
-      });
-    }
-    const marks = { nan: ["x", "NaN"], inf: ["triangle-up", "Inf, no NaN"] };
-    const markSize = Math.max(5, Math.min(9, (height - 60) / rows.length, bars ? 9 : byId("heat-plot").clientWidth * 0.75 / heat.steps.length));
-    const edge = log ? low / 2 : low;
-    for (const [kind, cells] of Object.entries(broken)) {
-      if (!cells.length) continue;
-      traces.push({
-        type: "scatter", mode: "markers", name: marks[kind][1], showlegend: false,
-        x: cells.map(([x]) => (bars ? edge : x)), y: cells.map(([, y]) => y),
-        hovertext: cells.map(([, , lines]) => lines.map(label).join("<br>")), hoverinfo: "text",
-        marker: { symbol: marks[kind][0], size: markSize, color: color("mark"), line: { color: color("panel"), width: 1 } },
-      });
-    }
-    byId("heat-key").replaceChildren(...(statistic.cell || role < 0 ? [] : [
-      broken.nan.length && `✖ has NaN: ${counted(broken.nan.length, "cell")}`,
-      broken.inf.length && `▲ has Inf, no NaN: ${counted(broken.inf.length, "cell")}`,
-      broken.nan.length + broken.inf.length ? "Statistics cover only the finite values." : "All values are finite.",
-    ].filter(Boolean).map((text) => element("span", {}, text))));
-    draw("heat-plot", traces, { height, xaxis, yaxis: rowAxis(names, height - 60), margin: { l: 10, r: small ? 10 : 16, t: 8, b: small && !bars ? 90 : 44 } });
-    followZoom("heat-plot", names, height - 60);
-  }
-  // A long array is too many arguments for Math.min.
-  const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
-  const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
-
-  // --- products
-
-  const phases = { forward: "circle", backward: "square", recompute: "diamond" };
-  const rates = (row) => row.device === "cpu" && row.seconds ? row.flops === null ? null : row.flops / row.seconds : null;
-  const columns = [
-    ["op", "operator", "text"], ["phase", "pass", "text"], ["module", "modules", "text"], ["shape", "shape", "text"], ["dtype", "dtype", "text"],
-    ["calls", "calls", (row) => row.calls.toLocaleString("en")], ["flops", "FLOP", (row) => figure(row.flops, "")],
-    ["seconds", "time", (row) => time(row.seconds)], ["share", "share", (row) => `${(row.share * 100).toFixed(1)} %`],
-    ["rate", "FLOP/s", (row) => figure(row.rate, "")], ["intensity", "FLOP/byte", (row) => plain(row.intensity)],
-  ];
-  const sorting = { by: "seconds", down: true };
-  let allRows = false;
-  let products = [];
-
-  function gemmsOptions() {
-    const total = run.totals.seconds || 1;
-    products = run.gemms.rows.map(([op, phase, module, shape, dtype, device, calls, flops, bytes, seconds]) => {
-      const row = { op, phase, module, shape, dtype, device, calls, flops, bytes, seconds, share: (seconds || 0) / total };
-      row.rate = rates(row);
-      row.intensity = flops === null || !bytes ? null : flops / bytes;
-      return row;
+    const selected = found(rows, heat);
+    const redraw = (changes) => { remember({ panel: "heat", run: data.runs.length > 1 ? letterOf() : null, phase, ...changes }); heatDraw(); divergenceDraw(); outputsFollow(); };
+    plots.heat(byId("heat-plot"), {
+      label: `${statistic.text} of each module by step`, rows, steps: heat.steps, ramp, lines, selected,
+      onSelect: (row, column) => redraw({ module: rows[row].key, step: heat.steps[column] }),
+      onFold: (group) => { toggle(open, group); heatDraw(); },
     });
-    const distinct = (key) => [...new Set(products.map((row) => row[key]))].sort().map((value) => [value, value]);
-    fill(byId("gemms-op"), [["", "all"], ...distinct("op")]);
-    fill(byId("gemms-phase"), [["", "all"], ...distinct("phase")]);
-    byId("gemms-controls").hidden = !products.length;
+    byId("heat-key").replaceChildren(...(statistic.work || !role ? [] : [
+      broken.nan && `✖ has NaN: ${counted(broken.nan, "cell")}`,
+      broken.inf && `▲ has Inf, no NaN: ${counted(broken.inf, "cell")}`,
+      broken.nan + broken.inf ? "Statistics cover only the finite values." : "All values are finite.",
+    ].filter(Boolean).map((text) => element("span", {}, text))), ...(heat.steps.length > 1 ? [plots.legend(ramp, texts)] : []));
+    if (!selected) return;
+    const [row, sum] = [rows[selected.row], sums[selected.row][selected.column]];
+    byId("heat-chosen").replaceChildren(chosenBox(row, heat, phase, selected.column, sum ? [
+      counted(sum.calls, "call"), `${time(sum.seconds)} of host time`, figure(sum.flops, "FLOP"),
+      ...(sum.values ? [`${roles[role]}: smallest ${plain(sum.min)}, largest ${plain(sum.max)}, mean ${plain(sum.mean)}, root mean square ${plain(sum.rms)}`,
+        nonfinite([sum.nan, sum.inf]) || "all finite"] : []),
+    ] : ["no calls"], commands(run, row, phase, selected.column, sum && sum.call)));
   }
-  function gemmsDraw() {
-    const [op, phase, shape, module] = ["op", "phase", "shape", "module"].map((key) => byId(`gemms-${key}`).value.toLowerCase());
-    const rows = products.filter((row) => (!op || row.op.toLowerCase() === op) && (!phase || row.phase === phase)
-      && row.shape.toLowerCase().includes(shape) && row.module.toLowerCase().includes(module));
-    rows.sort((one, other) => compare(one[sorting.by], other[sorting.by]) * (sorting.down ? -1 : 1));
-    byId("gemms-text").textContent = products.length
-      ? "Each row combines calls of the same operator, pass, shape and dtype, in modules whose names differ only in a number. Times are host times."
-      : "The run has no calls.";
-    notes("gemms-notes", [
-      products.some((row) => row.device !== "cpu" && row.device !== "")
-        && "For an asynchronous device, host time covers only the launch, so its calls have no FLOP/s.",
-      run.gemms.rest && `The last row combines ${counted(run.gemms.rest[0], "call")} that took less time.`,
-    ]);
-    roofline(rows);
-    const body = element("tbody", {});
-    for (const row of allRows ? rows : rows.slice(0, shownRows)) {
-      body.append(element("tr", {}, ...columns.map(([key, , format]) => format === "text"
-        ? element("td", { class: "text" }, key === "module" || key === "op" ? cell(row[key], key) : row[key])
-        : element("td", {}, format(row)))));
-    }
-    if (run.gemms.rest && !op && !phase && !shape && !module) {
-      const [calls, flops, , seconds] = run.gemms.rest;
-      const rest = { calls, flops, seconds, share: seconds / (run.totals.seconds || 1), rate: null, intensity: null };
-      body.append(element("tr", { class: "rest" }, element("td", { class: "text", colspan: 5 }, "all others"),
-        ...columns.slice(5).map(([, , format]) => element("td", {}, format(rest)))));
-    }
-    const heads = columns.map(([key, text, format]) => {
-      const sorted = sorting.by === key;
-      const button = element("button", { type: "button" }, `${text}${sorted ? (sorting.down ? " ↓" : " ↑") : ""}`);
-      button.addEventListener("click", () => {
-        sorting.down = sorted ? !sorting.down : format !== "text";
-        sorting.by = key;
-        gemmsDraw();
-        byId("gemms-table").querySelectorAll("th button")[columns.findIndex(([each]) => each === key)].focus();
-      });
-      const head = element("th", { scope: "col", class: format === "text" ? "text" : "" }, button);
-      if (sorted) head.setAttribute("aria-sort", sorting.down ? "descending" : "ascending");
-      return head;
-    });
-    byId("gemms-table").replaceChildren(products.length
-      ? element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body) : "");
-    const more = byId("gemms-more");
-    more.hidden = rows.length <= shownRows;
-    more.textContent = allRows ? `Show the first ${shownRows}` : `Show all ${rows.length.toLocaleString("en")} rows`;
+  function toggle(open, group) {
+    const key = group.slice(0, -2);
+    if (!open.delete(key)) open.add(key);
   }
-  function compare(one, other) {
-    if (one === null || other === null) return (one !== null) - (other !== null);
-    return typeof one === "string" ? one.localeCompare(other) : one - other;
+  // The row and column that are chosen; of a row that is folded away, the group that has it.
+  function found(rows, heat) {
+    if (!chosen.has("module") || !chosen.has("step")) return null;
+    const key = chosen.get("module");
+    const column = columnOf(heat, Number(chosen.get("step")));
+    const row = rows.findIndex((each) => each.key === key);
+    const over = row >= 0 ? row : rows.findLastIndex((each) => each.group && key.startsWith(each.key.slice(0, -1)));
+    return over < 0 || column < 0 ? null : { row: over, column };
   }
-  function roofline(rows) {
-    const drawn = rows.filter((row) => row.rate && row.intensity);
-    if (!drawn.length) return clear("roofline");
-    const traces = [];
-    // The roof is the highest rate of this run, over all its products and not only those shown.
-    const measured = products.filter((row) => row.rate && row.intensity);
-    const work = most(measured.map((row) => row.rate));
-    const memory = most(measured.map((row) => row.rate / row.intensity));
-    const left = least(measured.map((row) => row.intensity)) / 3;
-    const right = Math.max(most(measured.map((row) => row.intensity)), work / memory) * 3;
-    traces.push({
-      type: "scatter", mode: "lines", name: "highest measured", hoverinfo: "skip", line: { color: color("quiet"), width: 1, dash: "dot" },
-      x: [left, work / memory, right], y: [left * memory, work, work],
-    });
-    for (const [phase, symbol] of Object.entries(phases)) {
-      const group = drawn.filter((row) => row.phase === phase);
-      if (!group.length) continue;
-      traces.push({
-        type: "scatter", mode: "markers", name: phase, x: group.map((row) => row.intensity), y: group.map((row) => row.rate),
-        marker: { symbol, color: color(phase), size: group.map((row) => 6 + 26 * Math.sqrt(row.share)), opacity: 0.75, line: { color: color("panel"), width: 1 } },
-        hoverinfo: "text",
-        hovertext: group.map((row) => [`${row.op} ${row.shape} ${row.dtype}`, row.module, `${figure(row.rate, "FLOP/s")} at ${plain(row.intensity)} FLOP/byte`,
-          `${counted(row.calls, "call")}, ${time(row.seconds)}`].map((text) => label(short(text, 90))).join("<br>")),
-      });
-    }
-    const lowest = least(measured.map((row) => row.rate));
-    draw("roofline", traces, {
-      height: narrow() ? 300 : 380, margin: { l: 50, r: 16, t: 40, b: 44 },
-      xaxis: axis("FLOP per byte", decades(left, right, plain)),
-      yaxis: axis("FLOP/s", decades(lowest / 3, work * 3, (value) => figure(value, ""))),
-    });
+  function chosenBox(row, heat, phase, column, facts, texts) {
+    return element("div", { class: "chosen" }, element("b", {}, name(row.title)), `, ${phase}, step ${stepText(heat, column)}`,
+      element("div", { class: "quiet small" }, facts.join("; ")), ...commandList(texts));
   }
 
-  // --- distributions
+  // --- outputs over steps
 
-  function histogramsOptions() {
+  let outputs = [];
+  function outputsOptions() {
     const { histograms, heat } = run;
-    byId("histograms").hidden = !histograms.shown.length && !histograms.unread;
+    const drawn = new Map(histograms.shown.map((each) => [`${each.module},${each.phase}`, each]));
+    outputs = Object.entries(heat.phases).flatMap(([phase, cells]) => [...modules.index(heat.roles.includes("output") ? cells : null)]
+      .filter(([row, list]) => list.some((cell) => cells.output.count[cell] !== null) || drawn.has(`${row},${phase}`))
+      .map(([row]) => ({ row, phase, histogram: drawn.get(`${row},${phase}`) })));
+    byId("outputs").hidden = !outputs.length && !histograms.unread;
     const wide = narrow() ? 34 : 70;
-    fill(byId("histograms-module"), histograms.shown.map((each, number) => [number, `${short(heat.modules[each.module], wide)}, ${each.phase}`]));
-    byId("histograms-controls").hidden = !histograms.shown.length;
-    byId("histograms-text").textContent = histograms.sampled
-      ? "Samples of the outputs of the first and the last few calls of a module in a pass." : "The outputs of the first and the last call of a module in a pass.";
-    notes("histograms-notes", [
+    fill(byId("outputs-module"), outputs.map(({ row, phase }, number) => [number, `${short(heat.modules[row], wide)}, ${phase}`]));
+    byId("outputs-controls").hidden = !outputs.length;
+    byId("outputs-text").textContent = `The finite values of a module's outputs in each step.${!histograms.shown.length ? " Record with tensors=\"sample\" or \"full\" to see how they are distributed."
+      : histograms.sampled ? " The histograms are of samples of a few calls each." : " The histograms are of single calls."}`;
+    notes("outputs-notes", [
       histograms.unread && `${counted(histograms.unread, "tensor")} could not be read, or are too large for this page.`,
-      histograms.left_out && `The page shows the first ${histograms.shown.length} histograms and leaves out ${histograms.left_out.toLocaleString("en")}.`,
+      histograms.left_out && `The page has the histograms of the first ${histograms.shown.length} modules and passes, and leaves out ${histograms.left_out.toLocaleString("en")}.`,
     ]);
   }
-  function histogramsDraw() {
-    const { histograms } = run;
-    const shown = histograms.shown[byId("histograms-module").value || 0];
-    if (!shown) return clear("histogram-plot");
-    const log = byId("histograms-scale").value === "log";
-    const styles = [["forward", "solid", "circle"], ["backward", "dash", "square"]];
-    const [low, high] = shown.edges;
-    const floor = log ? 0.5 : 0;
-    const traces = shown.drawn.map((each, number) => {
-      const [variable, dash, symbol] = styles[number];
-      const bins = each.counts.length;
-      const steps = each.steps[0] === each.steps[1] ? `step ${each.steps[0]}` : `steps ${each.steps[0]}–${each.steps[1]}`;
-      const name = `${steps}, ${counted(each.calls, "call")}${each.nonfinite ? `, ✖ ${each.nonfinite} of ${each.count} not finite` : ""}`;
-      const shared = { type: "scatter", name, hovertemplate: "%{y} at %{x:.4g}<extra></extra>" };
-      if (bins === 1) {
-        return { ...shared, mode: "markers", x: [low], y: each.counts, marker: { color: color(variable), size: 10, symbol } };
-      }
-      const edges = [...Array(bins + 1).keys()].map((bin) => low + bin * (high - low) / bins);
-      return {
-        ...shared, mode: "lines", line: { shape: "hv", color: color(variable), dash, width: 1.8 }, fill: number || log ? "none" : "tozeroy",
-        x: [low, ...edges], y: [floor, ...each.counts.map((count) => Math.max(count, floor)), floor],
-      };
-    });
-    const highest = most(shown.drawn.flatMap((each) => each.counts));
-    draw("histogram-plot", traces, {
-      height: 320, showlegend: true, margin: { l: 50, r: 16, t: 50, b: 44 }, xaxis: axis("value", { nticks: narrow() ? 5 : 10, zeroline: false }),
-      yaxis: axis("values in a bin", log ? decades(floor, highest * 2, plain) : { rangemode: "tozero" }),
+  // Shows the module that is chosen in a map, if it has outputs.
+  function outputsFollow() {
+    const number = outputs.findIndex(({ row, phase }) => run.heat.modules[row] === chosen.get("module") && phase === (chosen.get("phase") || phase));
+    if (number >= 0) byId("outputs-module").value = String(number);
+    outputsDraw();
+  }
+  function outputsDraw() {
+    const { heat } = run;
+    const one = outputs[byId("outputs-module").value || 0];
+    ["outputs-plot", "outputs-key", "histogram-plot"].forEach(clear);
+    byId("outputs-bins").hidden = !one?.histogram;
+    if (!one) return;
+    const cells = heat.phases[one.phase];
+    const sums = modules.sums(cells, modules.index(cells), [one.row], heat.steps.length, "output");
+    const ends = sums.flatMap((sum) => (sum && sum.min !== null && sum.max !== null ? [sum.min, sum.max] : []));
+    if (heat.steps.length > 1 && ends.length) {
+      const [low, high] = [Math.min(0, least(ends)), Math.max(0, most(ends))];
+      const column = chosen.has("step") ? columnOf(heat, Number(chosen.get("step"))) : -1;
+      plots.chart(byId("outputs-plot"), {
+        label: `Smallest, largest, mean and root mean square of the outputs of ${heat.modules[one.row]} by step`, height: 240,
+        x: { title: "step", low: 0, high: heat.steps.length - 1, format: (value) => (Number.isInteger(value) ? `${heat.steps[value]}` : "") },
+        y: { title: "value", low, high: high > low ? high : low + 1, format: plain },
+        draw: (x, y, { top, bottom }) => {
+          const line = (key) => plots.path(sums.map((sum, number) => (sum && sum[key] !== null ? [x(number), y(sum[key])] : null)));
+          const wide = x(1) - x(0);
+          return [
+            ...sums.map((sum, number) => (sum && sum.min !== null ? shape("rect", { class: "band", x: x(number) - wide / 2, width: wide, y: y(sum.max), height: Math.max(y(sum.min) - y(sum.max), 1) }) : "")),
+            column >= 0 ? shape("line", { class: "here", x1: x(column), x2: x(column), y1: top, y2: bottom }) : "",
+            shape("path", { class: "line mean", d: line("mean") }), shape("path", { class: "line rms", d: line("rms") }),
+            ...sums.map((sum, number) => (sum && sum.values ? shape("rect", {
+              class: "hit", x: x(number) - wide / 2, width: wide, y: top, height: bottom - top,
+              "data-tip": [`step ${stepText(heat, number)}`, `smallest ${plain(sum.min)}, largest ${plain(sum.max)}`, `mean ${plain(sum.mean)}, root mean square ${plain(sum.rms)}`, nonfinite([sum.nan, sum.inf])].filter(Boolean).join("\n"),
+            }) : "")),
+          ];
+        },
+      });
+      byId("outputs-key").replaceChildren(...[["band", "■ smallest to largest"], ["mean", "— mean"], ["rms", "┄ root mean square"]].map(([kind, text]) => element("span", { class: kind }, text)));
+    }
+    if (one.histogram) histogramDraw(one.histogram, heat.modules[one.row]);
+  }
+  // A histogram stands upright at each step, its bins as wide as their counts.
+  function histogramDraw({ edges: [low, high], drawn }, module) {
+    const log = byId("outputs-scale").value === "log";
+    const size = (count) => (log ? Math.log1p(count) : count);
+    const widest = most(drawn.flatMap((each) => each.counts.map(size))) || 1;
+    const steps = drawn.map(({ steps: [first, last] }) => (first === last ? `${first}` : `${first}–${last}`));
+    const [bottom, top] = high > low ? [low, high] : [low - 0.5, high + 0.5];
+    plots.chart(byId("histogram-plot"), {
+      label: `Histograms of the outputs of ${module} at ${counted(drawn.length, "place")} of the run`, height: 260,
+      x: { title: "step", low: 0, high: drawn.length, ticks: drawn.map((_, number) => number + 0.5), format: (value) => (narrow() && drawn.length > 4 && Math.floor(value) % 2 ? "" : steps[Math.floor(value)] || "") },
+      y: { title: "value", low: bottom, high: top, format: plain },
+      draw: (x, y) => drawn.flatMap((each, number) => each.counts.map((count, bin) => {
+        const [from, to] = [bin, bin + 1].map((edge) => bottom + edge * (top / each.counts.length - bottom / each.counts.length));
+        return count ? shape("rect", {
+          class: "bin", x: x(number) + 1, width: Math.max(1, (x(1) - x(0) - 6) * size(count) / widest), y: y(to), height: Math.max(y(from) - y(to) - 0.5, 0.5),
+          "data-tip": [`step ${steps[number]}, ${counted(each.calls, "call")}`, high > low ? `${counted(count, "value")} from ${plain(from)} to ${plain(to)}` : `${counted(count, "value")}, all ${plain(low)}`, ...(each.nonfinite ? [`✖ ${each.nonfinite} of ${each.count} not finite`] : [])].join("\n"),
+        }) : "";
+      })),
     });
   }
 
   // --- two runs
 
   const kinds = {
-    added: ["diamond", "mark", "added here: operands equal, output differs"],
-    "changed argument": ["cross", "mark", "argument changed"],
-    "changed operand": ["square", "backward", "operand changed"],
-    unclear: ["star-triangle-up", "quiet", "unclear"],
-    inherited: ["circle", "forward", "inherited"],
+    added: ["◆", "added here: operands equal, output differs"],
+    "changed argument": ["✚", "argument changed"],
+    "changed operand": ["■", "operand changed"],
+    unclear: ["?", "unclear"],
+    inherited: ["", "inherited"],
   };
   const ways = { tensors: "all of its values", sample: "a sample of its values", hash: "its statistics", statistics: "its statistics", metadata: "its shape" };
   const error = (size) => (size === null ? "?" : size === "inf" ? "Inf" : plain(size));
@@ -512,6 +393,7 @@
       lines.push(element("p", {}, found.equal ? "No call differs: each has a counterpart with an equal output."
         : found.pairs ? "No call that has a counterpart differs." : "No call has a counterpart, so nothing was compared."));
     }
+    lines.push(...aboveText(found));
     const counts = Object.entries(found.kinds).filter(([, count]) => count).map(([kind, count]) => `${count.toLocaleString("en")} ${kind}`);
     if (found.pairs) lines.push(element("p", { class: "quiet" }, `Compared: ${counted(found.pairs, "pair")} of calls: ${counts.join(", ")}.${
       data.runs.every((each) => each.about.tensors === "full") ? "" : " Errors are lower bounds, as not all values were recorded."}`));
@@ -545,73 +427,75 @@
         element("td", { class: "text" }, cell(each.module, "module")), element("td", { class: "text" }, cell(each.op, "op")), element("td", { class: "text" }, each.kind),
         element("td", {}, error(each.relative)), element("td", {}, error(each.absolute)))))));
   }
+  // Where the error rises above the noise of the first steps.
+  function aboveText({ drift: { noise, above }, first }) {
+    if (!noise) return [];
+    const steps = noise.steps === 1 ? "the first step" : `the first ${noise.steps} steps`;
+    const begin = noise.usual ? `In ${steps}, the error of a module is ${plain(noise.usual)} in the median: this is the runs' noise. ` : `In ${steps}, most modules are equal. `;
+    const meaning = `Noise is the median error of the module in ${steps}; an error is above it if it is more than ${noise.times} times as large, or more than 0 where the module begins equal.`;
+    if (!above) return first ? [element("p", { title: meaning }, element("b", {}, "Above the noise: "), begin, `No step is more than ${noise.times} times above its module's noise.`)] : [];
+    return [element("p", {}, element("b", {}, `First step above the noise: ${above.step}. `), begin, `In step ${above.step}, ${above.phase}, `, name(above.module),
+      ` has an error of ${error(above.error)} in call ${above.index}${data.runs[0].ranks > 1 ? ` of rank ${above.rank}` : ""}, ${above.noise ? `${plain(above.error === "inf" ? Infinity : above.error / above.noise)} times its noise of ${plain(above.noise)}` : "where it began equal"}.`),
+    element("p", { class: "quiet small" }, meaning)];
+  }
   function divergenceDraw() {
-    const found = data.divergence;
-    if (!found || found.failed || !found.modules.length) return;
+    const found_ = data.divergence;
+    if (!found_ || found_.failed) return;
+    byId("divergence-map").hidden = !found_.modules.length;
+    if (!found_.modules.length) return;
     const { heat } = data.runs[0];
     const phase = byId("divergence-phase").value;
-    const points = found.modules.filter((point) => point[1] === phase);
-    const rows = [...new Set([...heat.phases[phase].map((cell) => cell[0]), ...points.map((point) => point[0])])].sort((one, other) => one - other);
-    const place = new Map(rows.map((row, number) => [row, number]));
-    const differs = new Set(points.map((point) => point[0]));
-    const logs = points.map((point) => point[5]).filter((size) => typeof size === "number" && size > 0).map(Math.log10);
-    const [low, high] = logs.length ? [Math.floor(least(logs)), Math.ceil(most(logs) + 1e-9)] : [-8, 0];
-    const every = Math.ceil((high - low) / (narrow() ? 3 : 8)) || 1;
-    const tickvals = [];
-    for (let power = low; power <= high; power += every) tickvals.push(power);
-    const ticktext = tickvals.map((power) => `10<sup>${power}</sup>`);
-    const edge = Math.max(0.6, (high - low) * (narrow() ? 0.36 : 0.12));
-    const [equal, infinite] = [low - edge, high + edge];
-    tickvals.unshift(equal);
-    ticktext.unshift("equal");
-    if (points.some((point) => point[5] === "inf")) {
-      tickvals.push(infinite);
-      ticktext.push("Inf");
-    }
-    // A call that differs by 0 differs in something that has no error: an argument, say.
-    const unknown = points.some((point) => !point[5]);
-    if (unknown) {
-      tickvals.unshift(equal - edge);
-      ticktext.unshift("?");
-    }
-    const at = (size) => (!size ? equal - edge : size === "inf" ? infinite : Math.log10(size));
-    const same = rows.filter((row) => !differs.has(row));
-    const size = rows.length > 100 ? 5 : 8;
-    const traces = [{
-      type: "scatter", mode: "markers", name: "equal", x: same.map(() => equal), y: same.map((row) => place.get(row)), hoverinfo: "text",
-      hovertext: same.map((row) => `${label(heat.modules[row])}<br>no difference`), marker: { symbol: "circle-open", size: size - 2, color: color("quiet") },
-    }, {
-      type: "scatter", mode: "lines", showlegend: false, hoverinfo: "skip", line: { color: color("line"), width: 1 },
-      x: rows.map((row) => (differs.has(row) ? at(points.find((point) => point[0] === row)[5]) : equal)), y: rows.map((_, number) => number),
-    }];
-    for (const [kind, [symbol, variable, text]] of Object.entries(kinds)) {
-      const group = points.filter((point) => point[2] === kind);
-      if (!group.length) continue;
-      traces.push({
-        type: "scatter", mode: "markers", name: text, x: group.map((point) => at(point[5])), y: group.map((point) => place.get(point[0])), hoverinfo: "text",
-        hovertext: group.map((point) => [heat.modules[point[0]], `${counted(point[4], "call")} of ${point[3]} differ`, `largest relative error ${error(point[5])}`].map(label).join("<br>")),
-        marker: { symbol, size, color: color(variable), line: { width: 1, color: color("panel") } },
+    const { nodes, open, rows } = rowsOf("divergence", data.runs[0], phase, "");
+    foldButtons("divergence", nodes, open, divergenceDraw);
+    const cells = found_.drift.phases[phase];
+    const [known, base] = [modules.index(cells), modules.index(heat.phases[phase])];
+    const calls = rows.map((row) => modules.sums(heat.phases[phase], base, row.rows, heat.steps.length, null));
+    const errors = rows.map((row) => (cells ? modules.errors(cells, known, row.rows, heat.steps.length) : heat.steps.map(() => null)));
+    const values = errors.map((row) => row.map((sum) => sum && sum.error));
+    const past = byId("divergence-colors").value === "past" ? values.map((row) => modules.againstPast(row, true)) : null;
+    const positive = values.map((row) => row.map((value) => (value > 0 ? value : null)));
+    const { ramp, part, texts } = scaled(positive, past, { scale: "log", format: plain });
+    const { above } = found_.drift;
+    const kindOf = new Map(found_.modules.filter((point) => point[1] === phase).map((point) => [point[0], point[2]]));
+    const used = new Set();
+    let infinite = 0;
+    rows.forEach((row, y) => {
+      const kind = row.group ? null : kindOf.get(row.rows[0]);
+      if (kind && kinds[kind][0]) { row.sign = kinds[kind][0]; used.add(kind); }
+      row.cells = calls[y].map((sum, x) => {
+        if (!sum) return null;
+        const error_ = errors[y][x];
+        const star = above && above.phase === phase && row.rows.includes(above.row) && columnOf(heat, above.step) === x;
+        if (error_ && error_.inf && !row.group) infinite++;
+        return {
+          part: positive[y][x] === null ? null : part(positive[y][x], past && past[y][x]), mark: star ? "star" : error_ && error_.inf ? "inf" : null,
+          text: !error_ ? "no difference" : error_.error === null && error_.inf ? "Inf" : `error ${error(error_.error)}`,
+        };
       });
-    }
-    const names = rows.map((row) => heat.modules[row]);
-    const layout = {};
-    const { first } = found;
-    if (first && first.phase === phase && place.has(first.row)) {
-      const y = place.get(first.row);
-      layout.shapes = [{ type: "line", xref: "paper", layer: "below", x0: 0, x1: 1, y0: y, y1: y, line: { color: color("mark"), width: 1.5, dash: "dash" } }];
-      const top = y < rows.length / 2;
-      layout.annotations = [{
-        xref: "paper", x: 1, y, xanchor: "right", yanchor: top ? "top" : "bottom", showarrow: false, text: `★ first divergence${rows.length > 45 ? `: ${label(short(names[y], narrow() ? 20 : 44))}` : ""}`, font: { color: color("mark"), size: 12 },
-        bgcolor: color("panel"),
-      }];
-    }
-    const height = Math.max(160, Math.min(rows.length * 16, 640)) + 100;
-    draw("divergence-plot", traces, {
-      height, margin: { l: 10, r: 16, t: narrow() ? 70 : 44, b: 44 }, ...layout,
-      xaxis: axis("largest relative error of an output", { tickvals, ticktext, tickangle: 0, range: [(unknown ? equal - edge : equal) - edge / 2, infinite + edge / 2], zeroline: false }),
-      yaxis: rowAxis(names, height - 100),
     });
-    followZoom("divergence-plot", names, height - 100);
+    const lines = (row, x) => {
+      const y = rows.indexOf(row);
+      const found = errors[y][x];
+      return [row.title, `step ${stepText(heat, x)}, ${phase}, ${found ? `${counted(found.calls, "call")} of ${calls[y][x].calls} ${found.calls === 1 ? "differs" : "differ"}` : counted(calls[y][x].calls, "call")}`,
+        found ? `largest relative error ${error(found.error)}${found.inf ? `, and Inf in ${counted(found.inf, "call")}` : ""}` : "no difference", ...(past ? pastText(past[y][x], true) : [])];
+    };
+    const selected = found(rows, heat);
+    plots.heat(byId("divergence-plot"), {
+      label: "Relative error of each module by step", rows, steps: heat.steps, ramp, lines, selected,
+      onSelect: (row, column) => { remember({ panel: "divergence", run: "A", phase, module: rows[row].key, step: heat.steps[column] }); divergenceDraw(); showChosen(); },
+      onFold: (group) => { toggle(open, group); divergenceDraw(); },
+    });
+    byId("divergence-key").replaceChildren(...[
+      above && above.phase === phase && "★ first above the noise", infinite && `▲ Inf: ${counted(infinite, "cell")} where A is all zeros, or NaN and Inf differ`,
+      ...[...used].map((kind) => `${kinds[kind][0]} ${kinds[kind][1]}`), "Grey cells are equal.",
+    ].filter(Boolean).map((text) => element("span", {}, text)), ...(heat.steps.length > 1 ? [plots.legend(ramp, texts)] : []));
+    byId("divergence-chosen").replaceChildren();
+    if (!selected) return;
+    const row = rows[selected.row];
+    const sum = calls[selected.row][selected.column];
+    byId("divergence-chosen").replaceChildren(chosenBox(row, heat, phase, selected.column, sum ? lines(row, selected.column).slice(2) : ["no calls"],
+      data.runs.flatMap((each) => commands(each, row, phase, columnOf(each.heat, heat.steps[selected.column]), each === data.runs[0] && sum ? sum.call : null)
+        .filter((text) => !text.includes("--over") && !text.includes("undefined")))));
   }
 
   // --- all of it
@@ -619,32 +503,58 @@
   function drawAll() {
     divergenceDraw();
     heatDraw();
-    gemmsDraw();
-    histogramsDraw();
+    products.draw();
+    outputsDraw();
   }
   function choose() {
     run = data.runs[Number(byId("run").value) || 0];
-    allRows = false;
     heatOptions();
-    gemmsOptions();
-    histogramsOptions();
-    drawAll();
+    products.choose(run);
+    outputsOptions();
   }
-  byId("histograms-scale").value = run.histograms.sampled ? "linear" : "log";
+  // Puts what is chosen into the fields.
+  function showChosen() {
+    byId("run").value = chosen.get("run") === "B" && data.runs.length > 1 ? "1" : "0";
+    choose();
+    for (const [key, id] of Object.entries(inputs)) {
+      const field = byId(id);
+      const before = field.value;
+      if (!chosen.has(key)) continue;
+      field.value = chosen.get(key);
+      if (field.tagName === "SELECT" && field.selectedIndex < 0) field.value = before;
+    }
+    heatDraw();
+    products.draw();
+    outputsFollow();
+  }
+  byId("outputs-scale").value = run.histograms.sampled ? "linear" : "log";
   fill(byId("run"), data.runs.map((each, number) => [number, `${"AB"[number]}: ${each.path}`]));
   head();
   divergenceText();
-  on(["divergence-phase"], "change", divergenceDraw);
   byId("choice").hidden = data.runs.length < 2;
-  on(["run"], "change", choose);
-  on(["heat-statistic", "heat-role", "heat-phase"], "change", heatDraw);
-  on(["heat-filter"], "input", heatDraw);
-  on(["gemms-op", "gemms-phase"], "change", gemmsDraw);
-  on(["gemms-shape", "gemms-module"], "input", gemmsDraw);
-  on(["histograms-module", "histograms-scale"], "change", histogramsDraw);
-  byId("gemms-more").addEventListener("click", () => { allRows = !allRows; gemmsDraw(); });
+  fill(byId("divergence-colors"), run.heat.steps.length > 1 ? colors : colors.slice(0, 1));
+  on(["divergence-phase", "divergence-colors"], "change", divergenceDraw);
+  on(["run"], "change", () => { remember({ run: "AB"[Number(byId("run").value)] }); showChosen(); });
+  for (const [key, id] of Object.entries(inputs)) {
+    byId(id).addEventListener(id === "heat-filter" ? "input" : "change", () => { remember({ [key]: byId(id).value }); heatDraw(); });
+  }
+  on(["outputs-module", "outputs-scale"], "change", outputsDraw);
   dark.addEventListener("change", drawAll);
-  choose();
+  function follow() {
+    if (chosen.get("panel") === "divergence" && chosen.has("phase")) {
+      const field = byId("divergence-phase");
+      if ([...field.options].some((each) => each.value === chosen.get("phase"))) field.value = chosen.get("phase");
+    }
+    showChosen();
+    divergenceDraw();
+    if (["heat", "divergence"].includes(chosen.get("panel"))) byId(chosen.get("panel")).scrollIntoView();
+  }
+  addEventListener("hashchange", () => {
+    chosen.clear();
+    new URLSearchParams(location.hash.slice(1)).forEach((value, key) => chosen.set(key, value));
+    follow();
+  });
+  follow();
   let width = byId("heat").clientWidth;
   let pending = 0;
   new ResizeObserver(() => {

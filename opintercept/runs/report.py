@@ -1,6 +1,6 @@
 """Writes one run, or two, as an HTML page that opens offline; `_panels` has what it shows of each run.
 
-Invariant: texts of a run reach the page only as JSON, in a block that no browser executes, and `report.js` shows them
+Invariant: texts of a run reach the page only as JSON, in a block that no browser executes, and the scripts show them
 as text. However long a run is, memory and the page stay bounded. Must not import torch, except to read tensors.
 """
 
@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import json
 import math
 import os
 import re
+import zlib
 from importlib import resources
 from typing import Any
 
 from opintercept._errors import OpInterceptError
-from opintercept.runs._panels import MODULES, NAME, NAMED, PAIRS, PHASES, module_label, panels_of, rounded, shown_text
+from opintercept.runs._drift import Drift
+from opintercept.runs._panels import (
+    CELLS,
+    MODULES,
+    NAME,
+    NAMED,
+    PAIRS,
+    PHASES,
+    HeatMap,
+    module_label,
+    panels_of,
+    rounded,
+    shown_text,
+)
 from opintercept.runs.comparer import Comparer
 from opintercept.runs.diff import compare_runs
 from opintercept.runs.difference import NOT_RECORDED, CallDifference, Kind
 from opintercept.runs.store import Run
 
 WORST = 10
+SCRIPTS = ("plots", "modules", "parts", "products", "report")
 WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited")
 
 
@@ -37,7 +51,7 @@ def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> N
 
     Raises:
         OpInterceptError: The file cannot be written.
-        ImportError: plotly is not installed; or a run has tensors, and safetensors is not installed.
+        ImportError: numpy is not installed; or a run has tensors, and safetensors is not installed.
 
     Example:
         >>> import os, tempfile, torch
@@ -67,53 +81,39 @@ def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> N
 
 
 def page(run: Run, other: Run | None = None) -> str:
-    """The page as text: about 5 MB, most of which is plotly.
+    """The page as text: less than 2 MB, most of which are the compressed statistics.
 
     Args:
         run: The run.
         other: A run to compare it with.
 
     Raises:
-        ImportError: plotly is not installed; or a run has tensors, and safetensors is not installed.
+        ImportError: numpy is not installed; or a run has tensors, and safetensors is not installed.
     """
-    plotly = _plotly()
-    shown, modules = panels_of(run)
+    cells = CELLS if other is None else CELLS // 2
+    shown, heat = panels_of(run, cells)
     data: dict[str, Any] = {"runs": [shown], "divergence": None}
     if other is not None:
-        data = {"runs": [shown, summary(other)], "divergence": divergence(run, other, modules)}
+        data = {"runs": [shown, panels_of(other, cells)[0]], "divergence": divergence(run, other, heat)}
     files = resources.files("opintercept.runs")
-    script = files.joinpath("report.js").read_text("utf-8")
-    parts = {
-        "policy": _policy(plotly, script),
-        "plotly": plotly,
-        "data": _in_script(data),
-        "script": script,
-    }
+    scripts = {name: files.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS}
+    parts = {"policy": _policy(*scripts.values()), "data": _packed(data), **scripts}
     # One pass over the template: what is put in is not searched for further marks.
     template = files.joinpath("report.html").read_text("utf-8")
     return re.sub(r"@@(\w+)@@", lambda match: parts[match[1]], template)
-
-
-def _plotly() -> str:
-    try:
-        source = importlib.import_module("plotly.offline").get_plotlyjs()
-    except ImportError as missing:
-        raise ImportError("a report needs plotly; pip install 'opintercept[cli]'") from missing
-    # The browser normalizes line ends before it hashes the text.
-    return str(source).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _policy(*scripts: str) -> str:
     """A content security policy that runs only these scripts and fetches nothing."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
 
 
-def _in_script(plain: Any) -> str:
-    """JSON in ASCII, without characters that an HTML parser could take for markup."""
+def _packed(plain: Any) -> str:
+    """JSON, compressed and in letters that an HTML parser cannot take for markup."""
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -121,10 +121,11 @@ def summary(run: Run) -> dict[str, Any]:
     return panels_of(run)[0]
 
 
-def divergence(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
-    """Where two runs diverge, as plain data; `rows` are the rows of the first run's map."""
+def divergence(a: Run, b: Run, heat: HeatMap) -> dict[str, Any]:
+    """Where two runs diverge, as plain data; `heat` is the first run's map."""
+    drift, rows = Drift(heat), heat.modules
     try:
-        found = compare_runs(a, b, Comparer(a, b), len(PHASES) * MODULES, WORST)
+        found = compare_runs(a, b, Comparer(a, b), len(PHASES) * MODULES, WORST, watch=drift.add)
     except OpInterceptError as failed:
         return {"failed": shown_text(str(failed), 4 * NAME)}
     worst: dict[tuple[int, str], list[Any]] = {}
@@ -159,6 +160,7 @@ def divergence(a: Run, b: Run, rows: dict[str | None, int]) -> dict[str, Any]:
         "first": found.first and (_pair(found.first) | {"row": rows.get(found.first.a.record.module)}),
         "worst": [_pair(each) for each in found.worst[:WORST]],
         "modules": list(worst.values()),
+        "drift": drift.as_dict(),
         "left_out": left_out,
     }
 

@@ -38,6 +38,7 @@ SCHEMA = 1  # of a run as it is recorded
 COMPACTED = 2  # of one whose calls are in columns, which versions before 0.2 do not read
 INFO, CALLS, TENSORS, COLUMNS = "run.json", "calls.jsonl", "tensors", "columns"
 _MOST_OPEN = 4  # processes whose columns stay open, some megabytes each
+_MOST_FILES = 32  # of tensors that stay open
 _APART = 60.0  # seconds between the last call of a run and the first of the next one, on clocks that may differ
 STARTED = "%Y-%m-%dT%H:%M:%S%z"
 MAX_INFO = 1 << 20  # bytes of `run.json`
@@ -195,6 +196,7 @@ class Run:
         self._parts = dict(parts)
         self._in_columns: dict[int, bool] = {}
         self._stores: dict[int, StoreColumns] = {}
+        self._tensor_files: dict[Path, tuple[tuple[int, ...], Any]] = {}
 
     @property
     def info(self) -> RunInfo:
@@ -247,8 +249,9 @@ class Run:
         return self._store(rank) is not None
 
     def close(self) -> None:
-        """Give back the memory of columns on disk. They are opened again when they are asked for."""
+        """Close columns and tensors on disk. They are opened again when they are asked for."""
         self._stores.clear()
+        self._tensor_files.clear()
 
     def folder(self, rank: int) -> Path:
         """The folder of one process."""
@@ -394,17 +397,29 @@ class Run:
         if rank not in self._parts:
             raise OpInterceptError(f"rank must be one of {', '.join(map(str, self.ranks))}, got {rank}")
         path = self._parts[rank] / TENSORS / f"{int(match[1]):08d}.safetensors"
-        safe_open = _safe_open()
         _refuse_special(path)
         try:
-            with safe_open(path, "pt") as file:
-                size = _size_of(file.get_slice(match[2]))
-                if size <= limit:
-                    tensor: torch.Tensor = file.get_tensor(match[2])
-                    return tensor
+            file = self._tensor_file(path)
+            size = _size_of(file.get_slice(match[2]))
+            if size <= limit:
+                tensor: torch.Tensor = file.get_tensor(match[2])
+                return tensor
+        except ImportError:
+            raise
         except Exception as broken:  # a SafetensorError, an OSError, a KeyError for an unknown dtype
             raise OpInterceptError(f"cannot read tensor {name!r} from {path}: {broken}") from broken
         raise OpInterceptError(f"tensor {name!r} in {path} has {size} bytes, more than the limit of {limit}")
+
+    def _tensor_file(self, path: Path) -> Any:
+        """A file of tensors, which stays open: reading the head of one with thousands takes milliseconds."""
+        found = os.stat(path)
+        key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if path not in self._tensor_files or self._tensor_files[path][0] != key:
+            self._tensor_files.pop(path, None)
+            self._tensor_files[path] = key, _safe_open()(path, "pt")
+            if len(self._tensor_files) > _MOST_FILES:
+                del self._tensor_files[next(iter(self._tensor_files))]
+        return self._tensor_files[path][1]
 
 
 def is_compacted(folder: Path) -> bool:
