@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made_runs import ATTENTION, attention, call, chain, ranked, values, write
 
+from opintercept import intercept, runs
 from opintercept.cli import main
 
 
@@ -395,7 +397,7 @@ def test_two_ranks_are_told_that_they_have_no_majority(tmp_path: Path, capsys: p
             ["{one}", "--ranks"],
             r"comparing ranks needs a run of several, got one rank in .*; record a run under torchrun",
         ),
-        (["{one}", "{one}", "--ranks", "--op", "mm"], r"--ranks compares .* does not take a second run, --op$"),
+        (["{one}", "{one}", "--ranks", "--op", "mm"], r"--ranks compares .* does not take a second run$"),
         (["{one}"], r"diff needs the folders of two runs; to compare the ranks of one, pass --ranks"),
     ],
     ids=["one rank", "other options", "one run"],
@@ -408,3 +410,57 @@ def test_ranks_that_cannot_be_compared_exit_with_2(
     out, err = capsys.readouterr()
     assert out == ""
     assert re.search(message, err.strip()), err
+
+
+class Layers(torch.nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x) for layer in self.values()]
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> tuple[str, str]:
+    """Two runs whose modules have other names; in the second, two layers are one, of which a row is scaled."""
+    torch.manual_seed(0)
+    apart = Layers({name: torch.nn.Linear(16, 8, bias=False) for name in ("query", "key")})
+    whole = Layers({"both": torch.nn.Linear(16, 16, bias=False)})
+    with torch.no_grad():
+        weight = whole.get_parameter("both.weight")
+        weight.copy_(torch.cat([*apart.parameters()]))
+        weight[11] *= 1.01
+    x = torch.randn(4, 16)
+    for name, layers in (("a", apart), ("b", whole)):
+        with torch.no_grad(), intercept(runs.RunRecorder(tmp_path / name, "full")):
+            layers(x)
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def test_align_names_the_row_of_a_weight_under_another_name(
+    renamed: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", *renamed, "--align", "weights"]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[3:6] == [
+        "joined: 2 of 2 forward calls of A, 1 of 1 of B: 2 by equal rows of the weights",
+        "compared: 1 equal, 1 changed operand",
+        "",
+    ]
+    assert lines[6].startswith("first divergence: call 1 of A, step 0: mm in key against call 0 in both of B")
+    assert "changed operand: row 3 of the weight, by up to 0.01 of a row" in lines
+    assert "query both rows 8 of 8 0 0 0 equal" in lines
+    assert main(["diff", renamed[0], renamed[0], "--align", "weights"]) == 0
+
+
+def test_align_writes_json(renamed: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *renamed, "--align", "weights", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["joined"] == [2, 1]
+    assert found["first"]["changed_rows"] == [3]
+    assert [pair["b"][0]["module"] for pair in found["pairs"]] == ["both", "both"]
+    assert found["apart"] == []
+
+
+def test_align_refuses_options_that_it_would_ignore(
+    renamed: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", *renamed, "--align", "weights", "--rtol", "1e-3", "--module", "key"]) == 2
+    assert "--align weights joins all forward calls, and does not take --rtol, --module" in capsys.readouterr().err

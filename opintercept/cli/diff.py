@@ -15,10 +15,12 @@ from opintercept._expectations import named_ranks, who_parted
 from opintercept._record import CallRecord
 from opintercept._tensors import TensorMeta
 from opintercept._text import counted, printable
+from opintercept.cli._aligned import aligned_text
 from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, tolerance
 from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout, width
 from opintercept.runs._pairing import module_name, operator_name
+from opintercept.runs.align import align
 from opintercept.runs.codec import is_output
 from opintercept.runs.compaction import open_compacted
 from opintercept.runs.comparer import Comparer
@@ -57,6 +59,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compare the ranks of one run: weights that should be equal, calls, and the size of outputs",
     )
     parser.add_argument(
+        "--align",
+        choices=("weights",),
+        help="join calls by the rows of their weights and not by names, if the modules have other names in B; needs "
+        "runs with --tensors full",
+    )
+    parser.add_argument(
         "--rtol",
         type=tolerance,
         default=0.0,
@@ -79,6 +87,8 @@ def command(arguments: argparse.Namespace) -> int:
         return _command_of_ranks(arguments)
     if arguments.b is None:
         raise OpInterceptError("diff needs the folders of two runs; to compare the ranks of one, pass --ranks")
+    if arguments.align:
+        return _command_of_aligned(arguments)
     with plain_warnings("diff"):
         a, b = open_compacted(arguments.a), open_compacted(arguments.b)
         names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
@@ -105,11 +115,32 @@ def command(arguments: argparse.Namespace) -> int:
     return 0 if found.equal else 1
 
 
+def _command_of_aligned(arguments: argparse.Namespace) -> int:
+    _refuse(arguments, "--align weights joins all forward calls, and", "--no-tensors", "--phase")
+    with plain_warnings("diff"):
+        a, b = open_compacted(arguments.a), open_compacted(arguments.b)
+        found = align(a, b)
+    with safe_stdout():
+        if arguments.json:
+            plain = {"a": _about(a), "b": _about(b), **found.as_dict()}
+            print(json.dumps(finite_json(plain), indent=1, allow_nan=False))
+        else:
+            print("\n".join(aligned_text(found, a, b, arguments.limit)))
+    return 0 if found.first is None and not found.apart else 1
+
+
+def _refuse(arguments: argparse.Namespace, what: str, *more: str) -> None:
+    """Refuse options that a comparison does not take."""
+    names = ("--rtol", "--atol", "--op", "--module", *more)
+    given = [name for name in names if getattr(arguments, name.strip("-").replace("-", "_"))]
+    if given:
+        raise OpInterceptError(f"{what} does not take {listed(given)}")
+
+
 def _command_of_ranks(arguments: argparse.Namespace) -> int:
-    unused = {"a second run": arguments.b, "--rtol": arguments.rtol, "--atol": arguments.atol, "--op": arguments.op}
-    unused |= {"--module": arguments.module, "--phase": arguments.phase, "--no-tensors": arguments.no_tensors}
-    if given := [name for name, value in unused.items() if value]:
-        raise OpInterceptError(f"--ranks compares the ranks of one run bit for bit, and does not take {listed(given)}")
+    if arguments.b is not None:
+        raise OpInterceptError("--ranks compares the ranks of one run, and does not take a second run")
+    _refuse(arguments, "--ranks compares the ranks of one run bit for bit, and", "--phase", "--no-tensors", "--align")
     with plain_warnings("diff"):
         run = open_compacted(arguments.a, least=_LEAST)
         found = diff_ranks(run, limit=arguments.limit)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opintercept.runs.align import align as align
+from opintercept.runs.alignment import Aligned as Aligned
+from opintercept.runs.alignment import Alignment as Alignment
+from opintercept.runs.alignment import Apart as Apart
 from opintercept.runs.codec import StoredCall as StoredCall
 from opintercept.runs.codec import Values as Values
 from opintercept.runs.diff import diff as diff
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Absent",
+    "Aligned",
+    "Alignment",
+    "Apart",
     "CallDifference",
     "Difference",
     "Graft",
@@ -43,6 +50,7 @@ __all__ = [
     "StoredCall",
     "Unmatched",
     "Values",
+    "align",
     "compact",
     "diff",
     "diff_ranks",

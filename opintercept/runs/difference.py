@@ -29,7 +29,9 @@ By = Literal["hash", "tensors", "sample", "statistics", "metadata"]
 NOT_RECORDED = "(not recorded)"
 
 
-class _Plain:
+class Plain:
+    """A dataclass whose fields can be had as plain data."""
+
     __slots__ = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -39,7 +41,7 @@ class _Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleDifference(_Plain):
+class RoleDifference(Plain):
     """One operand or output of two calls.
 
     Attributes:
@@ -78,7 +80,7 @@ class RoleDifference(_Plain):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
-        found = _Plain.as_dict(self)
+        found = Plain.as_dict(self)
         for name in ("a", "b"):
             meta: TensorMeta | None = getattr(self, name)
             found[name] = meta and {"shape": list(meta.shape), "dtype": meta.dtype, "device": meta.device}
@@ -138,20 +140,21 @@ class CallDifference:
             "pairing": self.pairing,
             "changed": list(self.changed),
             "arguments": [list(argument) for argument in self.arguments],
-            "a": _identity(self.a),
-            "b": _identity(self.b),
+            "a": identity(self.a),
+            "b": identity(self.b),
             "roles": [role.as_dict() for role in self.roles],
         }
 
 
-def _identity(call: StoredCall) -> dict[str, Any]:
+def identity(call: StoredCall) -> dict[str, Any]:
+    """Which call it is, as plain data."""
     record = call.record
     names = ("index", "step", "op", "phase", "module", "source", "grad_of")
     return {"rank": call.rank} | {name: getattr(record, name) for name in names} | {"error": call.error}
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleDifference(_Plain):
+class ModuleDifference(Plain):
     """The calls of a module in one phase.
 
     Attributes:
@@ -176,7 +179,7 @@ class ModuleDifference(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Unmatched(_Plain):
+class Unmatched(Plain):
     """Calls of one run that have no counterpart in the other, and share everything up to `grad_of`.
 
     Attributes:
@@ -201,7 +204,7 @@ class Unmatched(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Absent(_Plain):
+class Absent(Plain):
     """A process of which only one of the runs has calls.
 
     Attributes:
