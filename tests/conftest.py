@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import sampled
 import torch
 from native import read_values
 from recorded import no_writer
@@ -21,6 +22,7 @@ from opintercept._native.library import SWITCH
 if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other workers
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
+    os.environ.pop("PYTEST_ADDOPTS", None)  # may have started the workers; pytest in a test is to start none
 pytest.register_assert_rewrite("interrupts", "numpy_stats")
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
@@ -31,11 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compiled", action="store_true", help="test the kernel engine with the kernels of the compiled engine"
     )
-    parser.addoption("--whole", action="store_true", help="run the slow tests too, as continuous integration does")
+    parser.addoption("--whole", action="store_true", help="run the slow tests too")
+    parser.addoption(
+        "--sampled", action="store_true", help="run a fixed part of each large sweep, as continuous integration does"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out the slow tests, unless the command line has `--whole` or chooses files, markers or names."""
+    sampled.on = config.option.sampled
     chosen = config.args != config.getini("testpaths") or config.option.markexpr or config.option.keyword
     if not (config.option.whole or chosen):
         config.option.markexpr = "not slow"

@@ -606,12 +606,17 @@ def test_a_function_of_pybind_has_the_parameters_of_its_docstring(tmp_path: Path
     module = load_inline(
         "seam_pybind",
         """
-        torch::Tensor mul(torch::Tensor x, torch::Tensor w, double scale) { return at::mm(x, w.t()) * scale; }
+        #include <ATen/ATen.h>
+        #include <torch/csrc/utils/pybind.h>
+        namespace py = pybind11;
+        at::Tensor mul(at::Tensor x, at::Tensor w, double scale) { return at::mm(x, w.t()) * scale; }
         PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           m.def("mul", &mul, py::arg("x"), py::arg("w"), py::arg("scale") = 1.0);
         }
         """,
         build_directory=str(tmp_path),
+        extra_cflags=["-O0"],
+        no_implicit_headers=True,  # they take a minute to compile
     )
     x, w = torch.randn(2, 3), torch.randn(4, 3)
     original = module.mul

@@ -189,6 +189,7 @@ def test_raise_stops_the_program_and_warn_warns_once() -> None:
     assert (len(warned), len(checksum.findings)) == (1, 2)
 
 
+@pytest.mark.slow
 def test_save_writes_a_script_that_runs_the_product_again(tmp_path: Path) -> None:
     checksum = hooks.Checksum(action="record", save=tmp_path)
     with intercept([hooks.BitFlip(bits=30), checksum]):
@@ -580,6 +581,7 @@ def test_flipped_bits_in_a_training_step_are_found(role: str, dtype: str, bits: 
     assert sum(tally.visible_found for tally in found.values()) >= least * visible - 1
 
 
+@pytest.mark.slow
 def test_random_products_of_every_kind_raise_no_alarm() -> None:
     for kind, checksum in checksum_figures.alarms(30, 256).items():
         assert checksum.findings == [], kind

@@ -106,6 +106,7 @@ print(shell.user_ns["b"].sum().item(), len(shell.user_ns["stats"].rows()))
 """
 
 
+@pytest.mark.slow
 def test_a_cell_magic_runs_a_cell_in_a_block_and_shows_its_hooks() -> None:
     _, profile, both, _, failed = "\n".join(run_python(CELLS)).split("cell")
     assert "share" in profile

@@ -230,7 +230,8 @@ def test_a_native_kernel_of_another_library_is_told(tmp_path: Path) -> None:
         from opintercept import hooks, intercept, register_op
         interceptor = intercept(hooks.Recorder())
         with interceptor: pass
-        load_inline("native_tests", {source!r}, is_python_module=False, build_directory={str(tmp_path)!r})
+        options = dict(is_python_module=False, extra_cflags=["-O0"], no_implicit_headers=True)
+        load_inline("native_tests", {source!r}, build_directory={str(tmp_path)!r}, **options)
         a, b = torch.randn(2, 3), torch.randn(3, 4)
         with warnings.catch_warnings(record=True) as told, interceptor:
             warnings.simplefilter("always")

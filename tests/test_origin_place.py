@@ -61,6 +61,7 @@ SHELL = """
 """
 
 
+@pytest.mark.slow
 def test_source_of_a_cell_in_a_real_shell() -> None:
     pytest.importorskip("IPython")
     program = [sys.executable, "-c", textwrap.dedent(SHELL)]

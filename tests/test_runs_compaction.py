@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -199,24 +200,48 @@ def test_lines_count_alone_where_columns_are_left_beside_them(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_killed_compaction_loses_nothing(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", [call("a", n, "w", f"y{n}", step=n) for n in range(5000)])
+    run = write(tmp_path / "run", [call("a", n, "w", f"y{n}", step=n) for n in range(1000)])
     before = list(run.calls())
     lines, info = ((run.path / name).read_bytes() for name in ("calls.jsonl", "run.json"))
-    program = "import sys; from opintercept import runs; print(1, flush=True); runs.compact(sys.argv[1])"
+    # Each is a fork of one process that has imported all: a new one would take seconds.
+    program = """
+import os, sys
+import duckdb
+from opintercept import runs
+from opintercept.runs import compaction
+for _ in sys.stdin:
+    child = os.fork()
+    if not child:
+        runs.compact(sys.argv[1])
+        os._exit(0)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+"""
     draw = random.Random(0)
-    for _ in range(20):
-        (run.path / "calls.jsonl").write_bytes(lines)
-        (run.path / "run.json").write_bytes(info)
-        process = subprocess.Popen([sys.executable, "-c", program, str(run.path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.read(1)
-        time.sleep(draw.uniform(0, 1.5))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        assert list(runs.open_run(run.path).calls()) == before
-        runs.compact(run.path)
-        assert list(runs.open_run(run.path).calls()) == before
+    lasted = 0.0
+    killed = 0
+    command = [sys.executable, "-c", program, str(run.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for number in range(20):
+            (run.path / "calls.jsonl").write_bytes(lines)
+            (run.path / "run.json").write_bytes(info)
+            server.stdin.write("\n")
+            child = int(server.stdout.readline())
+            began = time.perf_counter()
+            if number:
+                time.sleep(draw.uniform(0, 1.1 * lasted))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+                    killed += 1
+            assert server.stdout.readline() == "ended\n"
+            lasted = lasted or time.perf_counter() - began  # of the first, which ends by itself
+            assert list(runs.open_run(run.path).calls()) == before
+            runs.compact(run.path)
+            assert list(runs.open_run(run.path).calls()) == before
+    assert killed > 5
 
 
 def test_without_duckdb_a_compacted_run_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ ENDLESS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("tensors", ["none", "stats"])
 def test_the_last_calls_of_a_killed_program_are_read(engine: str, tensors: str, tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def test_a_folder_that_was_there_stays_empty(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_killed_run_is_refused_and_can_be_overwritten(tmp_path: Path) -> None:
     with start(ENDLESS, f"{tmp_path}/run", "none", "kernel") as program:
         assert program.stdout is not None

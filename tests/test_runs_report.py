@@ -207,7 +207,7 @@ def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
             ),
             {role: values() | {name: draw.random() for name in _columns.FIGURES} for role in _panels.ROLES},
         )
-        for i in range(16_000)
+        for i in range(11_000)  # more than PRODUCTS_ADDED_UP
     )
     run = open_run(folder(tmp_path / "run", *calls))
     assert len(report.page(run)) < 2e6

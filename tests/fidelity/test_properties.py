@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import sampled
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def _examples(count: int) -> settings:
-    return settings(max_examples=count, derandomize=True, deadline=None, database=None)
+    return settings(max_examples=sampled.fewer(count, 120), derandomize=True, deadline=None, database=None)
 
 
 class Curious:
