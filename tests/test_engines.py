@@ -376,19 +376,25 @@ def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
 
 @pytest.mark.slow
 def test_an_interceptor_may_be_made_while_another_thread_installs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    impl: Callable[..., Any] = torch.library.Library.impl
+    installation = kernels.Kernels.installation
     installing, made = threading.Event(), []
 
-    def slow(*args: Any, **kwargs: Any) -> None:
-        impl(*args, **kwargs)
-        installing.set()
-        time.sleep(0.2)  # the dispatcher has the kernel, and nothing else says that it is ours
+    def slow(self: kernels.Kernels, *args: Any) -> Callable[[], Any]:
+        install = installation(self, *args)
+
+        def installed() -> Any:
+            done = install()
+            installing.set()
+            time.sleep(0.2)  # the dispatcher has the kernel, and nothing else says that it is ours
+            return done
+
+        return installed
 
     def make() -> None:
-        installing.wait(30)
+        assert installing.wait(30)
         made.append(intercept(ops="mm"))
 
-    monkeypatch.setattr(torch.library.Library, "impl", slow)
+    monkeypatch.setattr(kernels.Kernels, "installation", slow)
     maker = threading.Thread(target=make)
     maker.start()
     with intercept(ops="mm", engine="kernel"):
