@@ -218,7 +218,7 @@ TWINS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "float64": (lambda model: copy.deepcopy(model).to(torch.float64), "rows"),
     "permuted neurons": (permute_neurons, "permuted"),
     "int8": (lambda model: replaced(model, Quantised), "values"),
-    "compiled": (lambda model: torch.compile(copy.deepcopy(model)), "rows"),
+    "compiled": (lambda model: torch.compile(copy.deepcopy(model), backend="aot_eager"), "rows"),
 }
 
 
