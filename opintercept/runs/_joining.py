@@ -16,7 +16,7 @@ import torch
 from opintercept._errors import OpInterceptError
 from opintercept._record import CallRecord
 from opintercept.runs._columns import Array
-from opintercept.runs._weights import fingerprints, sketches, weight_of
+from opintercept.runs._weights import fingerprints, shape_of, sketches, weight_of
 from opintercept.runs.alignment import By
 from opintercept.runs.codec import StoredCall
 from opintercept.runs.store import Run
@@ -139,7 +139,7 @@ class Side:
         if weight is None and trained:
             weight = known.get((place, ordinal))
         if weight is None:
-            g, n, k = weight_of(self.run, call).shape
+            g, n, k = shape_of(call)
             weight = len(self.weights)
             sure = g == 1 or (record.rhs is not None and record.rhs.requires_grad)
             self.weights.append(Weight((g, n, k), {}, np.ones(g * n, bool), sure))

@@ -6,6 +6,7 @@ as their values round to the same bfloat16. Needs numpy. Imports torch to read t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,16 +53,30 @@ class Factors:
         return bias.permute(1, 0, 2).reshape(bias.size(1), -1)
 
 
+def shape_of(call: StoredCall) -> tuple[int, int, int]:
+    """The shape `[g, n, k]` of the right operand, whose values are not read.
+
+    Raises:
+        OpInterceptError: It was not recorded, or the call is not a product of two matrices.
+    """
+    batch, _, n, k = _gemm(call)
+    _name(call, "rhs")
+    shape = call.record.rhs.shape if call.record.rhs is not None else ()
+    if math.prod(shape) != batch * n * k or len(shape) > 3:
+        raise OpInterceptError(f"its right operand has the shape {list(shape)}")
+    return batch, n, k
+
+
 def weight_of(run: Run, call: StoredCall) -> torch.Tensor:
     """The right operand, `[g, n, k]`.
 
     Raises:
         OpInterceptError: It was not recorded, or the call is not a product of two matrices.
     """
-    batch, _, n, k = _gemm(call)
+    batch, n, k = shape_of(call)
     rhs = _tensor(run, call, "rhs")
-    if rhs.numel() != batch * n * k or rhs.dim() > 3:
-        raise OpInterceptError(f"its right operand has the shape {list(rhs.shape)}")
+    if rhs.numel() != batch * n * k:
+        raise OpInterceptError(f"its right operand was recorded with the shape {list(rhs.shape)}")
     as_rows = "linear" in call.record.op or (rhs.shape[-2:] != (k, n) and rhs.shape[-2:] == (n, k))
     return rhs.reshape(batch, n, k) if as_rows else rhs.reshape(batch, k, n).mT
 
@@ -92,11 +107,15 @@ def _gemm(call: StoredCall) -> tuple[int, int, int, int]:
     return gemm[:4]
 
 
-def _tensor(run: Run, call: StoredCall, role: str) -> torch.Tensor:
+def _name(call: StoredCall, role: str) -> str:
     name = call.tensors.get(role)
     if name is None or name.endswith(".sample"):
         raise OpInterceptError(f"the values of its {role} were not recorded; record with tensors='full'")
-    found = run.load(call.rank, name)
+    return name
+
+
+def _tensor(run: Run, call: StoredCall, role: str) -> torch.Tensor:
+    found = run.load(call.rank, _name(call, role))
     if found.is_complex():
         raise OpInterceptError(f"its {role} is complex")
     return found
