@@ -423,11 +423,13 @@ def renamed(tmp_path: Path) -> tuple[str, str]:
     torch.manual_seed(0)
     apart = Layers({name: torch.nn.Linear(16, 8, bias=False) for name in ("query", "key")})
     whole = Layers({"both": torch.nn.Linear(16, 16, bias=False)})
-    with torch.no_grad():
+    with torch.no_grad():  # whole numbers, whose sums no order of adding rounds
+        for parameter in apart.parameters():
+            parameter.copy_(torch.randint(-50, 50, parameter.shape))
         weight = whole.get_parameter("both.weight")
         weight.copy_(torch.cat([*apart.parameters()]))
         weight[11] *= 1.01
-    x = torch.randn(4, 16)
+    x = torch.randint(-50, 50, (4, 16)).float()
     for name, layers in (("a", apart), ("b", whole)):
         with torch.no_grad(), intercept(runs.RunRecorder(tmp_path / name, "full")):
             layers(x)

@@ -222,6 +222,14 @@ TWINS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+def test_outputs_below_the_normal_numbers_are_as_exact_as_their_dtype(tmp_path: Path) -> None:
+    layer = nn.Linear(32, 32, bias=False, dtype=torch.float16)
+    x = torch.randn(8, 32).mul(1e-5).half()
+    found = aligned(tmp_path, lambda: layer(x), lambda: layer(x))
+    assert layer(x).abs().max() < torch.finfo(torch.float16).smallest_normal
+    check_whole(found)
+
+
 @pytest.mark.parametrize("name", [*list(TWINS)[:-1], pytest.param("compiled", marks=pytest.mark.slow)])
 def test_copies_of_a_model_are_joined(name: str, tmp_path: Path) -> None:
     make, by = TWINS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from opintercept._text import counted, printable
-from opintercept.cli._output import fitted, listed
+from opintercept.cli._output import fitted, listed, named_run
 from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.alignment import Aligned, Alignment, Apart
 from opintercept.runs.codec import StoredCall
@@ -25,9 +25,7 @@ _BY = {
 
 def aligned_text(found: Alignment, a: Run, b: Run, limit: int) -> list[str]:
     """The lines of the result."""
-    lines = []
-    for name, run in (("A", a), ("B", b)):
-        lines.append(f"{name}  {printable(str(run.path))}  {printable(' '.join(run.info.argv), 2 * _WIDTH)}".rstrip())
+    lines = [f"A  {named_run(a)}", f"B  {named_run(b)}"]
     lines += ["", *_counts(found)]
     if found.first is not None:
         lines += ["", *_first(found.first)]

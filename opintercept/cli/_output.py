@@ -18,7 +18,9 @@ from typing import Any
 from opintercept._errors import OpInterceptWarning
 from opintercept._text import aligned, printable
 from opintercept.runs.codec import Values
+from opintercept.runs.store import Run
 
+_COMMAND = 120  # characters of the command that made a run
 _SHORTEST = 10  # characters that a shortened cell keeps
 _READABLE = 32  # characters of a module name for which other columns are left out
 
@@ -82,6 +84,11 @@ def nonfinite(values: Values | None) -> str:
         return ""
     counts = [f"{count:,} {name}" for count, name in ((values.nan, "NaN"), (values.inf, "Inf")) if count]
     return f"{' and '.join(counts)} of {values.count:,}"
+
+
+def named_run(run: Run) -> str:
+    """A run's folder and the command that made it."""
+    return f"{printable(str(run.path))}  {printable(' '.join(run.info.argv), _COMMAND)}".rstrip()
 
 
 def width() -> int | None:

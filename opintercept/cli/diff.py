@@ -18,9 +18,19 @@ from opintercept._text import counted, printable
 from opintercept.cli._aligned import aligned_text
 from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, tolerance
-from opintercept.cli._output import finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout, width
+from opintercept.cli._output import (
+    finite_json,
+    fitted,
+    listed,
+    named_run,
+    nonfinite,
+    plain_warnings,
+    safe_stdout,
+    width,
+)
 from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.align import align
+from opintercept.runs.alignment import Alignment
 from opintercept.runs.codec import is_output
 from opintercept.runs.compaction import open_compacted
 from opintercept.runs.comparer import Comparer
@@ -106,12 +116,7 @@ def command(arguments: argparse.Namespace) -> int:
             names.check("the runs")
             raise
         names.check("the runs")
-    with safe_stdout():
-        if arguments.json:
-            plain = {"a": _about(a), "b": _about(b), **found.as_dict()}
-            print(json.dumps(finite_json(plain), indent=1, allow_nan=False))
-        else:
-            print("\n".join(_text(found, a, b, arguments.limit)))
+    _print(arguments, {"a": a, "b": b}, found, lambda: _text(found, a, b, arguments.limit))
     return 0 if found.equal else 1
 
 
@@ -120,12 +125,7 @@ def _command_of_aligned(arguments: argparse.Namespace) -> int:
     with plain_warnings("diff"):
         a, b = open_compacted(arguments.a), open_compacted(arguments.b)
         found = align(a, b)
-    with safe_stdout():
-        if arguments.json:
-            plain = {"a": _about(a), "b": _about(b), **found.as_dict()}
-            print(json.dumps(finite_json(plain), indent=1, allow_nan=False))
-        else:
-            print("\n".join(aligned_text(found, a, b, arguments.limit)))
+    _print(arguments, {"a": a, "b": b}, found, lambda: aligned_text(found, a, b, arguments.limit))
     return 0 if found.first is None and not found.apart else 1
 
 
@@ -144,13 +144,22 @@ def _command_of_ranks(arguments: argparse.Namespace) -> int:
     with plain_warnings("diff"):
         run = open_compacted(arguments.a, least=_LEAST)
         found = diff_ranks(run, limit=arguments.limit)
+    _print(arguments, {"run": run}, found, lambda: _ranks_text(found, run))
+    return 0 if found.equal else 1
+
+
+def _print(
+    arguments: argparse.Namespace,
+    compared: dict[str, Run],
+    found: Difference | RankDifference | Alignment,
+    text: Callable[[], list[str]],
+) -> None:
     with safe_stdout():
         if arguments.json:
-            plain = {"run": _about(run), **found.as_dict()}
+            plain = {name: _about(run) for name, run in compared.items()} | found.as_dict()
             print(json.dumps(finite_json(plain), indent=1, allow_nan=False))
         else:
-            print("\n".join(_ranks_text(found, run)))
-    return 0 if found.equal else 1
+            print("\n".join(text()))
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -158,9 +167,7 @@ def _about(run: Run) -> dict[str, Any]:
 
 
 def _text(found: Difference, a: Run, b: Run, limit: int) -> list[str]:
-    lines = []
-    for name, run in (("A", a), ("B", b)):
-        lines.append(f"{name}  {printable(str(run.path))}  {printable(' '.join(run.info.argv), 2 * _WIDTH)}".rstrip())
+    lines = [f"A  {named_run(a)}", f"B  {named_run(b)}"]
     settings = found.settings[:limit]
     if settings:
         rows = [
@@ -378,7 +385,7 @@ def _ranks_text(found: RankDifference, run: Run) -> list[str]:
     first, last = found.steps
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     lines = [
-        f"{printable(str(run.path))}  {printable(' '.join(run.info.argv), 2 * _WIDTH)}".rstrip(),
+        named_run(run),
         "",
         f"{counted(len(found.ranks), 'rank')}, {counted(found.calls, 'call')} in {steps}",
         *_shared_weights(found),

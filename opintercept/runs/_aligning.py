@@ -16,7 +16,7 @@ from opintercept._errors import OpInterceptError
 from opintercept.runs._columns import Array
 from opintercept.runs._joining import Joining, Side
 from opintercept.runs._linking import Links, shared_dim
-from opintercept.runs._weights import Factors, factors_of
+from opintercept.runs._weights import Factors, factors_of, tensor_of
 from opintercept.runs.alignment import CAUSES, Aligned
 from opintercept.runs.codec import StoredCall
 
@@ -148,7 +148,8 @@ class _Comparing:
             if parts[-1] is not pair.a:
                 return replace(pair, reason="its output is a part of one, which is compared with the last of the parts")
         try:
-            x, *others = (_output(each, call) for each, call in ((side, whole), *((side_of_parts, p) for p in parts)))
+            calls = [(side.run, whole), *((side_of_parts.run, part) for part in parts)]
+            x, *others = (tensor_of(run, call, "output").double() for run, call in calls)
         except OpInterceptError as reason:
             return replace(pair, reason=str(reason))
         dim = shared_dim(whole, parts) if len(parts) > 1 else None
@@ -290,16 +291,6 @@ class _Comparing:
         return self._roundings[number]
 
 
-def _output(side: Side, call: StoredCall) -> torch.Tensor:
-    name = call.tensors.get("output") or call.tensors.get("output.0")
-    if name is None or name.endswith(".sample"):
-        raise OpInterceptError("the values of an output were not recorded")
-    found = side.run.load(call.rank, name)
-    if found.is_complex():
-        raise OpInterceptError("an output is complex")
-    return found.double()
-
-
 def _made_up(parts: list[torch.Tensor], dim: int) -> Iterator[torch.Tensor]:
     """The tensors that parts may make up: a first dimension may be one of batches and heads, of which heads are cut."""
     yield torch.cat(parts, dim)
@@ -359,7 +350,8 @@ def _rounding(side: Side, number: int) -> float | None:
     wide = {torch.float64} == {f.x.dtype, f.w.dtype}
     unit = torch.finfo(torch.float64 if wide else torch.float32).eps * bound
     if f.out.is_floating_point():
-        unit += torch.finfo(f.out.dtype).eps * product.abs()
+        rounding = torch.finfo(f.out.dtype)
+        unit += rounding.eps * product.abs().clamp_min(rounding.smallest_normal)  # below, the spacing is constant
     error = (out - product).abs()
     found = error / unit.clamp_min(_TINY)
     found[~product.isfinite() | ~unit.isfinite()] = 0.0  # what should be infinite says nothing

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from opintercept._errors import OpInterceptError
-from opintercept._record import CallRecord
 from opintercept.runs._columns import Array
 from opintercept.runs._weights import fingerprints, shape_of, sketches, weight_of
 from opintercept.runs.alignment import By
@@ -109,7 +108,7 @@ class Side:
     reasons: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Run, select: Callable[[CallRecord], bool] | None) -> Side:
+    def of(cls, run: Run) -> Side:
         """Read the calls of a run."""
         side = cls(run)
         known: dict[Any, int] = {}
@@ -117,7 +116,7 @@ class Side:
             seen: Counter[Any] = Counter()
             for call in run.calls(rank):
                 record = call.record
-                if record.phase == "forward" and call.error is None and (select is None or select(record)):
+                if record.phase == "forward" and call.error is None:
                     number = len(side.calls)
                     side.calls.append(call)
                     side.weight.append(-1)
@@ -347,9 +346,7 @@ class Joining:
         return {names[i] for i, cosine in zip(which.tolist(), value.tolist(), strict=True) if cosine > _ALIKE}
 
     def _close(self, a: int, b: int, left: Array, mine: torch.Tensor, theirs: torch.Tensor) -> Match | None:
-        cosines = mine @ theirs.T
-        best, back = cosines.argmax(1), cosines.argmax(0)
-        mutual = back[best] == torch.arange(len(mine))
+        best, mutual = _mutual(mine @ theirs.T)
         rows_a = left[mutual.numpy()]
         rows_b = np.flatnonzero(self.b.weights[b].left)[best[mutual].numpy()]
         one, other = self.a.rows(a)[rows_a].double(), self.b.rows(b)[rows_b].double()
@@ -416,9 +413,15 @@ def _close_rest(
         return None
     one, other = (torch.nn.functional.normalize(each.double(), dim=1) for each in (rows[left], others[left_others]))
     cosines = one @ other.mT
-    best, back = cosines.argmax(1), cosines.argmax(0)
-    same = ((back[best] == torch.arange(len(one))) & (cosines.amax(1) > _SAME)).numpy()
+    best, mutual = _mutual(cosines)
+    same = (mutual & (cosines.amax(1) > _SAME)).numpy()
     return (left[same], left_others[best[same].numpy()]) if same.any() else None
+
+
+def _mutual(cosines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row the column that is most like it, and whether it is also the row most like that column."""
+    best, back = cosines.argmax(1), cosines.argmax(0)
+    return best, back[best] == torch.arange(len(cosines))
 
 
 def _order(a: torch.Tensor, b: torch.Tensor) -> Array | None:

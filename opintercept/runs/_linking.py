@@ -1,7 +1,7 @@
 """Which calls of two runs belong together, once it is known which of their weights do.
 
 Invariant: a call is joined with another only if rows of their weights are, or if it stands between two pairs that are.
-Must not import torch.
+Reads no tensor.
 """
 
 from __future__ import annotations

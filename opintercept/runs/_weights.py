@@ -74,7 +74,7 @@ def weight_of(run: Run, call: StoredCall) -> torch.Tensor:
         OpInterceptError: It was not recorded, or the call is not a product of two matrices.
     """
     batch, n, k = shape_of(call)
-    rhs = _tensor(run, call, "rhs")
+    rhs = tensor_of(run, call, "rhs")
     if rhs.numel() != batch * n * k:
         raise OpInterceptError(f"its right operand was recorded with the shape {list(rhs.shape)}")
     as_rows = "linear" in call.record.op or (rhs.shape[-2:] != (k, n) and rhs.shape[-2:] == (n, k))
@@ -88,13 +88,13 @@ def factors_of(run: Run, call: StoredCall) -> Factors:
         OpInterceptError: One was not recorded, or the call is not a product of two matrices.
     """
     batch, m, n, k = _gemm(call)
-    x, out = _tensor(run, call, "lhs"), _tensor(run, call, "output")
+    x, out = tensor_of(run, call, "lhs"), tensor_of(run, call, "output")
     if x.numel() != batch * m * k or out.numel() != batch * m * n:
         raise OpInterceptError(f"its operands have the shapes {list(x.shape)} and {list(out.shape)}")
     arguments = call.arguments or {}
     if any(arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
         raise OpInterceptError("its alpha or beta is not 1")
-    bias = _tensor(run, call, "bias") if call.record.bias is not None else None
+    bias = tensor_of(run, call, "bias") if call.record.bias is not None else None
     if bias is not None:
         bias = bias.reshape(1, *bias.shape) if bias.dim() == 2 else bias.reshape((1,) * (3 - bias.dim()) + bias.shape)
     return Factors(x.reshape(batch, m, k), weight_of(run, call), out.reshape(batch, m, n), bias)
@@ -114,7 +114,12 @@ def _name(call: StoredCall, role: str) -> str:
     return name
 
 
-def _tensor(run: Run, call: StoredCall, role: str) -> torch.Tensor:
+def tensor_of(run: Run, call: StoredCall, role: str) -> torch.Tensor:
+    """The values of a real operand or output.
+
+    Raises:
+        OpInterceptError: They were not recorded, or are complex.
+    """
     found = run.load(call.rank, _name(call, role))
     if found.is_complex():
         raise OpInterceptError(f"its {role} is complex")

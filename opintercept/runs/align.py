@@ -6,15 +6,12 @@ what is reported. Imports torch only when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from opintercept._errors import OpInterceptError
-from opintercept._record import CallRecord
 from opintercept.runs.alignment import CAUSES, Alignment, Apart
 from opintercept.runs.store import Run
 
 
-def align(a: Run, b: Run, *, select: Callable[[CallRecord], bool] | None = None) -> Alignment:
+def align(a: Run, b: Run) -> Alignment:
     """Compare the forward products of two runs whose modules have other names, as a trainer and an inference engine.
 
     The rows of the weights say which products belong together: fused, split, permuted and transposed projections,
@@ -24,7 +21,6 @@ def align(a: Run, b: Run, *, select: Callable[[CallRecord], bool] | None = None)
     Args:
         a: The run that the other is measured against, recorded with `tensors="full"`.
         b: The other run, recorded likewise. A few steps are enough.
-        select: Which calls to read.
 
     Raises:
         OpInterceptError: No call of one run could be joined with one of the other.
@@ -54,7 +50,7 @@ def align(a: Run, b: Run, *, select: Callable[[CallRecord], bool] | None = None)
         raise ImportError(
             "aligning runs needs torch, numpy and safetensors; pip install 'opintercept[cli]'"
         ) from missing
-    one, other = Side.of(a, select), Side.of(b, select)
+    one, other = Side.of(a), Side.of(b)
     joining = Joining(one, other)
     links = linked(joining)
     if not joining.matches:
