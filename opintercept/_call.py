@@ -6,7 +6,9 @@ Invariant: making an OpCall computes nothing. Must not import torch, so that the
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Hashable
+from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from opintercept._errors import OpInterceptError
@@ -82,6 +84,7 @@ class OpCall:
             forward call during backward.
         index: 0-based number of the call in its interceptor, in the order in which calls started.
         step: The interceptor's step when the call started.
+        began: When the operator started, in seconds of `time.perf_counter`; None before it has.
         elapsed: Host time of the operator in seconds; None before it has returned. Does not include
             work that the operator queued on a device.
         place: Where the call comes from, or None if nothing has read that yet. Hooks read `module` and `source`.
@@ -93,7 +96,9 @@ class OpCall:
         "_kept",
         "_kin",
         "_spec",
+        "_started",
         "args",
+        "began",
         "elapsed",
         "func",
         "index",
@@ -126,9 +131,18 @@ class OpCall:
         self.args = args
         self.kwargs = kwargs
         self.output: Any = None
+        self.began: float | None = None
+        self._started: int | None = None
         self.elapsed: float | None = None
         self.index: int = owner.next_index() if index is None else index
         self.step: int = owner.steps
+
+    @property
+    def started(self) -> int | None:
+        """When the operator started, in nanoseconds since 1970 by the machine's clock; None before it has."""
+        if self._started is None and self.began is not None:
+            self._started = time.time_ns() - int((time.perf_counter() - self.began) * 1e9)
+        return self._started
 
     @property
     def op(self) -> str:
@@ -445,6 +459,8 @@ class OpCall:
             forward,
             grad_of,
             owner.origin.autocast(self),
+            self.started,
+            get_native_id(),
             self.elapsed,
             taken_of(self),
         )

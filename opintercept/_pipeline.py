@@ -306,7 +306,7 @@ class Pipeline:
         """
         self.settle()
         call = OpCall(self, spec, func, phase, args, kwargs, index)
-        call.place = place
+        call.place, call.began = place, perf_counter() - elapsed
         try:
             if exception is not None:
                 _report((self,), [call], exception)
@@ -402,7 +402,7 @@ def run(
         tap = pipeline.tap(call) if pipeline.backward else None
         if tap is not None:
             args, kwargs = tap.inputs(args, kwargs)
-        started = perf_counter()
+        call.began = started = perf_counter()
         try:
             output = invoke(head, *args, **kwargs) if kwargs else invoke(head, *args)
         except BaseException as exception:
@@ -455,6 +455,8 @@ def _run_several(
         for tap in filter(None, taps):
             args, kwargs = tap.inputs(args, kwargs)
         started = perf_counter()
+        for call in calls:
+            call.began = started
         try:
             output = invoke(head, *args, **kwargs)
         except BaseException as exception:

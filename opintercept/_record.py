@@ -102,6 +102,9 @@ class Summary:
 class CallRecord(Summary):
     """What may be kept of a call; the fields are those of `OpCall`, tensors as `TensorMeta`.
 
+    `started` is when the operator started, in nanoseconds since 1970, and `thread` the number that the operating system
+    gives its thread, as in the traces of `torch.profiler`.
+
     A new field takes one line, here or in `Summary`. A run of an older version lacks it and is read with None, so the
     type allows None: `str`, `float`, `bool`, `int` for a count, `Literal`, and tuples, dataclasses and named tuples of
     these.
@@ -115,6 +118,8 @@ class CallRecord(Summary):
     forward: int | None = field(metadata=noted("forward"))
     grad_of: Literal["lhs", "rhs"] | None = field(metadata=noted("grad_of"))
     autocast: str | None = field(metadata=noted("autocast_name"))
+    started: int | None = field(metadata=noted("started"))
+    thread: int | None = field(metadata=noted("thread"))
     elapsed: float | None = field(metadata=noted("elapsed"))
 
     def where(self) -> str:
@@ -162,6 +167,8 @@ class Note(NamedTuple):
     forward: int | None
     grad_of: str | None
     autocast: torch.dtype | None
+    started: int | None
+    thread: int | None
     elapsed: float | None
     taken: SimpleNamespace | None = None
 

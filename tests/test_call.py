@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
@@ -289,6 +290,8 @@ def test_a_record_survives_json() -> None:
     [record] = records_of(lambda: F.linear(x, w, torch.ones(4)))
     plain = json.loads(json.dumps(record.as_dict()))
     assert plain.pop("elapsed") == record.elapsed
+    assert plain.pop("started") == record.started
+    assert plain.pop("thread") == threading.get_native_id()
     assert plain.pop("source").startswith("test_call.py:")
     assert plain == {
         "index": 0,

@@ -48,6 +48,8 @@ def call(index: int, **changes: Any) -> dict[str, Any]:
         bytes=320,
         autocast=None,
         opaque=False,
+        started=None,
+        thread=None,
         elapsed=1e-3 * (index + 1),
     )
     return record.as_dict() | {"values": {"output": values(index)}} | changes

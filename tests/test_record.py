@@ -93,7 +93,19 @@ def test_a_line_has_its_own_fields_before_the_shared_ones(tmp_path: Path) -> Non
     with intercept(runs.RunRecorder(tmp_path / "run", tensors="none")):
         torch.ones(2, 3) @ torch.ones(3, 4)
     line = json.loads((tmp_path / "run/calls.jsonl").read_text())
-    own = ["index", "step", "phase", "module", "source", "forward", "grad_of", "autocast", "elapsed"]
+    own = [
+        "index",
+        "step",
+        "phase",
+        "module",
+        "source",
+        "forward",
+        "grad_of",
+        "autocast",
+        "started",
+        "thread",
+        "elapsed",
+    ]
     shared = ["op", "func", "lhs", "rhs", "bias", "output", "gemm", "flops", "bytes", "opaque"]
     assert list(line) == [*own, *shared, "arguments"]
 
@@ -103,7 +115,19 @@ def record(**fields: Any) -> CallRecord:
     gemm = Gemm(1, 2, 2, 2, ("float32", "float32"), (False, True))
     known: dict[str, Any] = {"index": 0, "step": 0, "op": "aten::mm", "func": "aten.mm.default", "phase": "forward"}
     known |= {"lhs": meta, "rhs": meta, "output": (meta, None), "gemm": gemm, "opaque": False}
-    names = ("module", "source", "forward", "grad_of", "bias", "flops", "bytes", "autocast", "elapsed")
+    names = (
+        "module",
+        "source",
+        "forward",
+        "grad_of",
+        "bias",
+        "flops",
+        "bytes",
+        "autocast",
+        "started",
+        "thread",
+        "elapsed",
+    )
     absent: dict[str, Any] = dict.fromkeys(names)
     return CallRecord(**absent | known | fields)
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +61,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def timeless(records: list[CallRecord]) -> list[CallRecord]:
-    return [dataclasses.replace(record, elapsed=0.0) for record in records]
+    return [dataclasses.replace(record, started=0, elapsed=0.0) for record in records]
 
 
 class Attention(nn.Module):
@@ -140,7 +141,9 @@ def test_runs_have_equal_calls(tmp_path: Path, tensors: Any) -> None:
     def calls(engine: str) -> list[Any]:
         program(engine, runs.RunRecorder(tmp_path / engine, tensors))
         found = runs.open_run(tmp_path / engine).calls()
-        return [dataclasses.replace(call, record=dataclasses.replace(call.record, elapsed=0.0)) for call in found]
+        return [
+            dataclasses.replace(call, record=dataclasses.replace(call.record, started=0, elapsed=0.0)) for call in found
+        ]
 
     assert calls("compiled") == calls("kernel")
 
@@ -257,7 +260,7 @@ def test_nonfinite_has_equal_findings(dtype: torch.dtype, inf: bool) -> None:
                 x = torch.full((2, 2), value, dtype=dtype)
                 torch.mm(x, x)
                 torch.addmm(x, torch.ones(2, 2, dtype=dtype), x)
-        found = [dataclasses.replace(each.record, elapsed=0.0, source=None) for each in watch.findings]
+        found = [dataclasses.replace(each.record, started=0, elapsed=0.0, source=None) for each in watch.findings]
         return [*found, [(each.kind, str(each.output), each.bad) for each in watch.findings], watch.passed_on]
 
     assert findings("compiled") == findings("kernel")
@@ -343,6 +346,32 @@ def test_threads_note_in_their_own_blocks_and_in_one_for_all() -> None:
     assert sorted(record.index for record in everything.records) == list(range(1600))
 
 
+@pytest.mark.parametrize("engine", ["kernel", "compiled"])
+def test_each_call_tells_its_time_and_its_thread(engine: Any) -> None:
+    recorder = hooks.Recorder()
+
+    def work() -> None:
+        native.append(threading.get_native_id())
+        for _ in range(3):
+            times.append(time.time_ns())
+            X @ X
+        times.append(time.time_ns())
+
+    times: list[int] = []
+    native: list[int] = []
+    with intercept(recorder, engine=engine, threads="all"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        work()
+    assert [record.thread for record in recorder.records] == [native[0]] * 3 + [native[1]] * 3
+    assert native[0] != native[1] == threading.get_native_id()
+    for number, record in enumerate(recorder.records):
+        before, after = times[number + number // 3 :][:2]
+        assert record.started is not None
+        assert before <= record.started <= after
+
+
 def test_a_forked_child_begins_with_no_rows() -> None:
     recorder = hooks.Recorder()
     with intercept(recorder, engine="compiled"):
@@ -356,6 +385,21 @@ def test_a_forked_child_begins_with_no_rows() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == told == 1
         torch.mm(X, X)
     assert len(recorder.records) == 4
+
+
+def test_a_forked_child_has_a_thread_of_its_own() -> None:
+    def threads() -> set[int | None]:
+        recorder = hooks.Recorder()
+        with intercept(recorder, engine="compiled"):
+            for _ in range(3):
+                torch.mm(X, X)
+        return {record.thread for record in recorder.records}
+
+    assert threads() == {os.getpid()}
+    child = os.fork()
+    if not child:
+        os._exit(threads() != {os.getpid()})
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_module_that_gets_the_address_of_another_gets_its_own_name() -> None:

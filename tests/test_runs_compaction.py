@@ -34,6 +34,7 @@ CALLS = [
         "y",
     ),
     call(None, "x", "w", "y", bias="b", step=3, elapsed=None, forward=2, phase="backward", grad_of="lhs"),
+    call(None, "x", "w", "y", started=None, thread=None),
     call("\u00e9\"'", "x", "w", "y", elapsed=0.1 + 2**-40, kept=False, autocast="bfloat16"),
 ]
 

@@ -51,6 +51,8 @@ CALL = CallRecord(
     bytes=104,
     autocast=None,
     opaque=False,
+    started=1_700_000_000_000_000_000,
+    thread=1,
     elapsed=1e-6,
 )
 INFO: dict[str, Any] = {

@@ -59,6 +59,8 @@ CALL: dict[str, Any] = {
     "bytes": 72,
     "autocast": None,
     "opaque": False,
+    "started": 1_700_000_000_000_000_000,
+    "thread": 1,
     "elapsed": 1e-6,
     "values": {
         "lhs": {"hash": "0" * 16, "count": 6, "nan": 0, "inf": 0, "min": 0.0, "max": 1.0, "mean": 0.5, "rms": 0.6}

@@ -51,7 +51,7 @@ class Known:
 def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entry:
     kept: list[Any] = [Kept(tensor, None, Known(hashed) if hashed else None, False) for tensor in tensors]
     roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
-    note = Note(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 1e-6)
+    note = Note(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 0, 0, 1e-6)
     return Entry(note, {}, kept, roles, "{}", None, None)
 
 

@@ -28,7 +28,7 @@ Arrays = dict[str, Array]
 SLOTS = {"lhs": "lhs", "rhs": "rhs", "bias": "bias", "value": "value", "output": "output", "output1": "output.1"}
 ROLES = {role: slot for slot, role in SLOTS.items()}
 FIGURES = ("min", "max", "mean", "rms")
-PLACES = ("index", "step", "site", "look", "forward", "elapsed")
+PLACES = ("index", "step", "site", "look", "forward", "started", "thread", "elapsed")
 VALUES = tuple(f"{slot}_{name}" for slot in SLOTS for name in ("hash", "nan", "inf", *FIGURES))
 NUMBERS = (*PLACES, *VALUES)
 TEXTS = ("more", "tensors", "given", "error")
@@ -161,7 +161,8 @@ class Builder:
         """Add a call."""
         record, values = call.record, call.values
         row: list[Any] = [record.index, record.step, self._site(record), self._look(call)]
-        row += (-1 if record.forward is None else record.forward, _figure(record.elapsed))
+        row += [-1 if n is None else n for n in (record.forward, record.started, record.thread)]
+        row.append(_figure(record.elapsed))
         more = len(values)
         for role in ROLES:
             found = values.get(role)
@@ -347,7 +348,7 @@ class Columns(ABC):
             yield self._call(place, dict(zip(slots, values, strict=True)), own if given else own._replace(given=None))
 
     def _call(self, place: tuple[Any, ...], values: dict[str, Any], texts: Texts) -> StoredCall:
-        index, step, site_number, look_number, forward, elapsed = place
+        index, step, site_number, look_number, forward, started, thread, elapsed = place
         look, site = self.look(look_number), self.site(site_number)
         record = CallRecord(
             index=index,
@@ -358,6 +359,8 @@ class Columns(ABC):
             forward=None if forward < 0 else forward,
             grad_of=site.grad_of,  # type: ignore[arg-type]
             autocast=look.autocast,
+            started=None if started < 0 else started,
+            thread=None if thread < 0 else thread,
             elapsed=None if elapsed != elapsed else elapsed,
             **look.shared,
         )

@@ -42,7 +42,7 @@ from opintercept.runs.codec import StoredCall
 if TYPE_CHECKING:
     import duckdb
 
-SCHEMA = 1
+SCHEMA = 2
 ABOUT = "store.json"
 FILE = 2 * CHUNK  # calls of a file
 IN_MEMORY, IN_MEMORY_TEXTS = 1 << 17, 1 << 23  # calls and characters that need no file
@@ -165,7 +165,8 @@ class StoreWriter:
         whole = (nanoseconds / 1e9 == columns["elapsed"]) & (np.abs(nanoseconds) < 2**53)
         columns["ns"] = np.where(whole, nanoseconds, -1).astype(np.int64)
         columns["elapsed"] = np.where(whole, np.nan, columns["elapsed"])
-        names = ["index", "step", "site", "look", "nullif(forward, -1) AS forward", "nullif(ns, -1) AS elapsed_ns"]
+        names = ["index", "step", "site", "look", "nullif(forward, -1) AS forward", "nullif(started, -1) AS started_ns"]
+        names += ["nullif(thread, -1) AS thread", "nullif(ns, -1) AS elapsed_ns"]
         names += ["elapsed", *(f"nullif({name}, 0) AS {name}" if name.endswith("_hash") else name for name in VALUES)]
         first = self._calls
         query = ", ".join([f"{first} + row_number() OVER () - 1 AS call", f"{self._rank} AS rank", *names, *FLAGS])
@@ -350,8 +351,10 @@ def _column(name: str) -> str:
         return f"coalesce({name}::BOOLEAN, false) AS {name}"
     if name == "elapsed":
         return "coalesce(elapsed_ns / 1e9::DOUBLE, elapsed::DOUBLE, 'nan'::DOUBLE) AS elapsed"
+    if name == "started":
+        return "coalesce(started_ns::BIGINT, -1::BIGINT) AS started"
     kinds = {np.uint64: ("UBIGINT", "0"), np.float64: ("DOUBLE", "'nan'"), np.int32: ("INTEGER", "-1")}
-    kind, unknown = kinds.get(dtype_of(name), ("BIGINT", "-1" if name == "forward" else "0"))
+    kind, unknown = kinds.get(dtype_of(name), ("BIGINT", "-1" if name in ("forward", "thread") else "0"))
     return f"coalesce({name}::{kind}, {unknown}::{kind}) AS {name}"
 
 

@@ -151,7 +151,7 @@ def _members_of(kind: type, paths: Mapping[str, str]) -> Callable[[Any], str]:
 
 _own_members = _members_of(CallRecord, OWN)
 # Kernels write the members of a flight recorder's line that each call has, `flight.cpp`. The others they get as text.
-_BY_KERNELS = ("index", "step", "phase", "forward", "grad_of", "elapsed")
+_BY_KERNELS = ("index", "step", "phase", "forward", "grad_of", "started", "thread", "elapsed")
 _place_members = _members_of(CallRecord, {name: name for name in ("module", "source")})
 _autocast_member = _members_of(CallRecord, {"autocast": "autocast_name"})
 _value_members = _members_of(Values, {name: name for name in Values.__slots__})

@@ -17,7 +17,7 @@ def meta(*shape: int, dtype: str = "float32", device: str = "cpu") -> TensorMeta
 def record(op: str = "mm", phase: Any = "forward", dtype: str = "float32", index: int = 0, **fields: Any) -> CallRecord:
     square = meta(2, 2, dtype=dtype)
     fields = {"lhs": square, "rhs": square, "output": square, "module": "", "flops": 16, **fields}
-    for name in ("source", "forward", "grad_of", "bias", "gemm", "bytes", "autocast", "elapsed"):
+    for name in ("source", "forward", "grad_of", "bias", "gemm", "bytes", "autocast", "started", "thread", "elapsed"):
         fields.setdefault(name, None)
     return CallRecord(index=index, step=0, op=f"aten::{op}", func=op, phase=phase, opaque=False, **fields)
 

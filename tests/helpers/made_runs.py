@@ -61,6 +61,8 @@ def call(
         "bytes": 192,
         "autocast": None,
         "opaque": False,
+        "started": 1_700_000_000_000_000_000,
+        "thread": 1,
         "elapsed": 0.001,
     }
     if kept:

@@ -95,6 +95,10 @@ void append_line(
   line += ",\"forward\":";
   row.forward < 0 ? void(line += "null") : append(line, row.forward);
   line += row.grad_of < 0 ? ",\"grad_of\":null" : row.grad_of ? ",\"grad_of\":\"rhs\"" : ",\"grad_of\":\"lhs\"";
+  line += ",\"started\":";
+  append(line, row.started);
+  line += ",\"thread\":";
+  append(line, row.thread);
   line += ",\"elapsed\":";
   append(line, row.elapsed);
   line.push_back(',');

@@ -25,6 +25,8 @@ struct Values {
 
 struct Row {
   int64_t index, step, forward; // -1 for no forward call
+  int64_t started; // nanoseconds since 1970
+  int64_t thread; // the operating system's number
   double elapsed;
   uint32_t look, place; // what `Ring` remembers
   bool backward;

@@ -267,6 +267,24 @@ struct Call {
   }
 };
 
+int64_t nanoseconds_since_1970() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+}
+
+// As `threading.get_native_id`, which asks the system each time. The thread that a fork leaves in the child has a new one.
+int64_t this_thread() {
+  static std::atomic<int> forks{0};
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  static thread_local int64_t number = 0;
+  static thread_local int known_at = -1;
+  if (int now = forks.load(std::memory_order_relaxed); known_at != now || registered != 0) {
+    number = static_cast<int64_t>(PyThread_get_thread_native_id());
+    known_at = now;
+  }
+  return number;
+}
+
 double seconds_since(std::chrono::steady_clock::time_point started) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
@@ -422,6 +440,11 @@ bool opintercept::ran_noted(
   }
   call.given.assign(call.values, call.values + count);
   std::string own_key = std::move(key); // an operator may run others in this thread
+  int64_t began = nanoseconds_since_1970(), thread = this_thread();
+  for (Part& part : call.parts) {
+    part.row.started = began;
+    part.row.thread = thread;
+  }
   auto started = std::chrono::steady_clock::now();
   try {
     inside = true;

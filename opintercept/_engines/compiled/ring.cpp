@@ -222,7 +222,7 @@ PyObject *role_names[ROLES], *forward_name, *backward_name;
 
 } // namespace
 
-// ((summary, index, step, phase, place, forward, grad_of, autocast, elapsed), values by role, learned)
+// ((summary, index, step, phase, place, forward, grad_of, autocast, started, thread, elapsed), values by role, learned)
 PyObject* Ring::take() {
   Row row;
   std::array<Values, ROLES> values;
@@ -262,7 +262,7 @@ PyObject* Ring::take() {
     }
   }
   return Py_BuildValue(
-      "((OLLOONOOd)OO)",
+      "((OLLOONOOLLd)OO)",
       PyTuple_GET_ITEM(look, 0), // summary
       static_cast<long long>(row.index),
       static_cast<long long>(row.step),
@@ -271,6 +271,8 @@ PyObject* Ring::take() {
       row.forward < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(row.forward),
       row.grad_of < 0 ? Py_None : role_names[static_cast<size_t>(row.grad_of)],
       PyTuple_GET_ITEM(look, 1), // autocast
+      static_cast<long long>(row.started),
+      static_cast<long long>(row.thread),
       row.elapsed,
       found.p,
       PyTuple_GET_ITEM(look, 2)); // learned
