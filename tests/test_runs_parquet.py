@@ -16,7 +16,7 @@ connect = pytest.importorskip("duckdb").connect
 @pytest.mark.parametrize("name", ["calls", "looks", "sites", "texts"])
 def test_changed_bytes_give_calls_or_an_error(name: str, tmp_path: Path) -> None:
     run = write(
-        tmp_path / "run", [*(call("a", n, "w", f"y{n}", step=n) for n in range(100)), *attention(attn_mask="m")]
+        tmp_path / "run", [*(call("a", n, "w", f"y{n}", step=n) for n in range(100)), *attention(attn_bias="m")]
     )
     runs.compact(run.path)
     path = run.path / "columns" / f"{name}-00000000.parquet"

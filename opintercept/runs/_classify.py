@@ -24,7 +24,6 @@ from opintercept.runs.difference import KINDS, CallDifference, ModuleDifference,
 _COMPLETE = {"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"}
 _COMPLETE |= {"linear", "matmul", "inner", "tensordot", "__matmul__", "__rmatmul__", "__imatmul__"}
 _CHANCES = ("dropout_p", "dropout")
-_BATCH = 256  # calls that are compared one by one, and read together
 _BY = ("nothing", "statistics", "hash", "tensors", "sample", "metadata")  # the first three as `_pairing.BY`
 _HASHES = tuple(f"{slot}_hash" for slot in SLOTS)
 _EQUAL, _ADDED, _ARGUMENT, _OPERAND, _INHERITED, _UNCLEAR, _NOT_COMPARED = range(len(KINDS))
@@ -179,12 +178,10 @@ class ProcessPair:
             rows.own_kind[fast] = np.where(table["argument"][rules] > 0, _ARGUMENT, own)
             rows.by[fast] = np.where(found.uncompared, 0, np.where(found.by_statistics, 1, 2))
         one_by_one = left[slow]
-        for start in range(0, len(one_by_one), _BATCH):
-            batch = one_by_one[start : start + _BATCH]
-            pairs = self._calls(rows.numbers[batch], rows.others[batch])
-            for row, (one, other) in zip(batch.tolist(), pairs, strict=True):
-                if whole(one)[1] != whole(other)[1]:
-                    self._compare_calls(rows, row, one, other)
+        pairs = self._calls(rows.numbers[one_by_one], rows.others[one_by_one])
+        for row, (one, other) in zip(one_by_one.tolist(), pairs, strict=True):
+            if whole(one)[1] != whole(other)[1]:
+                self._compare_calls(rows, row, one, other)
 
     def _calls(self, numbers: Array, others: Array, *, given: bool = False) -> Iterator[tuple[StoredCall, StoredCall]]:
         a, b = self._a.columns, self._b.columns

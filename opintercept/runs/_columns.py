@@ -1,7 +1,8 @@
 """The calls of one process as columns of numbers: what a store keeps on disk, and what is read of it in bulk.
 
 Calls that look alike share a `Look`, and calls from one place of the program a `Site`; a column has their numbers.
-Invariant: a call that is put into columns is read back as it was. Needs numpy. Must not import torch.
+Invariant: a call that is put into columns is read back as it was, but for the last digits of means and root mean
+squares, see `_KEPT`. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from opintercept.runs.codec import StoredCall, Values, compact, shared_fields, s
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 
-# The roles whose statistics have columns of their own, by the beginning of the columns' names.
+# The roles whose statistics have columns of their own, by the beginning of the columns' names: those of products, then
+# those that only attentions have.
 SLOTS = {"lhs": "lhs", "rhs": "rhs", "bias": "bias", "value": "value", "output": "output", "output1": "output.1"}
+SLOTS |= {"output2": "output.2", "attn_mask": "attn_mask", "grad_out": "grad_out", "logsumexp": "logsumexp"}
 ROLES = {role: slot for slot, role in SLOTS.items()}
 FIGURES = ("min", "max", "mean", "rms")
 PLACES = ("index", "step", "site", "look", "forward", "started", "thread", "elapsed")
@@ -36,6 +39,10 @@ FLAGS = tuple(f"has_{name}" for name in TEXTS)
 CHUNK = 1 << 16  # calls that are read together
 _KNOWN = 1 << 12  # looks that are remembered
 _MOST_FOUND = 1 << 16  # looks and sites that are remembered while columns are made
+# Bits that a mean and a root mean square keep: a hundred times what two kernels agree on (`comparer.SUM_ERROR`). The
+# others cannot be compressed, and would take a fifth of a store.
+_KEPT = 26
+_BATCH = 256  # calls that are made together
 _SHORT = 1 << 14  # characters of a look that is remembered
 
 
@@ -193,7 +200,8 @@ class Builder:
         names = (*NUMBERS, *FLAGS)
         columns = list(zip(*self._rows, strict=True)) or [()] * len(names)
         self._rows = []
-        return {name: np.array(column, dtype_of(name)) for name, column in zip(names, columns, strict=True)}
+        made = {name: np.array(column, dtype_of(name)) for name, column in zip(names, columns, strict=True)}
+        return {name: rounded(each) if name.endswith(_SUMS) else each for name, each in made.items()}
 
     def _site(self, record: CallRecord) -> int:
         site = Site(record.module, record.source, record.phase, record.grad_of)
@@ -234,6 +242,14 @@ class Builder:
         return known[0]
 
 
+def rounded(column: Array) -> Array:
+    """The nearest numbers of `_KEPT` bits after the first."""
+    unit = np.uint64(1 << (52 - _KEPT))
+    rounded = ((column.view(np.uint64) + unit // np.uint64(2)) & ~(unit - np.uint64(1))).view(np.float64)
+    return np.where(np.isfinite(rounded), rounded, column)
+
+
+_SUMS = ("_mean", "_rms")
 _NO_VALUES = (0, 0, 0, math.nan, math.nan, math.nan, math.nan)
 
 
@@ -332,7 +348,10 @@ class Columns(ABC):
 
     def calls_at(self, numbers: Array, *, given: bool = True) -> Iterator[StoredCall]:
         """The calls with these numbers; without `StoredCall.given` if that is not wanted."""
-        return self._stored(numbers, self.gather(numbers, (*NUMBERS, *FLAGS)), given=given)
+        chunk = self.gather(numbers, (*NUMBERS, *FLAGS))
+        for start in range(0, len(numbers), _BATCH):
+            piece = {name: column[start : start + _BATCH] for name, column in chunk.items()}
+            yield from self._stored(numbers[start : start + _BATCH], piece, given=given)
 
     def _stored(self, numbers: Array, chunk: Arrays, *, given: bool) -> Iterator[StoredCall]:
         slots = {

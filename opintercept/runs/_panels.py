@@ -44,7 +44,6 @@ ROLES = ("output", "lhs", "rhs", "bias")
 MOMENTS = ("count", "nan", "inf", *FIGURES)
 _READ: tuple[str, ...] = ("index", "step", "site", "look", "elapsed", "has_error", "has_tensors")
 _READ += tuple(f"{role}_{name}" for role in ROLES for name in ("nan", "inf", *FIGURES))
-_BATCH = 256  # calls whose tensors' names are read together
 
 
 def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
@@ -116,11 +115,10 @@ def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products,
             totals.nonfinite += len(bad)
             totals.add_first(next(columns.calls_at(np.array([start + row]), given=False)))
         kept = np.flatnonzero(chunk["has_tensors"]) + start
-        for some in range(0, len(kept), _BATCH):
-            for call in columns.calls_at(kept[some : some + _BATCH], given=False):
-                row_of = heat.modules.get(call.record.module)
-                if row_of is not None:
-                    histograms.add(row_of, call)
+        for call in columns.calls_at(kept, given=False):
+            row_of = heat.modules.get(call.record.module)
+            if row_of is not None:
+                histograms.add(row_of, call)
 
 
 def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:

@@ -50,7 +50,7 @@ ROWS = 1 << 12  # calls of which columns are made together
 BLOCK = 1 << 22  # characters of looks, sites and texts that are written together
 MEMORY = "300MB"  # that DuckDB may take
 MAX_ABOUT = 1 << 20  # bytes of `store.json`
-_FORM = f"(FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v1, ROW_GROUP_SIZE {CHUNK})"
+_FORM = f"(FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 9, PARQUET_VERSION v1, ROW_GROUP_SIZE {CHUNK})"
 _LOADED = 8  # files of looks, sites and texts that are remembered
 _META = ("shape", "dtype", "device")
 

@@ -16,8 +16,8 @@ from opintercept.runs.codec import StoredCall, is_output
 from opintercept.runs.comparer import SUM_ERROR, Basis, Comparer
 
 # A set of operands is a number: the sum of these. All tensors without a role of their own count as one operand.
-OPERANDS = {"lhs": 1, "rhs": 2, "bias": 4, "value": 8}
-OTHERS = 16
+OPERANDS = {"lhs": 1, "rhs": 2, "bias": 4, "value": 8, "attn_mask": 16, "grad_out": 32, "logsumexp": 64}
+OTHERS = 128
 _SLOTS = tuple(SLOTS)
 
 
