@@ -1,4 +1,4 @@
-"""Runs the code in the README and in docstrings as tests.
+"""Runs the code in the README, in the pages of docs/ and in docstrings as tests.
 
 A `text` block holds what the `python` block before it prints.
 """
@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ def _run_python(example: Example) -> str | None:
 def _run_pytest(code: str) -> str:
     import subprocess
     import sys
-    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         test = Path(folder, "test_readme_block.py")
@@ -59,11 +59,21 @@ def _compare_text(example: Example) -> str | None:
 
 
 def _no_check(example: Example) -> None:
-    # .ci/run runs every console block; tests/test_readme.py checks that it does, and runs sh blocks itself.
+    # .ci/run runs every console block; tests/test_readme.py checks that it does. tests/test_docs.py runs sh blocks,
+    # with the programs that python blocks show.
     example.namespace["printed"] = None
 
 
-_EVALUATORS = {"python": _run_python, "text": _compare_text, "console": _no_check, "sh": _no_check}
+def _run_sql(example: Example) -> None:
+    import duckdb
+
+    rows = duckdb.sql(example.parsed[0])
+    assert rows is not None
+    assert rows.fetchall()
+
+
+_EVALUATORS = {"python": _run_python, "text": _compare_text, "sql": _run_sql}
+_PROGRAM = re.compile(r"# \w+\.py\n")
 
 
 def _fences(document: Document) -> Any:
@@ -72,14 +82,36 @@ def _fences(document: Document) -> Any:
         language = match["language"]
         if language == "text" and not document.text[: match.start()].rstrip().endswith("```"):
             continue  # a drawing, not an output
-        yield Region(match.start(), match.end(), (match["code"], line), _EVALUATORS[language])
+        program = language == "python" and _PROGRAM.match(match["code"])
+        evaluate = _no_check if program else _EVALUATORS.get(language, _no_check)
+        yield Region(match.start(), match.end(), (match["code"], line), evaluate)
 
 
-_readme = Sybil(parsers=[_fences], patterns=["README.md"]).pytest()
-_docstrings = Sybil(parsers=[DocTestParser()], patterns=["opintercept/**/*.py"], document_types={}).pytest()
+def _enter_folder(namespace: dict[str, Any]) -> None:
+    """Run the blocks of a page in an empty folder, where they may write."""
+    folder = tempfile.TemporaryDirectory()
+    namespace["folder of the page"] = folder, os.getcwd()
+    os.chdir(folder.name)
+
+
+def _leave_folder(namespace: dict[str, Any]) -> None:
+    folder, before = namespace.pop("folder of the page")
+    os.chdir(before)
+    folder.cleanup()
+
+
+_pages = Sybil(
+    parsers=[_fences],
+    patterns=["README.md", "docs/*.md", "docs/**/*.md"],
+    setup=_enter_folder,
+    teardown=_leave_folder,
+).pytest()
+_docstrings = Sybil(
+    parsers=[DocTestParser()], patterns=["opintercept/*.py", "opintercept/**/*.py"], document_types={}
+).pytest()
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Collect the examples in a file."""
-    found: pytest.Collector | None = _readme(file_path, parent) or _docstrings(file_path, parent)
+    found: pytest.Collector | None = _pages(file_path, parent) or _docstrings(file_path, parent)
     return found

@@ -346,7 +346,7 @@ class OpCall:
 
     @property
     def source(self) -> str | None:
-        """The program's line that made the call, `"model.py:42 in forward"`; in backward, and raising, as `module`."""
+        """The program's line that made the call, `"model.py:42 in forward"`. In backward, and raising, as `module`."""
         return self._where("source").source
 
     @property

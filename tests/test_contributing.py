@@ -33,6 +33,14 @@ def test_the_set_up_is_that_of_the_readme() -> None:
     assert checks == ["pytest -q", "ruff check && ruff format --check && mypy"]
 
 
+def test_the_layout_names_every_file_and_folder_of_the_package() -> None:
+    (drawing,) = re.findall(r"^opintercept/\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    named = {word for line in drawing.splitlines() for word in re.findall(r"\S+", line.partition("   ")[0].strip())}
+    found = {path.name for path in (ROOT / "opintercept").glob("[_a-z]*.py")} - {"__init__.py", "__main__.py"}
+    found |= {f"{path.parent.name}/" for path in (ROOT / "opintercept").glob("*/__init__.py")}
+    assert named == found
+
+
 def test_the_markers_and_options_of_pytest_exist(pytestconfig: pytest.Config) -> None:
     assert any(marker.startswith("slow:") for marker in pytestconfig.getini("markers"))
     assert pytestconfig.getoption("--compiled") in (True, False)

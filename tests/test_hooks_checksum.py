@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -554,16 +553,6 @@ def test_no_call_waits_for_a_device(dtype: torch.dtype) -> None:
         a @ b  # the first call of the next step reads the verdicts
         (found,) = hook.findings
     assert (found.record.index, found.position, found.repeats) == (0, (5, 6), None)
-
-
-def test_the_examples_of_its_page_print_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "checksum.md").read_text()
-    namespace: dict[str, Any] = {}
-    blocks = re.findall(r"^```python\n((?:(?!```).*\n)*)```\n```text\n((?:(?!```).*\n)*)```", page, re.MULTILINE)
-    assert len(blocks) == 3
-    for code, shown in blocks:
-        exec(compile(code, "docs/checksum.md", "exec"), namespace)
-        assert capsys.readouterr().out == shown
 
 
 @pytest.mark.slow

@@ -425,20 +425,3 @@ def test_a_rank_that_raises_does_not_wait_for_the_others(tmp_path: Path) -> None
     assert "KeyError: 'a broken batch'" in printed[1]
     assert "broken batch" not in printed[0]
     assert re.search("RuntimeError: .*(closed|reset|Timed out)", printed[0]), printed[0]
-
-
-@slow
-def test_the_example_of_its_page_prints_what_it_shows(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "checksum.md").read_text()
-    pattern = r"^```python\n(# ranks\.py\n.*?)^```\n\n```sh\n(torchrun .*?)\n```\n```text\n(.*?)^```"
-    ((code, command, shown),) = re.findall(pattern, page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "ranks.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stdout) == (0, shown), done.stderr[-5000:]

@@ -726,11 +726,9 @@ def test_an_unused_plugin_loads_nothing_else(pytester: pytest.Pytester) -> None:
     pytester.runpytest_subprocess("-p", "no:anyio").assert_outcomes(passed=1)
 
 
-def test_the_failure_in_the_readme_is_what_its_test_prints(run: Run) -> None:
-    readme = (ROOT / "README.md").read_text()
-    _, section = readme.split("\n## Tests\n")
-    code, shown = re.findall(r"^```\w+\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[:2]
-    code = f"import torch\n{code}"
+def test_the_failure_in_the_guide_is_what_its_test_prints(run: Run) -> None:
+    page = (ROOT / "docs" / "guides" / "test-matmuls.md").read_text()
+    code, shown = re.findall(r"^```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
     run(test_step=code).assert_outcomes(passed=1)
     result = run(test_step=code.replace("nn.Linear(16, 4))", "nn.Linear(16, 4), nn.Linear(4, 4))"))
     result.assert_outcomes(failed=1)

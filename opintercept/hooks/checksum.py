@@ -65,7 +65,7 @@ class Checksum(Finds[WrongProduct]):
     It suspects a row whose checksum is more than `0.75 * sigma` standard deviations of a model of rounding off. Of the
     16 rows that are suspected most it then computes the exact values, in float64, and reports a finding only if
 
-        abs(c - exact) > ulp(exact) + u * (k / 2 + sigma * sqrt(k)) * (|A| |B| + |bias|)
+    `abs(c - exact) > ulp(exact) + u * (k / 2 + sigma * sqrt(k)) * (|A| |B| + |bias|)`
 
     or if the errors of a row or column together are larger than such errors can be. The second term holds for any order
     of summation: with a probability of at least 1 - 2 k exp(-sigma**2 / 2) if errors of rounding are independent

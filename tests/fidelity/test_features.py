@@ -1,6 +1,6 @@
 """The features of torch one by one: what each engine sees of them, and that interception changes nothing.
 
-Each line of the README's table "What is seen" is a `Feature` here, or is tested in the file that `ELSEWHERE` names.
+Each line of the table in docs/seen.md is a `Feature` here, or is tested in the file that `ELSEWHERE` names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from opintercept import intercept
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "seen.md"
 ELSEWHERE = {
     "`F.conv2d`, `nn.ConvTranspose1d`": "test_convolutions.py",
     "`torch.compile`: `eager`, `aot_eager`": "test_compile.py",
@@ -260,7 +260,7 @@ class Feature:
     """A program that uses a feature of torch, and the calls that each engine sees of it.
 
     Attributes:
-        line: The feature in the README's table.
+        line: The feature in the table.
         run: The program, which makes its own inputs. What it returns must not change by a bit.
         kernel, mode, function: Operators in order, with ' in backward and " in the recomputation of a checkpoint.
     """
@@ -393,8 +393,8 @@ def test_each_engine_sees_of_forked_tasks_what_it_should_and_changes_nothing(tmp
     assert (done.returncode, done.stdout) == (0, "aten::mm aten::mm\naten::mm aten::mm\n\n"), done.stderr
 
 
-def test_every_feature_has_a_line_in_the_readme_and_every_line_a_test() -> None:
-    (table,) = re.findall(r"^\| feature .*?\n\|---.*?\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE)
+def test_every_feature_has_a_line_in_the_table_and_every_line_a_test() -> None:
+    (table,) = re.findall(r"^\| feature .*?\n\|---.*?\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()]
     assert sorted(row[0] for row in rows) == sorted({feature.line for feature in FEATURES} | set(ELSEWHERE))
     for line, *cells in rows:

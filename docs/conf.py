@@ -1,0 +1,42 @@
+"""Settings of Sphinx, which builds the site from the pages of this folder.
+
+Invariant: building needs no network and no setting outside this file.
+"""
+
+import re
+from typing import Any
+
+from opintercept import __version__
+
+project = "opintercept"
+copyright = "the authors of opintercept"
+release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 4  # links to headings, named as GitHub names them
+
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_use_legacy_class_based = False
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = "opintercept"
+html_copy_source = False
+html_show_sphinx = False
+
+
+def read_as_markdown(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turn `name` of a docstring, which is Markdown's, into reStructuredText's ``name``."""
+    text = re.sub(r"(?<![`:])`([^`]+)`(?!`)(?=(\w)?)", lambda m: f"``{m[1]}``" + "\\ " * bool(m[2]), "\n".join(lines))
+    lines[:] = text.split("\n")
+
+
+def setup(app: Any) -> None:
+    """Read docstrings as Markdown, before napoleon reads their sections."""
+    app.connect("autodoc-process-docstring", read_as_markdown, priority=400)

@@ -1,0 +1,175 @@
+"""The README and the pages of docs/: their links, their place on the site, and what their commands print.
+
+conftest.py runs their Python blocks; test_troubleshooting.py produces the messages of that page.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from html import unescape
+from pathlib import Path
+
+import pytest
+import torch
+from compiler import needs_compiler
+from native import run_python
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+GUIDES = {
+    *("find-a-nan", "float16-overflow", "compare-two-runs", "eager-and-compiled", "flops-and-time", "outliers"),
+    *("attention-maps", "patching", "test-matmuls", "several-ranks", "your-own-hook", "your-own-operator"),
+}
+COMPARISON = DOCS / "guides" / "compare-two-runs.md"
+ENGINE = DOCS / "how.md"
+BUILD = "opintercept build\nopintercept info\n"
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {"opintercept": "opintercept", "torchrun": "torch.distributed.run"}
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def with_commands() -> list[Path]:
+    return [page for page in PAGES if page != ENGINE and any(language == "sh" for language, _ in blocks(page))]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return FENCE.findall(page.read_text("utf-8"))
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]+`", "", FENCE.sub("", page.read_text("utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings, named as GitHub names them; those of the file that a page includes, too."""
+    text = page.read_text("utf-8")
+    included = re.search(r"^```\{include\} (\S+)", text, re.MULTILINE)
+    if included:
+        return anchors(page.parent / included[1])
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@functools.cache
+def outputs(page: Path) -> list[tuple[str, subprocess.CompletedProcess[str]]]:
+    """What the commands of a page print, each in turn, in a folder with the programs that the page shows."""
+    done = []
+    with tempfile.TemporaryDirectory() as folder:
+        for language, code in blocks(page):
+            program = re.match(r"# (\w+\.py)\n", code)
+            if language == "python" and program:
+                Path(folder, program[1]).write_text(code, "utf-8")
+            for command in code.splitlines() if language == "sh" else ():
+                first, *arguments = shlex.split(command)
+                argv = [sys.executable, "-m", PROGRAMS[first], *arguments]
+                done.append((command, subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)))
+    return done
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text("utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *PAGES], ids=name_of)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.is_file(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_every_page_is_in_one_table_of_contents() -> None:
+    listed = []
+    for page in PAGES:
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            names = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            listed += [(page.parent / f"{name}.md").resolve() for name in names]
+    assert sorted([*listed, DOCS / "index.md"]) == PAGES
+
+
+def test_the_front_page_and_the_readme_link_every_guide() -> None:
+    guides = {page.stem for page in (DOCS / "guides").glob("*.md")}
+    assert guides >= GUIDES
+    assert set(re.findall(r"\]\(guides/([\w-]+)\.md\)", prose(DOCS / "index.md"))) == guides
+    assert set(re.findall(r"\]\(docs/guides/([\w-]+)\.md\)", prose(README))) == guides
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_of_a_page_is_checked(page: Path) -> None:
+    found = blocks(page)
+    assert len(found) * 2 == len(re.findall("^```", page.read_text("utf-8"), re.MULTILINE)), "a block does not end"
+    directives = {"{toctree}", "{include}", "{eval-rst}"}
+    assert {language for language, _ in found} <= {"python", "text", "sh", "sql", "console"} | directives
+    commands = "".join(code for language, code in found if language == "sh")
+    for language, code in found:
+        program = re.match(r"# (\w+\.py)\n", code)
+        assert not (language == "python" and program) or program[1] in commands
+        if language == "console":  # .ci/run runs those of the README
+            assert code in README.read_text("utf-8")
+
+
+def test_the_commands_of_the_readme_are_those_of_the_guide() -> None:
+    of_guide = "".join(code for language, code in blocks(COMPARISON) if language == "sh").splitlines()
+    of_readme = "".join(code for language, code in blocks(README) if language == "sh").splitlines()
+    assert of_readme
+    assert set(of_readme) <= set(of_guide)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+@pytest.mark.parametrize("page", with_commands(), ids=name_of)
+def test_the_commands_of_a_page_print_what_it_shows(page: Path) -> None:
+    done = iter(outputs(page))
+    found = blocks(page)
+    for (language, code), (after, shown) in zip(found, [*found[1:], ("", "")], strict=True):
+        for command in code.splitlines() if language == "sh" else ():
+            ran, result = next(done)
+            assert ran == command
+            may_differ = re.search(r"^opintercept (diff|replay)|--stop", command)
+            assert result.returncode in ((0, 1) if may_differ else (0,)), f"{command}\n{result.stderr}"
+        if language == "sh" and after == "text":
+            printed = result.stdout + result.stderr
+            for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):
+                assert part in printed
+
+
+@pytest.mark.slow
+def test_the_picture_shows_what_the_command_prints() -> None:
+    (output,) = [done.stdout for command, done in outputs(COMPARISON) if command == "opintercept diff runs/a runs/b"]
+    texts = re.findall(r"<text [^>]*picture-r\d[^>]*>(.*?)</text>", (DOCS / "picture.svg").read_text("utf-8"))
+    drawn = [unescape(text).replace("\xa0", " ") for text in texts]
+    printed = [line for line in output.splitlines() if line]
+    # The rows of tables depend on the last bits, which differ from machine to machine and, with two threads, by run.
+    last = next(number for number, line in enumerate(drawn) if "changed operand: rhs differs" in line)
+    assert drawn[: last + 1] == ["$ opintercept diff runs/a runs/b", *printed[:last]]
+    heads = [line.split() for line in printed if "max abs" in line]
+    assert [line.split() for line in drawn if "max abs" in line] == heads
+    assert len(heads) == 2
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_compiled_engine_is_built_and_shown_as_the_page_says() -> None:
+    (expected,) = re.findall(rf"^```sh\n{BUILD}```\n```text\n(.*?)^```$", ENGINE.read_text("utf-8"), re.M | re.S)
+    run_python("from opintercept.cli import main; main(['build'])")
+    printed = run_python("from opintercept.cli import main; main(['info'])")
+
+    def parts(lines: list[str]) -> list[str]:
+        # Paths, versions and processors differ.
+        return [re.sub(r"/.*/|\w*[0-9]\S*|with \w+", "", line) for line in lines]
+
+    assert parts(printed) == parts(expected.splitlines())
