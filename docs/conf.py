@@ -9,15 +9,20 @@ from typing import Any
 from opintercept import __version__
 
 project = "opintercept"
-copyright = "the authors of opintercept"
 release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+smartquotes_action = "D"  # dashes, but not quotes: headings quote code
 myst_heading_anchors = 4  # links to headings, named as GitHub names them
 
 add_module_names = False
+autodoc_default_options = {
+    # What a hook is called with, and by whom, is on the page of the core.
+    "exclude-members": "pre, post, error, backward, enter, exit, end_step, work, learn, noted, reads, levels, fresh",
+}
 autodoc_member_order = "bysource"
+autodoc_type_aliases = {"Hook": "Hook"}
 autodoc_typehints = "signature"
 autodoc_use_legacy_class_based = False
 napoleon_numpy_docstring = False
@@ -28,7 +33,10 @@ python_maximum_signature_line_length = 100
 html_theme = "furo"
 html_title = "opintercept"
 html_copy_source = False
+html_css_files = ["site.css"]
+html_show_copyright = False
 html_show_sphinx = False
+html_static_path = ["_static"]
 
 
 def read_as_markdown(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

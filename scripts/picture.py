@@ -6,6 +6,7 @@ Run `python scripts/picture.py` after a change of that output; tests/test_docs.p
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -27,9 +28,10 @@ def output(folder: Path) -> str:
         :2
     ]
     (folder / "train.py").write_text(program, "utf-8")
+    wide = os.environ | {"COLUMNS": "120"}
     for command in commands.splitlines():
         arguments = [sys.executable, "-m", *command.split()]
-        done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(arguments, cwd=folder, env=wide, capture_output=True, text=True, check=False)
         if command == COMMAND:
             return done.stdout
         done.check_returncode()
@@ -42,7 +44,7 @@ def draw(text: str) -> str:
     from rich.text import Text
 
     lines = [f"$ {COMMAND}", *text.splitlines()]
-    console = Console(record=True, width=max(map(len, lines)), file=io.StringIO(), legacy_windows=False)
+    console = Console(record=True, width=max(map(len, lines)) + 2, file=io.StringIO(), legacy_windows=False)
     for line in lines:
         style = "bold green" if line.startswith("$ ") else "bold yellow" if _FIRST.match(line.strip()) else ""
         console.print(Text(line, style=style), soft_wrap=True)
