@@ -6,6 +6,7 @@ conftest.py runs their Python blocks; test_troubleshooting.py produces the messa
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,9 @@ import pytest
 import torch
 from compiler import needs_compiler
 from native import run_python
+
+from opintercept import intercept, runs
+from opintercept.cli import main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -130,6 +134,27 @@ def test_the_commands_of_the_readme_are_those_of_the_guide() -> None:
     of_readme = "".join(code for language, code in blocks(README) if language == "sh").splitlines()
     assert of_readme
     assert set(of_readme) <= set(of_guide)
+
+
+def test_the_json_has_the_names_that_the_page_for_agents_explains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    for scale, folder in enumerate(folders, 1):
+        with intercept(runs.RunRecorder(folder)):
+            torch.eye(2) @ torch.full((2, 2), float(scale))
+    assert main(["diff", *folders, "--json"]) == 1
+    difference = json.loads(capsys.readouterr().out)
+    assert main(["show", folders[0], "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    page = (DOCS / "agents.md").read_text("utf-8")
+    for found, names in (
+        (difference, ("equal", "first", "before", "unmatched")),
+        (difference["first"], ("kind", "changed", "arguments", "a", "b")),
+        (row, ("module", "op", "phase", "calls", "flops", "seconds", "flops_per_second", "share")),
+    ):
+        assert found.keys() >= set(names)
+        assert all(re.search(rf"`(first\.)?{name}`", page) for name in names)
 
 
 @pytest.mark.slow
