@@ -24,7 +24,6 @@ autodoc_default_options = {
 autodoc_member_order = "bysource"
 autodoc_type_aliases = {"Hook": "Hook"}
 autodoc_typehints = "signature"
-autodoc_use_legacy_class_based = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
