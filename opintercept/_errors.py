@@ -26,6 +26,17 @@ class OpInterceptWarning(UserWarning):
     """Something that the user should know about while the program goes on: a hook was switched off, for example."""
 
 
+def needs(what: str, package: str, install: str | None = None) -> ImportError:
+    """Return the error that says which package `what` needs.
+
+    Args:
+        what: What needs it.
+        package: The package.
+        install: What pip is to install; by default the package.
+    """
+    return ImportError(f"{what} needs {package}; pip install {install or package}")
+
+
 def caller_level() -> int:
     """Return the `stacklevel` with which the calling function's warning points to the code that uses the package."""
     frame: FrameType | None = sys._getframe(1)

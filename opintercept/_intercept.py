@@ -16,7 +16,7 @@ import torch
 
 from opintercept import _with_statement
 from opintercept._blocks import Part, check_leaving, enter_block, innermost, leave_block
-from opintercept._checks import check_choice
+from opintercept._checks import check_choice, check_count
 from opintercept._coroutines import suspending
 from opintercept._engines import outside
 from opintercept._engines import scope as _scope
@@ -125,11 +125,20 @@ class Interceptor:
         check_hook(hook, self.watcher.pipeline.level)
         return self.watcher.pipeline.register(hook)
 
-    def step(self) -> None:
-        """Count a step of the program, such as a batch. `call.step` has the number, from 0."""
+    def step(self, number: int | None = None) -> None:
+        """End a step of the program, such as a batch. `call.step` has the number of the step that runs, from 0.
+
+        Args:
+            number: The number of the step that begins, for a training that resumes; by default the next one.
+
+        Raises:
+            ValueError: `number` is not a whole number of at least 0.
+        """
+        if number is not None:
+            check_count("number", number, 0)
         pipeline = self.watcher.pipeline
         with self.paused() if pipeline.end_step else nullcontext():  # what hooks run here is not seen either
-            pipeline.next_step()
+            pipeline.next_step(number)
 
     def paused(self) -> Pause:
         """A context manager inside which this interceptor sees nothing of the thread that entered it."""

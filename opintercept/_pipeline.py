@@ -51,7 +51,7 @@ class Pipeline:
         ring: Where kernels note calls, if the engine has some that do.
 
     Attributes:
-        steps: How often the interceptor's `step` was called.
+        steps: The number of the step that runs, from 0; the interceptor's `step` advances it.
         rows: The calls that kernels have noted, if the engine has kernels that do.
         noted: The same; None while the hooks have to see each call.
         opaque: How many calls of each opaque operator have run, by name.
@@ -139,9 +139,9 @@ class Pipeline:
         """The hooks in order."""
         return tuple(handle.hook for handle in self._handles)
 
-    def next_step(self) -> None:
-        """Count a step of the program, and tell the hooks that it has ended."""
-        self.steps += 1
+    def next_step(self, number: int | None = None) -> None:
+        """Count a step of the program, or set the number of the next one, and tell the hooks that a step has ended."""
+        self.steps = self.steps + 1 if number is None else number
         if self.rows is not None:
             self.rows.ring.set_step(self.steps)
         for handle in self.end_step:

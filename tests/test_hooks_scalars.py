@@ -149,7 +149,7 @@ def test_a_closed_tensorboard_writer_raises_and_makes_no_new_file(tensorboard: A
     assert files_read(tmp_path)["-/mm/output/forward/mean"] == [(0, 4.0)]
 
 
-def test_a_writer_closed_inside_the_block_raises_at_the_next_step(tensorboard: Any) -> None:
+def test_a_writer_closed_inside_the_block_raises_when_the_step_ends(tensorboard: Any) -> None:
     scalars = hooks.Scalars(tensorboard)
     with pytest.warns(OpInterceptWarning, match="the writer .* of Scalars is closed"):
         with intercept(scalars, on_error="warn") as interceptor:
@@ -160,18 +160,17 @@ def test_a_writer_closed_inside_the_block_raises_at_the_next_step(tensorboard: A
 
 
 @pytest.mark.parametrize("writer", [Run, Mlflow])
-def test_a_step_is_written_when_the_next_one_begins_and_the_last_when_the_block_ends(
+def test_a_step_is_written_when_it_ends_and_the_last_when_the_block_ends(
     writer: type[Run | Mlflow],
 ) -> None:
     run = writer()
     with intercept(hooks.Scalars(run, values=["mean", "calls"])) as interceptor:
         product(1.0)
         product(3.0)
-        interceptor.step()
         assert run.logged == []
-        product(5.0)
-        assert run.logged == [(0, {"-/mm/output/forward/mean": 2.0, "-/mm/output/forward/calls": 2})]
         interceptor.step()
+        assert run.logged == [(0, {"-/mm/output/forward/mean": 2.0, "-/mm/output/forward/calls": 2})]
+        product(5.0)
     assert run.logged[1:] == [(1, {"-/mm/output/forward/mean": 5.0, "-/mm/output/forward/calls": 1})]
 
 
@@ -317,7 +316,7 @@ def test_an_error_of_the_writer_is_raised_and_names_the_call() -> None:
             product(1.0)
             interceptor.step()
             product(1.0)
-    assert any("opintercept: raised by post hook" in note for note in caught.value.__notes__)
+    assert any("opintercept: raised by the end_step of hook" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("writer", [None, 3, "runs/a", object(), {"log": print}, SimpleNamespace(log=3)])

@@ -78,6 +78,8 @@ LAYERS = (
     {"runs/diff.py"},
     {"runs/replay.py", "runs/report.py"},
     {"runs/__init__.py"},
+    {"integrations/__init__.py", "integrations/_training.py"},
+    below("integrations", r"[a-z]\w*"),
     {"testing/__init__.py", "testing/snapshot.py"},
     {"testing/calls.py"},
     {"testing/plugin.py"},

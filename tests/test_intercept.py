@@ -188,6 +188,20 @@ def test_step_numbers_the_calls() -> None:
     assert steps == [0, 1, 2]
 
 
+def test_step_takes_the_number_of_the_step_that_begins() -> None:
+    steps: list[int] = []
+    interceptor = intercept(lambda call: steps.append(call.step))
+    interceptor.step(40)
+    with interceptor:
+        for number in (None, 50, 0):
+            multiply()
+            interceptor.step(number)
+        multiply()
+    assert steps == [40, 41, 50, 0]
+    with pytest.raises(ValueError, match="number must be a whole number of at least 0, got -1"):
+        interceptor.step(-1)
+
+
 def test_register_in_a_block_takes_part_and_its_handle_ends_it() -> None:
     seen = Seen()
     with intercept() as interceptor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opintercept._errors import needs
 from opintercept._tensors import is_strided
 
 
@@ -49,8 +50,7 @@ def safetensors_for(what: str) -> Any:
         try:
             module = import_module(name)
         except ImportError as missing:
-            package = name.partition(".")[0]
-            raise ImportError(f"{what} needs {package}; pip install 'opintercept[cli]'") from missing
+            raise needs(what, name.partition(".")[0], "'opintercept[cli]'") from missing
     return module
 
 

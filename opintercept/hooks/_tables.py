@@ -11,6 +11,7 @@ from html import escape
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
+from opintercept._errors import needs
 from opintercept._text import CELL, aligned, printable
 
 _STYLE = (
@@ -64,7 +65,7 @@ def _library(name: str, method: str) -> Any:
     try:
         return import_module(name)
     except ImportError as missing:
-        raise ImportError(f"{method}() needs {name}; pip install {name}") from missing
+        raise needs(f"{method}()", name) from missing
 
 
 class Frames:

@@ -20,8 +20,8 @@ class Scalars:
     """Writes the statistics of each step under names such as `encoder.0/mm/output/forward/std`.
 
     A name is `module/op/operand/phase/value`. The module is `-` for calls outside all modules and `unknown` if it is
-    not known, since MLflow does not accept `?` in a name. A step ends with the first call after the interceptor's
-    `step()`, or with the block. Scalars calls the first of these methods that the writer has:
+    not known, since MLflow does not accept `?` in a name. A step ends with the interceptor's `step()`, or with the
+    block. Scalars calls the first of these methods that the writer has:
     `add_scalar(tag, value, step)`, as TensorBoard's `SummaryWriter`; `log_metrics(dict, step=)`, as `mlflow`;
     `log(dict, step=)`, as a W&B run.
 
@@ -35,7 +35,7 @@ class Scalars:
     Raises:
         TypeError: The writer has none of these methods, or `for_dtype` is not a signed floating-point dtype.
         ValueError: An operand or value is unknown, or `every` is below 1.
-        OpInterceptError: In a call, if the writer has been closed.
+        OpInterceptError: At the end of a step, if the writer has been closed.
 
     Example:
         >>> import torch
@@ -83,25 +83,33 @@ class Scalars:
         self._stats.pre(call)
 
     def post(self, call: OpCall) -> None:
-        """Write the step that has ended, if any, then add the call."""
+        """Add the call, once the steps before it are written."""
         self._turn(call.step)
         self._stats.post(call)
+
+    def end_step(self) -> None:
+        """Write the step that has ended, once `every` steps have."""
+        with self._lock:
+            if self._first is not None and self._last - self._first + 1 >= self._every:
+                self._write_window()
 
     def _turn(self, step: int) -> None:
         with self._lock:
             if self._first is None:
                 self._first = step
             elif step - self._first >= self._every:
-                rows, last, self._first = self._ended(), self._last, step
-                self._send(rows, last)
+                self._write_window(step)
             self._last = step
 
     def exit(self) -> None:
         """Write the last step."""
         with self._lock:
             if self._first is not None:
-                rows, last, self._first = self._ended(), self._last, None
-                self._send(rows, last)
+                self._write_window()
+
+    def _write_window(self, first: int | None = None) -> None:
+        rows, last, self._first = self._ended(), self._last, first
+        self._send(rows, last)
 
     def _ended(self) -> list[StatsRow]:
         # A closed SummaryWriter would silently open another file.

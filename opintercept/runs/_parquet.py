@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from opintercept._errors import OpInterceptError
+from opintercept._errors import OpInterceptError, needs
 from opintercept._record import Phase
 from opintercept.runs._columns import (
     CHUNK,
@@ -71,7 +71,7 @@ def connect(folder: Path) -> duckdb.DuckDBPyConnection:
     try:
         import duckdb
     except ImportError as missing:
-        raise ImportError("a compacted run needs duckdb; pip install 'opintercept[cli]'") from missing
+        raise needs("a compacted run", "duckdb", "'opintercept[cli]'") from missing
     settings: dict[str, Any] = {
         "memory_limit": MEMORY,
         "threads": min(4, os.cpu_count() or 1),

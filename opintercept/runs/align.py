@@ -6,7 +6,7 @@ what is reported. Imports torch only when it is called.
 
 from __future__ import annotations
 
-from opintercept._errors import OpInterceptError
+from opintercept._errors import OpInterceptError, needs
 from opintercept.runs.alignment import CAUSES, Alignment, Apart
 from opintercept.runs.store import Run
 
@@ -47,9 +47,7 @@ def align(a: Run, b: Run) -> Alignment:
         from opintercept.runs._joining import Joining, Side
         from opintercept.runs._linking import linked
     except ImportError as missing:
-        raise ImportError(
-            "aligning runs needs torch, numpy and safetensors; pip install 'opintercept[cli]'"
-        ) from missing
+        raise needs("aligning runs", "torch, numpy and safetensors", "'opintercept[cli]'") from missing
     one, other = Side.of(a), Side.of(b)
     joining = Joining(one, other)
     links = linked(joining)

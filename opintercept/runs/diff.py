@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from opintercept._checks import check_count
-from opintercept._errors import OpInterceptError
+from opintercept._errors import OpInterceptError, needs
 from opintercept._record import CallRecord
 from opintercept._text import counted
 from opintercept.runs.comparer import Comparer
@@ -142,7 +142,7 @@ def diff_ranks(run: Run, *, limit: int = 100) -> RankDifference:
     try:
         from opintercept.runs._rank_checks import compare
     except ImportError as missing:
-        raise ImportError("comparing ranks needs numpy; pip install 'opintercept[cli]'") from missing
+        raise needs("comparing ranks", "numpy", "'opintercept[cli]'") from missing
     if len(run.ranks) < 2:
         raise OpInterceptError(
             f"comparing ranks needs a run of several, got one rank in {str(run.path)!r}; record a run under torchrun, "
@@ -171,7 +171,7 @@ def compare_runs(
         from opintercept.runs._compare import compare_ranks
         from opintercept.runs._totals import Totals
     except ImportError as missing:
-        raise ImportError("comparing runs needs numpy; pip install 'opintercept[cli]'") from missing
+        raise needs("comparing runs", "numpy", "'opintercept[cli]'") from missing
     total = Totals(limit, worst_limit, watch)
     for rank_a, rank_b in _rank_pairs(a, b):
         compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
