@@ -24,6 +24,7 @@ COMMANDS = {
     "show": "show what a recorded run consists of",
     "diff": "find where two recorded runs first differ",
     "report": "write one HTML page about one or two runs",
+    "export": "write a run as a trace for Perfetto",
     "replay": "run one recorded call again on its own",
     "build": "build the compiled engine for this torch and Python, once",
     "info": "say which engine is used here, and why",

@@ -18,6 +18,7 @@ from typing import Any
 
 from opintercept._errors import OpInterceptError
 from opintercept.runs._drift import Drift
+from opintercept.runs._files import replaced
 from opintercept.runs._panels import (
     CELLS,
     MODULES,
@@ -64,20 +65,9 @@ def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> N
         ...     sorted(os.listdir(folder))
         ['page.html', 'run']
     """
-    target = os.path.realpath(path)
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise OpInterceptError(f"cannot write the page to {os.fspath(path)!r}, which is not a plain file")
     text = page(run, other)
-    partial = f"{target}.partial"
-    try:
-        with open(partial, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.replace(partial, target)
-    except OSError as failed:
-        raise OpInterceptError(f"cannot write the page to {os.fspath(path)!r}: {failed}") from failed
-    finally:
-        if os.path.exists(partial):
-            os.remove(partial)
+    with replaced(path, "the page") as partial, open(partial, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
 
 
 def page(run: Run, other: Run | None = None) -> str:

@@ -1,0 +1,286 @@
+"""Writes a run as a trace in Chrome's JSON format, which Perfetto and chrome://tracing show.
+
+Invariant: in each thread, two slices lie one in the other or beside each other; viewers refuse all else.
+Needs numpy. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from opintercept._errors import OpInterceptError
+from opintercept.runs._columns import CHUNK, Array, Arrays, Columns
+from opintercept.runs._files import replaced
+from opintercept.runs._pairing import module_name
+from opintercept.runs.codec import StoredCall, Values, compact, is_output
+from opintercept.runs.store import Run
+
+_PLACES = ("step", "index", "thread", "started", "elapsed", "forward", "site")
+_LONGEST = 10**15  # nanoseconds of a call, in a hostile run
+
+Event = dict[str, Any]
+
+
+def write(
+    path: str | os.PathLike[str],
+    run: Run,
+    *,
+    steps: range | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> int:
+    """Write a run as a trace. If that fails, `path` stays as it was.
+
+    Each rank is a process and each thread a track, on which calls lie in slices of their modules, phase and step.
+    Arrows lead from forward calls to their backward calls. Times are those of the host: on a device, an operator only
+    queues its work.
+
+    Args:
+        path: The trace; it is compressed if the name ends with `.gz`.
+        run: The run.
+        steps: Which steps to write; all by default. A call takes about 800 bytes, and 100 if compressed.
+        profile: A trace that `torch.profiler` has exported from the same program, to which the run is added.
+
+    Returns:
+        How many calls were written.
+
+    Raises:
+        OpInterceptError: The calls of the run have no times, `profile` is not a trace, or the file cannot be written.
+        ImportError: numpy is not installed; or DuckDB is not, and the run is in columns.
+
+    Example:
+        >>> import json, tempfile, torch
+        >>> from opintercept import intercept, runs
+        >>> from opintercept.runs import trace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with intercept(runs.RunRecorder(f"{folder}/run")):
+        ...         _ = torch.nn.Sequential(torch.nn.Linear(3, 2))(torch.zeros(4, 3))
+        ...     trace.write(f"{folder}/trace.json", runs.open_run(f"{folder}/run"))
+        ...     with open(f"{folder}/trace.json") as file:
+        ...         [event["name"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+        1
+        ['step 0', 'forward', '0', 'aten::addmm']
+    """
+    whole = {} if profile is None else _profile(Path(profile))
+    events = whole.pop("traceEvents", [])
+    columns = {rank: run.columns(rank) for rank in run.ranks}
+    base = whole.get("baseTimeNanoseconds", 0) if profile is not None else _first_start(columns.values(), steps)
+    pids = [event["pid"] for event in events if isinstance(event, dict) and isinstance(event.get("pid"), int)]
+    first = max(pids, default=0) + 1
+    with replaced(path, "the trace") as partial, _opened(partial, os.fspath(path).endswith(".gz")) as file:
+        file.write(f'{compact(whole | {"displayTimeUnit": "ns", "baseTimeNanoseconds": base})[:-1]},"traceEvents":[\n')
+        calls, before = 0, ""
+        for event in events:
+            file.write(f"{before}{compact(event)}")
+            before = ",\n"
+        for pid, (rank, of_rank) in enumerate(columns.items(), first):
+            process = _Process(rank, of_rank, steps)  # one at a time, since they may be large
+            calls += len(process.numbers)
+            for event in process.events(pid, base, run):
+                file.write(f"{before}{compact(event)}")
+                before = ",\n"
+        file.write("\n]}\n")
+    return calls
+
+
+def _opened(path: str, compressed: bool) -> TextIO:
+    if compressed:
+        return gzip.open(path, "wt", compresslevel=6, encoding="ascii")
+    return open(path, "w", encoding="ascii")  # noqa: SIM115  the caller closes it
+
+
+def _profile(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+        found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        if isinstance(found["traceEvents"], list) and isinstance(found.get("baseTimeNanoseconds", 0), int):
+            return dict(found)
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        pass
+    raise OpInterceptError(
+        f"{str(path)!r} must be a trace in JSON; write one with prof.export_chrome_trace(...) of torch.profiler"
+    )
+
+
+def _chosen(columns: Columns, names: tuple[str, ...], steps: range | None) -> Iterator[tuple[Array, Arrays]]:
+    """Columns of the calls of these steps, piece by piece, with the numbers of the calls."""
+    for first, chunk in columns.chunks(("step", *names), steps=steps):
+        which = np.ones(len(chunk["step"]), bool)
+        if steps is not None:
+            which = (chunk["step"] >= steps.start) & (chunk["step"] < steps.stop)
+        yield np.flatnonzero(which) + first, {name: column[which] for name, column in chunk.items()}
+
+
+def _first_start(columns: Iterable[Columns], steps: range | None) -> int:
+    times = (chunk["started"] for each in columns for _, chunk in _chosen(each, ("started",), steps))
+    return min((int(each.min()) for each in times if len(each)), default=0)
+
+
+class _Slice(NamedTuple):
+    """A step, a phase or a module on the track of a thread."""
+
+    thread: int
+    name: str
+    whole: str | None  # the module's whole name
+    start: int
+    end: int
+
+
+class _Process:
+    """The calls of a process, thread by thread and by the time at which they started.
+
+    Attributes:
+        numbers: Their numbers in the columns.
+        starts: When each started, in nanoseconds since 1970.
+        ends: When it ended.
+        threads: In which thread it ran.
+    """
+
+    def __init__(self, rank: int, columns: Columns, steps: range | None) -> None:
+        self._rank, self._columns = rank, columns
+        found: dict[str, list[Array]] = {name: [] for name in (*_PLACES, "number")}
+        for numbers, chunk in _chosen(columns, _PLACES[1:], steps):
+            found["number"].append(numbers)
+            for name in _PLACES:
+                found[name].append(chunk[name])
+        all_: dict[str, Array] = {name: np.concatenate([np.empty(0, int), *parts]) for name, parts in found.items()}
+        if (all_["started"] < 0).any():
+            raise OpInterceptError("the calls of the run have no times; record it again with this version")
+        length = np.clip(np.nan_to_num(all_["elapsed"].astype(np.float64) * 1e9), 0, _LONGEST).astype(np.int64)
+        ends = all_["started"] + length
+        order = np.lexsort((-ends, all_["started"], all_["thread"]))
+        self.numbers, self.threads = all_["number"][order], all_["thread"][order]
+        self._index, self._forward = all_["index"][order], all_["forward"][order]
+        self._step, self._site = all_["step"][order], all_["site"][order]
+        self.starts, self.ends = _apart(self.threads, all_["started"][order], ends[order])
+
+    def events(self, pid: int, base: int, run: Run) -> Iterator[Event]:
+        """The events of the process. Slices come before those that lie in them."""
+        info = run.infos[self._rank]
+        name = f"opintercept rank {self._rank}: {' '.join(info.argv)}"[:200]
+        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+        for thread in np.unique(self.threads).tolist():
+            yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": f"thread {thread}"}}
+        for each in self._slices():
+            yield {
+                "ph": "X",
+                "pid": pid,
+                "tid": each.thread,
+                "name": each.name,
+                "cat": "module" if each.whole else "step",
+                "ts": _microseconds(each.start - base),
+                "dur": _microseconds(each.end - each.start),
+                "args": {"module": each.whole} if each.whole else {},
+            }
+        times = zip(self.threads.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
+        for call, (thread, start, end) in zip(self._calls(), times, strict=True):
+            yield {
+                "ph": "X",
+                "pid": pid,
+                "tid": thread,
+                "name": call.record.op,
+                "cat": call.record.phase,
+                "ts": _microseconds(start - base),
+                "dur": _microseconds(end - start),
+                "args": _arguments(call),
+            }
+        yield from self._arrows(pid, base)
+
+    def _calls(self) -> Iterator[StoredCall]:
+        for start in range(0, len(self.numbers), CHUNK):
+            yield from self._columns.calls_at(self.numbers[start : start + CHUNK], given=False)
+
+    def _slices(self) -> Iterable[_Slice]:
+        """Steps, phases and modules, each from its first call to the last before one of another."""
+        made: list[_Slice] = []
+        opened: list[int] = []  # places in `made`
+        path: tuple[str, ...] = ()
+        paths: dict[int, tuple[str, ...]] = {}
+        last, last_thread = 0, None
+        columns = (each.tolist() for each in (self.threads, self.starts, self.ends, self._step, self._site))
+        for thread, start, end, step, site in zip(*columns, strict=True):
+            if thread == last_thread and start < last:
+                continue  # inside another call
+            if site not in paths:
+                found = self._columns.site(site)
+                module = module_name(found.module)
+                paths[site] = (found.phase, *(module.split(".") if module else ()))
+            now = (f"step {step}", *paths[site])
+            same = 0
+            if thread == last_thread:
+                same = next((n for n, pair in enumerate(zip(path, now, strict=False)) if pair[0] != pair[1]), len(now))
+                same = min(same, len(path))
+            for place in opened[same:]:
+                made[place] = made[place]._replace(end=last)
+            del opened[same:]
+            for depth in range(same, len(now)):
+                opened.append(len(made))
+                whole = ".".join(now[2 : depth + 1]) or None
+                made.append(_Slice(thread, now[depth], whole, start, end))
+            path, last, last_thread = now, end, thread
+        for place in opened:
+            made[place] = made[place]._replace(end=last)
+        return made
+
+    def _arrows(self, pid: int, base: int) -> Iterator[Event]:
+        """From each forward call to its backward calls; an arrow holds on to the slice around its point."""
+        middles = self.starts + (self.ends - self.starts) // 2
+        in_order = np.argsort(self._index, kind="stable")
+        indices = self._index[in_order]
+        for number in np.flatnonzero(self._forward >= 0).tolist():
+            place = int(np.searchsorted(indices, self._forward[number]))
+            if place == len(indices) or indices[place] != self._forward[number]:
+                continue  # of a step that was not chosen
+            name = {"pid": pid, "name": "backward", "cat": "backward", "id": f"{pid}.{self._index[number]}"}
+            for mark, at in (({"ph": "s"}, int(in_order[place])), ({"ph": "f", "bp": "e"}, number)):
+                yield mark | name | {"tid": int(self.threads[at]), "ts": _microseconds(int(middles[at]) - base)}
+
+
+def _apart(threads: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
+    """Times of which none overlap in part: two clocks tell when a call started and how long it took."""
+    new_starts, new_ends = [], []
+    opened: list[int] = []
+    last_thread = None
+    for thread, start, end in zip(threads.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        if thread != last_thread:
+            opened, last_thread = [], thread
+        while opened and (opened[-1] <= start or opened[-1] < end):
+            start = max(start, opened.pop())
+        end = max(start, end)
+        opened.append(end)
+        new_starts.append(start)
+        new_ends.append(end)
+    return np.array(new_starts, np.int64), np.array(new_ends, np.int64)
+
+
+def _arguments(call: StoredCall) -> dict[str, Any]:
+    record = call.record
+    found: dict[str, Any] = {"module": module_name(record.module), "source": record.source}
+    found |= {"index": record.index, "step": record.step, "forward": record.forward, "grad_of": record.grad_of}
+    found |= {role: str(meta) for role in ("lhs", "rhs", "bias") if (meta := getattr(record, role)) is not None}
+    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
+    found["output"] = ", ".join(str(meta) for meta in outputs if meta is not None) or None
+    found["product"] = None if record.gemm is None else str(record.gemm)
+    found |= {"autocast": record.autocast, "FLOP": record.flops, "bytes": record.bytes, "error": call.error}
+    if record.flops and record.elapsed and math.isfinite(rate := record.flops / record.elapsed / 1e9):
+        found["GFLOP/s"] = round(rate, 3)
+    found |= {f"{role} values": _figures(values) for role, values in call.values.items() if is_output(role)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _figures(values: Values) -> str:
+    known = {name: getattr(values, name) for name in ("min", "max", "mean", "rms")}
+    text = " ".join(f"{name} {value:.4g}" for name, value in known.items() if value is not None)
+    bad = " ".join(f"{name} {count}" for name, count in (("nan", values.nan), ("inf", values.inf)) if count)
+    return f"{text} {bad}".strip()
+
+
+def _microseconds(nanoseconds: int) -> float:
+    return nanoseconds / 1000
