@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import opintercept
-from opintercept.cli import main
+from opintercept.cli import COMMANDS, EXAMPLES, main
 from opintercept.cli._options import size
 
 pytestmark = pytest.mark.slow
@@ -157,7 +161,7 @@ def test_recording_values_needs_the_packages_that_store_them(missing: str, tmp_p
 
 def test_cli_extra_lists_what_the_commands_import() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    assert sorted(project["optional-dependencies"]["cli"]) == ["duckdb", "numpy", "safetensors"]
+    assert sorted(project["optional-dependencies"]["cli"]) == ["duckdb", "numpy", "safetensors", "shtab"]
 
 
 def imports_torch(code: str) -> bool:
@@ -172,3 +176,34 @@ def test_help_and_bad_options_do_not_import_torch(arguments: list[str]) -> None:
 
 def test_imports_torch_detects_an_import() -> None:
     assert imports_torch("from opintercept.cli.demo import _decoder; _decoder(8, 4); sys.exit(2)")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_a_command_are_shown_and_accepted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    shown = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert shown == [f"  opintercept {example}" for example in EXAMPLES[name]]
+    for example in EXAMPLES[name]:
+        command, *arguments = shlex.split(example.partition(" > ")[0])
+        assert command == name
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"opintercept.cli.{name}").configure(parser)
+        parser.parse_args(arguments)  # exits if they are wrong
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
+@pytest.mark.parametrize(
+    ("typed", "completed"), [(["dif"], "diff"), (["diff", "--rt"], "--rtol"), (["show", "--over", "s"], "steps")]
+)
+def test_bash_completes_commands_options_and_choices(
+    typed: list[str], completed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    words = " ".join(["opintercept", *typed])
+    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({words}) COMP_CWORD={len(typed)}\n_shtab_opintercept\n"
+    done = subprocess.run(
+        ["bash", "-c", f"{script}printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
+    )
+    assert completed in done.stdout.splitlines()

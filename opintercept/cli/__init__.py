@@ -26,8 +26,25 @@ COMMANDS = {
     "report": "write one HTML page about one or two runs",
     "export": "write a run as a trace for Perfetto",
     "replay": "run one recorded call again on its own",
+    "completion": "print a script by which a shell completes commands and options",
     "build": "build the compiled engine for this torch and Python, once",
     "info": "say which engine is used here, and why",
+}
+EXAMPLES = {
+    "demo": ["demo"],
+    "run": ["run train.py --epochs 1", "run --out runs/a --every 10 -m package.train", "run --stop train.py"],
+    "show": [
+        "show runs/a",
+        "show runs/a --module 'encoder.*' --over steps",
+        "show runs/a --calls --sort time --limit 5",
+    ],
+    "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5", "diff --ranks runs/a"],
+    "report": ["report runs/a -o a.html", "report runs/a runs/b"],
+    "export": ["export runs/a -o trace.json.gz", "export runs/a --step 10:12 --profile profile.json"],
+    "replay": ["replay runs/a 17", "replay runs/a 17 --dtype float64"],
+    "completion": ["completion bash > ~/.local/share/bash-completion/completions/opintercept"],
+    "build": ["build"],
+    "info": ["info"],
 }
 UNUSABLE = 2  # the exit status for input that cannot be used, the same as argparse's
 
@@ -55,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _all_commands().parse_args(argv)  # exits: prints help, the version or an error
         raise AssertionError(f"argparse accepted the unknown command {name!r}")
     chosen = cast(_Command, importlib.import_module(f"opintercept.cli.{name}"))
-    parser = _Parser(prog=f"opintercept {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.")
+    parser = _Parser(
+        prog=f"opintercept {name}",
+        description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
+        epilog="\n  ".join(["examples:", *(f"opintercept {each}" for each in EXAMPLES[name])]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     chosen.configure(parser)
     arguments = parser.parse_args(rest)
     try:
@@ -84,14 +106,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _all_commands() -> argparse.ArgumentParser:
-    """Return a parser that knows the commands by name but none of their options."""
+    return all_commands(lambda name, parser: None)
+
+
+def all_commands(configure: Callable[[str, argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
+    """Return a parser that knows the commands by name, and those of their options that `configure` adds."""
     from opintercept import __version__
 
     parser = _Parser(prog="opintercept", description="See every matmul that a PyTorch program runs.")
     parser.add_argument("--version", action="version", version=f"opintercept {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text)
+        configure(name, commands.add_parser(name, help=text))
     return parser
 
 

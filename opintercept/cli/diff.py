@@ -88,7 +88,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
     parser.add_argument("--no-tensors", action="store_true", help="compare only hashes and statistics")
     parser.add_argument("--json", action="store_true", help="print JSON, with null for numbers that are not finite")
-    parser.epilog = "Exit status: 0 if the runs, or ranks, are equal, 1 if they differ, 2 if they cannot be compared."
+    status = "exit status: 0 if the runs, or ranks, are equal, 1 if they differ, 2 if they cannot be\n  compared"
+    parser.epilog = "\n\n".join(filter(None, (status, parser.epilog)))
 
 
 def command(arguments: argparse.Namespace) -> int:
