@@ -1,11 +1,11 @@
-"""`Frames` and `Table`: the results of hooks as data frames, as text and in notebooks.
+"""`Frames` and `Table`: results as data frames, as text and in notebooks.
 
 Invariant: neither pandas nor polars is imported before somebody asks for a frame. Must not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from html import escape
 from importlib import import_module
@@ -69,10 +69,12 @@ def _library(name: str, method: str) -> Any:
 
 
 class Frames:
-    """A hook whose results can be had as a data frame."""
+    """Results that can be had as a data frame."""
 
-    def _columns(self) -> dict[str, list[Any]]:
-        """The columns of the frame, by name."""
+    __slots__ = ()
+
+    def _columns(self) -> Mapping[str, Any]:
+        """The columns of the frame, by name: lists, or arrays of numpy."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
@@ -93,7 +95,9 @@ class Frames:
 
 
 class Table(Frames):
-    """A hook with rows: `print(hook)` shows a table, and so does a notebook cell that ends with the hook."""
+    """Results with rows: `print` shows a table of them, and so does a notebook cell that ends with them."""
+
+    __slots__ = ()
 
     _row: ClassVar[type]
     """The dataclass of the rows."""
@@ -106,7 +110,7 @@ class Table(Frames):
         """What the table shows."""
         raise NotImplementedError
 
-    def _columns(self) -> dict[str, list[Any]]:
+    def _columns(self) -> Mapping[str, Any]:
         rows = self.rows()
         return {field.name: [getattr(row, field.name) for row in rows] for field in fields(self._row)}
 

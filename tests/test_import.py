@@ -27,6 +27,7 @@ def below(folder: str, pattern: str = r"\w+") -> set[str]:
 LAYERS = (
     {"__init__.py"},  # the version, and where the public names live
     {"_checks.py", "_errors.py", "_expectations.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
+    {"_tables.py"},
     {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py", "_native/__init__.py", "_native/build.py"},
     {"_record.py", "_with_statement.py", "_native/library.py", "cli/__init__.py"},
     {"_ops/op.py", "_rows.py", "_native/values.py"},
@@ -65,7 +66,8 @@ LAYERS = (
     {"runs/flight.py"},
     {"runs/_columns.py", "runs/_pairing.py"},
     {"runs/_parquet.py"},
-    {"runs/store.py", "runs/_groups.py", "runs/_index.py"},
+    {"runs/_frame.py", "runs/_groups.py", "runs/_index.py"},
+    {"runs/store.py"},
     {"runs/_content.py", "runs/writer.py"},
     {"runs/_panels.py", "runs/_description.py", "runs/difference.py", "runs/graft.py", "runs/compaction.py"}
     | {"runs/_rank_windows.py", "runs/_weights.py", "runs/rank_difference.py"},

@@ -1,21 +1,23 @@
-"""Results of hooks as data frames and in notebooks."""
+"""Results as data frames and in notebooks."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pandas  # type: ignore[import-untyped]
 import polars
 import pytest
 import torch
+from made_runs import call, write
 from native import run_python
 from torch import nn
 
-from opintercept import hooks, intercept
-from opintercept.hooks import _tables
-from opintercept.hooks._tables import Cells
+from opintercept import _tables, hooks, intercept, runs
+from opintercept._tables import Cells
 
 
 def watched(hook: Any) -> Any:
@@ -116,3 +118,62 @@ def test_a_cell_magic_runs_a_cell_in_a_block_and_shows_its_hooks() -> None:
     assert "'inside'" in failed
     assert "operand" in failed
     assert "64.0 1" in failed
+
+
+def test_a_run_is_a_frame_with_a_row_for_each_call(tmp_path: Path) -> None:
+    watched(runs.RunRecorder(tmp_path / "run"))
+    with intercept(runs.RunRecorder(tmp_path / "raised", tensors="none")), pytest.raises(RuntimeError, match="mat1"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    for compacted in (False, True):
+        if compacted:
+            runs.compact(tmp_path / "run")
+        run = runs.open_run(tmp_path / "run")
+        calls = list(run.calls())
+        frames = run.to_pandas(), run.to_polars()
+        for name in ("index", "step", "op", "func", "phase", "source", "flops", "bytes", "elapsed", "thread"):
+            expected = [getattr(call.record, name) for call in calls]
+            assert [list(frame[name]) for frame in frames] == [expected, expected], name
+        for frame in frames:
+            assert list(frame["module"]) == ["0", "2", "2", "2", "0"]
+            assert list(frame["output"]) == [str(call.record.output) for call in calls]
+            assert list(frame["k"]) == [call.record.gemm and call.record.gemm.k for call in calls]
+            assert list(frame["output_max"]) == [call.values["output"].max for call in calls]
+            assert [f"{digits:016x}" for digits in frame["lhs_hash"]] == [call.values["lhs"].hash for call in calls]
+            assert list(frame["error"]) == [None] * 5
+        assert frames[0]["started"].astype("int64").tolist() == [call.record.started for call in calls]
+        assert frames[1]["started"].dt.epoch("ns").to_list() == [call.record.started for call in calls]
+    (error,) = runs.open_run(tmp_path / "raised").to_pandas()["error"]
+    assert error.startswith("RuntimeError: mat1")
+
+
+def test_a_difference_is_a_table_of_modules() -> None:
+    made = {name: call(name, "x", f"w{name}", "y") for name in ("a", "b")}
+    with tempfile.TemporaryDirectory() as folder:
+        one = write(Path(folder, "one"), [made["a"], made["b"]])
+        found = runs.diff(one, write(Path(folder, "other"), [made["a"], call("b", "x", "w'", "y'")]))
+        same = runs.diff(one, one)
+    frame = found.to_pandas()
+    assert frame[["module", "phase", "calls", "changed operand", "inherited"]].values.tolist() == [
+        ["b", "forward", 1, 1, 0]
+    ]
+    assert found.to_polars()["relative"].to_list() == [found.modules[0].relative]
+    head, row, note = str(found).splitlines()
+    assert head.split("  ")[0] == "module"
+    assert row.split()[:5] == ["b", "forward", "1", "1", "1"]
+    assert note == "2 calls compared"
+    assert '<td class="text">b</td>' in found._repr_html_()
+    assert str(same).splitlines()[-1] == "2 calls compared: no call differs"
+    assert repr(found).startswith("Difference(settings=")
+
+
+def test_an_alignment_is_a_table_of_pairs(tmp_path: Path) -> None:
+    model = nn.Linear(4, 8)
+    for name in "ab":
+        with torch.no_grad(), intercept(runs.RunRecorder(tmp_path / name, "full")):
+            model(torch.ones(3, 4))
+    found = runs.align(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
+    assert found.to_pandas()[["module", "other", "by", "kind", "rows"]].values.tolist() == [
+        ["Linear", "Linear", "rows", "equal", 8]
+    ]
+    assert "joined: 1 of 1 calls of A and 1 of 1 calls of B" in str(found)
+    assert "<td" in found._repr_html_()

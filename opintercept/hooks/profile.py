@@ -15,11 +15,11 @@ from opintercept._call import OpCall
 from opintercept._ops.table import row_of
 from opintercept._record import Note
 from opintercept._rows import Found, Work, settle
+from opintercept._tables import Cells, Table
 from opintercept._tensors import dtype_name
 from opintercept._text import write_csv
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._tables import Cells, Table
 from opintercept.hooks._values import convolution_precision
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from opintercept._call import OpCall
 from opintercept._record import CallRecord, Note
 from opintercept._rows import Found, Work, settle
-from opintercept.hooks._tables import Frames
+from opintercept._tables import Frames
 
 
 class Recorder(Frames):

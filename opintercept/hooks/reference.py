@@ -18,11 +18,11 @@ from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops.table import row_of
 from opintercept._record import Phase
+from opintercept._tables import Cells, Table
 from opintercept._tensors import dtype_name, shape_of, share_memory
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._tables import Cells, Table
 from opintercept.hooks._values import convolution_precision, in_graph_capture, in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]

@@ -16,12 +16,12 @@ from opintercept._checks import check_choice
 from opintercept._errors import HookError, OpInterceptError
 from opintercept._record import Note
 from opintercept._rows import Found, Work, settle
+from opintercept._tables import Cells, Table
 from opintercept._tensors import describe, dtype_name
 from opintercept._text import write_csv
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._roles import checked_roles
 from opintercept.hooks._sums import BATCH, LOWEST, Cell, Read, Reader, check_width, flat, powers
-from opintercept.hooks._tables import Cells, Table
 from opintercept.hooks._values import first_output, leaves_out_captured, stored_values
 
 OPERANDS = ("lhs", "rhs", "bias", "output")

@@ -5,9 +5,11 @@ Must not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from opintercept._tables import Cells, Table
 from opintercept.runs.codec import StoredCall
 from opintercept.runs.difference import Plain, identity
 
@@ -88,9 +90,12 @@ class Apart(Plain):
         return {"run": self.run, "call": identity(self.call), "reason": self.reason}
 
 
+_PAIR = ("by", "rows", "of", "kind", "weight", "lhs", "output", "max_absolute", "rounding_a", "rounding_b", "reason")
+
+
 @dataclass(frozen=True, slots=True)
-class Alignment(Plain):
-    """What `align` returns.
+class Alignment(Plain, Table):
+    """What `align` returns. As a table and as a data frame, it has the pairs.
 
     Attributes:
         calls: How many forward calls each run has.
@@ -105,6 +110,32 @@ class Alignment(Plain):
     pairs: tuple[Aligned, ...]
     apart: tuple[Apart, ...]
     first: Aligned | None
+
+    def rows(self) -> tuple[Aligned, ...]:
+        """The pairs."""
+        return self.pairs
+
+    def _columns(self) -> Mapping[str, Any]:
+        a = [pair.a.record for pair in self.pairs]
+        modules = [", ".join(dict.fromkeys(call.record.module or "-" for call in pair.b)) for pair in self.pairs]
+        names = {"module": [record.module for record in a], "op": [record.op for record in a], "other": modules}
+        return names | {name: [getattr(pair, name) for pair in self.pairs] for name in _PAIR}
+
+    def _cells(self) -> Cells:
+        columns = self._columns()
+        left = ["module", "other", "by", "kind"]
+        right = ["rows", "of", "weight", "output"]
+        rows = [
+            [*map(str, texts), *("" if n is None else f"{n:.3g}" for n in numbers)]
+            for texts, numbers in zip(
+                zip(*(columns[name] for name in left), strict=True),
+                zip(*(columns[name] for name in right), strict=True),
+                strict=True,
+            )
+        ]
+        joined = ((len(self.pairs), self.calls[0], "A"), (self.joined_b, self.calls[1], "B"))
+        notes = [f"joined: {' and '.join(f'{some:,} of {all_:,} calls of {run}' for some, all_, run in joined)}"]
+        return Cells([*left, *right], rows, len(left), notes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""

@@ -6,11 +6,14 @@ Must not import torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from opintercept._record import plain
+from opintercept._tables import Cells, Table
 from opintercept._tensors import TensorMeta
+from opintercept._text import counted
 from opintercept.runs._pairing import Pairing
 from opintercept.runs.codec import StoredCall, Values, is_output
 
@@ -220,9 +223,12 @@ class Absent(Plain):
     calls: int
 
 
+_MODULE = ("module", "other", "phase", "calls", "relative", "index")
+
+
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """What `diff` found.
+class Difference(Table):
+    """What `diff` found. As a table and as a data frame, it has the modules that differ.
 
     Attributes:
         settings: In what the descriptions of the two runs differ: name, value in the first, value in the second; flags
@@ -262,6 +268,35 @@ class Difference:
     modules_in_all: int
     unmatched: tuple[Unmatched, ...]
     unmatched_calls: tuple[int, int]
+
+    def rows(self) -> tuple[ModuleDifference, ...]:
+        """The modules that differ."""
+        return self.modules
+
+    def _columns(self) -> Mapping[str, Any]:
+        plain = {name: [getattr(row, name) for row in self.modules] for name in _MODULE}
+        ranks = {f"rank_{side}": [row.ranks[n] for row in self.modules] for n, side in enumerate("ab")}
+        return ranks | plain | {kind: [row.kinds.get(kind, 0) for row in self.modules] for kind in KINDS}
+
+    def _cells(self) -> Cells:
+        columns = self._columns()
+        kinds = [kind for kind in KINDS if any(columns[kind])]
+        rows = [
+            [
+                row.module or ("(unknown)" if row.module is None else "(outermost)"),
+                row.phase,
+                f"{row.index}",
+                f"{row.calls:,}",
+                *(f"{row.kinds[kind]:,}" if kind in row.kinds else "" for kind in kinds),
+                "" if row.relative is None else f"{row.relative:.2g}",
+            ]
+            for row in self.modules
+        ]
+        left_out = self.modules_in_all - len(self.modules)
+        notes = [f"{self.pairs:,} calls compared" + (": no call differs" if self.equal else "")]
+        if left_out:
+            notes.append(f"and {counted(left_out, 'more module')}; a larger limit= has them")
+        return Cells(["module", "phase", "first", "calls", *kinds, "max abs / max |A|"], rows, 2, notes)
 
     @property
     def equal(self) -> bool:

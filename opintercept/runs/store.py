@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept._tables import Frames
 from opintercept._text import counted
 from opintercept.runs._untrusted import WRONG, checked, field_checks, integer, items, parsed
 from opintercept.runs.codec import MAX_LINE, TENSOR_NAME, StoredCall, decode
@@ -172,8 +173,10 @@ def rank_folders(folder: Path) -> list[tuple[int, Path]]:
         return []
 
 
-class Run:
+class Run(Frames):
     """A recorded run. Its calls are read from disk one at a time, each time that they are asked for.
+
+    As a data frame, it has a row for each call, with the statistics of its tensors: `run.to_pandas()`.
 
     Attributes:
         path: The folder.
@@ -243,6 +246,12 @@ class Run:
         except ImportError as missing:
             raise ImportError("reading runs in bulk needs numpy; pip install 'opintercept[cli]'") from missing
         return columns_of(rank, (call for _, call in self.located(rank)))
+
+    def _columns(self) -> Mapping[str, Any]:
+        processes = [self.columns(rank) for rank in self.ranks]
+        from opintercept.runs._frame import frame_of
+
+        return frame_of(processes)
 
     def in_columns(self, rank: int) -> bool:
         """Whether the calls of one process are in columns on disk."""
