@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Literal, Never, ParamSpec, TypeVar, cast, get_args
 
 import torch
 
@@ -157,13 +157,19 @@ class Interceptor:
 
     __exit__ = _with_statement.Exit(lambda self: innermost(self.watcher, pauses=False).entry)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+    def __call__(
+        self,
+        function: Callable[P, R] | None = None,
+        *more: Never,
+        **keywords: Never,
+    ) -> Callable[P, R]:
         """Intercept a function, method, generator, async function or async generator while its body runs.
 
         Raises:
             TypeError: It is not a function but, say, a class; or `@intercept` was written without brackets.
         """
-        if isinstance(function, type) or not callable(function):
+        # Without brackets, the function below `@intercept` is taken for a hook, and its callers' arguments come here.
+        if isinstance(function, type) or not callable(function) or more or keywords:
             raise TypeError(
                 f"an interceptor decorates functions, got {function!r}; write @intercept(...), with brackets, above a "
                 "function, or use it in a with block"

@@ -850,6 +850,17 @@ def test_misuse_is_refused_before_any_state_changes(
     assert not kernels.KERNELS.installed
 
 
+@pytest.mark.parametrize("arguments", [(), (1,), (print, 2)], ids=["none", "one", "two"])
+def test_a_forgotten_bracket_is_refused_whatever_the_function_takes(arguments: tuple[Any, ...]) -> None:
+    @intercept
+    def step(*given: Any) -> None: ...
+
+    with pytest.raises(TypeError, match=r"write @intercept\(\.\.\.\), with brackets, above a function"):
+        step(*arguments)
+    with pytest.raises(TypeError, match=r"with brackets, above a function"):
+        step(print, option=1)  # type: ignore[arg-type]
+
+
 def test_a_class_or_a_forgotten_bracket_is_refused() -> None:
     class Model:
         pass
