@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from made_runs import call, write
 
 import opintercept
 from opintercept.cli import COMMANDS, EXAMPLES, main
@@ -157,6 +158,20 @@ def test_recording_values_needs_the_packages_that_store_them(missing: str, tmp_p
         expected = f"opintercept run: keeping tensors needs {missing}; pip install 'opintercept[cli]'\n"
         assert done.stderr.endswith(expected)
         assert not (tmp_path / kept).exists()
+
+
+@pytest.mark.parametrize("name", ["show", "diff", "report", "export"])
+@pytest.mark.parametrize("option", ["--help", "run"])
+def test_commands_that_read_runs_say_what_they_need(name: str, option: str, tmp_path: Path) -> None:
+    write(tmp_path / "run", [call("a", "x", "w", "y")])
+    run = str(tmp_path / "run")
+    arguments = [option] if option == "--help" else [run, run] if name == "diff" else [run]
+    done = without("numpy", name, *arguments)
+    if done.returncode or option == "run":
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(
+            rf"opintercept {name}: [a-z ]+ needs numpy; pip install 'opintercept\[cli\]'\n", done.stderr
+        ), done.stderr
 
 
 def test_cli_extra_lists_what_the_commands_import() -> None:

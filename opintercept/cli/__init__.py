@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, cast
 
-from opintercept._errors import OpInterceptError
+from opintercept._errors import OpInterceptError, needs
 from opintercept._text import printable
 
 COMMANDS = {
@@ -46,6 +46,7 @@ EXAMPLES = {
     "build": ["build"],
     "info": ["info"],
 }
+_EXTRA = ("duckdb", "numpy", "safetensors")  # what the extra cli installs, and files of commands import
 UNUSABLE = 2  # the exit status for input that cannot be used, the same as argparse's
 
 
@@ -71,6 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         _all_commands().parse_args(argv)  # exits: prints help, the version or an error
         raise AssertionError(f"argparse accepted the unknown command {name!r}")
+    try:
+        status = _run(name, rest)
+    except (OpInterceptError, ImportError) as error:
+        if isinstance(error, ImportError) and error.name in _EXTRA:
+            error = needs(name, str(error.name), "'opintercept[cli]'")
+        elif isinstance(error, ImportError) and "opintercept[" not in str(error):
+            raise
+        print(f"opintercept {name}: {_printable_lines(error)}", file=sys.stderr)
+        return UNUSABLE
+    return int(status() if callable(status) else status)
+
+
+def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
     chosen = cast(_Command, importlib.import_module(f"opintercept.cli.{name}"))
     parser = _Parser(
         prog=f"opintercept {name}",
@@ -80,17 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     chosen.configure(parser)
     arguments = parser.parse_args(rest)
-    try:
-        with warnings.catch_warnings():
-            # torch warns when it is imported without numpy, which no command needs from torch.
-            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-            status = chosen.command(arguments)
-    except (OpInterceptError, ImportError) as error:
-        if isinstance(error, ImportError) and "opintercept[" not in str(error):
-            raise
-        print(f"opintercept {name}: {_printable_lines(error)}", file=sys.stderr)
-        return UNUSABLE
-    return int(status() if callable(status) else status)
+    with warnings.catch_warnings():
+        # torch warns when it is imported without numpy, which no command needs from torch.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+        return chosen.command(arguments)
 
 
 class _Parser(argparse.ArgumentParser):
