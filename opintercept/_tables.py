@@ -94,7 +94,16 @@ class Frames:
         return _library("polars", "to_polars").DataFrame(self._columns(), strict=False)
 
 
-class Table(Frames):
+class Shown:
+    """What IPython shows as the text that `print` does, and not as an address."""
+
+    __slots__ = ()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+class Table(Frames, Shown):
     """Results with rows: `print` shows a table of them, and so does a notebook cell that ends with them."""
 
     __slots__ = ()

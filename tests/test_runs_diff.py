@@ -790,3 +790,9 @@ def test_a_mask_of_a_run_without_values_is_named_if_one_run_has_it(tmp_path: Pat
     first = diff(one, other).first
     assert first is not None
     assert first.arguments == (("attn_mask", None, "(not recorded)"),)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [call("a", "x", "w", "y")])
+    with pytest.raises(TypeError, match=r"b must be a run, got 'runs/b'; open its folder with runs\.open_run"):
+        runs.diff(run, "runs/b")  # type: ignore[arg-type]

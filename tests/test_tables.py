@@ -177,3 +177,11 @@ def test_an_alignment_is_a_table_of_pairs(tmp_path: Path) -> None:
     ]
     assert "joined: 1 of 1 calls of A and 1 of 1 calls of B" in str(found)
     assert "<td" in found._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["Profile", "Stats", "NonFinite", "Checksum"])
+def test_ipython_shows_what_print_does(name: str) -> None:
+    from IPython.lib.pretty import pretty
+
+    hook = watched(getattr(hooks, name)())
+    assert pretty(hook) == str(hook)  # type: ignore[no-untyped-call]

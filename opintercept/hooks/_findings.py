@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Generic, TypeVar
 
+from opintercept._tables import Shown
 from opintercept.hooks._copyable import Copyable
 
 MOST_FINDINGS = 1000
@@ -18,7 +19,7 @@ Kind = tuple[str | None, str, str]
 """Module, operator and phase. Only the first finding of a kind is worth a warning."""
 
 
-class Finds(Copyable, Generic[Finding]):
+class Finds(Copyable, Shown, Generic[Finding]):
     """A hook that keeps findings."""
 
     def __init__(self) -> None:

@@ -66,6 +66,7 @@ def diff(
         select: Which calls to report. All calls are compared, so what counts as inherited does not depend on it.
 
     Raises:
+        TypeError: `a` or `b` is not a run.
         OpInterceptError: Both runs have calls, but no selected call has a counterpart; or a run changed meanwhile.
         ValueError: A tolerance is not a finite number from 0, or the limit is below 1.
 
@@ -85,6 +86,9 @@ def diff(
         >>> found.kinds
         {'equal': 1, 'changed operand': 1, 'inherited': 1}
     """
+    for name, run in (("a", a), ("b", b)):
+        if not isinstance(run, Run):
+            raise TypeError(f"{name} must be a run, got {run!r}; open its folder with runs.open_run")
     for name, value in (("rtol", rtol), ("atol", atol)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
