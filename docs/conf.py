@@ -37,6 +37,34 @@ html_show_copyright = False
 html_show_sphinx = False
 html_static_path = ["_static"]
 
+# GitHub shows the pages as they are, so the table of contents is here and not in them.
+CONTENTS = {
+    "index": {
+        "": ["start"],
+        "Guides": [
+            "guides/find-a-nan",
+            "guides/float16-overflow",
+            "guides/compare-two-runs",
+            "guides/eager-and-compiled",
+            "guides/flops-and-time",
+            "guides/outliers",
+            "guides/attention-maps",
+            "guides/patching",
+            "guides/test-matmuls",
+            "guides/several-ranks",
+            "guides/your-own-hook",
+            "guides/your-own-operator",
+        ],
+        "Tools": ["hooks", "commands", "integrations/index", "checksum", "runs"],
+        "Reference": ["reference/index", "seen", "cost", "how", "troubleshooting", "agents"],
+        "The project": ["contributing", "Benchmarks <benchmarks>", "changes"],
+    },
+    "integrations/index": {"": ["trainers", "perfetto", "prometheus"]},
+    "reference/index": {"": ["core", "hooks", "runs", "testing"]},
+}
+# Files of the project outside this folder, and the pages that include them.
+INCLUDED = {"CONTRIBUTING.md": "contributing.md", "benchmarks/README.md": "benchmarks.md", "CHANGELOG.md": "changes.md"}
+
 
 def read_as_markdown(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Turn `name` of a docstring, which is Markdown's, into reStructuredText's ``name``."""
@@ -44,6 +72,16 @@ def read_as_markdown(app: Any, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = text.split("\n")
 
 
+def add_contents(app: Any, name: str, source: list[str]) -> None:
+    """Add the table of contents to a page, and let its links lead to pages of the site."""
+    for caption, pages in CONTENTS.get(name, {}).items():
+        options = [":hidden:", *[f":caption: {caption}"] * bool(caption)]
+        source[0] += "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
+    for path, page in INCLUDED.items():
+        source[0] = source[0].replace(f"../{path}", page) if name != page.removesuffix(".md") else source[0]
+
+
 def setup(app: Any) -> None:
-    """Read docstrings as Markdown, before napoleon reads their sections."""
+    """Read docstrings as Markdown before napoleon reads their sections, and pages with their tables of contents."""
     app.connect("autodoc-process-docstring", read_as_markdown, priority=400)
+    app.connect("source-read", add_contents)

@@ -6,9 +6,11 @@ conftest.py runs their Python blocks; test_troubleshooting.py produces the messa
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -101,11 +103,10 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 def test_every_page_is_in_one_table_of_contents() -> None:
     listed = []
-    for page in PAGES:
-        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
-            lines = [line for line in tree.splitlines() if line and not line.startswith(":")]
-            names = [re.sub(r".*<(.*)>", r"\1", line) for line in lines]  # a title may come first
-            listed += [(page.parent / f"{name}.md").resolve() for name in names]
+    for page, captions in runpy.run_path(str(DOCS / "conf.py"))["CONTENTS"].items():
+        for entry in itertools.chain.from_iterable(captions.values()):
+            name = re.sub(r".*<(.*)>", r"\1", entry)  # a title may come first
+            listed.append(((DOCS / page).parent / f"{name}.md").resolve())
     assert sorted([*listed, DOCS / "index.md"]) == PAGES
 
 
@@ -119,7 +120,7 @@ def test_the_front_page_links_every_guide_and_the_readme_the_twelve() -> None:
 def test_every_block_of_a_page_is_checked(page: Path) -> None:
     found = blocks(page)
     assert len(found) * 2 == len(re.findall("^```", page.read_text("utf-8"), re.MULTILINE)), "a block does not end"
-    directives = {"{toctree}", "{include}", "{eval-rst}"}
+    directives = {"{include}", "{eval-rst}"}
     assert {language for language, _ in found} <= {"python", "text", "sh", "sql", "console"} | directives
     commands = "".join(code for language, code in found if language == "sh")
     for language, code in found:
@@ -133,7 +134,12 @@ def test_the_commands_of_the_readme_are_those_of_the_guide() -> None:
     of_guide = "".join(code for language, code in blocks(COMPARISON) if language == "sh").splitlines()
     of_readme = "".join(code for language, code in blocks(README) if language == "sh").splitlines()
     assert of_readme
-    assert set(of_readme) <= set(of_guide)
+    assert {command.replace("examples/", "") for command in of_readme} <= set(of_guide)
+
+
+def test_the_program_of_the_guide_is_an_example() -> None:
+    (program,) = [code for language, code in blocks(COMPARISON) if code.startswith("# train.py\n")]
+    assert (ROOT / "examples" / "train.py").read_text("utf-8").endswith(program.removeprefix("# train.py\n"))
 
 
 def test_the_json_has_the_names_that_the_page_for_agents_explains(

@@ -26,7 +26,15 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-TESTED = {"train_gpt", "transformers_trainer", "lightning_trainer", "fastapi_server", "quantize_minilm", "overflow"}
+TESTED = {
+    "train",
+    "train_gpt",
+    "transformers_trainer",
+    "lightning_trainer",
+    "fastapi_server",
+    "quantize_minilm",
+    "overflow",
+}
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import sys
 import threading
@@ -11,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from opintercept import OpCall, hooks, intercept, runs
+from opintercept import OpCall, OpInterceptError, hooks, intercept, runs
 from opintercept._engines import scope
+from opintercept.cli import main
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 MESSAGES = dict(re.findall(r"^## (.*)\n\n```text\n(.*)\n```$", PAGE.read_text("utf-8"), re.MULTILINE))
@@ -84,6 +87,22 @@ def graft_statistics() -> None:
     runs.Graft("run")
 
 
+def compare_other_products() -> None:
+    with intercept(runs.RunRecorder("a")):
+        SQUARE @ SQUARE
+    with intercept(runs.RunRecorder("b")):
+        torch.nn.Linear(3, 1)(torch.ones(1, 3))
+    runs.diff(runs.open_run("a"), runs.open_run("b"))
+
+
+def filter_a_run_by_an_unknown_module() -> None:
+    with intercept(runs.RunRecorder("run")):
+        torch.nn.Sequential(torch.nn.Linear(2, 2))(SQUARE)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        main(["show", "run", "--module", "layers"])
+    raise OpInterceptError(printed.getvalue().removeprefix("opintercept show: ").rstrip())
+
+
 def save_without_safetensors() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "safetensors", None)
@@ -112,6 +131,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "A backward call without a module": read_what_is_not_declared,
     "A folder that holds a run": record_twice,
     "A run without values": graft_statistics,
+    "Two runs without a call in common": compare_other_products,
+    "A filter that matches nothing in a run": filter_a_run_by_an_unknown_module,
     "A package that is not installed": save_without_safetensors,
     "Engines that do not fit": watch_all_operators_of_all_threads,
     "No compiler": build_without_a_compiler,

@@ -180,7 +180,7 @@ class Watch:
                 yield from _top(hook, chosen.top)
         opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
         if opaque:
-            yield f"opaque (seen only from outside): {printable(opaque)}"
+            yield f"opaque (products inside are not shown): {printable(opaque)}"
         if self._recording is not None:
             if self._recording.hook.calls:
                 yield self._recording.cost(time.perf_counter() - self._began)

@@ -65,7 +65,10 @@ def command(arguments: argparse.Namespace) -> int:
     print(_by_shape(recorder.records, elapsed))
     opaque = interceptor.opaque
     if opaque:
-        print("opaque (seen only from outside): " + ", ".join(f"{name} x{count}" for name, count in opaque.items()))
+        print(
+            "opaque (products inside are not shown): " + ", ".join(f"{name} x{count}" for name, count in opaque.items())
+        )
+    print("\nNext, a program of your own: opintercept run train.py")
     return 0
 
 

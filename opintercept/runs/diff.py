@@ -180,9 +180,10 @@ def compare_runs(
     for rank_a, rank_b in _rank_pairs(a, b):
         compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
     if not total.pairs and (not total.absent or (select and not any(total.unmatched_calls))):
+        names = "; if their modules have other names, join calls by weights with `opintercept diff --align weights`"
         raise OpInterceptError(
-            f"the runs have no {'selected ' if select else ''}calls in common: {total.calls[0]} calls in "
-            f"{str(a.path)!r}, {total.calls[1]} in {str(b.path)!r}"
+            f"the runs have no {'selected ' if select else ''}calls in common: {counted(total.calls[0], 'call')} in "
+            f"{str(a.path)!r}, {total.calls[1]:,} in {str(b.path)!r}{names if all(total.calls) and not select else ''}"
         )
     return total.difference(_settings(a, b))
 
