@@ -17,6 +17,7 @@ from typing import Any
 
 from opintercept._errors import OpInterceptWarning
 from opintercept._text import aligned, printable
+from opintercept.cli._progress import hide
 from opintercept.runs.codec import Values
 from opintercept.runs.store import Run
 
@@ -37,6 +38,7 @@ def plain_warnings(command: str) -> Iterator[None]:
                 show(message, category, *where, **more)
             elif str(message) not in printed:  # reading a run twice repeats its warnings
                 printed.add(str(message))
+                hide()
                 print(f"opintercept {command}: warning: {printable(str(message))}", file=sys.stderr)
 
         warnings.showwarning = show_once

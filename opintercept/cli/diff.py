@@ -28,6 +28,7 @@ from opintercept.cli._output import (
     safe_stdout,
     width,
 )
+from opintercept.cli._progress import progress
 from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.align import align
 from opintercept.runs.alignment import Alignment
@@ -100,7 +101,7 @@ def command(arguments: argparse.Namespace) -> int:
         raise OpInterceptError("diff needs the folders of two runs; to compare the ranks of one, pass --ranks")
     if arguments.align:
         return _command_of_aligned(arguments)
-    with plain_warnings("diff"):
+    with plain_warnings("diff"), progress():
         a, b = open_compacted(arguments.a), open_compacted(arguments.b)
         names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
         phase = arguments.phase
@@ -123,7 +124,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _command_of_aligned(arguments: argparse.Namespace) -> int:
     _refuse(arguments, "--align weights joins all forward calls, and", "--no-tensors", "--phase")
-    with plain_warnings("diff"):
+    with plain_warnings("diff"), progress():
         a, b = open_compacted(arguments.a), open_compacted(arguments.b)
         found = align(a, b)
     _print(arguments, {"a": a, "b": b}, found, lambda: aligned_text(found, a, b, arguments.limit))
@@ -142,7 +143,7 @@ def _command_of_ranks(arguments: argparse.Namespace) -> int:
     if arguments.b is not None:
         raise OpInterceptError("--ranks compares the ranks of one run, and does not take a second run")
     _refuse(arguments, "--ranks compares the ranks of one run bit for bit, and", "--phase", "--no-tensors", "--align")
-    with plain_warnings("diff"):
+    with plain_warnings("diff"), progress():
         run = open_compacted(arguments.a, least=_LEAST)
         found = diff_ranks(run, limit=arguments.limit)
     _print(arguments, {"run": run}, found, lambda: _ranks_text(found, run))

@@ -28,10 +28,11 @@ def command(arguments: argparse.Namespace) -> int:
     """Write the trace and print its size."""
     from opintercept._text import counted
     from opintercept.cli._output import plain_warnings
+    from opintercept.cli._progress import progress
     from opintercept.runs import trace
     from opintercept.runs.compaction import open_compacted
 
-    with plain_warnings("export"):
+    with plain_warnings("export"), progress():
         calls = trace.write(
             arguments.out, open_compacted(arguments.run), steps=arguments.step, profile=arguments.profile
         )

@@ -16,10 +16,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """Write the page and print its size."""
     from opintercept.cli._output import plain_warnings
+    from opintercept.cli._progress import progress
     from opintercept.runs import report
     from opintercept.runs.compaction import open_compacted
 
-    with plain_warnings("report"):
+    with plain_warnings("report"), progress():
         run = open_compacted(arguments.run)
         other = None if arguments.other is None else open_compacted(arguments.other)
         report.write(arguments.out, run, other)

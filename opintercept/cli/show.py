@@ -28,6 +28,7 @@ from opintercept.cli._filters import NameFilter
 from opintercept.cli._options import add_module_and_phase, add_op, count, steps
 from opintercept.cli._output import can_print, finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
 from opintercept.cli._over import BARS, COLUMNS, Series, sparkline
+from opintercept.cli._progress import progress
 from opintercept.cli._sums import (
     LONGEST,
     MAX_GROUPS,
@@ -111,7 +112,7 @@ def _limit(text: str) -> int | None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Print groups of calls, single calls, or figures over steps."""
-    with plain_warnings("show"):
+    with plain_warnings("show"), progress():
         opened = list(_opened(arguments.run))
     runs = [run for _, run in opened]
     if arguments.rank is not None and all(arguments.rank not in run.ranks for run in runs):
@@ -172,10 +173,11 @@ def _source(opened: list[_Opened]) -> str:
 def _show_groups(opened: list[_Opened], arguments: argparse.Namespace, names: NameFilter) -> None:
     found = Groups(arguments, names)
     sums = [RunSums() for _ in opened]
-    for (name, run), own in zip(opened, sums, strict=True):
-        for rank in _ranks(run, arguments):
-            found.add(name, run.columns(rank), own)
-        run.close()
+    with progress():
+        for (name, run), own in zip(opened, sums, strict=True):
+            for rank in _ranks(run, arguments):
+                found.add(name, run.columns(rank), own)
+            run.close()
     groups = found.groups
     names.check(_source(opened))
     chosen = sum(own.chosen.seconds for own in sums)
@@ -248,10 +250,11 @@ def _first_text(first: First) -> str:
 def _show_steps(opened: list[_Opened], arguments: argparse.Namespace, names: NameFilter) -> None:
     most = arguments.limit or MAX_GROUPS
     series = [Series(arguments, names, most) for _ in opened]
-    for (_, run), own in zip(opened, series, strict=True):
-        for rank in _ranks(run, arguments):
-            own.add(run.columns(rank))
-        run.close()
+    with progress():
+        for (_, run), own in zip(opened, series, strict=True):
+            for rank in _ranks(run, arguments):
+                own.add(run.columns(rank))
+            run.close()
     names.check(_source(opened))
     several = len(opened) > 1
     found = [own.rows() for own in series]

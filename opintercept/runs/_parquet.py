@@ -36,6 +36,7 @@ from opintercept.runs._columns import (
     Texts,
     dtype_of,
 )
+from opintercept.runs._progress import report
 from opintercept.runs._untrusted import MAX_TEXT, count, parsed
 from opintercept.runs.codec import StoredCall
 
@@ -289,6 +290,7 @@ class StoreColumns(Columns):
         return rows[number]
 
     def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
+        report(str(self._folder), end, len(self))
         pieces = []
         for number in range(first // FILE, -(-end // FILE)) if names and first < end else ():
             low, high = max(first, number * FILE), min(end, (number + 1) * FILE)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._tables import Frames
 from opintercept._text import counted
+from opintercept.runs._progress import report
 from opintercept.runs._untrusted import WRONG, checked, field_checks, integer, items, parsed
 from opintercept.runs.codec import MAX_LINE, TENSOR_NAME, StoredCall, decode
 from opintercept.runs.flight import FLIGHT, places
@@ -303,7 +304,7 @@ class Run(Frames):
                 raise OpInterceptError(f"{path} was compacted by another process; open the run again") from missing
             return
         with file:
-            position = 0
+            position, shown, end = 0, str(path), os.fstat(file.fileno()).st_size
             while line := file.readline(MAX_LINE):
                 size = len(line)
                 whole = line.endswith(b"\n")
@@ -311,6 +312,7 @@ class Run(Frames):
                     size += len(line)  # a line that is too long is read to its end, and dropped
                 yield position, decode(line, rank) if whole else None
                 position += size
+                report(shown, position, end)
 
     def written_to(self, rank: int, add: Callable[[StoredCall], None]) -> int:
         """Give the calls of a process's lines to a function, and return how many lines are none."""
