@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -260,6 +261,33 @@ for _ in sys.stdin:
             runs.compact(run.path)
             assert list(runs.open_run(run.path).calls()) == before
     assert killed > 5
+
+
+def test_a_full_disk_leaves_the_lines(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [call("a", n, "w", f"y{n}", step=n) for n in range(3000)])
+    before = list(run.calls())
+    program = """
+import resource, sys
+from opintercept import runs
+from opintercept.runs import _parquet, compaction
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))  # bytes of a file
+print(len(list(compaction.open_compacted(sys.argv[1], least=0).calls())))
+for action in (lambda: runs.compact(sys.argv[1]), lambda: runs.open_run(sys.argv[1]).columns(0)):
+    _parquet.IN_MEMORY = _parquet.ROWS = 100
+    try:
+        action()
+    except Exception as failed:
+        print(type(failed).__name__, failed)
+"""
+    command = [sys.executable, "-c", program, str(run.path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    number, compacting, reading = done.stdout.splitlines()
+    assert number == "3000"
+    assert re.fullmatch(r"OSError \[Errno 27\] File too large: '.*-00000000.parquet'", compacting)
+    assert re.fullmatch(r"OpInterceptError \[Errno 27\] .*: '.*'; set TMPDIR to a folder with more room", reading)
+    assert sorted(path.name for path in run.path.iterdir()) == ["calls.jsonl", "run.json"]
+    assert list(runs.open_run(run.path).calls()) == before
+    assert list(compacted(runs.open_run(run.path)).calls()) == before
 
 
 def test_without_duckdb_a_compacted_run_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

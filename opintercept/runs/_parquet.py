@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -111,6 +112,8 @@ def _name(kind: str, number: int) -> str:
 class StoreWriter:
     """Writes the columns of one process into a folder. Nothing is complete before `close`.
 
+    Each method raises an OSError if it cannot write.
+
     Args:
         folder: An existing folder.
         rank: The rank of the process.
@@ -199,9 +202,16 @@ class StoreWriter:
         self._blocks[kind].append(int(rows[0][0]))
 
     def _write(self, kind: str, number: int, query: str, columns: Arrays) -> None:
+        import duckdb
+
         path = self._folder / _name(kind, number)
         self._connection.register("columns", columns)
-        self._connection.execute(f"COPY ({query}) TO {_file(path)} {_FORM}")
+        try:
+            self._connection.execute(f"COPY ({query}) TO {_file(path)} {_FORM}")
+        except duckdb.Error as failed:  # as Python's own writing does
+            number = int(found[1]) if (found := re.search(r'"errno":"(\d+)"', str(failed))) else 0
+            reason = os.strerror(number) if number else str(failed).partition("\n")[0][:200]
+            raise OSError(number, reason, str(path)) from failed
         self._connection.unregister("columns")
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -403,8 +413,10 @@ def columns_of(rank: int, calls: Iterable[StoredCall]) -> Columns:
             writer.add(call)
         writer.close(skipped=0)
         columns = StoreColumns(folder, rank)
-    except BaseException:
+    except BaseException as failed:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(failed, OSError):
+            raise OpInterceptError(f"{failed}; set TMPDIR to a folder with more room") from failed
         raise
     weakref.finalize(columns, shutil.rmtree, folder, ignore_errors=True)
     return columns
