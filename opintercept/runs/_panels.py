@@ -84,29 +84,35 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
 def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products, histograms: Histograms) -> None:
     """Add the calls of a process to the panels, group by group: call by call takes a hundred times as long."""
     kinds = Kinds(columns)
-    places: list[tuple[Site, Look]] = []
+    known: list[_Kind] = []
     for start, chunk in columns.chunks(_READ):
         of = kinds.of(chunk)
-        places += [kinds[kind] for kind in range(len(places), len(kinds))]
-        column = chunk["step"] // heat.width
-        groups = Grouping(joined(of, column))
+        known += [_Kind(*kinds[kind], heat) for kind in range(len(known), len(kinds))]
         elapsed = chunk["elapsed"]
-        sums = groups.sum(np.where((elapsed >= 0) & np.isfinite(elapsed), elapsed, 0.0)).tolist()
+        elapsed = np.where((elapsed >= 0) & np.isfinite(elapsed), elapsed, 0.0)
+        column = chunk["step"] // heat.width
+        groups = Grouping(joined(np.array([kind.spot + 1 for kind in known])[of], column))
+        flops = groups.sum(np.array([kind.flops for kind in known], np.float64)[of]).tolist()
+        seconds = groups.sum(elapsed).tolist()
         moments = {}
         for role in ROLES:
-            counts = np.array([look.roles.get(role, (-1,))[0] for _, look in places], np.float64)[of]
+            counts = np.array([kind.look.roles.get(role, (-1,))[0] for kind in known], np.float64)[of]
             if (counts >= 0).any():
                 moments[role] = Moments(groups, chunk, role, counts)
         for place, (first, calls) in enumerate(zip(groups.firsts.tolist(), groups.counts.tolist(), strict=True)):
-            site, look = places[int(of[first])]
-            one = (columns.rank, int(chunk["index"][first]))
-            cell = _Cell(calls, (look.record.flops or 0) * calls, sums[place], one)
+            cell = _Cell(calls, int(flops[place]), seconds[place], (columns.rank, int(chunk["index"][first])))
             for role, each in moments.items():
                 if each.calls[place]:
                     cell.roles[role] = _Moments.of(each, place)
-            totals.add(calls, cell.flops, cell.seconds)
-            heat.add_cell(site.module, site.phase, int(column[first]), cell)
-            products.add(look.record_at(site), calls, cell.seconds)
+            heat.add_cell(known[int(of[first])].spot, int(column[first]), cell)
+        for kind, calls, time in zip(
+            known,
+            np.bincount(of, minlength=len(known)).tolist(),
+            np.bincount(of, elapsed, len(known)).tolist(),
+            strict=True,
+        ):
+            kind.calls += calls
+            kind.seconds += time
         totals.errors += int(chunk["has_error"].sum())
         totals.stretch(int(chunk["step"].min()), int(chunk["step"].max()))
         bad = np.flatnonzero((chunk["output_nan"] > 0) | (chunk["output_inf"] > 0))
@@ -119,6 +125,27 @@ def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products,
             row_of = heat.modules.get(call.record.module)
             if row_of is not None:
                 histograms.add(row_of, call)
+    for kind in known:
+        totals.add(kind.calls, kind.flops * kind.calls, kind.seconds)
+        products.add(kind.look.record_at(kind.site), kind.calls, kind.seconds)
+
+
+class _Kind:
+    """What calls that look alike and come from one place add up to.
+
+    Args:
+        site: Their place.
+        look: Their look.
+        heat: The map that shows them.
+    """
+
+    __slots__ = ("calls", "flops", "look", "seconds", "site", "spot")
+
+    def __init__(self, site: Site, look: Look, heat: HeatMap) -> None:
+        self.site, self.look = site, look
+        self.spot = heat.spot(site)
+        self.flops = look.record.flops or 0  # of one call
+        self.calls, self.seconds = 0, 0.0
 
 
 def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -292,8 +319,7 @@ class HeatMap:
                 site, _ = kinds[kind]
                 if site.module not in self.modules and len(self.modules) < MODULES:
                     self.modules[site.module] = len(self.modules)
-                row = self.modules.get(site.module)
-                rows.append(-1 if row is None else row * len(PHASES) + PHASES.index(site.phase))
+                rows.append(self.spot(site))
             self._fill(np.array(rows, np.int64)[of], chunk["step"])
 
     def _fill(self, rows: Array, steps: Array) -> None:
@@ -307,13 +333,18 @@ class HeatMap:
             self._filled[:, 1] //= 2
             self._filled = np.unique(self._filled, axis=0)
 
-    def add_cell(self, module: str | None, phase: str, column: int, cell: _Cell) -> None:
-        """Add calls of one module in one phase, for which there is room."""
-        row = self.modules.get(module)
-        if row is None:
+    def spot(self, site: Site) -> int:
+        """The row of a module and the number of a phase as one number; -1 if there is no row for the module."""
+        row = self.modules.get(site.module)
+        return -1 if row is None else row * len(PHASES) + PHASES.index(site.phase)
+
+    def add_cell(self, spot: int, column: int, cell: _Cell) -> None:
+        """Add calls of one module in one phase, and in the steps of one column."""
+        if spot < 0:
             self.calls_left_out += cell.calls
             return
-        known = self.cells.setdefault((phase, row, column), cell)
+        row, phase = divmod(spot, len(PHASES))
+        known = self.cells.setdefault((PHASES[phase], row, column), cell)
         if known is not cell:
             known.merge(cell)
 
