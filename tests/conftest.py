@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -113,6 +114,14 @@ def clean_torch() -> Iterator[None]:
         torch.cuda.manual_seed_all(0)
     yield
     assert dispatcher_state() == before
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Let `gc.collect` look only at what the test makes, and not at millions of objects that were there before."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

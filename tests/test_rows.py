@@ -402,6 +402,7 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_a_module_that_gets_the_address_of_another_gets_its_own_name() -> None:
     recorder = hooks.Recorder()
     names = []

@@ -312,7 +312,7 @@ def test_writes_through_numpy_are_seen() -> None:
         assert hash_of(tensor) == hash_of(tensor.clone()) != stale
 
 
-@pytest.mark.usefixtures("forgetful")
+@pytest.mark.usefixtures("forgetful", "quick_collections")
 @pytest.mark.slow
 def test_memory_that_is_used_again_is_read_again() -> None:
     source = torch.randn(32, 32)

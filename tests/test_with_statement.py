@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+import sampled
 import torch
 from compiler import COMPILED, needs_compiler
 
@@ -23,7 +24,7 @@ from opintercept import OpCall, OpInterceptError, intercept, register_op
 from opintercept._engines import blind_spots, dispatch_mode, kernels, quiet, scope, seams
 
 # How many interrupts each test delivers. Set it to 10,000 for a thorough run, which takes some minutes.
-NUMBER = 150
+NUMBER = sampled.fewer(150, 40)
 
 # An interrupt between `open` and `with` leaves an open file, in Python's own library too. An interrupt in a callback of
 # the garbage collector is lost, and Hypothesis leaves such a callback behind.
