@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +185,13 @@ class Quantised(nn.Module):
 class Adapted(nn.Module):
     """A linear layer and a low-rank product that is added to it."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, size: float) -> None:
         super().__init__()
         self.base = layer
         self.down = nn.Linear(layer.in_features, 4, bias=False)
         self.up = nn.Linear(4, layer.out_features, bias=False)
         nn.init.normal_(self.down.weight, std=0.1)
-        nn.init.normal_(self.up.weight, std=0.01)
+        nn.init.normal_(self.up.weight, std=size)
 
     def forward(self, x: Tensor) -> Tensor:
         both: Tensor = self.base(x) + self.up(self.down(x)) * 2.0
@@ -245,10 +246,11 @@ def test_copies_of_a_model_are_joined(name: str, tmp_path: Path) -> None:
     assert all(pair.output is not None for pair in found.pairs)
 
 
+@pytest.mark.parametrize("size", [0.01, 1.0], ids=["small", "large"])
 @pytest.mark.parametrize("swapped", [False, True], ids=["apart in B", "apart in A"])
-def test_lora_apart_is_joined_with_lora_merged(swapped: bool, tmp_path: Path) -> None:
+def test_lora_apart_is_joined_with_lora_merged(swapped: bool, size: float, tmp_path: Path) -> None:
     model = llama()
-    apart = replaced(model, Adapted)
+    apart = replaced(model, partial(Adapted, size=size))
     merged = copy.deepcopy(apart)
     for layer in merged.model.layers:
         for owner in (layer.self_attn, layer.mlp):

@@ -231,6 +231,7 @@ class Joining:
         if self._is_left():
             self._add_parts()
             self._add_equal("permuted", lambda rows: fingerprints(rows, ordered=False))
+            self._add_sums()
             self._add_close()
             self._find_terms()
 
@@ -308,11 +309,40 @@ class Joining:
             for match in found:
                 self._add(match)
 
+    def _add_sums(self) -> None:
+        """Find weights that are those of the other run but for a low-rank product, however large that is."""
+        for name, side, other in (("a", self.a, self.b), ("b", self.b, self.a)):
+            sampled: dict[int, torch.Tensor] = {}
+            for number, weight in enumerate(side.weights):
+                pairs = _low_rank(side, number) if weight.left.all() else []
+                if not pairs:
+                    continue
+                _, n, k = weight.shape
+                own, rows = side.rows(number), np.arange(n)
+                some = rows[:: max(1, n // _SAMPLED)]
+                for candidate, each in enumerate(other.weights):
+                    if each.shape != weight.shape or not each.left.all():
+                        continue
+                    if candidate not in sampled:
+                        sampled[candidate] = other.rows(candidate)[some]
+                    if _product(side, pairs, sampled[candidate].double() - own[some].double(), some) is None:
+                        continue
+                    product = _product(side, pairs, other.rows(candidate).double() - own.double(), rows)
+                    if product is not None:
+                        self.terms[len(self.matches)] = Term("a" if name == "a" else "b", *product)
+                        a, b = (number, candidate) if name == "a" else (candidate, number)
+                        self._add(Match(a, b, rows, rows, "values", (0, k), (0, k)))
+                        break
+
+    def _factors(self, side: str) -> set[int]:
+        """The weights of low-rank products, which have no counterpart."""
+        return {each for term in self.terms.values() if term.side == side for each in (term.first, term.second)}
+
     def _add_close(self) -> None:
         """Find rows that rounding, quantising or training has changed."""
         sketched = {}
         for b, weight in enumerate(self.b.weights):
-            if weight.left.any() and weight.sure:
+            if weight.left.any() and weight.sure and b not in self._factors("b"):
                 sketched[b] = sketches(self.b.rows(b)[torch.from_numpy(weight.left)])
         known: dict[int, set[int]] = defaultdict(set)
         for match in self.matches:
@@ -322,7 +352,7 @@ class Joining:
             left = np.flatnonzero(weight.left)
             k = weight.shape[2]
             others = [b for b in sketched if self.b.weights[b].shape[2] == k]
-            if not len(left) or not others or not weight.sure:
+            if not len(left) or not others or not weight.sure or a in self._factors("a"):
                 continue
             mine = sketches(self.a.rows(a)[torch.from_numpy(left)])
             candidates = known[a].intersection(others) or self._resembling(mine, {b: sketched[b] for b in others})
@@ -362,38 +392,47 @@ class Joining:
     def _find_terms(self) -> None:
         """Find products of two weights without a counterpart that explain why rows are only close, as LoRA's do."""
         for number, match in enumerate(self.matches):
-            if match.by != "values":
+            if match.by != "values" or number in self.terms:
                 continue
             one, other = self.both(number)
             for name, side, weight, rows, missing in (
                 ("a", self.a, match.a, match.rows_a, other - one),
                 ("b", self.b, match.b, match.rows_b, one - other),
             ):
-                term = self._term(side, weight, rows, missing)
-                if term is not None:
-                    self.terms[number] = Term("a" if name == "a" else "b", *term)
+                product = _product(side, _low_rank(side, weight), missing, rows)
+                if product is not None:
+                    self.terms[number] = Term("a" if name == "a" else "b", *product)
 
-    def _term(self, side: Side, weight: int, rows: Array, missing: torch.Tensor) -> tuple[int, int, float] | None:
-        """The pair of weights near the first call of another whose product is this, and its factor."""
-        _, n, k = side.weights[weight].shape
-        place, rank = side.first(weight), side.calls[side.first(weight)].rank
-        near = {
-            side.weight[call]
-            for call in range(max(0, place - _NEAR), min(len(side.calls), place + _NEAR + 1))
-            if side.weight[call] >= 0 and side.calls[call].rank == rank
-        }
-        free = sorted(each for each in near if side.weights[each].left.all())
-        for first in free:
-            _, r, first_k = side.weights[first].shape
-            for second in free:
-                if first_k != k or side.weights[second].shape != (1, n, r) or second == first:
-                    continue
-                low = (side.rows(second).double() @ side.rows(first).double())[rows]
-                square = float(low.square().sum())
-                factor = float((low * missing).sum()) / square if square else 0.0
-                if factor and float((missing - factor * low).norm()) < _REST * float(missing.norm()):
-                    return first, second, factor
-        return None
+
+def _low_rank(side: Side, weight: int) -> list[tuple[int, int]]:
+    """The pairs of weights near the first call of another whose product has its shape and a lower rank."""
+    _, n, k = side.weights[weight].shape
+    place, rank = side.first(weight), side.calls[side.first(weight)].rank
+    near = {
+        side.weight[call]
+        for call in range(max(0, place - _NEAR), min(len(side.calls), place + _NEAR + 1))
+        if side.weight[call] >= 0 and side.calls[call].rank == rank
+    }
+    free = sorted(each for each in near if side.weights[each].left.all())
+    found = []
+    for first in free:
+        g, r, first_k = side.weights[first].shape
+        if (g, first_k) == (1, k) and r < min(n, k):
+            found += [(first, second) for second in free if side.weights[second].shape == (1, n, r)]
+    return found
+
+
+def _product(
+    side: Side, pairs: list[tuple[int, int]], missing: torch.Tensor, rows: Array
+) -> tuple[int, int, float] | None:
+    """The pair of weights whose product, in these rows and times a factor, is what another weight misses."""
+    for first, second in pairs:
+        low = side.rows(second)[rows].double() @ side.rows(first).double()
+        square = float(low.square().sum())
+        factor = float((low * missing).sum()) / square if square else 0.0
+        if factor and float((missing - factor * low).norm()) < _REST * float(missing.norm()):
+            return first, second, factor
+    return None
 
 
 def _part(whole: int, rows: Array, cut: tuple[int, int], part: int, others: Array, swapped: bool) -> Match:
