@@ -68,8 +68,10 @@ class Interrupted:
 
     def strike(self, number: int, frame: Any) -> None:
         """Handle the signal."""
-        # Python loses an exception that is raised in a callback of its garbage collector; Hypothesis has one there.
-        if self._inside and not frame.f_globals.get("__name__", "").startswith("hypothesis"):
+        # Python loses an exception that is raised in a callback of a weak reference or of its garbage collector.
+        if self._inside and not frame.f_globals.get("__name__", "").startswith(
+            ("hypothesis", "_weakrefset", "weakref")
+        ):
             self._inside = False
             self.delivered += 1
             raise KeyboardInterrupt
