@@ -17,6 +17,7 @@ from opintercept.runs._panels import PHASES, HeatMap, module_label, rounded
 
 PART, MOST = 10, 50  # the first tenth of the steps, and at most so many, show the noise
 ABOVE = 10.0  # an error is above the noise if it is so many times as large
+_TOGETHER = 1 << 20  # calls that are grouped together, which takes fifty bytes each
 
 
 class Drift:
@@ -54,14 +55,15 @@ class Drift:
         steps = index.columns.gather(numbers, ("step",))["step"]
         rows = [self._heat.modules.get(index.columns.site(site).module, -1) for site in index.site.tolist()]
         place = np.array(rows, np.int64) * len(PHASES) + index.phase
-        self._add_cells(place[kinds[differs]], steps[differs] // self._heat.width, relative[differs])
-        errors = np.where(relative > 0, relative, 0.0)
-        codes = index.module[kinds].astype(np.int64) * len(PHASES) + index.phase[kinds]
-        noise = self._noise_of(codes, steps, errors)
+        for start in range(0, len(kinds), _TOGETHER):
+            some = slice(start, start + _TOGETHER)
+            of = differs[some]
+            self._add_cells(place[kinds[some][of]], steps[some][of] // self._heat.width, relative[some][of])
+        codes = index.module.astype(np.int64) * len(PHASES) + index.phase
+        noise = self._noise_of(codes, kinds, steps, relative)
         if noise is None:
             return
-        limit = noise * ABOVE
-        found = np.flatnonzero(errors > limit)
+        found = np.flatnonzero(relative > (noise * ABOVE)[kinds])
         if not len(found):
             return
         indexes = index.columns.gather(numbers[found], ("index",))["index"]
@@ -71,7 +73,7 @@ class Drift:
         if self._above is not None and self._above[0] <= (step, number, ranks[0]):
             return
         site = index.columns.site(int(index.site[kinds[at]]))
-        error = float(errors[at])
+        error = float(relative[at])
         self._above = (
             (step, number, ranks[0]),
             {
@@ -82,7 +84,7 @@ class Drift:
                 "module": module_label(site.module),
                 "row": self._heat.modules.get(site.module),
                 "error": "inf" if np.isinf(error) else rounded(error),
-                "noise": rounded(float(noise[at])),
+                "noise": rounded(float(noise[kinds[at]])),
             },
         )
 
@@ -100,16 +102,24 @@ class Drift:
             cell = self._cells.setdefault(key, [-1.0, 0, 0])
             cell[:] = max(cell[0], error), cell[1] + calls, cell[2] + int(inf)
 
-    def _noise_of(self, codes: Array, steps: Array, errors: Array) -> Array | None:
-        """The noise of the module and pass of each call; None if there is only one step."""
+    def _noise_of(self, codes: Array, kinds: Array, steps: Array, relative: Array) -> Array | None:
+        """The noise of the module and pass of each kind of call; None if there is only one step.
+
+        Args:
+            codes: The module and pass of each kind.
+            kinds: The kind of each call.
+            steps: The step of each call.
+            relative: The error of each call.
+        """
         all_steps = np.unique(steps)
         if len(all_steps) < 2:
             return None
         count = max(1, min(MOST, len(all_steps) // PART))
         early = np.flatnonzero(steps <= all_steps[count - 1])
-        groups = Grouping(joined(codes[early], steps[early]))
-        of_steps = groups.max(errors[early])
-        modules = codes[early][groups.firsts]
+        mine, errors = codes[kinds[early]], np.fmax(relative[early], 0.0)
+        groups = Grouping(joined(mine, steps[early]))
+        of_steps = groups.max(errors)
+        modules = mine[groups.firsts]
         order = np.lexsort((of_steps, modules))
         found, starts, counts = np.unique(modules[order], return_index=True, return_counts=True)
         medians = of_steps[order][starts + (counts - 1) // 2]

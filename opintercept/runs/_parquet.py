@@ -301,19 +301,21 @@ class StoreColumns(Columns):
 
     def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
         report(str(self._folder), end, len(self))
-        pieces = []
+        joined: Arrays = {}
         for number in range(first // FILE, -(-end // FILE)) if names and first < end else ():
             low, high = max(first, number * FILE), min(end, (number + 1) * FILE)
             query = f"SELECT {', '.join(map(_column, names))} FROM {self._source('calls', number)}"
             read = self._query(f"{query} WHERE call >= {low} AND call < {high}").fetchnumpy()
-            pieces.append({name: np.asarray(read[name], dtype_of(name)) for name in names})
-            if any(len(column) != high - low for column in pieces[-1].values()):
-                raise self._damaged("it has not all calls")
-        if not pieces:
+            for name in names:
+                piece = np.asarray(read[name], dtype_of(name))
+                if len(piece) != high - low:
+                    raise self._damaged("it has not all calls")
+                if (low, high) == (first, end):
+                    joined[name] = piece
+                else:  # filled piece by piece, since a column of a long run takes much memory
+                    joined.setdefault(name, np.empty(end - first, piece.dtype))[low - first : high - first] = piece
+        if not joined:
             return {name: np.empty(0, dtype_of(name)) for name in names}
-        joined = pieces[0]
-        if len(pieces) > 1:
-            joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in names}
         for name, most in (("site", self.sites), ("look", self.looks)):
             if name in joined and not ((joined[name] >= 0) & (joined[name] < most)).all():
                 raise self._damaged(f"a call has an unknown {name}")

@@ -84,7 +84,10 @@ def page(run: Run, other: Run | None = None) -> str:
     shown, heat = panels_of(run, cells)
     data: dict[str, Any] = {"runs": [shown], "divergence": None}
     if other is not None:
-        data = {"runs": [shown, panels_of(other, cells)[0]], "divergence": divergence(run, other, heat)}
+        shown_of_other, _ = panels_of(other, cells)
+        run.close()  # with the memory in which DuckDB keeps what it has read
+        other.close()
+        data = {"runs": [shown, shown_of_other], "divergence": divergence(run, other, heat)}
     files = resources.files("opintercept.runs")
     scripts = {name: files.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS}
     parts = {"policy": _policy(*scripts.values()), "data": _packed(data), **scripts}
