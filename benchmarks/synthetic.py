@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from opintercept import intercept, runs
-from opintercept.runs._columns import FIGURES, FLAGS, NUMBERS, SLOTS, Arrays, Builder, Columns, rounded
+from opintercept.runs._builder import Builder, rounded
+from opintercept.runs._columns import FIGURES, FLAGS, NUMBERS, SLOTS, Arrays, Columns
 from opintercept.runs._parquet import StoreWriter
 from opintercept.runs.store import COLUMNS, COMPACTED, INFO
 
@@ -67,7 +68,7 @@ def _write(
     folder: Path, rank: int, ranks: int, steps: int, parts_at: int | None, template: Columns, info: Path
 ) -> None:
     (folder / COLUMNS).mkdir(parents=True)
-    builder = Builder()
+    builder = Builder(rank)
     writer = StoreWriter(folder / COLUMNS, rank, builder)
     of = template.read((*NUMBERS, *FLAGS), 0, len(template))
     looks = [template.look_text(number) for number in range(template.looks)]

@@ -65,6 +65,7 @@ LAYERS = (
     {"runs/codec.py"},
     {"runs/flight.py"},
     {"runs/_columns.py", "runs/_pairing.py"},
+    {"runs/_builder.py"},
     {"runs/_parquet.py"},
     {"runs/_frame.py", "runs/_groups.py", "runs/_index.py"},
     {"runs/store.py"},

@@ -2,12 +2,11 @@
 
 Calls that look alike share a `Look`, and calls from one place of the program a `Site`; a column has their numbers.
 Invariant: a call that is put into columns is read back as it was, but for the last digits of means and root mean
-squares, see `_KEPT`. Needs numpy. Must not import torch.
+squares, see `_builder.py`. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opintercept._errors import OpInterceptError
-from opintercept._record import SHARED, CallRecord, plain
+from opintercept._record import CallRecord
 from opintercept.runs._untrusted import parsed
-from opintercept.runs.codec import StoredCall, Values, compact, shared_fields, stored_call
+from opintercept.runs.codec import StoredCall, Values, shared_fields, stored_call
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -38,10 +37,6 @@ TEXTS = ("more", "tensors", "given", "error")
 FLAGS = tuple(f"has_{name}" for name in TEXTS)
 CHUNK = 1 << 16  # calls that are read together
 _KNOWN = 1 << 12  # looks that are remembered
-_MOST_FOUND = 1 << 16  # looks and sites that are remembered while columns are made
-# Bits that a mean and a root mean square keep: a hundred times what two kernels agree on (`comparer.SUM_ERROR`). The
-# others cannot be compressed, and would take a fifth of a store.
-_KEPT = 26
 _BATCH = 256  # calls that are made together
 _SHORT = 1 << 14  # characters of a look that is remembered
 
@@ -130,131 +125,6 @@ class Look:
         """The record of the template, with the place of a site."""
         places: dict[str, Any] = {"module": site.module, "source": site.source, "phase": site.phase}
         return replace(self.template.record, **places, grad_of=site.grad_of)  # type: ignore[arg-type]
-
-
-def look_text(call: StoredCall) -> str:
-    """What a call shares with those that look alike, as JSON."""
-    record = call.record
-    own = {name: plain(getattr(record, name)) for name in SHARED}
-    roles = {role: (values.count, values.hash is not None) for role, values in call.values.items()}
-    return compact({"autocast": record.autocast, **own, "arguments": call.arguments, "roles": roles})
-
-
-class Builder:
-    """Makes columns of calls.
-
-    Attributes:
-        looks: The texts of the looks that were not taken yet, by number in order.
-        sites: The same of the sites.
-        texts: The texts of calls that have any, which were not taken yet.
-        size: The characters of all these.
-    """
-
-    def __init__(self) -> None:
-        self.looks: list[str] = []
-        self.sites: list[Site] = []
-        self.texts: list[Texts] = []
-        self.size = 0
-        self._calls = self._looks = self._sites = 0
-        self._look_ids: dict[Any, tuple[int, Any]] = {}
-        self._text_ids: dict[str, int] = {}
-        self._site_ids: dict[Site, int] = {}
-        self._rows: list[tuple[Any, ...]] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, call: StoredCall) -> None:
-        """Add a call."""
-        record, values = call.record, call.values
-        row: list[Any] = [record.index, record.step, self._site(record), self._look(call)]
-        row += [-1 if n is None else n for n in (record.forward, record.started, record.thread)]
-        row.append(_figure(record.elapsed))
-        more = len(values)
-        for role in ROLES:
-            found = values.get(role)
-            if found is None:
-                row += _NO_VALUES
-            else:
-                more -= 1
-                digits = found.hash
-                row += (0 if digits is None else int(digits, 16), found.nan, found.inf)
-                row += map(_figure, (found.min, found.max, found.mean, found.rms))
-        texts = Texts(
-            self._calls,
-            compact({role: each.as_dict() for role, each in values.items() if role not in ROLES}) if more else None,
-            compact(call.tensors) if call.tensors else None,
-            None if call.given is None else compact(call.given),
-            call.error,
-        )
-        flags = [text is not None for text in texts[1:]]
-        row += flags
-        if any(flags):
-            self.texts.append(texts)
-            self.size += sum(len(text) for text in texts[1:] if isinstance(text, str))
-        self._calls += 1
-        self._rows.append(tuple(row))
-
-    def take(self) -> Arrays:
-        """The columns of the calls that were added since the last time."""
-        names = (*NUMBERS, *FLAGS)
-        columns = list(zip(*self._rows, strict=True)) or [()] * len(names)
-        self._rows = []
-        made = {name: np.array(column, dtype_of(name)) for name, column in zip(names, columns, strict=True)}
-        return {name: rounded(each) if name.endswith(_SUMS) else each for name, each in made.items()}
-
-    def _site(self, record: CallRecord) -> int:
-        site = Site(record.module, record.source, record.phase, record.grad_of)
-        known = self._site_ids.get(site)
-        if known is None:
-            if len(self._site_ids) >= _MOST_FOUND:
-                self._site_ids.clear()
-            known = self._site_ids[site] = self._sites
-            self.sites.append(site)
-            self.size += sum(len(text) for text in site if text is not None)
-            self._sites += 1
-        return known
-
-    def _look(self, call: StoredCall) -> int:
-        record = call.record
-        # Calls whose lines share a piece of text share what is read of it, so that identity is enough.
-        parts = (record.lhs, record.rhs, record.bias, record.output, record.gemm)
-        arguments = "" if call.arguments == {} else compact(call.arguments)
-        own = (record.op, record.func, record.flops, record.bytes, record.opaque, record.autocast, arguments)
-        roles = tuple([(role, v.count, v.hash is not None) for role, v in call.values.items()])
-        key = (*map(id, parts), *own, roles)
-        known = self._look_ids.get(key)
-        if known is None:
-            text = look_text(call)
-            number = self._text_ids.get(text)
-            if len(self._look_ids) >= _MOST_FOUND or len(self._text_ids) >= _MOST_FOUND:
-                self._look_ids.clear()
-                self._text_ids.clear()
-            if number is None:
-                number = self._text_ids[text] = self._looks
-                self.looks.append(text)
-                self.size += len(text)
-                self._looks += 1
-            if len(text) > _SHORT:
-                del self._text_ids[text]
-                return number
-            known = self._look_ids[key] = (number, parts)  # the parts are kept alive, so that no other gets an address
-        return known[0]
-
-
-def rounded(column: Array) -> Array:
-    """The nearest numbers of `_KEPT` bits after the first."""
-    unit = np.uint64(1 << (52 - _KEPT))
-    rounded = ((column.view(np.uint64) + unit // np.uint64(2)) & ~(unit - np.uint64(1))).view(np.float64)
-    return np.where(np.isfinite(rounded), rounded, column)
-
-
-_SUMS = ("_mean", "_rms")
-_NO_VALUES = (0, 0, 0, math.nan, math.nan, math.nan, math.nan)
-
-
-def _figure(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 class Columns(ABC):
@@ -417,31 +287,3 @@ def _values(kept: tuple[int, bool], numbers: tuple[Any, ...]) -> Values:
 
 def _parsed(text: str | None, default: Any) -> Any:
     return default if text is None else parsed(text)
-
-
-class MemoryColumns(Columns):
-    """The columns of few calls, in memory.
-
-    Args:
-        rank: The rank of the process.
-        pieces: What `Builder.take` has returned, one after the other.
-        builder: Has the looks, sites and texts.
-    """
-
-    def __init__(self, rank: int, pieces: Sequence[Arrays], builder: Builder) -> None:
-        self._builder = builder
-        self._places = {texts.call: place for place, texts in enumerate(builder.texts)}
-        self._columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in (*NUMBERS, *FLAGS)}
-        super().__init__(rank, len(self._columns["index"]), len(builder.looks), len(builder.sites))
-
-    def look_text(self, number: int) -> str:
-        return self._builder.looks[number]
-
-    def site(self, number: int) -> Site:
-        return self._builder.sites[number]
-
-    def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
-        return {name: self._columns[name][first:end] for name in names}
-
-    def texts(self, numbers: Array) -> Iterator[Texts]:
-        return (self._builder.texts[self._places[number]] for number in numbers.tolist())

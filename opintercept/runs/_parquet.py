@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,23 +23,21 @@ import numpy as np
 
 from opintercept._errors import OpInterceptError, needs
 from opintercept._record import Phase
+from opintercept.runs._builder import Builder, MemoryColumns
 from opintercept.runs._columns import (
     CHUNK,
     FLAGS,
     VALUES,
     Array,
     Arrays,
-    Builder,
     Columns,
     Look,
-    MemoryColumns,
     Site,
     Texts,
     dtype_of,
 )
 from opintercept.runs._progress import report
 from opintercept.runs._untrusted import MAX_TEXT, count, parsed
-from opintercept.runs.codec import StoredCall
 
 if TYPE_CHECKING:
     import duckdb
@@ -123,14 +121,19 @@ class StoreWriter:
     def __init__(self, folder: Path, rank: int, builder: Builder | None = None) -> None:
         self._folder, self._rank = folder, rank
         self._connection = connect(folder)
-        self._builder = Builder() if builder is None else builder
+        self._builder = Builder(rank) if builder is None else builder
         self._pieces: list[Arrays] = []
         self._blocks: dict[str, list[int]] = {"looks": [], "sites": [], "texts": []}  # the first number in each file
         self._waiting = self._calls = self._looks = self._sites = 0
 
-    def add(self, call: StoredCall) -> None:
-        """Add a call."""
-        self._builder.add(call)
+    def add_line(self, line: bytes) -> int | None:
+        """Add the call of a line, as `Builder.add_line` does."""
+        added = self._builder.add_line(line)
+        self.write_full()
+        return added
+
+    def write_full(self) -> None:
+        """Write what the builder has, if it is much."""
         if len(self._builder) >= ROWS or self._builder.size >= BLOCK:
             self.add_columns(self._builder.take())
 
@@ -391,13 +394,17 @@ def _firsts(blocks: Any, kind: str, folder: Path) -> list[int]:
     return firsts
 
 
-def columns_of(rank: int, calls: Iterable[StoredCall]) -> Columns:
-    """Calls as columns: in memory if they are few or DuckDB is not installed, and otherwise in a temporary folder."""
-    builder = Builder()
+def columns_of(rank: int, read: Callable[[Callable[[bytes], int | None]], Iterable[object]]) -> Columns:
+    """Lines as columns: in memory if they are few or DuckDB is not installed, and otherwise in a temporary folder.
+
+    Args:
+        rank: The rank of the process.
+        read: Gives lines to a function one by one, and yields for each that is a call.
+    """
+    builder = Builder(rank)
     pieces: list[Arrays] = []
-    left = iter(calls)
-    for call in left:
-        builder.add(call)
+    left = iter(read(builder.add_line))
+    for _ in left:
         if len(builder) >= ROWS or builder.size >= IN_MEMORY_TEXTS:
             pieces.append(builder.take())
             large = len(pieces) * ROWS >= IN_MEMORY or builder.size >= IN_MEMORY_TEXTS
@@ -411,8 +418,8 @@ def columns_of(rank: int, calls: Iterable[StoredCall]) -> Columns:
         for piece in pieces:
             writer.add_columns(piece)
         del pieces
-        for call in left:
-            writer.add(call)
+        for _ in left:
+            writer.write_full()
         writer.close(skipped=0)
         columns = StoreColumns(folder, rank)
     except BaseException as failed:

@@ -43,7 +43,7 @@ MAX_READ = 1024  # those that the reader remembers
 
 # Where a tensor is: the number of its file, and its name there.
 TENSOR_NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
-_HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
+HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _ROLES = frozenset(("lhs", "rhs", "bias", "output"))
 # A role, the number of an output, or the name of a parameter: `attn_mask`, `weights[0]`.
 _ROLE = re.compile(r"output\.[1-9][0-9]?|[A-Za-z_][A-Za-z0-9_]{0,99}(?:\[[0-9]{1,6}\]){0,4}", re.ASCII)
@@ -287,7 +287,7 @@ def stored_call(members: Any, shared: dict[str, Any], rank: int) -> StoredCall |
 
 def _values(members: Any) -> Values:
     values = _any_values(members)
-    if values.hash is not None and not _HASH.fullmatch(values.hash):
+    if values.hash is not None and not HASH.fullmatch(values.hash):
         raise ValueError("a hash")
     return values
 

@@ -105,7 +105,7 @@ def _compact(run: Run, rank: int) -> None:
         part.mkdir()
         lines = os.stat(folder / CALLS)
         writer = StoreWriter(part, rank)
-        skipped = run.written_to(rank, writer.add)
+        skipped = run.written_to(rank, writer.add_line)
         writer.close(skipped=skipped)
         found = os.stat(folder / CALLS)
         if (found.st_ino, found.st_size) != (lines.st_ino, lines.st_size):

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._tables import Frames
@@ -48,6 +49,7 @@ MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 
 Kept = Literal["none", "stats", "sample", "full"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +233,7 @@ class Run(Frames):
         if (store := self._store(rank)) is not None:
             yield from enumerate(store.calls())
             return
-        yield from self._written(rank)
-        yield from self._in_flight(rank)
+        yield from self._read(rank, partial(decode, rank=rank))
 
     def columns(self, rank: int) -> Columns:
         """The calls of one process as columns. Those that are not on disk are made of the lines, each time.
@@ -246,7 +247,7 @@ class Run(Frames):
             from opintercept.runs._parquet import columns_of
         except ImportError as missing:
             raise ImportError("reading runs in bulk needs numpy; pip install 'opintercept[cli]'") from missing
-        return columns_of(rank, (call for _, call in self.located(rank)))
+        return columns_of(rank, partial(self._read, rank))
 
     def _columns(self) -> Mapping[str, Any]:
         processes = [self.columns(rank) for rank in self.ranks]
@@ -284,18 +285,21 @@ class Run(Frames):
                 del self._stores[next(iter(self._stores))]
         return self._stores[rank]
 
-    def _written(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
+    def _read(self, rank: int, take: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
+        """What a function makes of the lines of a process, each with its position; None for those that are no calls."""
         skipped = 0
-        for position, call in self._lines(rank):
-            if call is None:
+        for position, line in self._lines(rank):
+            taken = take(line)
+            if taken is None:
                 skipped += 1
             else:
-                yield position, call
+                yield position, taken
         if skipped:
             _warn_of_lines(skipped, self._parts[rank] / CALLS)
+        yield from self._in_flight(rank, take)
 
-    def _lines(self, rank: int) -> Iterator[tuple[int, StoredCall | None]]:
-        """The lines of a process, each with its position; None for one that is not a call."""
+    def _lines(self, rank: int) -> Iterator[tuple[int, bytes]]:
+        """The lines of a process, each with its position; empty for one that is torn or too long."""
         path = self._parts[rank] / CALLS
         try:
             file = _open(path)
@@ -307,24 +311,18 @@ class Run(Frames):
             position, shown, end = 0, str(path), os.fstat(file.fileno()).st_size
             while line := file.readline(MAX_LINE):
                 size = len(line)
-                whole = line.endswith(b"\n")
-                while not line.endswith(b"\n") and (line := file.readline(MAX_LINE)):
-                    size += len(line)  # a line that is too long is read to its end, and dropped
-                yield position, decode(line, rank) if whole else None
+                last = line
+                while not last.endswith(b"\n") and (last := file.readline(MAX_LINE)):
+                    size += len(last)  # a line that is too long is read to its end, and dropped
+                yield position, line if line.endswith(b"\n") else b""
                 position += size
                 report(shown, position, end)
 
-    def written_to(self, rank: int, add: Callable[[StoredCall], None]) -> int:
-        """Give the calls of a process's lines to a function, and return how many lines are none."""
-        skipped = 0
-        for _, call in self._lines(rank):
-            if call is None:
-                skipped += 1
-            else:
-                add(call)
-        return skipped
+    def written_to(self, rank: int, take: Callable[[bytes], object]) -> int:
+        """Give the lines of a process to a function, and return of how many it makes nothing."""
+        return sum(take(line) is None for _, line in self._lines(rank))
 
-    def _in_flight(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
+    def _in_flight(self, rank: int, take: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
         """The calls in a flight recorder's file, whose process was killed or still runs. Positions are negative."""
         path = self._parts[rank] / FLIGHT
         try:
@@ -335,11 +333,11 @@ class Run(Frames):
             found, left_out = places(file)
             for place in found:
                 file.seek(place)
-                call = decode(file.readline(MAX_LINE), rank)
-                if call is None:  # the program that runs has begun to write over it
+                taken = take(file.readline(MAX_LINE))
+                if taken is None:  # the program that runs has begun to write over it
                     left_out += 1
                 else:
-                    yield -place, call
+                    yield -place, taken
         if left_out:
             warnings.warn(
                 f"skipped {counted(left_out, 'unreadable call')} in {path}; one that names very many arguments has no "
