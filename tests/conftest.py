@@ -64,9 +64,10 @@ def interruptible() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_width() -> None:
-    """Forget the terminal's width, which pytest-xdist tells its workers: tables depend on it."""
+def plain_tables() -> None:
+    """Forget the terminal's width, which pytest-xdist tells its workers, and colours, which a CI may ask for."""
     os.environ.pop("COLUMNS", None)
+    os.environ.pop("FORCE_COLOR", None)
 
 
 @pytest.fixture(autouse=True, scope="session")

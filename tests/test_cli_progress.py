@@ -46,7 +46,13 @@ def on_a_terminal(*arguments: str, after: float = 0.0) -> tuple[int, str, str]:
     reader.start()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=120, check=False
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=os.environ | {"NO_COLOR": "1"},
+            text=True,
+            timeout=120,
+            check=False,
         )
     finally:
         os.close(theirs)

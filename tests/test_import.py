@@ -26,7 +26,8 @@ def below(folder: str, pattern: str = r"\w+") -> set[str]:
 # A file imports only from the layers above it in this list, also inside functions, and nothing from its own layer.
 LAYERS = (
     {"__init__.py"},  # the version, and where the public names live
-    {"_checks.py", "_errors.py", "_expectations.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"},
+    {"_checks.py", "_errors.py", "_expectations.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"}
+    | {"cli/_style.py"},
     {"_tables.py"},
     {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py", "_native/__init__.py", "_native/build.py"},
     {"_record.py", "_with_statement.py", "_native/library.py", "cli/__init__.py"},
@@ -87,7 +88,8 @@ LAYERS = (
     {"testing/calls.py"},
     {"testing/plugin.py"},
     {"cli/_progress.py"},
-    below("cli", r"_[a-z]\w*") - {"cli/_aligned.py", "cli/_over.py", "cli/_progress.py", "cli/_sums.py"},
+    below("cli", r"_[a-z]\w*")
+    - {"cli/_aligned.py", "cli/_over.py", "cli/_progress.py", "cli/_style.py", "cli/_sums.py"},
     {"cli/_aligned.py", "cli/_sums.py"},
     {"cli/_over.py"},
     below("cli", r"[a-z]\w*"),

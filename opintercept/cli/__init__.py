@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol, cast
 
 from opintercept._errors import OpInterceptError, needs
 from opintercept._text import printable
+from opintercept.cli._style import styled
 
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             error = needs(name, str(error.name), "'opintercept[cli]'")
         elif isinstance(error, ImportError) and "opintercept[" not in str(error):
             raise
-        print(f"opintercept {name}: {_printable_lines(error)}", file=sys.stderr)
+        print(f"{styled(f'opintercept {name}:', 'wrong', sys.stderr)} {_printable_lines(error)}", file=sys.stderr)
         return UNUSABLE
     return int(status() if callable(status) else status)
 

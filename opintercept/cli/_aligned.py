@@ -6,6 +6,7 @@ from collections import Counter
 
 from opintercept._text import counted, printable
 from opintercept.cli._output import fitted, listed, named_run
+from opintercept.cli._style import styled
 from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.alignment import Aligned, Alignment, Apart
 from opintercept.runs.codec import StoredCall
@@ -45,17 +46,15 @@ def _counts(found: Alignment) -> list[str]:
         f"joined: {len(found.pairs):,} of {counted(of_a, 'forward call')} of A, {found.joined_b:,} of {of_b:,} of B: "
         + ", ".join(f"{count:,} {_BY[by]}" for by, count in how.items()),
         f"compared: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}",
-        *(["no call differs by more than rounding"] if found.first is None else []),
+        *([styled("no call differs by more than rounding", "right")] if found.first is None else []),
     ]
 
 
 def _first(pair: Aligned) -> list[str]:
     record = pair.a.record
     where = " and ".join(f"call {each.record.index} in {_module(each)}" for each in pair.b[:_MOST])
-    lines = [
-        f"first divergence: call {record.index} of A, step {record.step}: {operator_name(record.op)} in "
-        f"{_module(pair.a)} against {where} of B"
-    ]
+    call = f"call {record.index} of A, step {record.step}: {operator_name(record.op)} in {_module(pair.a)}"
+    lines = [styled(f"first divergence: {call} against {where} of B", "wrong")]
     if record.source is not None:
         lines.append(f"  at {printable(record.source, _WIDTH)}")
     if "rhs" in pair.changed:

@@ -18,6 +18,7 @@ from typing import Any
 from opintercept._errors import OpInterceptWarning
 from opintercept._text import aligned, printable
 from opintercept.cli._progress import hide
+from opintercept.cli._style import styled
 from opintercept.runs.codec import Values
 from opintercept.runs.store import Run
 
@@ -39,7 +40,8 @@ def plain_warnings(command: str) -> Iterator[None]:
             elif str(message) not in printed:  # reading a run twice repeats its warnings
                 printed.add(str(message))
                 hide()
-                print(f"opintercept {command}: warning: {printable(str(message))}", file=sys.stderr)
+                warning = styled("warning:", "warning", sys.stderr)
+                print(f"opintercept {command}: {warning} {printable(str(message))}", file=sys.stderr)
 
         warnings.showwarning = show_once
         yield
@@ -121,7 +123,8 @@ def fitted(
     if most is not None:
         left -= _leave_out(rows, left, last, spare, most - len(indent))
         _shorten(rows, left, last, most - len(indent))
-    return "\n".join(f"{indent}{line}" for line in aligned(rows, left).splitlines())
+    head, *lines = aligned(rows, left).splitlines()
+    return "\n".join(f"{indent}{line}" for line in (styled(head, "head"), *lines))
 
 
 def _widths(rows: list[list[str]]) -> list[int]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._text import amount, counted, duration, printable
 from opintercept.cli import UNUSABLE
+from opintercept.cli._style import styled
 from opintercept.runs.store import INFO
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Watch:
         yield f"opintercept: {tally}, {duration(tally.seconds)} in total{rank}{none}"
         for name, hook in self._shown.items():
             if name != "print" and tally.calls:
-                yield from _top(hook, chosen.top)
+                yield from _top(hook, chosen.top, self._stderr)
         opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
         if opaque:
             yield f"opaque (products inside are not shown): {printable(opaque)}"
@@ -325,13 +326,18 @@ def _write(stderr: TextIO, text: str) -> None:
         stderr.flush()
 
 
-def _top(hook: Any, top: int) -> Iterator[str]:
-    """Yield the first `top` rows of what a hook has to say."""
-    head, rows = [], getattr(hook, "findings", None)
-    if not rows:
+def _top(hook: Any, top: int, file: TextIO) -> Iterator[str]:
+    """Yield the first `top` rows of what a hook has to say, for this file."""
+    rows = getattr(hook, "findings", None) or []
+    found = bool(rows)
+    if not found:
         head, rows = str(hook).splitlines()[:1], str(hook).splitlines()[1:]
-    for row in (*head, *rows[:top]):
-        yield from map(printable, str(row).splitlines())
+        yield from (styled(printable(line), "head", file) for line in head)
+    for row in rows[:top]:
+        lines = list(map(printable, str(row).splitlines()))
+        if lines and found:
+            lines[0] = styled(lines[0], "wrong", file)
+        yield from lines
     if len(rows) > top:
         yield f"... and {len(rows) - top} more; --top {len(rows)} shows them"
 

@@ -29,6 +29,7 @@ from opintercept.cli._output import (
     width,
 )
 from opintercept.cli._progress import progress
+from opintercept.cli._style import styled
 from opintercept.runs._pairing import module_name, operator_name
 from opintercept.runs.align import align
 from opintercept.runs.alignment import Alignment
@@ -240,7 +241,7 @@ def _counts(found: Difference) -> list[str]:
     if any(found.unmatched_calls):
         lines.append(f"without a counterpart: {found.unmatched_calls[0]:,} of A, {found.unmatched_calls[1]:,} of B")
     if found.equal:
-        lines.append("no call differs")
+        lines.append(styled("no call differs", "right"))
     return lines
 
 
@@ -257,7 +258,7 @@ def _where(call: CallDifference) -> str:
 
 
 def _first(call: CallDifference, before: tuple[int, int]) -> list[str]:
-    lines = [f"first divergence: {_where(call)}"]
+    lines = [styled(f"first divergence: {_where(call)}", "wrong")]
     if call.a.record.source is not None:
         lines.append(f"  at {printable(call.a.record.source, _WIDTH)}")
     lines += [
@@ -400,7 +401,7 @@ def _ranks_text(found: RankDifference, run: Run) -> list[str]:
         where = listed([f"rank {rank} in step {step}" for rank, step in found.unfinished.items()], 8)
         lines.append(f"not finished, as after a kill: {where}; what follows there was not counted")
     if found.first is None:
-        return [*lines, "nothing parted"]
+        return [*lines, styled("nothing parted", "right")]
     lines += ["", *_first_parted(found.first)]
     if found.found > 1:
         lines += ["", f"{counted(found.found, 'finding')}, of which the later ones may come from the first:"]
@@ -424,7 +425,7 @@ def _shared_weights(found: RankDifference) -> list[str]:
 
 
 def _first_parted(first: RankFinding) -> list[str]:
-    lines = [f"first: {_parted(first)}"]
+    lines = [styled(f"first: {_parted(first)}", "wrong")]
     call = f"call {first.index} of rank {first.rank}"
     lines.append(f"  {call}, {first.phase}: {_short(first.op)} in {_module(first.module)}")
     if first.source is not None:

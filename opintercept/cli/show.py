@@ -29,6 +29,7 @@ from opintercept.cli._options import add_module_and_phase, add_op, count, steps
 from opintercept.cli._output import can_print, finite_json, fitted, listed, nonfinite, plain_warnings, safe_stdout
 from opintercept.cli._over import BARS, COLUMNS, Series, sparkline
 from opintercept.cli._progress import progress
+from opintercept.cli._style import styled
 from opintercept.cli._sums import (
     LONGEST,
     MAX_GROUPS,
@@ -213,7 +214,7 @@ def _print_overview(run: Run, sums: RunSums, arguments: argparse.Namespace) -> N
     for name, text in _overview(run, sums.total, arguments):
         print(f"{name:9} {text}")
     if sums.first.call is not None:
-        print(f"nonfinite {_first_text(sums.first)}")
+        print(styled(f"nonfinite {_first_text(sums.first)}", "wrong"))
     if sums.chosen.calls != sums.total.calls:
         print(f"{'chosen':9} {sums.chosen}")
 
