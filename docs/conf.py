@@ -52,6 +52,7 @@ CONTENTS = {
             "guides/patching",
             "guides/test-matmuls",
             "guides/several-ranks",
+            "guides/trainer-and-engine",
             "guides/your-own-hook",
             "guides/your-own-operator",
         ],

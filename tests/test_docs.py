@@ -37,6 +37,7 @@ GUIDES = {
 }
 COMPARISON = DOCS / "guides" / "compare-two-runs.md"
 ENGINE = DOCS / "how.md"
+TESTING = DOCS / "guides" / "test-matmuls.md"
 BUILD = "opintercept build\nopintercept info\n"
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"opintercept": "opintercept", "torchrun": "torch.distributed.run"}
@@ -128,6 +129,12 @@ def test_every_block_of_a_page_is_checked(page: Path) -> None:
         assert not (language == "python" and program) or program[1] in commands
         if language == "console":  # .ci/run runs those of the README
             assert code in README.read_text("utf-8")
+    # What other blocks print is compared; the rest has tests: a cell in test_tables.py, errors here and in
+    # test_troubleshooting.py.
+    alone = re.findall(r"(?<!^```\n)^```text\n(.*)\n", page.read_text("utf-8"), re.MULTILINE)
+    with_tests = {"index.md": ["%%intercept"], TESTING.name: ["E       Failed: expected"]}.get(page.name, [])
+    if page.name != "troubleshooting.md":
+        assert [line for line in alone if not line.startswith(tuple(with_tests))] == []
 
 
 def test_the_commands_of_the_readme_are_those_of_the_guide() -> None:
@@ -179,6 +186,17 @@ def test_the_commands_of_a_page_print_what_it_shows(page: Path) -> None:
             printed = result.stdout + result.stderr
             for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):
                 assert part in printed
+
+
+@pytest.mark.slow
+def test_a_larger_model_fails_the_test_of_the_guide_as_it_says(tmp_path: Path) -> None:
+    (code,) = [code for language, code in blocks(TESTING) if language == "python" and "test_a_training_step" in code]
+    (expected,) = [code for language, code in blocks(TESTING) if language == "text"]
+    (tmp_path / "test_step.py").write_text(code.replace("nn.Linear(16, 4))", "nn.Linear(16, 4), nn.Linear(4, 4))"))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_step.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
+    assert done.returncode == 1
+    assert expected in done.stdout
 
 
 @pytest.mark.slow

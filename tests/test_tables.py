@@ -109,6 +109,22 @@ print(shell.user_ns["b"].sum().item(), len(shell.user_ns["stats"].rows()))
 
 
 @pytest.mark.slow
+def test_the_cell_of_the_page_shows_its_hooks() -> None:
+    page = Path(__file__).parent.parent / "docs" / "integrations" / "index.md"
+    (cell,) = re.findall(r"^```text\n(%%intercept.*?)```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    code = f"""
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+shell.run_line_magic("load_ext", "opintercept")
+shell.run_cell("import torch; model = torch.nn.Linear(4, 2); batch = torch.ones(3, 4)")
+shell.run_cell({cell!r}).raise_error()
+"""
+    shown = "\n".join(run_python(code))
+    assert re.search(r"^Linear +addmm +lhs +forward ", shown, re.MULTILINE)
+    assert "no call made a value that is not finite" in shown
+
+
+@pytest.mark.slow
 def test_a_cell_magic_runs_a_cell_in_a_block_and_shows_its_hooks() -> None:
     _, profile, both, _, failed = "\n".join(run_python(CELLS)).split("cell")
     assert "share" in profile
