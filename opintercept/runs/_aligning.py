@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
 
 from opintercept._errors import OpInterceptError
 from opintercept.runs._columns import Array
-from opintercept.runs._joining import Joining, Side
+from opintercept.runs._joining import Joining
 from opintercept.runs._linking import Links, shared_dim
 from opintercept.runs._weights import Factors, factors_of, tensor_of
 from opintercept.runs.alignment import CAUSES, Aligned
 from opintercept.runs.codec import StoredCall
 
+_KEPT = 4  # calls whose tensors stay in memory, since several calls of the other run may belong to one
 _NAMED = 16  # changed rows that are named
 _ROUNDING = 16.0  # times the rounding of a product or a dtype that is more than rounding
 _JUMP = 10.0  # times the error of all products before that does not come from them
@@ -80,6 +83,13 @@ class _Comparing:
         self._usual = self._usual_errors()
         self._sums: dict[int, _Sum] = {}
         self._roundings: dict[int, float | None] = {}  # of calls of B, which several calls of A may share
+        sides = {"a": self._a, "b": self._b}
+
+        @lru_cache(_KEPT)
+        def read(side: Literal["a", "b"], number: int) -> Factors:
+            return factors_of(sides[side].run, sides[side].calls[number])
+
+        self._factors = read
 
     def _dtypes(self, match: int) -> tuple[str, str]:
         each = self._joining.matches[match]
@@ -130,7 +140,7 @@ class _Comparing:
             weight=weight,
             changed_rows=tuple(changed_rows[:_NAMED]),
             changed=("rhs",) if changed_rows else (),
-            rounding_a=_rounding(self._a, number),
+            rounding_a=self._rounding("a", number),
             rounding_b=max((each for each in roundings if each is not None), default=None),
         )
         try:
@@ -183,8 +193,8 @@ class _Comparing:
 
     def _compare(self, pair: Aligned, number: int, matched: list[tuple[int, int]]) -> Aligned:
         """Compare left operands, biases and outputs."""
-        a = factors_of(self._a.run, self._a.calls[number])
-        found = [(match, b, factors_of(self._b.run, self._b.calls[b])) for b, match in matched]
+        a = self._factors("a", number)
+        found = [(match, b, self._factors("b", b)) for b, match in matched]
         if any(each.x.is_floating_point() != a.x.is_floating_point() for _, _, each in found):
             raise OpInterceptError("one of the runs multiplies whole numbers, which its program scales afterwards")
         partial = any(self._joining.matches[match].by == "parts" for match, _, _ in found)
@@ -234,7 +244,7 @@ class _Comparing:
             return replace(pair, reason="its output is a part of a sum, which is compared with the last of the parts")
         return _with_output(pair, sum_.total, theirs, sum_.filled == k, None)
 
-    def _terms(self, side_name: str, number: int, match: int) -> torch.Tensor | float:
+    def _terms(self, side_name: Literal["a", "b"], number: int, match: int) -> torch.Tensor | float:
         """What low-rank products add to the output of a call."""
         term = self._joining.terms.get(match)
         if term is None or term.side != side_name:
@@ -244,7 +254,7 @@ class _Comparing:
         last = side.weights[term.second].calls[side.calls[number].rank]
         if len(base) != len(last):
             raise OpInterceptError("the low-rank product is not computed in each call")
-        return term.factor * factors_of(side.run, side.calls[last[base.index(number)]]).columns(True)
+        return term.factor * self._factors(side_name, last[base.index(number)]).columns(True)
 
     def _bias_differs(self, a: Factors, found: list[tuple[int, int, Factors]]) -> bool:
         for match_number, _, factors in found:
@@ -287,8 +297,18 @@ class _Comparing:
 
     def _rounding_b(self, number: int) -> float | None:
         if number not in self._roundings:
-            self._roundings[number] = _rounding(self._b, number)
+            self._roundings[number] = self._rounding("b", number)
         return self._roundings[number]
+
+    def _rounding(self, side: Literal["a", "b"], number: int) -> float | None:
+        """`_rounding` of a call; None if it is no plain product of two matrices."""
+        call = (self._a if side == "a" else self._b).calls[number]
+        if call.record.op.rpartition("::")[2].partition(".")[0] not in _PRODUCTS:
+            return None
+        try:
+            return _rounding(self._factors(side, number))
+        except OpInterceptError:
+            return None
 
 
 def _made_up(parts: list[torch.Tensor], dim: int) -> Iterator[torch.Tensor]:
@@ -328,19 +348,12 @@ def _judged(pair: Aligned, worst: float, caused: bool) -> Aligned:
     return replace(pair, kind="equal" if not pair.output else "inherited" if caused else "close")
 
 
-def _rounding(side: Side, number: int) -> float | None:
+def _rounding(f: Factors) -> float | None:
     """How far an output is from the product of its operands in float64, in units of the rounding it may have.
 
     A sum of k products in any order has an error of at most about `eps * norm(x) * norm(w)`, see N. Higham, "Accuracy
     and Stability of Numerical Algorithms", 2002, section 3.1; and the output is rounded to its dtype.
     """
-    call = side.calls[number]
-    if call.record.op.rpartition("::")[2].partition(".")[0] not in _PRODUCTS:
-        return None
-    try:
-        f = factors_of(side.run, call)
-    except OpInterceptError:
-        return None
     x, w, out = f.x.double(), f.w.double(), f.out.double()
     product = x @ w.mT
     bound = x.norm(dim=2)[:, :, None] * w.norm(dim=2)[:, None, :]
