@@ -273,8 +273,9 @@ class OpCall:
 
     def _inputs(self) -> list[Any]:
         spec, args, kwargs = self._spec, self.args, self.kwargs
-        lhs, rhs = spec.argument("lhs", args, kwargs), spec.argument("rhs", args, kwargs)
-        return [*tensors_in(lhs), *([] if rhs is lhs else tensors_in(rhs)), self.operand("bias"), *self.scales]
+        once = ("lhs",) if spec.roles.get("lhs") == spec.roles.get("rhs") else ("lhs", "rhs")  # a list with both
+        operands = [tensor for role in once for tensor in tensors_in(spec.argument(role, args, kwargs))]
+        return [*operands, self.operand("bias"), *self.scales]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

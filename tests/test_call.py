@@ -278,6 +278,14 @@ def test_bytes_count_operands_and_output(function: Callable[[], Any], size: int 
 
 
 @pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="_foreach_mm came with torch 2.13")
+def test_bytes_do_not_depend_on_which_call_of_that_shape_was_the_first() -> None:
+    x, y, recorder = torch.ones(5, 5), torch.ones(5, 5), hooks.Recorder()
+    with intercept(recorder):
+        for rhs in (x, y, x):
+            torch.mm(x, rhs)
+    assert [record.bytes for record in recorder.records] == [3 * 4 * 25] * 3
+
+
 def test_bytes_of_lists_count_every_tensor() -> None:
     lists = [torch.ones(2, 3), torch.ones(5, 6)], [torch.ones(3, 4), torch.ones(6, 7)]
     call = call_of(torch.ops.aten._foreach_mm.default, *lists)
