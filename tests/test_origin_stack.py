@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import ENGINES, FORWARD, Block, Model, record
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, intercept
@@ -83,3 +83,28 @@ def test_a_checkpoint_recomputes_in_a_pass_of_its_own(engine: dict[str, Any], re
     assert by_phase["recompute"] == again[: len(by_phase["recompute"])]
     assert len(by_phase["recompute"]) >= 3  # the form that is not reentrant stops when it has what it needs
     assert set(by_phase["backward"]) == set(FORWARD)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_what_records_no_gradient(engine: dict[str, Any], reentrant: bool) -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x @ x @ x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0]
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.mT @ x
+        cube: Tensor = Cube.apply(x * scale)  # type: ignore[no-untyped-call]
+        return cube * scale
+
+    x = torch.ones(3, 3, requires_grad=True)
+    for _ in range(2):
+        records = record(lambda: checkpoint(forward, x, use_reentrant=reentrant).sum().backward(), **engine)
+        assert [each.phase for each in records] == ["forward"] * 3 + ["recompute"] * 3
+        assert [each.forward for each in records] == [None] * 6

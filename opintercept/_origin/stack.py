@@ -22,21 +22,23 @@ _INNER_CALL = torch.nn.Module._call_impl.__code__
 # The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _RUN, _LATE = _pipeline.run.__code__, _pipeline.Pipeline.late.__code__
-WALKED_CODE = (OUTER_CALL, _INNER_CALL, _RUN, _LATE)
+# The code that runs autograd's engine. Without it, as in a torch before 2.11, the walk goes on to the end of the stack.
+ENGINE: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _CHECKPOINT = torch.utils.checkpoint.__file__
+WALKED_CODE = (OUTER_CALL, _INNER_CALL, _RUN, _LATE, ENGINE, _CHECKPOINT)
 _HERE = os.path.dirname(os.path.dirname(__file__))
 NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, _HERE + os.sep)
 
 
 def backward_phase() -> Phase:
     """Return the pass of a call that autograd makes: backward, or a checkpoint's repetition of the forward pass."""
-    # A checkpoint and `create_graph=True` both enable gradients, but only a checkpoint has its frames on the stack.
-    if torch.is_grad_enabled():
-        frame: FrameType | None = sys._getframe()  # may be the only one: compiled kernels have no frame
-        while frame is not None:
-            if frame.f_code.co_filename == _CHECKPOINT:
-                return "recompute"
-            frame = frame.f_back
+    # Whether gradients are enabled does not tell: `create_graph=True` enables them, and `no_grad` or a custom Function
+    # in the repeated pass disables them. A checkpoint has its frames on the stack above autograd's.
+    frame: FrameType | None = sys._getframe()  # may be the only one: compiled kernels have no frame
+    while frame is not None and frame.f_code is not ENGINE:
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return "recompute"
+        frame = frame.f_back
     return "backward"
 
 

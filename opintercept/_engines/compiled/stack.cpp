@@ -18,7 +18,8 @@ namespace {
 
 using Frame = _PyInterpreterFrame;
 
-PyObject *outer_call, *inner_call, *run, *late; // code objects
+PyObject *outer_call, *inner_call, *run, *late, *engine; // code objects, the last one or None
+PyObject* checkpoint; // a path
 PyObject *module_type, *not_source; // torch.nn.Module, and a tuple of the paths that hold no code of the user
 PyObject *forward_name, *wrapper_name, *inner_name; // interned
 
@@ -183,14 +184,36 @@ bool opintercept::walk_here(Walked& walked) {
   return sure;
 }
 
-// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, of Pipeline.late, Module, paths) -> whether
-// walk() works here
+bool opintercept::is_recompute() {
+  PyThreadState* thread = PyGILState_GetThisThreadState();
+  Frame* frame = thread == nullptr ? nullptr : top(thread);
+  for (; frame != nullptr && code_of(frame) != engine; frame = back(frame)) {
+    PyObject* file = reinterpret_cast<PyCodeObject*>(code_of(frame))->co_filename;
+    if (file == checkpoint || PyUnicode_Compare(file, checkpoint) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, of Pipeline.late, of autograd's engine, path of
+// checkpoints, Module, paths) -> whether walk() works here
 PyObject* opintercept_set_up_walk(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(
-          args, "OOOOOO!", &outer_call, &inner_call, &run, &late, &module_type, &PyTuple_Type, &not_source)) {
+          args,
+          "OOOOOUOO!",
+          &outer_call,
+          &inner_call,
+          &run,
+          &late,
+          &engine,
+          &checkpoint,
+          &module_type,
+          &PyTuple_Type,
+          &not_source)) {
     return nullptr;
   }
-  for (PyObject* each : {outer_call, inner_call, run, late, module_type, not_source}) {
+  for (PyObject* each : {outer_call, inner_call, run, late, engine, checkpoint, module_type, not_source}) {
     Py_INCREF(each);
   }
   forward_name = PyUnicode_InternFromString("forward");
@@ -211,6 +234,10 @@ PyObject* opintercept_set_up_walk(PyObject*, PyObject*) {
 
 bool opintercept::walk_here(Walked&) {
   return false;
+}
+
+bool opintercept::is_recompute() {
+  return true; // only a walk in Python can tell
 }
 
 #endif
