@@ -138,6 +138,7 @@ class Handle:
     """
 
     __slots__ = (
+        "__weakref__",
         "_pipeline",
         "backward",
         "end_step",

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, itemgetter
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
 from opintercept._call import NoOrigin, OpCall, Origin
@@ -62,6 +62,7 @@ class Pipeline:
     __slots__ = (
         "__weakref__",
         "_count",
+        "_counting",
         "_entered_by",
         "_handles",
         "_inside",
@@ -109,6 +110,7 @@ class Pipeline:
         # Atomic, also between threads.
         self.next_index: Callable[[], int] = self._count.__next__ if ring is None else ring.next_index
         self.opaque: Counter[str] = Counter()
+        self._counting = threading.RLock()  # held for nothing else, so that it can be taken under any other
         self._passed = itertools.count()
         self.pass_over: Callable[[], int] = self._passed.__next__
         self._lock = threading.RLock()
@@ -290,6 +292,7 @@ class Pipeline:
         exception: BaseException | None,
         index: int,
         place: Place | None,
+        started: int,
         elapsed: float,
     ) -> tuple[Any, ...] | None:
         """Run the hooks of a call whose operator has run already, in a kernel that could not note the call.
@@ -302,18 +305,21 @@ class Pipeline:
             exception: What it raised instead, or None.
             index: The number of the call.
             place: Where it comes from, or None.
+            started: When the operator started, in nanoseconds since 1970: a while ago if other threads ran.
             elapsed: The operator's time.
         """
+        began = perf_counter() - (time_ns() - started) / 1e9
         self.settle()
         call = OpCall(self, spec, func, phase, args, kwargs, index)
-        call.place, call.began = place, perf_counter() - elapsed
+        call.place = place
         try:
-            if exception is not None:
-                _report((self,), [call], exception)
-                return None
             _before(self, call)
             if spec.opaque:
                 self.count_opaque(spec.name)
+            call.began = began
+            if exception is not None:
+                _report((self,), [call], exception)
+                return None
             call.output, call.elapsed = output, elapsed
             learned = None if self.rows is None else self.rows.learn(call)
             _after(self, call, spec, args, kwargs)
@@ -324,7 +330,7 @@ class Pipeline:
 
     def count_opaque(self, name: str) -> None:
         """Count a call of an opaque operator."""
-        with self._lock:
+        with self._counting:
             self.opaque[name] += 1
 
     def survives(self, handle: Handle, phase: str, call: OpCall | CallRecord, exception: Exception) -> bool:
@@ -594,6 +600,7 @@ def _forget_parent() -> None:
         pipeline = reference()
         if pipeline is not None:
             pipeline._lock = threading.RLock()
+            pipeline._counting = threading.RLock()
             pipeline._entered_by.clear()
             pipeline._inside.clear()
             if pipeline.rows is not None:

@@ -6,6 +6,7 @@ what they learn of it holds for all calls that look alike. Must not import torch
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,15 +131,18 @@ class Rows:
         pipeline: Owns the rows.
     """
 
-    __slots__ = ("__weakref__", "_flight", "_hooks", "_lock", "_pipeline", "ring")
+    __slots__ = ("__weakref__", "_failures", "_flight", "_hooks", "_lock", "_pipeline", "_teller", "ring")
 
     def __init__(self, ring: Ring, pipeline: Pipeline) -> None:
         self.ring = ring
         self._pipeline = weakref.ref(pipeline)
-        self._hooks: tuple[tuple[Handle, InKernel], ...] = ()
+        # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
+        self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
         self._flight: tuple[InKernel, FlightRecorder] | None = None
         # Reentrant: a signal handler may ask for the rows while its thread is taking them.
         self._lock = threading.RLock()
+        self._teller: int | None = None  # the thread that tells hooks of rows
+        self._failures: list[_Failed] = []  # of hooks that were told where nobody could be told
         ring.attach(weakref.ref(self))
         _all.append(weakref.ref(self, _all.remove))
 
@@ -148,6 +152,7 @@ class Rows:
         self.ring.suspend()
         self.settle()
         self._hooks, self._flight = (), None
+        written: tuple[str, ...] = ()
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
         links = None if pipeline is None else pipeline.links
@@ -155,11 +160,13 @@ class Rows:
         if not works or links is None or together is None:
             return False
         every = zip(handles, hooks, works, strict=True)
-        self._hooks = tuple((handle, hook) for handle, hook, work in every if work is not None and work.rows)
+        self._hooks = tuple(
+            (weakref.ref(handle), hook) for handle, hook, work in every if work is not None and work.rows
+        )
         sink = checker = None
         for hook, work in zip(hooks, works, strict=True):
             if work is not None and work.flight is not None:
-                self._flight = hook, work.flight
+                self._flight, written = (hook, work.flight), work.reads
                 sink = work.flight.serve(self.ring.flight())
             if work is not None and work.checker is not None:
                 checker = work.checker.use(self.ring.checker)
@@ -173,53 +180,74 @@ class Rows:
             together.hashed,
             together.target,
             sink,
+            written,
             checker,
         ):
             self.settle()  # another thread has added one
         return True
 
     def settle(self, only_if_free: bool = False) -> None:
-        """Tell the hooks of the calls that have been noted.
+        """Tell the hooks of the calls that have been noted, and wait for a thread that is doing so.
 
         Args:
-            only_if_free: Whether to leave it to another thread if one is doing so.
+            only_if_free: Whether to leave it to that thread.
         """
-        while not self.ring.empty():
-            if not self._lock.acquire(blocking=not only_if_free, timeout=-1 if only_if_free else 1):
+        me = threading.get_ident()
+        while self._failures or not self.ring.empty() or self._teller not in (None, me):
+            if only_if_free and self._teller not in (None, me):
                 return
-            try:
-                note, failed = self._tell_until_one_fails()
-            finally:
-                self._lock.release()  # before anything that takes the pipeline's lock
-            for handle, failure in failed:
-                if note is not None and not self._owner().survives(handle, "post", note.record(), failure):
-                    raise failure
+            for handle, note, failure in self._failed():
+                try:
+                    if not self._owner().survives(handle, "post", note.record(), failure):
+                        raise failure
+                finally:
+                    del failure  # its traceback keeps this frame
 
-    def _tell_until_one_fails(self) -> tuple[Note | None, list[tuple[Handle, Exception]]]:
-        """Tell hooks of calls; return the call with which hooks have failed, and which."""
-        pipeline, note = self._owner(), None
-        failed: list[tuple[Handle, Exception]] = []
+    def settle_quietly(self) -> None:
+        """The same where an exception would be lost. The next `settle` raises it."""
+        goes_on = self._owner().on_error == "warn"
+        while not self.ring.empty() and (goes_on or not self._failures):
+            before, self._failures = self._failures, []
+            self._failures = before + self._failed()
+
+    def _failed(self) -> list[_Failed]:
+        """Tell hooks of calls until some fail with one; return these, without a lock that the pipeline's could meet."""
+        with self._lock:
+            before, self._teller = self._teller, threading.get_ident()
+            try:
+                failed, self._failures = self._failures, []
+                return failed or self._tell_until_one_fails()
+            finally:
+                self._teller = before
+
+    def _tell_until_one_fails(self) -> list[_Failed]:
+        pipeline = self._owner()
+        failed: list[_Failed] = []
         take = self.ring.take
         while not failed and (row := take()) is not None:
             note = Note._make((*row[0], None))
             if note.summary.opaque:
                 pipeline.count_opaque(note.summary.op)
-            for (handle, hook), known in zip(self._hooks, row[2], strict=True):
+            for reference, known in row[2]:
+                handle = reference()
+                if handle is None or handle.removed:
+                    continue
                 try:
-                    if not handle.removed:
-                        hook.noted(note, row[1], known)
+                    handle.hook.noted(note, row[1], known)
                 except Exception as exception:
-                    failed.append((handle, exception))
+                    failed.append((handle, note, exception))
                     if pipeline.on_error == "raise":
                         break
-        return note, failed
+                    handle.removed = True  # now: others may be told of more calls before it is taken out
+                    exception.__traceback__ = None  # keeps the program's frames, and this one, which keeps it
+        return failed
 
     def learn(self, call: OpCall) -> tuple[Any, ...] | None:
         """What holds for all calls that look like this one; None if kernels cannot note them."""
         owner = call.owner
-        learned = tuple(hook.learn(call) for _, hook in self._hooks)
+        learned = tuple((reference, hook.learn(call)) for reference, hook in self._hooks)
         text = None if self._flight is None else self._flight[0].learn(call)
-        if owner is None or None in learned or (self._flight is not None and text is None):
+        if owner is None or any(known is None for _, known in learned) or (self._flight is not None and text is None):
             return None
         return call.summary, owner.origin.autocast(call), learned, text
 
@@ -249,8 +277,9 @@ class Rows:
         return self._owner().late(*call)
 
     def forget_parent(self) -> None:
-        """In a forked child, drop what the parent has noted: no thread will release its locks."""
+        """In a forked child, drop what other threads of the parent have noted since: none will release its locks."""
         self._lock = threading.RLock()
+        self._teller = None
         self.ring.forget_parent()
 
     def _owner(self) -> Pipeline:
@@ -258,6 +287,9 @@ class Rows:
         if pipeline is None:
             raise OpInterceptError("a call must belong to an interceptor, but its interceptor is gone")
         return pipeline
+
+
+_Failed = tuple["Handle", Note, Exception]  # a hook that failed, the call of which it was told, and why
 
 
 def _is_in_kernel(hook: Any) -> bool:
@@ -306,3 +338,13 @@ def settle() -> None:
         rows = reference()
         if rows is not None:
             rows.settle()
+
+
+def _settle_quietly() -> None:
+    for reference in tuple(_all):
+        rows = reference()
+        if rows is not None:
+            rows.settle_quietly()
+
+
+os.register_at_fork(before=_settle_quietly)  # the child's copies of the hooks have what the parent's have

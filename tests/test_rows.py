@@ -37,6 +37,7 @@ from opintercept._rows import Found, Work
 pytestmark = [pytest.mark.slow, needs_compiler]
 MOST = 2048  # rows that a ring holds
 X = torch.ones(2, 2)
+STRESS = float(os.environ.get("OPINTERCEPT_STRESS", "2"))  # seconds for what only shows among many repetitions
 
 
 @pytest.fixture(autouse=True)
@@ -372,19 +373,29 @@ def test_each_call_tells_its_time_and_its_thread(engine: Any) -> None:
         assert before <= record.started <= after
 
 
-def test_a_forked_child_begins_with_no_rows() -> None:
+def test_a_forked_child_has_what_its_parent_had() -> None:
     recorder = hooks.Recorder()
     with intercept(recorder, engine="compiled"):
         for _ in range(3):
             torch.mm(X, X)
-        told = len(recorder._notes)
         child = os.fork()
         if not child:
-            torch.mm(X, X)
+            torch.mm(X, X)  # outside of the block, which is the parent's
             os._exit(len(recorder.records))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == told == 1
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         torch.mm(X, X)
     assert len(recorder.records) == 4
+
+
+def test_a_hook_that_fails_before_a_fork_fails_after_it() -> None:
+    with pytest.raises(ValueError, match="the third"), intercept(Failing(), engine="compiled"):
+        for _ in range(4):
+            torch.mm(X, X)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        torch.mm(X, X)
 
 
 def test_a_forked_child_has_a_thread_of_its_own() -> None:
@@ -480,6 +491,218 @@ def made(function: Callable[[], Any]) -> int:
         function()
         function()
     return len(recorder.records)
+
+
+@pytest.mark.parametrize(
+    ("ops", "functions"),
+    [("matmul", (torch.dot, torch.vdot)), (("aten::add.Tensor", "aten::sub.Tensor"), (torch.add, torch.sub))],
+    ids=["dot", "add"],
+)
+def test_operators_with_arguments_alike_keep_their_names(ops: Any, functions: tuple[Any, ...]) -> None:
+    x, profile, recorder = torch.ones(3), hooks.Profile(), hooks.Recorder()
+    with intercept([recorder, profile], ops=ops, engine="compiled"):
+        for _ in range(3):
+            for function in functions:
+                function(x, x)
+    names = [f"aten::{function.__name__}" for function in functions]
+    assert [record.op for record in recorder.records] == names * 3
+    assert {row.op: row.calls for row in profile.rows()} == dict.fromkeys(names, 3)
+
+
+def in_threads(works: list[Callable[[], Any]], seconds: float) -> None:
+    """Run functions again and again, each in a thread of its own, and raise what one of them raises."""
+    failures: list[BaseException] = []
+    end = time.monotonic() + seconds
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            while time.monotonic() < end and not failures:
+                work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        raise failure
+
+
+def test_threads_that_make_and_drop_modules_are_noted_right() -> None:
+    recorder = hooks.Recorder()
+    with intercept(recorder, engine="compiled", threads="all"):
+        in_threads([lambda: nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()] * 8, STRESS)
+    forward = {record.index: record for record in recorder.records if record.phase == "forward"}
+    assert sorted(record.index for record in recorder.records) == list(range(len(recorder.records)))
+    assert {record.op for record in recorder.records} == {"aten::addmm", "aten::mm"}
+    for record in recorder.records:
+        assert (record.module or "").startswith("Linear")
+        if record.phase == "backward":
+            assert record.forward is not None
+            assert record.module == forward[record.forward].module
+            assert record.thread == forward[record.forward].thread
+
+
+def test_hooks_come_and_go_while_threads_run() -> None:
+    linear, profile, came = nn.Linear(4, 4), hooks.Profile(), []
+    with intercept(profile, engine="compiled", threads="all") as interceptor:
+
+        def come_and_go() -> None:
+            came.append(hooks.Recorder())
+            interceptor.register(came[-1]).remove()
+
+        in_threads([lambda: linear(torch.randn(2, 4))] * 8 + [come_and_go], STRESS)
+        calls = interceptor.watcher.pipeline.calls
+    assert sum(row.calls for row in profile.rows()) == calls
+    for recorder in came:
+        assert all(record.op == "aten::addmm" for record in recorder.records)
+
+
+def test_a_reader_waits_for_a_thread_that_tells_of_a_row() -> None:
+    slow, telling, go_on = hooks.Recorder(), threading.Event(), threading.Event()
+
+    class Slow(hooks.Recorder):
+        def work(self) -> Work:
+            return Work()
+
+        def noted(self, note: Note, values: Any, learned: Any) -> None:
+            telling.set()
+            go_on.wait(10)
+            super().noted(note, values, learned)
+
+    slow = Slow()
+    with intercept(slow, engine="compiled"):
+        torch.mm(X, X)
+        torch.mm(X, X)
+        teller = threading.Thread(target=lambda: slow.records)
+        teller.start()
+        assert telling.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        assert len(slow.records) == 2
+        teller.join()
+
+
+def test_an_operator_that_raises_counts_its_operands() -> None:
+    def rows(engine: Any) -> list[Any]:
+        stats = hooks.Stats(of="lhs")
+        with intercept(stats, engine=engine):
+            for _ in range(3):
+                torch.mm(X, X)
+                with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                    torch.mm(X, torch.ones(3, 2))
+        return stats.rows()
+
+    assert rows("compiled") == rows("kernel")
+    assert rows("compiled")[0].calls == 6
+
+
+def test_a_line_has_no_values_that_another_hook_has_read(tmp_path: Path) -> None:
+    recorder = runs.RunRecorder(tmp_path / "run", "none", flight=9)
+    with intercept([recorder, hooks.Stats()], engine="compiled"):
+        for _ in range(3):
+            torch.mm(X, X)
+        assert [call.values for call in runs.open_run(tmp_path / "run").calls()] == [{}, {}, {}]
+
+
+def test_a_call_that_is_shown_late_tells_when_it_started() -> None:
+    recorder, delay = hooks.Recorder(), 0.3
+
+    class Slow(hooks.Recorder):
+        def work(self) -> Work:
+            return Work()
+
+        def noted(self, note: Note, values: Any, learned: Any) -> None:
+            time.sleep(delay)
+
+    with intercept([recorder, Slow()], engine="compiled"):
+        torch.mm(X, X)
+        torch.mm(X, X)  # the other hook is told of this one before the next is shown
+        before = time.time_ns()
+        torch.mm(torch.ones(1, 2), X)
+        assert time.time_ns() - before > delay * 1e9
+    started = recorder.records[2].started
+    assert started is not None
+    assert 0 <= started - before < delay * 1e9 / 2
+
+
+def test_hooks_that_fail_at_the_same_row_are_both_switched_off() -> None:
+    one, other = Failing(), Failing()
+    with pytest.warns(OpInterceptWarning, match="switched off"):
+        with intercept([one, other], engine="compiled", on_error="warn"):
+            for _ in range(6):
+                torch.mm(X, X)
+    assert [record.index for record in one.records] == [record.index for record in other.records] == [0, 1]
+
+
+def test_a_hook_that_fails_with_a_row_keeps_nothing_of_the_program(quick_collections: None) -> None:
+    def program() -> weakref.ref[Any]:
+        module = nn.Linear(2, 2)
+        for _ in range(5):
+            module(X)
+        recorder.records  # noqa: B018
+        return weakref.ref(module)
+
+    recorder = hooks.Recorder()
+    with (
+        pytest.warns(OpInterceptWarning, match="switched off"),
+        intercept([recorder, Failing()], engine="compiled", on_error="warn"),
+    ):
+        gc.disable()
+        try:
+            assert program()() is None
+        finally:
+            gc.enable()
+
+
+def test_inner_steps_are_not_seen_in_threads_that_have_entered_nothing() -> None:
+    recorder = hooks.Recorder()
+    with intercept(recorder, engine="compiled", threads="all"):
+        thread = threading.Thread(target=lambda: torch.addbmm(X, torch.ones(3, 2, 2), torch.ones(3, 2, 2)))
+        thread.start()
+        thread.join()
+    assert [record.op for record in recorder.records] == ["aten::addbmm"]
+
+
+@pytest.mark.parametrize("engine", ["kernel", "compiled"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: torch.mm(x.to(torch.complex64), x.to(torch.complex64)),
+        lambda x: torch._foreach_mm([x], [x]),
+    ],
+    ids=["complex", "list"],
+)
+def test_nonfinite_looks_at_every_kind_of_output(engine: Any, program: Callable[[torch.Tensor], Any]) -> None:
+    search = hooks.NonFinite(action="record")
+    with intercept(search, engine=engine):
+        for value in (1.0, 1.0, float("nan")):
+            program(torch.full((2, 2), value))
+    assert [finding.record.index for finding in search.findings] == [2]
+
+
+def test_a_finaliser_that_multiplies_leaves_the_call_as_it_is() -> None:
+    class Multiplies:
+        def __del__(self) -> None:
+            torch.dot(torch.ones(7), torch.ones(7))
+
+    def names(engine: Any) -> list[str]:
+        recorder = hooks.Recorder()
+        with intercept(recorder, engine=engine):
+            for _ in range(300):
+                odd = Multiplies()
+                odd.itself = odd  # type: ignore[attr-defined]
+                del odd
+                nn.Linear(2, 2)(X)
+        return [str(record) for record in recorder.records if record.op != "aten::dot"]
+
+    before = gc.get_threshold()
+    gc.set_threshold(3)
+    try:
+        assert names("compiled") == names("kernel")
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_pauses_and_inner_blocks_of_other_engines_are_kept() -> None:

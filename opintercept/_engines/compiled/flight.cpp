@@ -49,17 +49,11 @@ uint64_t mixed(uint64_t number) { // `hooks._hash._mixed`
 }
 
 // `runs._content._values_of`
-void append_values(std::string& line, const Values& values, bool hashed) {
+void append_values(std::string& line, const Values& values) {
   const Sums& sums = values.sums;
-  line += "{\"hash\":";
-  if (hashed) {
-    line.push_back('"');
-    append_hex(line, sums.count ? values.hash + mixed(static_cast<uint64_t>(sums.count)) : 0);
-    line.push_back('"');
-  } else {
-    line += "null";
-  }
-  line += ",\"count\":";
+  line += "{\"hash\":\"";
+  append_hex(line, sums.count ? values.hash + mixed(static_cast<uint64_t>(sums.count)) : 0);
+  line += "\",\"count\":";
   append(line, sums.count);
   line += ",\"nan\":";
   append(line, sums.nan);
@@ -85,7 +79,8 @@ void append_values(std::string& line, const Values& values, bool hashed) {
 } // namespace
 
 void append_line(
-    std::string& line, const Row& row, const std::array<Values, ROLES>& values, bool hashed, const std::string& place, const std::string& look) {
+    std::string& line, const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written,
+    const std::string& place, const std::string& look) {
   line += "{\"index\":";
   append(line, row.index);
   line += ",\"step\":";
@@ -105,11 +100,11 @@ void append_line(
   line += look;
   const char* before = ",\"values\":{\"";
   for (size_t role = 0; role < ROLES; role++) {
-    if (values[role].known) {
+    if (written[role] && values[role].known) {
       line += before;
       line += ROLE_NAMES[role];
       line += "\":";
-      append_values(line, values[role], hashed);
+      append_values(line, values[role]);
       before = ",\"";
     }
   }

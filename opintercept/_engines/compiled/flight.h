@@ -51,9 +51,10 @@ class Flight {
   uint64_t next = 0, slots = 0, size = 0;
 };
 
-// The line of a call, as `runs/codec.py` writes it.
+// The line of a call, as `runs/codec.py` writes it, with the values of some roles.
 void append_line(
-    std::string& line, const Row& row, const std::array<Values, ROLES>& values, bool hashed, const std::string& place, const std::string& look);
+    std::string& line, const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written,
+    const std::string& place, const std::string& look);
 
 PyObject* new_flight();
 Flight* flight_of(PyObject* object); // of a Python object of its type; null for another

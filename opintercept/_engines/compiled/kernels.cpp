@@ -31,6 +31,7 @@ bool opintercept_add_flight(PyObject* module);
 bool opintercept_add_checker(PyObject* module);
 
 thread_local PyObject* opintercept::hidden_here = nullptr;
+thread_local bool opintercept::inside_noted = false;
 size_t opintercept::prepared = 0;
 std::atomic<bool> opintercept::has_tasks{false};
 
@@ -257,6 +258,9 @@ struct Kernel final : c10::OperatorKernel {
   // Runs the call with its hooks if a block watches it; false if the caller must run it.
   static bool ran_with_hooks(const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack) {
     ScopePtr saved;
+    if (inside_noted) {
+      return false;
+    }
     if (ThreadLocalPythonObjects::contains(KEY)) {
       saved = ThreadLocalPythonObjects::get(KEY);
       if (saved->ptr(getPyInterpreter()) == hidden_here) {

@@ -32,6 +32,9 @@ inline const std::string KEY = "opintercept";
 // The scope for hooks, while a kernel has stashed it and so owns it. No block sees a call that finds it in place.
 extern thread_local PyObject* hidden_here;
 
+// Whether an operator of a noted call runs in this thread: nothing sees its inner steps.
+extern thread_local bool inside_noted;
+
 // The place of a slot in Python objects. Reading it by name takes five times as long, and longer with cold caches.
 struct Slot {
   Py_ssize_t offset = 0;

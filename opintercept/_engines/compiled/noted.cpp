@@ -27,7 +27,6 @@ PyObject *state, *rings_of_watch;
 PyObject *text_name, *here_name, *note_name, *behind_name, *late_name, *settle_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
-thread_local bool inside = false; // whether an operator of a noted call runs: nothing sees its inner steps
 
 struct Entry {
   std::vector<Ring*> rings; // of the pipelines, in order
@@ -94,14 +93,17 @@ bool is_cast(const at::Tensor* lhs) { // `_origin.autocast.autocast_below`
 // A call in one ring.
 struct Part {
   Ring* ring;
-  const Plan* plan;
+  GenerationPtr known; // with which the call began
   bool noted; // whether the call becomes a row
   bool rows; // whether the call is described, for a row or a line
   Row row{};
-  Ring::Numbered place, look;
   std::unique_ptr<Checked> checked; // what the output should be; null if the call is not checked
   bool described = false; // whether the key says all that a look depends on
   std::array<Values, ROLES> values;
+
+  const Plan& plan() const {
+    return *known->plan;
+  }
 };
 
 PyObject* rows_of(const Ring* ring) { // borrowed: the watch's pipeline owns it
@@ -144,14 +146,15 @@ struct Call {
 
   bool reads(Part& part, size_t role, const at::Tensor& tensor) {
     Values& found = part.values[role];
-    const Target* target = part.plan->has_target ? &part.plan->target : nullptr;
-    found.known = read_sums(tensor, target, part.plan->hashed, found.sums, found.hash);
+    const Plan& plan = part.plan();
+    const Target* target = plan.has_target ? &plan.target : nullptr;
+    found.known = read_sums(tensor, target, plan.hashed, found.sums, found.hash);
     return found.known;
   }
 
   // What a line of the flight recorder says of a place.
   static std::string text_of(const Part& part, PyObject* place) {
-    if (part.plan->flight == nullptr) {
+    if (part.plan().flight == nullptr) {
       return {};
     }
     Owned text(check(PyObject_CallMethodObjArgs(rows_of(part.ring), text_name, place, nullptr)));
@@ -164,8 +167,8 @@ struct Call {
     if (!walk_here(walked)) {
       return false;
     }
-    part.place = part.ring->place_of(walked);
-    if (part.place.number == UNKNOWN) {
+    part.row.place = part.ring->place_of(*part.known, walked);
+    if (part.row.place == UNKNOWN) {
       pybind11::gil_scoped_acquire gil;
       Owned place(check(PyObject_CallMethodObjArgs(
           rows_of(part.ring),
@@ -176,10 +179,10 @@ struct Call {
           Owned(check(PyLong_FromLong(walked.instruction))).p,
           nullptr)));
       if (place.p != Py_None) {
-        part.place = part.ring->remember_place(walked, place.p, text_of(part, place.p));
+        part.row.place = part.ring->remember_place(part.known, walked, place.p, text_of(part, place.p));
       }
     }
-    return part.place.number != UNKNOWN;
+    return part.row.place != UNKNOWN;
   }
 
   PyObject* addresses() const { // of the positional arguments; 0 for what is not a tensor
@@ -208,11 +211,11 @@ struct Call {
       return false;
     }
     PyObject* place = PyTuple_GET_ITEM(found.p, 0);
-    part.place = part.ring->remember_place(place, text_of(part, place));
+    part.row.place = part.ring->remember_place(part.known, place, text_of(part, place));
     PyObject *forward = PyTuple_GET_ITEM(found.p, 1), *grad_of = PyTuple_GET_ITEM(found.p, 2);
     part.row.forward = forward == Py_None ? -1 : PyLong_AsLongLong(forward);
     part.row.grad_of = static_cast<int8_t>(grad_of == Py_None ? -1 : PyUnicode_READ_CHAR(grad_of, 0) == 'r');
-    return part.place.number != UNKNOWN;
+    return part.row.place != UNKNOWN;
   }
 
   // Notes a forward call that autograd records, for its backward calls.
@@ -230,15 +233,14 @@ struct Call {
       PyTuple_SET_ITEM(positions.p, static_cast<Py_ssize_t>(i), check(PyLong_FromLong(wanted[i])));
     }
     Owned index(check(PyLong_FromLongLong(part.row.index)));
-    PyObject* place = part.place.number == UNKNOWN ? Py_None : part.ring->place(part.place.number);
     Owned noted(check(PyObject_CallMethodObjArgs(
-        rows_of(part.ring), note_name, entry.row, index.p, used.p, positions.p, place, nullptr)));
+        rows_of(part.ring), note_name, entry.row, index.p, used.p, positions.p, part.known->place(part.row.place), nullptr)));
   }
 
   // Counts a call that was checked, unless the hooks see it, which check it again.
   static void count(const Part& part) {
     if (part.checked != nullptr) {
-      part.plan->checker->count(*part.checked);
+      part.plan().checker->count(*part.checked);
     }
   }
 
@@ -247,9 +249,9 @@ struct Call {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
     HandedOver checked(part.checked.get());
     Owned args(positional_of(overload, given.data())), kwargs(keywords_of(overload, given.data()));
-    Owned index(check(PyLong_FromLongLong(part.row.index))), seconds(check(PyFloat_FromDouble(elapsed)));
+    Owned index(check(PyLong_FromLongLong(part.row.index))), started(check(PyLong_FromLongLong(part.row.started)));
+    Owned seconds(check(PyFloat_FromDouble(elapsed)));
     Owned phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
-    PyObject* place = backward || part.place.number == UNKNOWN ? Py_None : part.ring->place(part.place.number);
     return check(PyObject_CallMethodObjArgs(
         rows_of(part.ring),
         late_name,
@@ -261,7 +263,8 @@ struct Call {
         output,
         exception,
         index.p,
-        place,
+        backward ? Py_None : part.known->place(part.row.place),
+        started.p,
         seconds.p,
         nullptr));
   }
@@ -289,16 +292,35 @@ double seconds_since(std::chrono::steady_clock::time_point started) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
+// What a call looks like, in the memory of a thread that no other call uses: a finaliser may multiply while Python runs.
+struct Key {
+  std::string text = std::move(kept);
+  Key() {
+    text.clear();
+  }
+  ~Key() {
+    kept = std::move(text);
+  }
+
+ private:
+  static thread_local std::string kept;
+};
+
+thread_local std::string Key::kept;
+
+bool is_surely_finite(const at::Tensor& tensor) {
+  bool finite = true;
+  return !tensor.defined() || c10::isIntegralType(tensor.scalar_type(), true) || (is_finite(tensor, finite) && finite);
+}
+
 // What the outputs say. Returns whether the pipeline's hooks have to see the call.
 bool look_at_outputs(Call& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
-  const Plan& plan = *part.plan;
+  const Plan& plan = part.plan();
   if (part.checked != nullptr && part.checked->form->lhs >= 0 && !plan.checker->agrees(*part.checked, outputs[0])) {
     return true;
   }
   for (size_t i = 0; plan.finite && i < count; i++) {
-    bool finite = true;
-    if (outputs[i].isTensor() && outputs[i].toTensor().defined() && outputs[i].toTensor().is_floating_point() &&
-        (!is_finite(outputs[i].toTensor(), finite) || !finite)) {
+    if (outputs[i].isList() || (outputs[i].isTensor() && !is_surely_finite(outputs[i].toTensor()))) {
       return true;
     }
   }
@@ -322,8 +344,7 @@ bool look_at_outputs(Call& call, Part& part, std::string& key, size_t described,
     look_at_settings(key, at::globalContext());
   }
   part.described = true;
-  part.look = part.ring->look_of(key);
-  return part.look.number == UNKNOWN;
+  return false;
 }
 
 // Puts the row of a call that has run into the ring, or shows the call to the hooks.
@@ -335,17 +356,13 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
       return;
     }
     part.row.elapsed = call.elapsed;
-    part.row.look = part.look.number;
-    part.row.place = part.place.number;
-    bool half_full = false, told = part.place.number == UNKNOWN || part.place.epoch == part.look.epoch;
-    if (told && part.plan->flight != nullptr) {
-      told = part.ring->write(part.plan, part.look.epoch, part.row, part.values);
-    }
-    if (told && !part.noted) {
+    bool half_full = false;
+    bool written = part.plan().flight == nullptr || part.ring->write(part.known, key, part.row, part.values);
+    if (written && !part.noted) {
       call.count(part);
       return;
     }
-    if (told && part.ring->put(part.plan, part.look.epoch, part.row, part.values, half_full)) {
+    if (written && part.ring->put(part.known, key, part.row, part.values, half_full)) {
       call.count(part);
       if (half_full) {
         pybind11::gil_scoped_acquire gil;
@@ -360,7 +377,7 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
   Owned look(call.show(part, output.p, Py_None));
   if (look.p != Py_None && part.described) {
     PyObject* text = PyTuple_GET_ITEM(look.p, 3);
-    part.ring->remember_look(key, look.p, text == Py_None ? "" : PyBytes_AS_STRING(text));
+    part.ring->remember_look(part.known, key, look.p, text == Py_None ? "" : PyBytes_AS_STRING(text));
   }
 }
 
@@ -368,10 +385,6 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
 
 bool opintercept::ran_noted(
     const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack, const ScopePtr& saved) {
-  if (inside) {
-    op.redispatchBoxed(below, stack);
-    return true;
-  }
   PyObject* scope = saved->ptr(getPyInterpreter());
   const Entry* entry = entry_of(overload, scope);
   if (entry == nullptr || entry == &NEVER || has_tasks.load(std::memory_order_relaxed) ||
@@ -383,48 +396,50 @@ bool opintercept::ran_noted(
   Call call{overload, *entry, saved, stack->data() + stack->size() - count, {}, {}};
   bool recording = c10::GradMode::is_enabled();
   call.backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (call.backward && recording) {
-    return false; // a checkpoint may be repeating a forward call
+  if (call.backward && (recording || is_recompute())) {
+    return false; // may be a forward call, or be recorded as one
   }
   bool links = false, on_host = false;
   for (Ring* ring : entry->rings) {
-    const Plan* plan = ring->plan.load(std::memory_order_acquire);
-    if (plan == nullptr) {
+    GenerationPtr known = ring->current();
+    if (known == nullptr) {
       return false;
     }
-    bool noted = plan->rows || entry->opaque;
-    call.parts.push_back(Part{ring, plan, noted, noted || plan->flight != nullptr, {}, {}, {}, nullptr, false, {}});
-    links = links || plan->links;
-    on_host = on_host || plan->on_host();
+    const Plan& plan = *known->plan;
+    bool noted = plan.rows || entry->opaque;
+    links = links || plan.links;
+    on_host = on_host || plan.on_host();
+    call.parts.push_back(Part{ring, std::move(known), noted, noted || plan.flight != nullptr, {}, nullptr, false, {}});
   }
   if (links && !recording && !call.backward && !c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
       !c10::InferenceMode::is_enabled()) {
     return false; // the forward of a custom Function
   }
-  static thread_local std::string key;
-  key.clear();
+  Key key;
+  key.text.append(reinterpret_cast<const char*>(&overload.number), sizeof overload.number);
   for (size_t i = 0; i < count; i++) {
     const c10::IValue& value = call.values[i];
     if ((on_host && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) ||
-        !look_at(key, value)) {
+        !look_at(key.text, value)) {
       return false;
     }
   }
-  key.push_back(is_cast(call.operand(0)) ? 'c' : '-');
-  size_t described = key.size();
+  key.text.push_back(is_cast(call.operand(0)) ? 'c' : '-');
+  size_t described = key.text.size();
   for (Part& part : call.parts) {
     part.row.backward = call.backward;
     part.row.forward = part.row.grad_of = -1;
-    if (call.backward ? part.plan->links && !call.find_forward(part) : part.plan->place && !call.find_place(part)) {
+    part.row.place = UNKNOWN;
+    if (call.backward ? part.plan().links && !call.find_forward(part) : part.plan().place && !call.find_place(part)) {
       return false;
     }
     for (size_t role = 0; role < OUTPUT; role++) {
-      const at::Tensor* operand = part.plan->reads[role] ? call.operand(role) : nullptr;
+      const at::Tensor* operand = part.plan().reads[role] ? call.operand(role) : nullptr;
       if (operand != nullptr && !call.reads(part, role, *operand)) {
         return false;
       }
     }
-    if (Checker* checker = part.plan->checker; checker != nullptr) {
+    if (Checker* checker = part.plan().checker; checker != nullptr) {
       int64_t index = part.ring->calls.load(std::memory_order_relaxed); // or near it, with several threads
       if (!checker->expect(overload, call.values, index, part.checked)) {
         return false;
@@ -434,12 +449,11 @@ bool opintercept::ran_noted(
   for (Part& part : call.parts) { // from here on there is no way back
     part.row.index = part.ring->calls.fetch_add(1, std::memory_order_relaxed);
     part.row.step = part.ring->step.load(std::memory_order_relaxed);
-    if (recording && part.plan->links) {
+    if (recording && part.plan().links) {
       call.note(part);
     }
   }
   call.given.assign(call.values, call.values + count);
-  std::string own_key = std::move(key); // an operator may run others in this thread
   int64_t began = nanoseconds_since_1970(), thread = this_thread();
   for (Part& part : call.parts) {
     part.row.started = began;
@@ -447,11 +461,11 @@ bool opintercept::ran_noted(
   }
   auto started = std::chrono::steady_clock::now();
   try {
-    inside = true;
+    inside_noted = true;
     op.redispatchBoxed(below, stack);
-    inside = false;
+    inside_noted = false;
   } catch (...) {
-    inside = false;
+    inside_noted = false;
     call.elapsed = seconds_since(started);
     call.values = call.given.data();
     pybind11::gil_scoped_acquire gil;
@@ -468,9 +482,8 @@ bool opintercept::ran_noted(
   call.elapsed = seconds_since(started);
   call.values = call.given.data();
   for (Part& part : call.parts) {
-    tell(call, part, own_key, described, *stack, op.schema().returns().size());
+    tell(call, part, key.text, described, *stack, op.schema().returns().size());
   }
-  key = std::move(own_key); // keeps its memory
   return true;
 }
 

@@ -19,7 +19,7 @@ bool operator==(const Walked& a, const Walked& b) {
   return a.module == b.module && a.root == b.root && a.code == b.code && a.instruction == b.instruction;
 }
 
-size_t Ring::ByWalk::operator()(const Walked& walked) const {
+size_t Generation::ByWalk::operator()(const Walked& walked) const {
   size_t mixed = static_cast<size_t>(walked.instruction);
   for (PyObject* each : {walked.module, walked.root, walked.code}) {
     mixed = (mixed ^ reinterpret_cast<size_t>(each) >> 4) * 0x9e3779b97f4a7c15u;
@@ -27,78 +27,97 @@ size_t Ring::ByWalk::operator()(const Walked& walked) const {
   return mixed;
 }
 
-Ring::Numbered Ring::place_of(const Walked& walked) {
-  return number_of(by_walk, walked);
-}
+namespace {
 
-Ring::Numbered Ring::look_of(const std::string& key) {
-  return number_of(by_look, key);
-}
+std::mutex left_mutex;
+std::vector<PyObject*> left; // what threads without the interpreter's lock have given up
 
-template <typename Map, typename Key>
-Ring::Numbered Ring::number_of(const Map& numbers, const Key& key) {
-  std::lock_guard lock(mutex);
-  if (seen_forgotten != forgotten.load(std::memory_order_acquire)) {
-    return {};
+} // namespace
+
+void give_up(std::vector<PyObject*> objects) {
+  {
+    std::lock_guard lock(left_mutex);
+    left.insert(left.end(), objects.begin(), objects.end());
+    objects.clear();
+    if (PyGILState_Check()) {
+      objects.swap(left);
+    }
   }
-  auto found = numbers.find(key);
-  return found == numbers.end() ? Numbered{} : Numbered{found->second, epoch};
-}
-
-Released::~Released() {
   for (PyObject* each : objects) {
     Py_XDECREF(each);
   }
 }
 
-void Ring::forget(Released& old) {
-  epoch++;
-  by_walk.clear();
-  by_place.clear();
-  by_look.clear();
-  place_texts.clear();
-  look_texts.clear();
+Generation::Generation(std::shared_ptr<const Plan> of)
+    : plan(std::move(of)), forgotten(Ring::forgotten.load(std::memory_order_acquire)) {}
+
+Generation::~Generation() {
   for (auto* owner : {&places, &looks, &modules}) {
-    old.objects.insert(old.objects.end(), owner->begin(), owner->end());
-    owner->clear();
+    give_up(std::move(*owner));
   }
 }
 
-bool Ring::has_room(Released& old) {
-  uint64_t now = forgotten.load(std::memory_order_acquire);
-  if (seen_forgotten == now && places.size() < MOST && looks.size() < MOST) {
+GenerationPtr Ring::current() {
+  std::lock_guard lock(mutex);
+  return suspended ? nullptr : generation;
+}
+
+uint32_t Ring::place_of(const Generation& known, const Walked& walked) {
+  std::lock_guard lock(mutex);
+  if (known.forgotten != forgotten.load(std::memory_order_acquire)) {
+    return UNKNOWN;
+  }
+  auto found = known.by_walk.find(walked);
+  return found == known.by_walk.end() ? UNKNOWN : found->second;
+}
+
+uint32_t Ring::look_of(const GenerationPtr& known, const std::string& key) const {
+  if (suspended || known != generation || known->forgotten != forgotten.load(std::memory_order_acquire)) {
+    return UNKNOWN;
+  }
+  auto found = known->by_look.find(key);
+  return found == known->by_look.end() ? UNKNOWN : found->second;
+}
+
+bool Ring::takes_more(GenerationPtr& known) {
+  if (suspended || known != generation) {
+    return false; // other hooks learn other things of a call
+  }
+  bool right = known->forgotten == forgotten.load(std::memory_order_acquire);
+  if (right && known->places.size() < MOST && known->looks.size() < MOST) {
     return true;
   }
   if (filled > 0) {
     return false; // rows refer to what would be forgotten
   }
-  forget(old);
-  seen_forgotten = now;
+  generation = known = std::make_shared<Generation>(known->plan);
   return true;
 }
 
 template <typename Map, typename Key>
-Ring::Numbered Ring::remember(
-    Map& numbers, const Key& key, std::vector<PyObject*>& objects, PyObject* object, std::vector<std::string>& texts, const std::string& text) {
-  Released old;
+uint32_t Ring::remember(
+    GenerationPtr& known, Map Generation::*numbers, const Key& key, std::vector<PyObject*> Generation::*objects, PyObject* object,
+    std::vector<std::string> Generation::*texts, const std::string& text) {
+  GenerationPtr before = known; // freed after the mutex, since that may run Python code
   std::lock_guard lock(mutex);
-  if (!has_room(old)) {
-    return {};
+  if (!takes_more(known)) {
+    return UNKNOWN;
   }
-  auto [found, fresh] = numbers.try_emplace(key, static_cast<uint32_t>(objects.size()));
+  auto& owned = (*known).*objects;
+  auto [found, fresh] = ((*known).*numbers).try_emplace(key, static_cast<uint32_t>(owned.size()));
   if (fresh) {
-    objects.push_back(Py_NewRef(object));
-    texts.push_back(text);
+    owned.push_back(Py_NewRef(object));
+    ((*known).*texts).push_back(text);
   }
-  return {found->second, epoch};
+  return found->second;
 }
 
-Ring::Numbered Ring::remember_place(PyObject* place, const std::string& text) {
-  return remember(by_place, place, places, place, place_texts, text);
+uint32_t Ring::remember_place(GenerationPtr& known, PyObject* place, const std::string& text) {
+  return remember(known, &Generation::by_place, place, &Generation::places, place, &Generation::place_texts, text);
 }
 
-Ring::Numbered Ring::remember_look(const std::string& key, PyObject* look, const std::string& text) {
-  return remember(by_look, key, looks, look, look_texts, text);
+void Ring::remember_look(GenerationPtr& known, const std::string& key, PyObject* look, const std::string& text) {
+  remember(known, &Generation::by_look, key, &Generation::looks, look, &Generation::look_texts, text);
 }
 
 namespace {
@@ -115,33 +134,36 @@ PyMethodDef module_died_method = {"module_died", module_died, METH_O, nullptr};
 
 } // namespace
 
-Ring::Numbered Ring::remember_place(const Walked& walked, PyObject* place, const std::string& text) {
+uint32_t Ring::remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, const std::string& text) {
   Owned module(walked.module == nullptr ? nullptr : check(PyWeakref_NewRef(walked.module, died)));
   Owned root(walked.root == nullptr ? nullptr : check(PyWeakref_NewRef(walked.root, died)));
-  Numbered known = remember_place(place, text);
-  if (known.number != UNKNOWN) {
+  uint32_t number = remember_place(known, place, text);
+  if (number != UNKNOWN) {
     std::lock_guard lock(mutex);
-    if (known.epoch == epoch) {
-      by_walk.try_emplace(walked, known.number);
-      modules.push_back(Py_XNewRef(module.p));
-      modules.push_back(Py_XNewRef(root.p));
-    }
+    known->by_walk.try_emplace(walked, number);
+    known->modules.push_back(Py_XNewRef(module.p));
+    known->modules.push_back(Py_XNewRef(root.p));
   }
-  return known;
+  return number;
 }
 
-size_t Ring::stride(const Plan& of) const {
+namespace {
+
+size_t stride(const Plan& of) {
   return sizeof(Row) + static_cast<size_t>(std::count(of.reads.begin(), of.reads.end(), true)) * sizeof(Values);
 }
 
+} // namespace
+
 bool Ring::put(
-    const Plan* as_planned, uint64_t as_numbered, const Row& row, const std::array<Values, ROLES>& values, bool& half_full) {
+    const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values, bool& half_full) {
   std::lock_guard lock(mutex);
-  const Plan* now = plan.load(std::memory_order_relaxed);
-  if (now != as_planned || epoch != as_numbered || filled == CAPACITY) {
+  row.look = look_of(known, key);
+  if (row.look == UNKNOWN || filled == CAPACITY) {
     return false;
   }
-  size_t size = stride(*now);
+  const Plan& plan = *known->plan;
+  size_t size = stride(plan);
   if (slots == nullptr) {
     slots.reset(new char[CAPACITY * size]); // of which only what is used takes memory
   }
@@ -149,7 +171,7 @@ bool Ring::put(
   std::memcpy(to, &row, sizeof row);
   to += sizeof row;
   for (size_t role = 0; role < ROLES; role++) {
-    if (now->reads[role]) {
+    if (plan.reads[role]) {
       std::memcpy(to, &values[role], sizeof values[role]);
       to += sizeof values[role];
     }
@@ -158,35 +180,40 @@ bool Ring::put(
   return true;
 }
 
-bool Ring::write(const Plan* as_planned, uint64_t as_numbered, const Row& row, const std::array<Values, ROLES>& values) {
+bool Ring::write(
+    const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values) {
   static thread_local std::string line; // keeps its memory
   line.clear();
+  const Plan& plan = *known->plan;
   {
     std::lock_guard lock(mutex);
-    if (plan.load(std::memory_order_relaxed) != as_planned || epoch != as_numbered) {
+    uint32_t look = look_of(known, key);
+    if (look == UNKNOWN) {
       return false;
     }
     static const std::string nowhere_text = "\"module\":null,\"source\":null";
-    const std::string& place = row.place == UNKNOWN ? nowhere_text : place_texts[row.place];
-    append_line(line, row, values, as_planned->hashed, place, look_texts[row.look]);
+    const std::string& place = row.place == UNKNOWN ? nowhere_text : known->place_texts[row.place];
+    append_line(line, row, values, plan.written, place, known->look_texts[look]);
   }
-  as_planned->flight->put(line);
+  plan.flight->put(line);
   return true;
 }
 
-bool Ring::set_plan(std::unique_ptr<const Plan> fresh) {
-  Released old;
+void Ring::suspend() {
   std::lock_guard lock(mutex);
-  if (fresh != nullptr && filled > 0) {
+  suspended = true;
+}
+
+bool Ring::set_plan(std::shared_ptr<const Plan> fresh) {
+  GenerationPtr next = std::make_shared<Generation>(std::move(fresh)); // then the one before, which is freed without the mutex
+  std::lock_guard lock(mutex);
+  if (filled > 0) {
     return false;
   }
-  plan.store(fresh.get(), std::memory_order_release);
-  if (fresh != nullptr) { // other hooks learn other things of a call
-    forget(old);
-    slots.reset();
-    first = 0;
-    plans.push_back(std::move(fresh));
-  }
+  generation.swap(next);
+  suspended = false;
+  slots.reset();
+  first = 0;
   return true;
 }
 
@@ -197,23 +224,15 @@ bool Ring::empty() {
 
 void Ring::forget_parent() {
   new (&mutex) std::mutex; // another thread of the parent may have held it
+  new (&left_mutex) std::mutex;
   filled = 0;
-  for (const auto& each : plans) {
-    if (each->checker != nullptr) {
-      each->checker->forget_parent();
-    }
+  if (generation != nullptr && generation->plan->checker != nullptr) {
+    generation->plan->checker->forget_parent();
   }
 }
 
 Ring::~Ring() {
-  Released old;
-  forget(old);
-  for (const auto& each : plans) {
-    for (PyObject* owner : each->owned) {
-      Py_XDECREF(owner);
-    }
-  }
-  Py_XDECREF(rows);
+  give_up({rows});
 }
 
 namespace {
@@ -226,25 +245,25 @@ PyObject *role_names[ROLES], *forward_name, *backward_name;
 PyObject* Ring::take() {
   Row row;
   std::array<Values, ROLES> values;
-  const Plan* now;
+  GenerationPtr known;
   PyObject *look, *place;
   {
     std::lock_guard lock(mutex);
     if (filled == 0) {
       Py_RETURN_NONE;
     }
-    now = plans.back().get(); // rows are never of an older plan
-    const char* from = slots.get() + first * stride(*now);
+    known = generation; // rows are never of an older one
+    const char* from = slots.get() + first * stride(*known->plan);
     std::memcpy(&row, from, sizeof row);
     from += sizeof row;
     for (size_t role = 0; role < ROLES; role++) {
-      if (now->reads[role]) {
+      if (known->plan->reads[role]) {
         std::memcpy(&values[role], from, sizeof values[role]);
         from += sizeof values[role];
       }
     }
-    look = Py_NewRef(looks[row.look]);
-    place = row.place == UNKNOWN ? Py_NewRef(nowhere) : Py_NewRef(places[row.place]);
+    look = Py_NewRef(known->looks[row.look]);
+    place = Py_NewRef(row.place == UNKNOWN ? nowhere : known->places[row.place]);
     first = (first + 1) % CAPACITY;
     filled--;
   }
@@ -254,7 +273,7 @@ PyObject* Ring::take() {
   }
   for (size_t role = 0; role < ROLES; role++) {
     if (values[role].known) {
-      PyObject* hash = now->hashed ? PyLong_FromUnsignedLongLong(values[role].hash) : Py_NewRef(Py_None);
+      PyObject* hash = known->plan->hashed ? PyLong_FromUnsignedLongLong(values[role].hash) : Py_NewRef(Py_None);
       Owned each(as_found(values[role].sums, hash, Py_NewRef(Py_None), Py_NewRef(Py_None)));
       if (each.p == nullptr || PyDict_SetItem(found.p, role_names[role], each.p) < 0) {
         return nullptr;
@@ -302,18 +321,44 @@ PyObject* attach(PyObject* self, PyObject* reference) {
 }
 
 PyObject* suspend(PyObject* self, PyObject*) {
-  ring_of(self)->set_plan(nullptr);
+  ring_of(self)->suspend();
   Py_RETURN_NONE;
 }
 
-// plan(rows, finite, place, links, settings, roles, hashed, target or None, flight or None, checker or None) -> whether
-// it is set; not while there are rows
+// Which roles a tuple names. False with an exception.
+bool find_roles(PyObject* names, std::array<bool, ROLES>& found) {
+  for (size_t role = 0; role < ROLES; role++) {
+    int named = PySequence_Contains(names, role_names[role]);
+    if (named < 0) {
+      return false;
+    }
+    found[role] = named;
+  }
+  return true;
+}
+
+// plan(rows, finite, place, links, settings, roles, hashed, target or None, flight or None, its roles, checker or None) ->
+// whether it is set; not while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
-  auto plan = std::make_unique<Plan>();
+  auto plan = std::make_shared<Plan>();
   int rows, finite, place, links, settings, hashed;
-  PyObject *roles, *target, *flight, *checker;
+  PyObject *roles, *target, *flight, *written, *checker;
   if (!PyArg_ParseTuple(
-          args, "pppppO!pOOO", &rows, &finite, &place, &links, &settings, &PyTuple_Type, &roles, &hashed, &target, &flight, &checker)) {
+          args,
+          "pppppO!pOOO!O",
+          &rows,
+          &finite,
+          &place,
+          &links,
+          &settings,
+          &PyTuple_Type,
+          &roles,
+          &hashed,
+          &target,
+          &flight,
+          &PyTuple_Type,
+          &written,
+          &checker)) {
     return nullptr;
   }
   plan->rows = rows;
@@ -326,22 +371,13 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
   if (plan->has_target && !PyArg_ParseTuple(target, "dd", &plan->target.tiny, &plan->target.huge)) {
     return nullptr;
   }
-  for (size_t role = 0; role < ROLES; role++) {
-    int asked = PySequence_Contains(roles, role_names[role]);
-    if (asked < 0) {
-      return nullptr;
-    }
-    plan->reads[role] = asked;
+  if (!find_roles(roles, plan->reads) || !find_roles(written, plan->written)) {
+    return nullptr;
   }
   plan->flight = flight == Py_None ? nullptr : flight_of(flight);
   plan->checker = checker == Py_None ? nullptr : checker_of(checker);
-  plan->owned = {flight, checker};
-  if (!ring_of(self)->set_plan(std::move(plan))) {
-    Py_RETURN_FALSE;
-  }
-  Py_INCREF(flight); // the ring releases them
-  Py_INCREF(checker);
-  Py_RETURN_TRUE;
+  plan->owned = {Py_NewRef(flight), Py_NewRef(checker)};
+  return PyBool_FromLong(ring_of(self)->set_plan(std::move(plan)));
 }
 
 PyObject* flight(PyObject*, PyObject*) {

@@ -16,11 +16,15 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace opintercept {
 
 constexpr uint32_t UNKNOWN = UINT32_MAX;
+
+// Gives up references. A thread without the interpreter's lock leaves that to the next one that gives some up with it.
+void give_up(std::vector<PyObject*> objects);
 
 // What the hooks of a ring want of each call, see `_rows.Work`.
 struct Plan {
@@ -29,49 +33,74 @@ struct Plan {
   std::array<bool, ROLES> reads{};
   Target target{};
   Flight* flight = nullptr; // writes each call to a file, see `_rows.Work`
+  std::array<bool, ROLES> written{}; // the roles whose values the file gets
   Checker* checker = nullptr; // checks each product, likewise
-  std::array<PyObject*, 2> owned{}; // what these belong to; the ring releases it
+  std::vector<PyObject*> owned; // what these belong to
 
   bool on_host() const { // whether calls on other devices are for Python
     return finite || settings || checker != nullptr || reads != std::array<bool, ROLES>{};
   }
+
+  Plan() = default;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan() {
+    give_up(std::move(owned));
+  }
 };
 
-// References that are given up once the mutex is free, since that may run Python code.
-struct Released {
-  std::vector<PyObject*> objects;
-  ~Released();
+// What rows refer to by number, for one plan. A ring goes on to another generation when its hooks change or what it knows
+// may have become wrong. A call keeps the generation with which it began, so that nothing it uses goes away meanwhile and
+// what is learned of it reaches no other hooks. The ring's mutex guards what is in it.
+struct Generation {
+  struct ByWalk {
+    size_t operator()(const Walked& walked) const;
+  };
+
+  const std::shared_ptr<const Plan> plan;
+  const uint64_t forgotten; // `Ring::forgotten` when it began
+  std::unordered_map<Walked, uint32_t, ByWalk> by_walk;
+  std::unordered_map<PyObject*, uint32_t> by_place;
+  std::unordered_map<std::string, uint32_t> by_look;
+  std::vector<PyObject*> places, looks, modules; // owned; weak references to modules
+  std::vector<std::string> place_texts, look_texts; // what a line says of them
+
+  explicit Generation(std::shared_ptr<const Plan> of);
+  Generation(const Generation&) = delete;
+  Generation& operator=(const Generation&) = delete;
+  ~Generation();
+
+  PyObject* place(uint32_t number) const { // borrowed, with the interpreter's lock
+    return number == UNKNOWN ? Py_None : places[number];
+  }
 };
+
+using GenerationPtr = std::shared_ptr<Generation>;
 
 class Ring {
  public:
   std::atomic<int64_t> calls{0}, step{0};
-  std::atomic<const Plan*> plan{nullptr}; // null while the hooks have to see each call
 
-  // What rows refer to by number. `epoch` tells whether the numbers are still right.
-  struct Numbered {
-    uint32_t number = UNKNOWN;
-    uint64_t epoch = 0;
-  };
-  Numbered place_of(const Walked& walked); // UNKNOWN if it has not been remembered
-  Numbered look_of(const std::string& key);
+  GenerationPtr current(); // null while the hooks have to see each call
 
-  // With the interpreter's lock: remember, and return the number; UNKNOWN if there is no room.
-  Numbered remember_place(PyObject* place, const std::string& text);
-  Numbered remember_place(const Walked& walked, PyObject* place, const std::string& text);
-  Numbered remember_look(const std::string& key, PyObject* look, const std::string& text);
-  PyObject* place(uint32_t number) const { // borrowed
-    return places[number];
-  }
+  uint32_t place_of(const Generation& known, const Walked& walked); // UNKNOWN if it has not been remembered
 
-  // Adds a row. False if the plan or the numbers have changed since the call began, or if there is no room.
-  bool put(const Plan* as_planned, uint64_t epoch, const Row& row, const std::array<Values, ROLES>& values, bool& half_full);
+  // With the interpreter's lock: remember, and return the number. UNKNOWN if the hooks have changed or there is no room.
+  // Puts a new generation in the place of one that is full or may have become wrong.
+  uint32_t remember_place(GenerationPtr& known, PyObject* place, const std::string& text);
+  uint32_t remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, const std::string& text);
+  void remember_look(GenerationPtr& known, const std::string& key, PyObject* look, const std::string& text);
+
+  // Adds a row for a call that looks like this. False if the look is unknown, if the ring has another generation by now or
+  // no room.
+  bool put(const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values, bool& half_full);
 
   // Writes the line of a row to the plan's file instead. As `put`.
-  bool write(const Plan* as_planned, uint64_t epoch, const Row& row, const std::array<Values, ROLES>& values);
+  bool write(const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
 
   // With the interpreter's lock.
-  bool set_plan(std::unique_ptr<const Plan> fresh); // false if there are rows
+  void suspend();
+  bool set_plan(std::shared_ptr<const Plan> fresh); // false if there are rows
   PyObject* take(); // the oldest row in Python's terms; None if there is none
   bool empty();
   PyObject* rows = nullptr; // a weak reference to the `_rows.Rows` of this ring
@@ -84,26 +113,16 @@ class Ring {
  private:
   static constexpr size_t CAPACITY = 2048, MOST = 4096; // rows, and things that they refer to
 
-  struct ByWalk {
-    size_t operator()(const Walked& walked) const;
-  };
   template <typename Map, typename Key>
-  Numbered number_of(const Map& numbers, const Key& key);
-  template <typename Map, typename Key>
-  Numbered remember(
-      Map& numbers, const Key& key, std::vector<PyObject*>& objects, PyObject* object, std::vector<std::string>& texts, const std::string& text);
-  bool has_room(Released& old); // with both locks; empties what is remembered if it has become too much
-  void forget(Released& old); // with both locks
-  size_t stride(const Plan& of) const;
+  uint32_t remember(
+      GenerationPtr& known, Map Generation::*numbers, const Key& key, std::vector<PyObject*> Generation::*objects, PyObject* object,
+      std::vector<std::string> Generation::*texts, const std::string& text);
+  bool takes_more(GenerationPtr& known); // with both locks
+  uint32_t look_of(const GenerationPtr& known, const std::string& key) const; // with the mutex
 
   std::mutex mutex;
-  uint64_t epoch = 1, seen_forgotten = 0;
-  std::unordered_map<Walked, uint32_t, ByWalk> by_walk;
-  std::unordered_map<PyObject*, uint32_t> by_place;
-  std::unordered_map<std::string, uint32_t> by_look;
-  std::vector<PyObject*> places, looks, modules; // owned; weak references to modules
-  std::vector<std::string> place_texts, look_texts; // what a line says of them
-  std::vector<std::unique_ptr<const Plan>> plans; // all, since a call that has begun may still read one
+  GenerationPtr generation; // of the rows; null before the first plan
+  bool suspended = true;
   std::unique_ptr<char[]> slots;
   size_t first = 0, filled = 0;
 };
