@@ -59,9 +59,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "attention": ("bhsd bhtd bhtd bhsd",),
     "_foreach_mm": ("mk kn mn",),
 }
-_IN_PLACE = {"addmm_": "mn mk kn mn", "baddbmm_": "bmn bmk bkn bmn", "addbmm_": "mn bmk bkn mn", "addmv_": "m mk k m"}
+IN_PLACE = {"addmm_": "mn mk kn mn", "baddbmm_": "bmn bmk bkn bmn", "addbmm_": "mn bmk bkn mn", "addmv_": "m mk k m"}
 _OUT = ("mm", "bmm", "mv", "dot", "vdot", "addmm", "baddbmm", "addbmm", "addmv", "matmul", "inner", "multi_dot")
-_SCALED = ("addmm", "baddbmm", "addbmm", "addmv", *_IN_PLACE)  # those with alpha and beta
+_SCALED = ("addmm", "baddbmm", "addbmm", "addmv", *IN_PLACE)  # those with alpha and beta
 # Steps in between: views, copies, arithmetic, random numbers, and writes to a tensor that is still needed.
 _AROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "mT": lambda x: x.mT if x.dim() > 1 else x.view_as(x),
@@ -154,7 +154,7 @@ class RandomProgram:
     backward: str = "none"
 
 
-def _function(op: str) -> Callable[..., Any]:
+def function_of(op: str) -> Callable[..., Any]:
     if op in _AROUND:
         return _AROUND[op]
     if "," in op:
@@ -282,7 +282,7 @@ def random_programs(
     draw: st.DrawFn,
     /,
     *,
-    ops: tuple[str, ...] = (*SIGNATURES, *_IN_PLACE),
+    ops: tuple[str, ...] = (*SIGNATURES, *IN_PLACE),
     dtypes: st.SearchStrategy[torch.dtype] = _DTYPES,
     contexts: tuple[str, ...] = tuple(CONTEXTS),
     backwards: tuple[str, ...] = ("once", "none", "twice", "create_graph"),
@@ -302,7 +302,7 @@ def random_programs(
         op = draw(st.sampled_from(ops))
         if op == "attention" and not drawn.dtype.is_floating_point:
             op = "bmm"
-        drawn.step(op, draw(st.sampled_from(SIGNATURES.get(op) or (_IN_PLACE[op],))))
+        drawn.step(op, draw(st.sampled_from(SIGNATURES.get(op) or (IN_PLACE[op],))))
         if failures and draw(st.booleans()):
             drawn.around()
     return RandomProgram(tuple(drawn.items), draw(st.sampled_from(contexts)), draw(st.sampled_from(backwards)))
@@ -395,7 +395,7 @@ def execute(
                         x.requires_grad for x in (*operands, *options.values()) if isinstance(x, Tensor)
                     )
                     with noted((position, item), step=not around, by_autograd=differentiable):
-                        pool[position] = (_call if around else call)(_function(item.op), item, operands, options)
+                        pool[position] = (_call if around else call)(function_of(item.op), item, operands, options)
                     # A step that fails half-way leaves memory uninitialised.
                     defined = defined and (pool[position] is not None or size == _size(options))
             with noted("backward"):
@@ -414,12 +414,12 @@ def _gradient(tensor: Tensor) -> Tensor | None:
 
 def _overlap(step: Step, operands: list[Tensor], options: dict[str, Any]) -> bool:
     """Whether a step writes to an operand, or twice to one place, so that values depend on the order of the writes."""
-    target = operands[0] if step.op in _IN_PLACE else options.get("out")
+    target = operands[0] if step.op in IN_PLACE else options.get("out")
     if target is not None and target.numel() > 1:
         span = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
         if target.numel() > span:
             return True
-    read = operands[1:] if step.op in _IN_PLACE else operands
+    read = operands[1:] if step.op in IN_PLACE else operands
     return target is not None and any(target.untyped_storage()._cdata == x.untyped_storage()._cdata for x in read)
 
 
