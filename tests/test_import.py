@@ -27,7 +27,7 @@ def below(folder: str, pattern: str = r"\w+") -> set[str]:
 LAYERS = (
     {"__init__.py"},  # the version, and where the public names live
     {"_checks.py", "_errors.py", "_expectations.py", "_fork.py", "_text.py", "_tensors.py", "_origin/place.py"}
-    | {"cli/_style.py"},
+    | {"_scratch.py", "cli/_style.py"},
     {"_tables.py"},
     {"_ops/__init__.py", "_origin/__init__.py", "_engines/__init__.py", "_native/__init__.py", "_native/build.py"},
     {"_record.py", "_with_statement.py", "_native/library.py", "cli/__init__.py"},

@@ -253,8 +253,38 @@ def test_a_state_that_differs_is_inherited_or_changed(compare: Any) -> None:
     assert kinds(compare(program("", steps=1), program("'", "'", steps=1)))["rnn"] == {"inherited": 1}
 
 
-def test_seeds_that_an_attention_is_given_make_no_difference(compare: Any) -> None:
-    assert compare(attention(philox_seed="s"), attention(philox_seed="t")).equal
+@pytest.mark.parametrize("role", ["philox_seed", "rng_state", "workspace", "reserve", "weight_buf"])
+def test_random_numbers_and_memory_of_a_kernel_make_no_difference(role: str, compare: Any) -> None:
+    more: Any = ({role: "s"}, {role: "t"})
+    assert compare(attention(**more[0]), attention(**more[1])).equal
+
+
+def test_two_equal_runs_of_an_lstm_and_of_unwritten_memory_are_equal(tmp_path: Path) -> None:
+    model, x = torch.nn.LSTM(8, 16), torch.ones(5, 3, 8)
+    log_probs, targets = torch.randn(4, 1, 5).log_softmax(-1).requires_grad_(), torch.tensor([[1, 2]])
+    lengths = torch.tensor([4]), torch.tensor([2])
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        dirty = [torch.full((size,), value) for size in (4, 100, 5 * 7, 3 * 16, 28_672) for _ in range(8)]
+        del dirty
+        with intercept(runs.RunRecorder(tmp_path / name), ops="all"):
+            out, _ = model(x)
+            (
+                out.sum() + torch.nn.functional.ctc_loss(log_probs, targets, *lengths)
+            ).backward()
+            out.new_empty(5, 7).zero_()
+            torch.empty(100)
+        model.zero_grad()
+        log_probs.grad = None
+    found = diff(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
+    assert (found.equal, found.modules) == (True, ())
+
+
+def test_unwritten_memory_of_another_shape_differs(tmp_path: Path) -> None:
+    for name, size in (("a", 3), ("b", 4)):
+        with intercept(runs.RunRecorder(tmp_path / name), ops="all"):
+            torch.empty_strided((size,), (1,))
+    found = diff(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
+    assert [(role.role, role.by) for role in found.first.roles] == [("output", "metadata")]
 
 
 def test_a_call_that_raised_in_one_run_differs(compare: Any) -> None:

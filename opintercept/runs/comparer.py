@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opintercept._errors import OpInterceptError
+from opintercept._scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNWRITTEN
 from opintercept._tensors import TensorMeta
+from opintercept._text import short_name
 from opintercept.runs._pairing import metas, operator_name
-from opintercept.runs.codec import StoredCall, Values, is_output
+from opintercept.runs.codec import MAX_ROLES, StoredCall, Values, is_output
 from opintercept.runs.difference import NOT_RECORDED, By, RoleDifference
 from opintercept.runs.store import Run
 
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 MAX_TENSOR = 1 << 30  # bytes of a tensor that is read
 
 _WITH_METADATA = ("lhs", "rhs", "bias")  # every run records shape and dtype of these
-# These tensors hold random numbers, which mean nothing unless the call asks for some.
-_SEEDS = {"philox_seed", "philox_offset", "rng_state", "unused"}
 # A run on another device, or in another dtype, has to differ in these arguments.
 _DTYPES = ("dtype", "out_dtype")
 # Means and root mean squares are floating-point sums, whose last digits depend on the order in memory.
@@ -124,7 +124,7 @@ class Comparer:
         same_operator = operator_name(a.record.op) == operator_name(b.record.op)
         for role in metas_a | metas_b:
             one, other = metas_a.get(role), metas_b.get(role)
-            if role in _SEEDS:
+            if any(_means_nothing(role, call) for call in (a, b)):
                 continue
             if (one is None or other is None) and role not in _WITH_METADATA and not is_output(role):
                 # One run may only not have recorded its values.
@@ -135,7 +135,10 @@ class Comparer:
                 continue  # mm and an addition stand for addmm; another attention returns other logarithms of sums
             if role.startswith("output.") and one is not None and "int" in one.dtype:
                 continue  # seed and offset of an attention's dropout, which mean nothing without dropout
-            yield role, one, other, self._basis(role, one, other, a, b, same_operator)
+            basis = self._basis(role, one, other, a, b, same_operator)
+            if role == "output" and isinstance(basis, Basis) and short_name(a.record.op) in UNWRITTEN:
+                basis = Verdict(True, "metadata")
+            yield role, one, other, basis
 
     def _basis(
         self,
@@ -218,6 +221,15 @@ class Comparer:
         if x is None or y is None or x.numel() != y.numel() or not x.numel():
             return None
         return _errors(x, y)
+
+
+def _means_nothing(role: str, call: StoredCall) -> bool:
+    """Whether a tensor is a kernel's own memory, is no result but for a backward kernel, or is only overwritten."""
+    if is_output(role):
+        place = role.removeprefix("output.")
+        return place.isdecimal() and int(place) >= FOR_PROGRAM.get(call.record.op, MAX_ROLES)
+    name = role.partition("[")[0]
+    return name in SCRATCH or (name == "self" and short_name(call.record.op) in OVERWRITES)
 
 
 def _errors(x: torch.Tensor, y: torch.Tensor) -> _Figures | None:
