@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -342,9 +343,12 @@ def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> No
     assert lines[1].split()[:6] == ["module", "op", "shape", "dtype", "phase", "calls"]
     assert len(lines[2:5]) == 3
     assert lines[5] == "... and 4 more; --top 7 shows them"
-    assert lines[6] == "no call made a value that is not finite"
-    assert re.fullmatch(r"recording 27 calls took [\d.]+ m?s, \d+% of [\d.]+ m?s, and [\d.]+ kB", lines[7])
-    assert lines[8:] == [f"recorded in {tmp_path / 'run'}; to look at it: opintercept show {tmp_path / 'run'}"]
+    assert lines[6:8] == [
+        "no watched call made a value that is not finite; only matmul, convolution were watched",
+        "to watch every operator: opintercept run --stop --ops all script.py",
+    ]
+    assert re.fullmatch(r"recording 27 calls took [\d.]+ m?s, \d+% of [\d.]+ m?s, and [\d.]+ kB", lines[8])
+    assert lines[9:] == [f"recorded in {tmp_path / 'run'}; to look at it: opintercept show {tmp_path / 'run'}"]
     run = runs.open_run(tmp_path / "run")
     assert run.info.argv == ("script.py",)
     assert run.info.finished
@@ -353,6 +357,67 @@ def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> No
     assert len(calls) == 27
     assert all(call.values["output"].finite for call in calls)
     assert {call.record.source.split(" in ")[0] for call in calls if call.record.source} >= {"script.py:9"}
+
+
+LOG = """
+    import sys, torch
+    x = torch.ones(2, 2, requires_grad=True)
+    loss = (x @ x).sum() + torch.log(torch.tensor(float(sys.argv[1])))
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "watched"),
+    [
+        ([], "matmul, convolution"),
+        (["--ops", "mm"], "mm"),
+        (["--module", "*", "--steps", "0:9"], "matmul, convolution (--module, --steps)"),
+    ],
+)
+def test_a_nan_of_an_unwatched_operator_is_found_by_the_printed_command(
+    options: list[str], watched: str, tmp_path: Path
+) -> None:
+    name = script(tmp_path, LOG)
+    status, _, err = ends(start(tmp_path, *OURS, "--stop", *options, name, "-1"))
+    assert status == 0
+    *_, said, command = err.splitlines()
+    assert said == f"no watched call made a value that is not finite; only {watched} were watched"
+    head, _, words = command.partition(": opintercept run ")
+    assert head == "to watch every operator"
+    status, _, err = ends(start(tmp_path, *OURS, *shlex.split(words)))
+    assert status == 1
+    assert "NaN is made by aten::log in no module (script.py:4 in <module>), step 0" in err
+    status, _, err = ends(start(tmp_path, *OURS, *shlex.split(words)[:-1], "1"))
+    assert (status, err.splitlines()[-1]) == (0, "no watched call made a value that is not finite")
+
+
+SCALED = """
+    import torch
+    torch.manual_seed(0)
+    model, scaler = torch.nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(12):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(100 * torch.randn(8, 4)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    print(scaler.get_scale() < 2.0**20)
+"""
+
+
+def test_a_gradient_that_a_scaler_discards_does_not_stop_a_program(tmp_path: Path) -> None:
+    status, out, err = ends(start(tmp_path, *OURS, "--stop", script(tmp_path, SCALED)))
+    assert (status, out) == (0, "True\n")
+    found = re.search(r"opintercept: 24 calls, .* (\d+) not finite", err)
+    assert found is not None, err
+    assert err.splitlines()[-4:] == [
+        "no other watched call made a value that is not finite; only matmul, convolution were watched",
+        f"{found[1]} calls with gradients that a GradScaler discards, the first:",
+        "  aten::mm in module 'Linear' (script.py:8 in <module>), step 0, call 1 (backward)",
+        "to watch every operator: opintercept run --stop --ops all script.py",
+    ]
 
 
 FAILS = """

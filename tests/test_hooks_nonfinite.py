@@ -68,7 +68,10 @@ def test_nothing_is_found_if_all_values_are_finite() -> None:
     with intercept(nonfinite):
         three_layers()(torch.ones(2, 4)).sum().backward()
     assert (nonfinite.findings, nonfinite.passed_on) == ([], 0)
-    assert str(nonfinite) == "no call made a value that is not finite"
+    assert str(nonfinite) == 'no watched call made a value that is not finite; ops="all" watches every operator'
+    with intercept(nonfinite, ops="all"):
+        three_layers()(torch.ones(2, 4))
+    assert str(nonfinite) == "no watched call made a value that is not finite"
 
 
 def test_a_nan_that_comes_in_is_reported_as_such_and_then_only_counted() -> None:
@@ -647,3 +650,125 @@ def test_a_copy_is_independent(way: str) -> None:
         torch.full((1, 1, 1), INF).bmm(torch.zeros(1, 1, 1))
     assert len(other.findings) == 2
     assert len(nonfinite.findings) == 1
+
+
+SCALED = [*ENGINES[:2], pytest.param({"ops": "all"}, id="all")]
+
+
+def of_halves(*layers: nn.Module) -> tuple[nn.Sequential, Tensor]:
+    """A model whose gradients in float16 overflow at a scale of 2**24, and what goes into it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 1)), torch.randn(32, 8) * 4
+
+
+def train(model: nn.Module, x: Tensor, scaler: torch.amp.GradScaler, interceptor: Any, steps: int) -> None:
+    """Train as torch's guide to mixed precision does, with two passes a step."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(steps):
+        for part in x.chunk(2):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(part).float().square().mean()
+            scaler.scale(loss / 2).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        interceptor.step()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.model, self.reentrant = model, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.requires_grad_()
+        return torch.utils.checkpoint.checkpoint(self.model, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("options", SCALED)
+@pytest.mark.parametrize("wrap", [None, True, False], ids=["plain", "reentrant", "checkpoint"])
+@EVERY
+def test_gradients_that_a_scaler_discards_are_no_finding(
+    options: dict[str, Any], wrap: bool | None, every: int
+) -> None:
+    model, x = of_halves(nn.ReLU())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    nonfinite = hooks.NonFinite(inf=True, every=every)
+    with intercept(nonfinite, **options) as interceptor:
+        train(model if wrap is None else Checkpointed(model, wrap), x, scaler, interceptor, steps=20)
+    assert scaler.get_scale() < 2.0**20
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert (nonfinite.findings, nonfinite.passed_on) == ([], 0)
+    assert nonfinite.discarded > 0
+    said, count, first = str(nonfinite).splitlines()
+    assert said.startswith("no other watched call made a value that is not finite")
+    assert count == f"{nonfinite.discarded} calls with gradients that a GradScaler discards, the first:"
+    assert ", step 0, call " in first
+    assert first.endswith(" (backward)")
+
+
+class Log(nn.Module):
+    """Makes NaN where no product sees it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x.square().mean() * 0 - 1) + x
+
+
+class Nan(nn.Module):
+    """Makes NaN in the backward pass only: 0 / 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * 0).sqrt() * 0
+
+
+@pytest.mark.parametrize("options", SCALED)
+def test_a_loss_that_is_nan_is_not_left_to_a_scaler(options: dict[str, Any]) -> None:
+    model, x = of_halves()
+    scaler = torch.amp.GradScaler("cpu")
+    expected = "NaN is made by aten::log" if "ops" in options else "NaN comes into aten::mm in module '0.1'"
+    with (
+        pytest.raises(NonFiniteError, match=rf"{expected}.*, step 0, call"),
+        intercept(hooks.NonFinite(), **options) as i,
+    ):
+        train(nn.Sequential(model, Log()), x, scaler, i, steps=1)
+
+
+@pytest.mark.parametrize("options", SCALED)
+def test_a_nan_in_forward_is_not_left_to_a_scaler(options: dict[str, Any]) -> None:
+    model, x = of_halves()
+    bad, scaler = nan_of(32, 8), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with intercept(nonfinite := hooks.NonFinite(), **options) as interceptor:
+        train(model, x, scaler, interceptor, steps=2)
+        assert nonfinite.discarded
+        with pytest.raises(NonFiniteError, match=r"NaN comes into aten::\S+ in .*, step 2, call \d+ \(forward\)"):
+            train(model, bad, scaler, interceptor, steps=1)
+
+
+@pytest.mark.parametrize("options", SCALED)
+def test_a_nan_that_stays_when_the_scale_has_fallen_is_named(options: dict[str, Any]) -> None:
+    model, x = of_halves(Nan())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    nonfinite = hooks.NonFinite()
+    with pytest.raises(NonFiniteError, match=r"NaN .*, step 2, call \d+ \(backward\)"):
+        with intercept(nonfinite, **options) as interceptor:
+            train(model, x, scaler, interceptor, steps=3)
+    assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("options", SCALED)
+@pytest.mark.parametrize("of", ["another training", "no training"])
+def test_a_loss_that_no_scaler_has_scaled_is_not_left_to_one(options: dict[str, Any], of: str) -> None:
+    gc.collect()  # scalers of other tests
+    model, x = of_halves(Nan())
+    other, y = of_halves()
+    scaler = torch.amp.GradScaler("cpu", enabled=of == "another training")
+    with intercept(hooks.Recorder()) as interceptor:
+        train(other, y, scaler, interceptor, steps=1)
+    with (
+        pytest.raises(NonFiniteError, match=r"NaN .*, step 0, call \d+ \(backward\)"),
+        intercept(hooks.NonFinite(), **options),
+    ):
+        loss = model(x).square().mean()
+        (loss if of == "another training" else scaler.scale(loss * 2)).backward()

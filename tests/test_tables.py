@@ -121,7 +121,7 @@ shell.run_cell({cell!r}).raise_error()
 """
     shown = "\n".join(run_python(code))
     assert re.search(r"^Linear +addmm +lhs +forward ", shown, re.MULTILINE)
-    assert "no call made a value that is not finite" in shown
+    assert "no watched call made a value that is not finite" in shown
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_cell_magic_runs_a_cell_in_a_block_and_shows_its_hooks() -> None:
     _, profile, both, _, failed = "\n".join(run_python(CELLS)).split("cell")
     assert "share" in profile
     assert "operand" in both
-    assert "no call made a value that is not finite" in both
+    assert "no watched call made a value that is not finite" in both
     assert "KeyError" in failed
     assert "'inside'" in failed
     assert "operand" in failed

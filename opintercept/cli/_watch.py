@@ -177,7 +177,9 @@ class Watch:
         none = "" if tally.calls or tally.failed else f"; {_CHILDREN}"
         yield f"opintercept: {tally}, {duration(tally.seconds)} in total{rank}{none}"
         for name, hook in self._shown.items():
-            if name != "print" and tally.calls:
+            if name == "nonfinite" and not hook.findings:
+                yield from self._nothing_found(hook)
+            elif name != "print" and tally.calls:
                 yield from _top(hook, chosen.top, self._stderr)
         opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
         if opaque:
@@ -186,6 +188,22 @@ class Watch:
             if self._recording.hook.calls:
                 yield self._recording.cost(time.perf_counter() - self._began)
             yield self._recorded()
+
+    def _nothing_found(self, hook: NonFinite) -> Iterator[str]:
+        """Say what was watched, and how to watch the rest: where no watched call made a NaN, another may have."""
+        chosen = self._arguments
+        filters = [f"--{name}" for name in ("module", "phase", "steps") if getattr(chosen, name) is not None]
+        everything = chosen.ops == "all" and chosen.level == "dispatch" and not filters
+        ops = "the functions that the program calls" if chosen.ops == "all" else chosen.ops.replace(",", ", ")
+        within = f" ({', '.join(filters)})" if filters else ""
+        limits = "" if everything else f"; only {printable(ops)}{within} were watched"
+        found, *discarded = str(hook).splitlines()
+        yield found.partition(";")[0] + limits
+        yield from discarded
+        if not everything:
+            start = "torchrun ... -m opintercept run" if self._world_size > 1 else "opintercept run"
+            program = shlex.join([*["-m"] * chosen.module_name, *chosen.program])
+            yield f"to watch every operator: {start} --stop --ops all {printable(program, 2000)}"
 
     def _recorded(self) -> str:
         out, flight = self._arguments.out, self._arguments.flight
@@ -316,7 +334,8 @@ class _Tally:
         if self.failed:
             text += f", {self.failed:,} raised"
         if self._nonfinite is not None:
-            text += f", {len(self._nonfinite.findings) + self._nonfinite.passed_on:,} not finite"
+            search = self._nonfinite
+            text += f", {len(search.findings) + search.passed_on + search.discarded:,} not finite"
         return text
 
 

@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from re import Pattern
@@ -21,42 +21,35 @@ from opintercept._native import values as native
 from opintercept._ops.table import row_of
 from opintercept._record import CallRecord
 from opintercept._rows import Work
+from opintercept._scratch import FOR_PROGRAM, OVERWRITES, UNWRITTEN
 from opintercept._tables import Shown
 from opintercept._tensors import is_strided, share_memory
+from opintercept._text import counted
 from opintercept.hooks._copies import safetensors_for
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._repro import try_to_save
+from opintercept.hooks._scaling import Scaling
 from opintercept.hooks._values import in_memory, leaves_out_captured, parts_of, stored_values
 from opintercept.hooks.when import name_test
 
 Action = Literal["raise", "warn", "record", "breakpoint"]
 
 
-def _named(names: str) -> frozenset[str]:
+def _named(names: Iterable[str]) -> frozenset[str]:
     """The operators and functions with these names."""
-    return frozenset(f"{place}{name}" for name in names.split() for place in ("aten::", "torch.", "torch.Tensor."))
+    return frozenset(f"{place}{name}" for name in names for place in ("aten::", "torch.", "torch.Tensor."))
 
 
-# They return uninitialised memory.
-_UNWRITTEN = _named(
-    "empty empty_like empty_strided empty_permuted empty_quantized _empty_affine_quantized"
-    " _empty_per_channel_affine_quantized new_empty new_empty_strided resize resize_ resize_as_ _resize_output"
-    " _resize_output_ set set_"
-)
-# They do not read the tensor that they write to.
-_OVERWRITES = _named(
-    "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_ _foreach_copy_"
-    " _foreach_zero_"
-)
+_UNWRITTEN = _named(UNWRITTEN)
+# A gradient scaler looks with them for what is not finite.
+_SCALERS = _named(["_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"])
+_OVERWRITES = _named(OVERWRITES)
 # They write to the running statistics, which their schemas do not say.
-_UPDATES = _named("native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm") | {
+_UPDATES = _named(["native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm"]) | {
     "torch.nn.functional.batch_norm",
     "torch.nn.functional.instance_norm",
 }
-# Only their first output is for the program. The others serve the backward pass, and may rightly hold -inf and memory
-# that is never read.
-_FOR_BACKWARD = _named("_ctc_loss _cudnn_ctc_loss")
 
 
 class _Kind(NamedTuple):
@@ -66,6 +59,7 @@ class _Kind(NamedTuple):
     makes: bool  # whether it computes values: it neither returns a view nor only allocates
     writes: bool  # whether it may write to its arguments
     other: bool  # whether it is something other than a matmul
+    scales: bool  # whether it is one of a gradient scaler
 
 
 _kinds: dict[int, _Kind] = {}
@@ -78,9 +72,10 @@ def _kind(call: OpCall) -> _Kind:
         if len(_kinds) >= 4096:  # the program creates functions without end
             _kinds.clear()
         schema = getattr(func, "_schema", None)
-        makes = not getattr(func, "is_view", False) and call.op not in _UNWRITTEN
+        scales = call.op in _SCALERS
+        makes = not getattr(func, "is_view", False) and call.op not in _UNWRITTEN and not scales
         writes = schema is None or call.op in _UPDATES or any(a.alias_info is not None for a in schema.arguments)
-        known = _kinds[id(func)] = _Kind(func, makes, makes and writes, row_of(func).family == "other")
+        known = _kinds[id(func)] = _Kind(func, makes, makes and writes, row_of(func).family == "other", scales)
     return known
 
 
@@ -142,7 +137,7 @@ class Finding:
     def __str__(self) -> str:
         record = self.record
         what = "NaN" if self.output.nan else "Inf"
-        where = f"{record.op} in {record.where()}, step {record.step}, call {record.index} ({record.phase})"
+        where = _where(record)
         bad = ", ".join(f"{n}={self.operands[n].min:g}" if n in self.numbers else n for n in self.bad)
         if self.kind == "made":
             text = f"{what} is made by {where}, from {f'Inf in {bad}' if bad else 'finite operands'}"
@@ -206,6 +201,12 @@ class NonFinite(Copyable, Shown):
     later, NonFinite reports the call that first made an Inf from finite operands. If the Inf has another origin, such
     as a mask that hides everything, it reports the call that first outputs the NaN.
 
+    A loss that a `torch.amp.GradScaler` has scaled up may overflow in the backward pass. The scaler finds that itself,
+    skips the step and lowers its scale, so it is no finding: such calls are counted in `discarded`, and so are those
+    that use these gradients before the scaler's `update()`. What a backward call makes is a finding all the same if
+    the loss is not finite, if it was not scaled, or if the scale is 1 or less and so cannot be the cause. What a
+    forward call makes always is.
+
     Calls that pass on what they receive are counted in `passed_on`. With `ops="all"`, calls that return views are not
     counted, and allocating memory is not making values. Of attention only the first output is read.
 
@@ -240,11 +241,12 @@ class NonFinite(Copyable, Shown):
 
     Attributes:
         passed_on: How many calls only passed on values that are not finite.
+        discarded: How many calls had such values only in gradients that a scaler discards.
         skipped: How many calls were left out because a CUDA graph captured them.
     """
 
     reads = ("module", "record")
-    fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall}
+    fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall, "_scaling": Scaling}
 
     def __init__(
         self,
@@ -265,6 +267,7 @@ class NonFinite(Copyable, Shown):
             name_test(allow)
 
         self.passed_on = 0
+        self.discarded = 0
         self.skipped = 0
         self._inf = inf
         self._action = action
@@ -272,6 +275,8 @@ class NonFinite(Copyable, Shown):
         self._every = every
         self._save = save
         self._overflow: Finding | None = None
+        self._scaling = Scaling()
+        self._first_discarded: CallRecord | None = None
         self._found: dict[tuple[str | None, str, str], Finding] = {}
         self._sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
         self._before: PerCall[_Before] = PerCall()
@@ -286,8 +291,11 @@ class NonFinite(Copyable, Shown):
 
     def pre(self, call: OpCall) -> None:
         """Read the tensors that the operator is about to overwrite."""
-        if _kind(call).writes and (before := _before(call, copies=self._save is not None)) is not None:
+        kind = _kind(call)
+        if kind.writes and (before := _before(call, copies=self._save is not None)) is not None:
             self._before.put(call, before)
+        elif kind.scales:
+            self.check()  # before the scale changes
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Forget a call that raised."""
@@ -324,14 +332,16 @@ class NonFinite(Copyable, Shown):
         found = _operands(call, before)
         operands = {name: read for name, span in found.ranges.items() if (read := _read(span)) is not None}
         with self._lock:
-            finding = self._judge(call.record(), extent, operands, found)
+            finding = self._judge(call.record(), extent, operands, found, running=True)
         if finding is not None:
             self._tell(finding, call, before)
 
     def _allows(self, call: OpCall) -> bool:
         return self._allow is not None and any(map(name_test(self._allow), call.aliases))
 
-    def _judge(self, record: CallRecord, output: Extent, operands: dict[str, Extent], found: _Read) -> Finding | None:
+    def _judge(
+        self, record: CallRecord, output: Extent, operands: dict[str, Extent], found: _Read, *, running: bool = False
+    ) -> Finding | None:
         """Decide whether a call makes the values or passes them on; return the finding if it is new."""
         finding = Finding(
             record,
@@ -346,8 +356,8 @@ class NonFinite(Copyable, Shown):
         made = not bad and not found.unread
         first = None
         if not output.nan and not self._inf:
-            if made:
-                self._overflow = self._overflow or finding
+            if made and self._overflow is None and not self._discards(record, running=running):
+                self._overflow = finding
             return None
         if not nan and any(extent.nan for extent in found.numbers.values()):
             finding = replace(finding, kind="came in")  # a NaN number is a new origin, whatever came in before
@@ -359,11 +369,24 @@ class NonFinite(Copyable, Shown):
                 self.passed_on += 1
                 return None
             finding = replace(finding, kind="came in")
-        key = _key(finding)
-        new = self._found.setdefault(key, finding) is finding
+        known = _key(finding) in self._found
+        if not known and self._discards(record, running=running, received=bool(bad)):
+            return None
         if first is not None:
             self._overflow = None
-        return finding if new else None
+        return None if known else self._found.setdefault(_key(finding), finding)
+
+    def _discards(self, record: CallRecord, *, running: bool, received: bool = False) -> bool:
+        """Whether a gradient scaler discards what a call made or received; asked only of what is new."""
+        if record.phase == "backward":
+            explained = self._scaling.explains_backward(running)
+        else:  # checks that are put off meet another scale, unless they were read before the scale changed
+            explained = received and (running or self._sees_others) and self._scaling.explains_inputs()
+        if not explained:
+            return False
+        self.discarded += 1
+        self._first_discarded = self._first_discarded or record
+        return True
 
     def _explains_inf(self) -> bool:
         """Whether a finding made an Inf, from which later NaNs may come."""
@@ -420,10 +443,18 @@ class NonFinite(Copyable, Shown):
         self.check()
 
     def __str__(self) -> str:
-        findings = self.findings
-        if not findings:
-            return "no call made a value that is not finite"
-        return "\n".join(map(str, findings))
+        lines = list(map(str, self.findings))
+        if not lines:
+            more = "" if self._sees_others else '; ops="all" watches every operator'
+            lines = [f"no{' other' * bool(self.discarded)} watched call made a value that is not finite{more}"]
+        if self._first_discarded is not None:
+            lines.append(f"{counted(self.discarded, 'call')} with gradients that a GradScaler discards, the first:")
+            lines.append(f"  {_where(self._first_discarded)}")
+        return "\n".join(lines)
+
+
+def _where(record: CallRecord) -> str:
+    return f"{record.op} in {record.where()}, step {record.step}, call {record.index} ({record.phase})"
 
 
 def _key(finding: Finding) -> tuple[str | None, str, str]:
@@ -507,10 +538,9 @@ def _worst(value: Any) -> Extent | None:
 def _outputs(call: OpCall, before: _Before | None) -> list[torch.Tensor]:
     """The outputs that the program gets from the call, and the tensors that the call wrote to."""
     found = list(_tensors(call.output))
-    if len(found) > 1 and (
-        call.op in _FOR_BACKWARD or (row_of(call.func).family == "attention" and not call.op.endswith("_backward"))
-    ):
-        del found[1:]
+    if len(found) > 1:  # what serves the backward pass may rightly hold -inf, and memory that is never read
+        is_attention = row_of(call.func).family == "attention" and not call.op.endswith("_backward")
+        del found[FOR_PROGRAM.get(call.op, 1 if is_attention else len(found)) :]
     if before is not None:
         found += [target for target in before.written if not any(target is output for output in found)]
     return found

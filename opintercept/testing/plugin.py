@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("opintercept", "the matmuls of tests")
     group.addoption("--opintercept", action="store_true", help="print calls, FLOP and time of matmuls for each test")
-    group.addoption("--opintercept-finite", action="store_true", help="fail tests at the operator that makes a NaN")
+    group.addoption("--opintercept-finite", action="store_true", help="fail tests at the first matmul with a NaN")
     group.addoption("--opintercept-update", action="store_true", help="write snapshots instead of comparing them")
 
 

@@ -1,0 +1,116 @@
+"""`Scaling`: tells what only a scaled loss makes infinite, which its `GradScaler` finds and discards.
+
+Invariant: nothing is patched. The scalers are found among all objects of the process, and the loss in the frame that
+runs the backward pass; both only when values that are not finite ask for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.amp import GradScaler
+
+_NODES = 64  # the most nodes of autograd's graph to look at
+# The functions that run a backward pass, and their parameters with what it begins with.
+_BACKWARD = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
+
+
+class Scaling:
+    """Knows the scalers of the process, and their state when gradients last overflowed."""
+
+    def __init__(self) -> None:
+        self._scalers: WeakSet[GradScaler] = WeakSet()
+        self._overflowed: list[Any] = []
+
+    def explains_backward(self, running: bool) -> bool:
+        """Whether a scaler discards values of a backward call that are not finite.
+
+        A scale of 1 or less makes nothing larger, and so explains nothing.
+
+        Args:
+            running: Whether the call is running now, so that its loss can be looked at.
+        """
+        scale = self._scale()
+        if scale <= 1 or (running and not _is_scaled(_losses())):
+            return False
+        self._overflowed = self._states()
+        return True
+
+    def explains_inputs(self) -> bool:
+        """Whether gradients have overflowed since the last `update()` of a scaler."""
+        return bool(self._overflowed) and self._overflowed == self._states()
+
+    def _states(self) -> list[Any]:
+        """What each `update()` changes, also one that finds nothing."""
+        return [scaler.state_dict() for scaler in self._scalers]
+
+    def _scale(self) -> float:
+        """The largest scale; 0 if there is no scaler."""
+        scale = max(map(_scale_of, self._scalers), default=0.0)
+        if scale <= 1:  # the program may have made another one
+            kinds = tuple(_with_subclasses(GradScaler))
+            # An object refers to its class. The collector looks through a million objects in 0.1 s.
+            for each in gc.get_referrers(*kinds):
+                if type(each) in kinds:
+                    self._scalers.add(each)
+            scale = max(map(_scale_of, self._scalers), default=0.0)
+        return scale
+
+
+def _scale_of(scaler: GradScaler) -> float:
+    return scaler.get_scale() if scaler.is_enabled() else 0.0
+
+
+def _with_subclasses(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
+
+
+def _losses() -> list[torch.Tensor]:
+    """What the running backward passes began with: that of this thread, or else, on a device, those of any thread."""
+    own = _outermost(sys._getframe())
+    return own or [loss for frame in sys._current_frames().values() for loss in _outermost(frame)]
+
+
+def _outermost(frame: FrameType | None) -> list[torch.Tensor]:
+    """What the outermost backward pass on a stack began with: a checkpoint runs others inside it."""
+    found: list[torch.Tensor] = []
+    while frame is not None:
+        if frame.f_code in _BACKWARD:
+            given = frame.f_locals.get(_BACKWARD[frame.f_code])
+            given = given if isinstance(given, (list, tuple)) else [given]
+            found = [each for each in given if isinstance(each, torch.Tensor)]
+        frame = frame.f_back
+    return found
+
+
+def _is_scaled(losses: list[torch.Tensor]) -> bool:
+    """Whether one of the losses was multiplied by a constant, and all were finite before."""
+    return not losses or (any(map(_ends_in_product, losses)) and all(map(_was_finite, losses)))
+
+
+def _ends_in_product(loss: torch.Tensor) -> bool:
+    """Whether a loss is a product with a constant, or made of such products by a division or by additions."""
+    nodes = [loss.grad_fn]
+    for node in nodes:
+        if node is None or len(nodes) > _NODES:
+            continue
+        inputs = [each for each, _ in node.next_functions]
+        if node.name().startswith("MulBackward") and None in inputs:
+            return True
+        if node.name().startswith(("AddBackward", "DivBackward")):
+            nodes += inputs
+    return False
+
+
+def _was_finite(loss: torch.Tensor) -> bool:
+    """Whether a scaled loss was finite before; the scale alone may be too much for float16."""
+    kept = loss.detach()
+    return not kept.isnan().any() if kept.dtype is torch.float16 else bool(kept.isfinite().all())
