@@ -95,13 +95,32 @@ def test_text_says_where_two_runs_first_differ(shown: Any) -> None:
         (chain("a", "b", of="a"), ["--module", "b"], "1 compared: 1 inherited"),
         (chain("a", "b", of="b"), ["--op", "mm", "--phase", "forward"], "2 compared: 1 equal, 1 changed operand"),
         ([call(m, "x", "w", "y", kept=False) for m in "ab"], [], "2 not compared"),
+        ([call(m, "x", "w", "y", kept=False) for m in "ab"], [], "\nno values were compared\n"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_text_contains(shown: Any, b: list[dict[str, Any]], options: list[str], said: str) -> None:
     status, text = shown(chain("a", "b"), b, *options)
     assert said in text
-    assert status == (0 if "no call differs" in text else 1)
+    assert status == (0 if "no call differs" in text or "no values were compared" in text else 1)
+
+
+def test_no_more_is_said_to_be_equal_than_was_compared(shown: Any) -> None:
+    calls = [*chain("a"), call("b", "x", "w", "y", kept=False)]
+    status, text = shown(calls, calls)
+    assert (status, text.splitlines()[-1]) == (0, "no call whose values were compared differs")
+
+
+def test_values_in_another_order_are_not_said_to_differ_by_0(tmp_path: Path, capsys: Any) -> None:
+    x, weight = torch.ones(2, 4), torch.arange(16.0).view(4, 4)
+    for name, used in (("a", weight), ("b", weight.t())):
+        with intercept(runs.RunRecorder(tmp_path / name)):
+            x @ used
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "rhs has equal statistics: the order of the values may differ, as after a transpose" in lines
+    assert "lhs equal float32[2, 4] float32[2, 4] hash 0 0" in lines
+    assert "rhs differs float32[4, 4] float32[4, 4] hash >= 0 >= 0" in lines
 
 
 def test_unclear_differences_and_errors_are_shown(shown: Any) -> None:

@@ -268,9 +268,7 @@ def test_two_equal_runs_of_an_lstm_and_of_unwritten_memory_are_equal(tmp_path: P
         del dirty
         with intercept(runs.RunRecorder(tmp_path / name), ops="all"):
             out, _ = model(x)
-            (
-                out.sum() + torch.nn.functional.ctc_loss(log_probs, targets, *lengths)
-            ).backward()
+            (out.sum() + torch.nn.functional.ctc_loss(log_probs, targets, *lengths)).backward()
             out.new_empty(5, 7).zero_()
             torch.empty(100)
         model.zero_grad()

@@ -42,11 +42,12 @@ def _counts(found: Alignment) -> list[str]:
     of_a, of_b = found.calls
     how = Counter(pair.by for pair in found.pairs)
     kinds = Counter(pair.kind for pair in found.pairs)
+    shows_it = found.first is None and any(kind != "not compared" for kind in kinds)
     return [
         f"joined: {len(found.pairs):,} of {counted(of_a, 'forward call')} of A, {found.joined_b:,} of {of_b:,} of B: "
         + ", ".join(f"{count:,} {_BY[by]}" for by, count in how.items()),
         f"compared: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}",
-        *([styled("no call differs by more than rounding", "right")] if found.first is None else []),
+        *([styled("no joined call differs by more than rounding", "right")] if shows_it else []),
     ]
 
 

@@ -241,7 +241,8 @@ def _counts(found: Difference) -> list[str]:
     if any(found.unmatched_calls):
         lines.append(f"without a counterpart: {found.unmatched_calls[0]:,} of A, {found.unmatched_calls[1]:,} of B")
     if found.equal:
-        lines.append(styled("no call differs", "right"))
+        compared = found.pairs > found.kinds.get("not compared", 0)
+        lines.append(styled(found.verdict, "right") if compared else found.verdict)
     return lines
 
 
@@ -271,6 +272,7 @@ def _first(call: CallDifference, before: tuple[int, int]) -> list[str]:
         lines.append(f"  changed operand: {changed} {differs}, and no earlier difference explains it")
     elif not call.arguments:
         lines.append(f"  {call.kind}: {_WHY[call.kind]}")
+    lines += _reordered(call)
     lines += _nonfinite(call)
     if any(before):
         lines.append(f"  {before[0]:,} earlier calls of A and {before[1]:,} of B have no counterpart")
@@ -299,6 +301,15 @@ def _whose(call: CallDifference) -> Callable[[str], str]:
     return lambda name: f"{name} (only {only[name]} has one)" if name in only else name
 
 
+def _reordered(call: CallDifference) -> list[str]:
+    """Name the operands and outputs whose statistics are equal although their values are not."""
+    found = [role.role for role in call.roles if role.equal is False and role.by == "hash" and role.max_absolute == 0]
+    if not found:
+        return []
+    has = "has" if len(found) == 1 else "have"
+    return [f"  {listed(found)} {has} equal statistics: the order of the values may differ, as after a transpose"]
+
+
 def _nonfinite(call: CallDifference) -> list[str]:
     """Name the operands and outputs with NaN or Inf."""
     lines = []
@@ -316,7 +327,8 @@ def _nonfinite(call: CallDifference) -> list[str]:
 
 def _role(role: RoleDifference) -> tuple[str, ...]:
     verdict = {True: "equal", False: "differs", None: "unknown"}[role.equal]
-    bound = ">= " if role.by in ("sample", "statistics", "hash") and role.max_absolute else ""
+    known = role.max_absolute or (role.equal is False and role.max_absolute is not None)
+    bound = ">= " if role.by in ("sample", "statistics", "hash") and known else ""
     return (
         role.role,
         verdict,

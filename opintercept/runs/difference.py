@@ -293,7 +293,7 @@ class Difference(Table):
             for row in self.modules
         ]
         left_out = self.modules_in_all - len(self.modules)
-        notes = [f"{self.pairs:,} calls compared" + (": no call differs" if self.equal else "")]
+        notes = [f"{self.pairs:,} calls compared" + (f": {self.verdict}" if self.equal else "")]
         if left_out:
             notes.append(f"and {counted(left_out, 'more module')}; a larger limit= has them")
         return Cells(["module", "phase", "first", "calls", *kinds, "max abs / max |A|"], rows, 2, notes)
@@ -302,6 +302,14 @@ class Difference(Table):
     def equal(self) -> bool:
         """Whether no call differs, each has a counterpart, and both runs have the same processes."""
         return self.first is None and not any(self.unmatched_calls) and not self.absent
+
+    @property
+    def verdict(self) -> str:
+        """What `equal` says in words, no more than was compared."""
+        uncompared = self.kinds.get("not compared", 0)
+        if self.pairs == uncompared:
+            return "no values were compared"
+        return "no call differs" if not uncompared else "no call whose values were compared differs"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, in which floats can be infinite or NaN."""

@@ -390,7 +390,7 @@
         broken.length ? ` NaN and Inf: ${broken.join(", ")}.` : "",
         first.relative === null ? "" : ` The relative error of its output is ${first.by === "tensors" || first.relative === "inf" ? "" : "at least "}${error(first.relative)}, judged by ${ways[first.by]}.`));
     } else {
-      lines.push(element("p", {}, found.equal ? "No call differs: each has a counterpart with an equal output."
+      lines.push(element("p", {}, found.equal ? (found.kinds["not compared"] ? "No call differs as far as values were recorded." : "No call differs: each has a counterpart with an equal output.")
         : found.pairs ? "No call that has a counterpart differs." : "No call has a counterpart, so nothing was compared."));
     }
     lines.push(...aboveText(found));
