@@ -179,6 +179,9 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
+    def __repr__(self) -> str:
+        return f"<Handle of {self.hook!r}{', removed' * self.removed}>"
+
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:

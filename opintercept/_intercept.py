@@ -140,6 +140,9 @@ class Interceptor:
         with self.paused() if pipeline.end_step else nullcontext():  # what hooks run here is not seen either
             pipeline.next_step(number)
 
+    def __repr__(self) -> str:
+        return f"Interceptor({list(self.watcher.pipeline.hooks)!r})"
+
     def paused(self) -> Pause:
         """A context manager inside which this interceptor sees nothing of the thread that entered it."""
         return Pause(self.watcher)
@@ -272,6 +275,9 @@ class Pause:
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
+
+    def __repr__(self) -> str:
+        return f"<Pause of {list(self._watcher.pipeline.hooks)!r}>"
 
     @keep_out
     def __enter__(self) -> None:

@@ -94,6 +94,23 @@ class Frames:
         return _library("polars", "to_polars").DataFrame(self._columns(), strict=False)
 
 
+class Held:
+    """What `repr` shows in place of an address: the class, and what `_held` says.
+
+    An error message may show a hook while calls run, so `_held` waits neither for calls that kernels have noted nor for
+    a device.
+    """
+
+    __slots__ = ()
+
+    def _held(self) -> str:
+        """What the object holds, or how it was made."""
+        return ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._held()})"
+
+
 class Shown:
     """What IPython shows as the text that `print` does, and not as an address."""
 

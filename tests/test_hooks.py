@@ -20,7 +20,8 @@ import torch
 from interrupts import interrupt, needs_timer
 from torch import Tensor, nn
 
-from opintercept import OpCall, hooks, intercept
+import opintercept
+from opintercept import OpCall, hooks, intercept, runs
 
 
 class Constants(nn.Module):
@@ -565,6 +566,34 @@ def test_a_hook_can_be_copied_and_pickled_and_its_copy_goes_on(name: str, way: s
         assert seen_by(twin) != before
     if way != "copy":
         assert seen_by(hook) == before
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_hook_is_shown_without_an_address(name: str) -> None:
+    hook = DECLARED[name]()
+    handle = (interceptor := intercept(hook)).register(hooks.Recorder())
+    shown = [hook, handle, interceptor, interceptor.paused()]
+    assert [repr(each) for each in shown if " at 0x" in repr(each)] == []
+    assert repr(hook) in repr(interceptor)
+
+
+def test_what_a_hook_holds_is_shown() -> None:
+    recorder, weights, x = hooks.Recorder(), hooks.AttentionWeights("entropy"), torch.ones(1, 2, 3, 4)
+    assert (repr(recorder), repr(weights)) == ("Recorder(0 records)", "AttentionWeights('entropy', 0 calls)")
+    with intercept([recorder, weights]):
+        nn.functional.scaled_dot_product_attention(x, x, x)
+    assert (repr(recorder), repr(weights)) == ("Recorder(1 record)", "AttentionWeights('entropy', 1 call)")
+    gradients = hooks.Gradients()
+    with intercept(gradients):
+        (torch.ones(2, 3) @ torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert repr(gradients) == "Gradients(2 gradients)"
+
+
+@pytest.mark.parametrize("module", [opintercept, hooks, runs], ids=lambda module: str(module.__name__))
+def test_no_public_class_is_shown_by_its_address(module: Any) -> None:
+    kinds: dict[str, Any] = {name: getattr(module, name) for name in module.__all__ if name != "HookDeclaration"}
+    shows: Any = object.__repr__
+    assert [name for name, kind in kinds.items() if isinstance(kind, type) and kind.__repr__ is shows] == []
 
 
 @pytest.mark.parametrize("way", COPIES)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from typing import Generic, TypeVar
 
-from opintercept._tables import Shown
+from opintercept._tables import Held, Shown
+from opintercept._text import counted
 from opintercept.hooks._copyable import Copyable
 
 MOST_FINDINGS = 1000
@@ -19,7 +20,7 @@ Kind = tuple[str | None, str, str]
 """Module, operator and phase. Only the first finding of a kind is worth a warning."""
 
 
-class Finds(Copyable, Shown, Generic[Finding]):
+class Finds(Held, Copyable, Shown, Generic[Finding]):
     """A hook that keeps findings."""
 
     def __init__(self) -> None:
@@ -35,6 +36,9 @@ class Finds(Copyable, Shown, Generic[Finding]):
     def _found(self) -> int:
         """How many findings there were."""
         return len(self._findings) + self._more
+
+    def _held(self) -> str:
+        return counted(self._found(), "finding")
 
     def _keep(self, finding: Finding, kind: Kind) -> bool:
         """Keep a finding, and return whether it is the first of its kind."""

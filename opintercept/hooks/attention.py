@@ -19,7 +19,8 @@ from opintercept._call import OpCall
 from opintercept._checks import check_choice
 from opintercept._errors import OpInterceptWarning, caller_level
 from opintercept._record import Phase
-from opintercept._text import printable
+from opintercept._tables import Held
+from opintercept._text import counted, printable
 from opintercept.hooks._attention import Attention, attention_of, product_of, take, without_autocast
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._values import in_graph_capture, is_freed, leaves_out_captured, stored_values
@@ -57,7 +58,7 @@ class AttentionCall:
     values: torch.Tensor
 
 
-class AttentionWeights(Copyable):
+class AttentionWeights(Held, Copyable):
     """Keeps the weights of every attention, fused or eager.
 
     **Fused** attention is every `scaled_dot_product_attention`, whichever kernel computes it. The kernel runs as
@@ -133,6 +134,9 @@ class AttentionWeights(Copyable):
         # Shapes of earlier outputs, which may be scores, by thread, module and phase; a deque forgets the oldest.
         self._shapes: dict[tuple[int, str | None, Phase], deque[tuple[int, ...]]] = {}
         self._lock = threading.RLock()
+
+    def _held(self) -> str:
+        return f"{self.of!r}, {counted(len(self.calls), 'call')}"
 
     def post(self, call: OpCall) -> None:
         """Keep the weights if the call is attention."""

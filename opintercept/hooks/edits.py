@@ -19,6 +19,7 @@ from opintercept._errors import OpInterceptError
 from opintercept._hook import Read
 from opintercept._ops.table import row_of
 from opintercept._record import Phase
+from opintercept._tables import Held
 from opintercept._tensors import describe, dtype_name, is_strided
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._hash import WORDS
@@ -31,7 +32,7 @@ _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _NO_BITS = _COMPLEX | {torch.bool}
 
 
-class _Edit(Copyable):
+class _Edit(Held, Copyable):
     """Replaces the tensors in the roles `of` by what `edited` returns.
 
     Leaves tensors without values alone: meta and fake tensors, tensors that a torch.func transform has wrapped, and
@@ -43,6 +44,11 @@ class _Edit(Copyable):
     def __init__(self, of: str | Iterable[str]) -> None:
         self.of = checked_roles(of, _ROLES)
         self._operands = [role for role in ("lhs", "rhs", "bias") if role in self.of]
+
+    def _held(self) -> str:
+        """The settings: what is public and no list of what has happened."""
+        settings = {name: value for name, value in vars(self).items() if name[0] != "_" and name != "log"}
+        return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
     def pre(self, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Replace the operands asked for."""

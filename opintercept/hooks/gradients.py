@@ -12,7 +12,9 @@ import torch
 
 from opintercept._call import OpCall
 from opintercept._errors import HookError
+from opintercept._tables import Held
 from opintercept._tensors import tensors_of
+from opintercept._text import counted
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks.when import name_test
 
@@ -39,7 +41,7 @@ class Gradient:
     value: torch.Tensor
 
 
-class Gradients(Copyable):
+class Gradients(Held, Copyable):
     """Passes the gradients of each call's operands and output to a function, or keeps them.
 
     At function level each call gets two identity nodes in the autograd graph, as a module does from
@@ -87,6 +89,11 @@ class Gradients(Copyable):
         """The gradients kept from modules that a glob, a pattern or a predicate matches, in order."""
         test = name_test(module)
         return [entry for entry in self.entries if entry.module is not None and test(entry.module)]
+
+    def _held(self) -> str:
+        if self._function is None:
+            return counted(len(self.entries), "gradient")
+        return str(getattr(self._function, "__qualname__", type(self._function).__name__))
 
     def clear(self) -> None:
         """Forget all gradients."""

@@ -9,12 +9,13 @@ import torch
 
 from opintercept._call import OpCall
 from opintercept._checks import check_choice, check_count
+from opintercept._tables import Held
 from opintercept.hooks._values import first_output, sample, summarize
 
 Values = Literal["none", "stats", "sample"]
 
 
-class Log:
+class Log(Held):
     """Logs every call. The log record holds the `CallRecord` in `record.call` and the values in `record.values`.
 
     Both are plain data. A `logging.handlers.QueueHandler` can hand them to another thread or process, so that a
@@ -55,6 +56,9 @@ class Log:
         self.values = values
         self.size = size
         self._generator = torch.Generator().manual_seed(seed)
+
+    def _held(self) -> str:
+        return f"{self.logger.name!r}, values={self.values!r}"
 
     def post(self, call: OpCall) -> None:
         """Log the call."""

@@ -6,11 +6,12 @@ import sys
 from typing import TextIO
 
 from opintercept._call import OpCall
+from opintercept._tables import Held
 from opintercept._text import printable
 from opintercept.hooks._values import first_output, summarize
 
 
-class Print:
+class Print(Held):
     """Prints one line for each call: index, phase, operator, shapes, module, and the output's range and moments.
 
     Print reads the values and so waits for the device at every call. Use it to look around, not in production.

@@ -15,9 +15,9 @@ from opintercept._call import OpCall
 from opintercept._ops.table import row_of
 from opintercept._record import Note
 from opintercept._rows import Found, Work, settle
-from opintercept._tables import Cells, Table
+from opintercept._tables import Cells, Held, Table
 from opintercept._tensors import dtype_name
-from opintercept._text import write_csv
+from opintercept._text import counted, write_csv
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._values import convolution_precision
@@ -84,7 +84,7 @@ class _Pending(NamedTuple):
     ended: Any
 
 
-class Profile(Copyable, Table):
+class Profile(Held, Copyable, Table):
     """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and phase.
 
     On a CPU, Profile measures host time. On CUDA it measures the time between two events on the stream, which it
@@ -192,6 +192,9 @@ class Profile(Copyable, Table):
                 raise
             self._add(pending.key, pending.flops, pending.bytes, seconds)
             self._pool += (pending.started, pending.ended)
+
+    def _held(self) -> str:
+        return counted(len(self._sums), "row")
 
     def rows(self) -> list[ProfileRow]:
         """The rows in the order of their first calls; waits for the device."""

@@ -10,10 +10,11 @@ from typing import Any
 from opintercept._call import OpCall
 from opintercept._record import CallRecord, Note
 from opintercept._rows import Found, Work, settle
-from opintercept._tables import Frames
+from opintercept._tables import Frames, Held
+from opintercept._text import counted
 
 
-class Recorder(Frames):
+class Recorder(Held, Frames):
     """Keeps the `call.record()` of every call in `records`, in the order in which the calls ended.
 
     Example:
@@ -47,6 +48,9 @@ class Recorder(Frames):
     def noted(self, note: Note, values: Mapping[str, Found], learned: bool) -> None:
         """Keep the note of a call that a kernel has noted."""
         self._notes.append(note)
+
+    def _held(self) -> str:
+        return counted(len(self._records) + len(self._notes), "record")
 
     def _columns(self) -> dict[str, list[Any]]:
         records = self.records

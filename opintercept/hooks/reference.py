@@ -18,8 +18,9 @@ from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops.table import row_of
 from opintercept._record import Phase
-from opintercept._tables import Cells, Table
+from opintercept._tables import Cells, Held, Table
 from opintercept._tensors import dtype_name, shape_of, share_memory
+from opintercept._text import counted
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept.hooks._copyable import Copyable
 from opintercept.hooks._per_call import PerCall
@@ -83,7 +84,7 @@ class ReferenceRow:
     nonfinite: int
 
 
-class Reference(Copyable, Table):
+class Reference(Held, Copyable, Table):
     """Runs each matmul again in a higher precision or on another device, and measures the difference.
 
     The reference starts from the same operands, so each call answers only for its own rounding, not for rounding that
@@ -326,6 +327,9 @@ class Reference(Copyable, Table):
         if isinstance(value, (list, tuple)):
             return type(value)([self._raised(item, copies) for item in value])
         return value
+
+    def _held(self) -> str:
+        return counted(len(self._rows), "row")
 
     def rows(self) -> list[ReferenceRow]:
         """One row for each call, in the order in which the calls ended."""

@@ -11,12 +11,13 @@ import torch
 from opintercept._call import OpCall
 from opintercept._checks import check_count
 from opintercept._errors import OpInterceptError
+from opintercept._tables import Held
 from opintercept.hooks.stats import Stats, StatsRow
 
 _VALUES = tuple(name for name in StatsRow.__slots__ if name not in ("module", "op", "operand", "phase"))
 
 
-class Scalars:
+class Scalars(Held):
     """Writes the statistics of each step under names such as `encoder.0/mm/output/forward/std`.
 
     A name is `module/op/operand/phase/value`. The module is `-` for calls outside all modules and `unknown` if it is
@@ -77,6 +78,9 @@ class Scalars:
         self._lock = threading.RLock()  # reentrant, since the writer may make matmuls and so call the hook
         if hasattr(self._stats, "pre"):
             self.pre = self._pre
+
+    def _held(self) -> str:
+        return f"{type(self._writer).__name__}, values={self._values!r}"
 
     def _pre(self, call: OpCall) -> None:
         self._turn(call.step)

@@ -219,6 +219,9 @@ class Run(Frames):
         """Whether the folder is that of one process, and does not hold `rank0`, `rank1`, ..."""
         return self.path in self._parts.values()
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {counted(len(self.infos), 'rank')})"
+
     def calls(self, rank: int | None = None) -> Iterator[StoredCall]:
         """The calls in the order in which they ended, process by process; with `rank`, those of one process.
 
