@@ -111,7 +111,7 @@ class Held:
         return f"{type(self).__name__}({self._held()})"
 
 
-class Shown:
+class Shown(Held):
     """What IPython shows as the text that `print` does, and not as an address."""
 
     __slots__ = ()

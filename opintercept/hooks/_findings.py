@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Generic, TypeVar
 
-from opintercept._tables import Held, Shown
+from opintercept._tables import Shown
 from opintercept._text import counted
 from opintercept.hooks._copyable import Copyable
 
@@ -20,7 +20,7 @@ Kind = tuple[str | None, str, str]
 """Module, operator and phase. Only the first finding of a kind is worth a warning."""
 
 
-class Finds(Held, Copyable, Shown, Generic[Finding]):
+class Finds(Copyable, Shown, Generic[Finding]):
     """A hook that keeps findings."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from opintercept._ops.table import row_of
 from opintercept._record import CallRecord
 from opintercept._rows import Work
 from opintercept._scratch import FOR_PROGRAM, OVERWRITES, UNWRITTEN
-from opintercept._tables import Held, Shown
+from opintercept._tables import Shown
 from opintercept._tensors import is_strided, share_memory
 from opintercept._text import counted
 from opintercept.hooks._copies import safetensors_for
@@ -191,7 +191,7 @@ class _Read(NamedTuple):
     unread: tuple[str, ...]
 
 
-class NonFinite(Held, Copyable, Shown):
+class NonFinite(Copyable, Shown):
     """Finds the first call that makes a NaN from operands that have none, in forward and backward.
 
     A check is one pass over the outputs for their range, which is NaN if they contain one. If the range is not

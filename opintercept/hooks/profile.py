@@ -15,7 +15,7 @@ from opintercept._call import OpCall
 from opintercept._ops.table import row_of
 from opintercept._record import Note
 from opintercept._rows import Found, Work, settle
-from opintercept._tables import Cells, Held, Table
+from opintercept._tables import Cells, Table
 from opintercept._tensors import dtype_name
 from opintercept._text import counted, write_csv
 from opintercept.hooks._copyable import Copyable
@@ -84,7 +84,7 @@ class _Pending(NamedTuple):
     ended: Any
 
 
-class Profile(Held, Copyable, Table):
+class Profile(Copyable, Table):
     """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and phase.
 
     On a CPU, Profile measures host time. On CUDA it measures the time between two events on the stream, which it

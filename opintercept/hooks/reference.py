@@ -18,7 +18,7 @@ from opintercept._checks import check_choice, check_count
 from opintercept._errors import OpInterceptError, OpInterceptWarning
 from opintercept._ops.table import row_of
 from opintercept._record import Phase
-from opintercept._tables import Cells, Held, Table
+from opintercept._tables import Cells, Table
 from opintercept._tensors import dtype_name, shape_of, share_memory
 from opintercept._text import counted
 from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
@@ -84,7 +84,7 @@ class ReferenceRow:
     nonfinite: int
 
 
-class Reference(Held, Copyable, Table):
+class Reference(Copyable, Table):
     """Runs each matmul again in a higher precision or on another device, and measures the difference.
 
     The reference starts from the same operands, so each call answers only for its own rounding, not for rounding that

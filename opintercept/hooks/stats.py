@@ -16,7 +16,7 @@ from opintercept._checks import check_choice
 from opintercept._errors import HookError, OpInterceptError
 from opintercept._record import Note
 from opintercept._rows import Found, Work, settle
-from opintercept._tables import Cells, Held, Table
+from opintercept._tables import Cells, Table
 from opintercept._tensors import describe, dtype_name
 from opintercept._text import write_csv
 from opintercept.hooks._copyable import Copyable
@@ -112,7 +112,7 @@ class _State(NamedTuple):
     totals: dict[_Key, Cell]
 
 
-class Stats(Held, Copyable, Table):
+class Stats(Copyable, Table):
     """Streaming statistics of operands and outputs by module, operator and phase.
 
     Stats adds up the values of each tensor and their squared distances from its mean, and combines these as Chan,

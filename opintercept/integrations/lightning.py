@@ -13,6 +13,7 @@ from typing import Any
 from opintercept._errors import needs
 from opintercept._hook import Hook
 from opintercept._intercept import Interceptor
+from opintercept._tables import Held
 from opintercept.integrations._training import Training
 from opintercept.runs.recorder import RunRecorder
 
@@ -22,7 +23,7 @@ except ImportError as missing:
     raise needs("opintercept.integrations.lightning", "lightning") from missing
 
 
-class TrainerLog:
+class TrainerLog(Held):
     """Writes figures to the loggers of a trainer. `hooks.Scalars` takes it as a writer.
 
     Args:
@@ -38,7 +39,7 @@ class TrainerLog:
             logger.log_metrics(values, step)
 
 
-class InterceptCallback(Callback):
+class InterceptCallback(Held, Callback):
     """Watches `trainer.fit` with hooks.
 
     The block begins with the first step, after the sanity check, and ends with the training or with the exception that

@@ -12,6 +12,7 @@ from typing import Any
 
 from opintercept._checks import check_count
 from opintercept._errors import OpInterceptError, needs
+from opintercept._tables import Held
 from opintercept.hooks import NonFinite, Profile, Stats
 from opintercept.runs._ranks import rank_and_world_size
 
@@ -50,7 +51,7 @@ _FAMILIES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], tuple[
 }
 
 
-class Exporter(Collector):
+class Exporter(Held, Collector):
     """Shows the counts of hooks to Prometheus.
 
     `Profile` gives calls, FLOP and seconds by module and phase; `Stats` gives values, NaN, Inf, absmax, mean and rms by

@@ -15,6 +15,7 @@ from typing import Any
 from opintercept._errors import needs
 from opintercept._hook import Hook
 from opintercept._intercept import Interceptor
+from opintercept._tables import Held
 from opintercept.integrations._training import Training
 from opintercept.runs.recorder import RunRecorder
 
@@ -34,7 +35,7 @@ except ImportError as missing:
 _PRINTERS = (PrinterCallback, ProgressCallback)
 
 
-class TrainerLog:
+class TrainerLog(Held):
     """Writes figures to whatever a trainer reports to. `hooks.Scalars` takes it as a writer.
 
     That is each callback with an `on_log`, as for `trainer.log`, except those that print. The history of the trainer,
@@ -57,7 +58,7 @@ class TrainerLog:
         trainer.control.should_log = wanted  # the trainer's own log is still to come
 
 
-class InterceptCallback(TrainerCallback):
+class InterceptCallback(Held, TrainerCallback):
     """Watches each training of a `Trainer` with hooks.
 
     The block begins with the first step and ends with the training. A step is one of the optimizer, and has the number
