@@ -14,8 +14,10 @@ from nets import ENGINES, record
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, hooks, intercept
+from opintercept._origin.links import Links
 from opintercept.testing.plugin import OpCalls
 
 
@@ -431,3 +433,19 @@ def test_threads_that_train_at_once_do_not_mix_their_links() -> None:
         assert behind is not None
         assert call.lhs is not None
         assert behind.shape[1] in call.lhs.shape
+
+
+def test_checkpoints_do_not_make_links_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Links, "SOFT", 16)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(8)))
+
+    def train() -> None:
+        for _ in range(4):
+            x: Any = torch.randn(2, 4, requires_grad=True)
+            for layer in net:
+                x = checkpoint(layer, x, use_reentrant=False)
+            x.sum().backward()
+
+    backward = [r for r in record(train) if r.phase == "backward"]
+    assert len(backward) == 4 * 8 * 2
+    assert None not in {r.forward for r in backward}

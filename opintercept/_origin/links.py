@@ -210,7 +210,7 @@ class Links:
             mine.forget([number])  # autograd knows the operands of this one among a custom Function's products
         elif not needed and function is None and not (inside and fresh):
             return place
-        if self._in_backward and not backward:
+        if self._in_backward and phase == "forward":
             self._in_backward = False
             self._round += 1
             if len(links) > self.SOFT:
