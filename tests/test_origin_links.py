@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, hooks, intercept
-from opintercept._origin.links import Links
+from opintercept._origin.links import Link, Links, grad_of
 from opintercept.testing.plugin import OpCalls
 
 
@@ -449,3 +449,12 @@ def test_checkpoints_do_not_make_links_old(monkeypatch: pytest.MonkeyPatch) -> N
     backward = [r for r in record(train) if r.phase == "backward"]
     assert len(backward) == 4 * 8 * 2
     assert None not in {r.forward for r in backward}
+
+
+@pytest.mark.parametrize(("needed", "role"), [("lhs", "lhs"), ("rhs", "rhs")])
+def test_an_operand_that_autograd_has_not_saved_tells_nothing(needed: str, role: str) -> None:
+    freed, kept = 16, 32
+    operands = (freed, kept) if needed == "lhs" else (kept, freed)
+    link = Link(0, "aten::mm", 0, operands, True, True, (("lhs", "rhs").index(needed),))
+    gradient = freed  # which has its memory
+    assert grad_of([gradient, kept], gradient, link)[0] == role

@@ -313,9 +313,11 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
         return None, False  # operands that were cast may have been freed, and others may be in their memory
     lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
     used = {*operands} - {0}
+    wanted = [role for role in ("lhs", "rhs") if roles[role][0] in link.wanted]
+    if len(wanted) == 1 and row.family != "foreign":
+        lhs, rhs = (0, rhs) if wanted == ["lhs"] else (lhs, 0)  # not saved, and others may be in its memory
     if (lhs in used) == (rhs in used):
         # Another library may multiply with a copy of an operand, such as a weight that it dequantises again.
-        wanted = [role for role in ("lhs", "rhs") if roles[role][0] in link.wanted]
         sure = row.family == "foreign" and len(wanted) == 1 and lhs not in used
         return (wanted[0] if sure else None), False
     on_the_left = left != 0 and left in (lhs, rhs)
