@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler import needs_compiler
 from nets import ENGINES, record
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -435,6 +441,62 @@ def test_threads_that_train_at_once_do_not_mix_their_links() -> None:
         assert behind.shape[1] in call.lhs.shape
 
 
+def in_a_new_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function where autograd's numbers begin at 0."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function(*args)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def pack() -> Any:
+    """Hide what nodes save, as offloading does."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_a_graph_of_another_thread_is_not_taken_for_one_of_this_thread(packed: bool) -> None:
+    net = nn.ModuleDict({"its": nn.Linear(4, 4), "own": nn.Linear(4, 4)})
+    net.forward = lambda name, x: net[name](x).sum()
+    recorder = hooks.Recorder()
+
+    def forward(name: str) -> Any:
+        with pack() if packed else contextlib.nullcontext():
+            return net(name, torch.randn(3, 4))
+
+    def both(its: Any) -> None:
+        own = forward("own")
+        its.backward()
+        own.backward()
+
+    with intercept(recorder, threads="all"):
+        in_a_new_thread(both, in_a_new_thread(forward, "its"))
+    assert [(r.phase, r.module, r.forward) for r in recorder.records] == [
+        ("forward", "its", None),
+        ("forward", "own", None),
+        ("backward", "its", 0),
+        ("backward", "own", 1),
+    ]
+
+
+def test_a_node_that_several_threads_may_have_made_is_unknown() -> None:
+    recorder = hooks.Recorder()
+
+    def forward() -> Any:
+        w = torch.randn(4, 4, requires_grad=True)
+        with pack():
+            return torch.mm(torch.randn(3, 4), w * w).sum()  # no weight tells
+
+    def backward(*losses: Any) -> None:
+        for loss in losses:
+            loss.backward()
+
+    with intercept(recorder, threads="all"):
+        in_a_new_thread(backward, *(in_a_new_thread(forward) for _ in range(2)))
+    assert {(r.phase, r.module, r.source, r.forward) for r in recorder.records[2:]} == {("backward", None, None, None)}
+
+
 def test_checkpoints_do_not_make_links_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Links, "SOFT", 16)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(8)))
@@ -458,3 +520,33 @@ def test_an_operand_that_autograd_has_not_saved_tells_nothing(needed: str, role:
     link = Link(0, "aten::mm", 0, operands, True, True, (("lhs", "rhs").index(needed),))
     gradient = freed  # which has its memory
     assert grad_of([gradient, kept], gradient, link)[0] == role
+
+
+@functools.cache
+def on_a_device() -> dict[str, dict[str, list[str]]]:
+    """How programs on a stand-in for a GPU differ from the same programs on the CPU, by engine."""
+    programs = Path(__file__).parent / "helpers" / "device_programs.py"
+    command = [sys.executable, "-X", "faulthandler", str(programs), *DEVICE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    differences: dict[str, dict[str, list[str]]] = json.loads(done.stdout)
+    return differences
+
+
+DEVICE = ("kernel", "mode", "compiled")
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"), reason="torch 2.11 does not tell what nodes save"
+)
+@pytest.mark.parametrize("engine", DEVICE)
+def test_calls_on_a_device_come_from_where_they_come_from_on_the_cpu(
+    request: pytest.FixtureRequest, engine: str
+) -> None:
+    if request.config.getoption("--compiled"):
+        pytest.skip("is the same without --compiled")
+    found = on_a_device()[engine]
+    assert len(found) >= 11
+    assert {program: lines for program, lines in found.items() if lines} == {}

@@ -5,10 +5,11 @@ Invariant: nothing here keeps a tensor or a graph alive. What is unknown is None
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from opintercept._ops.seams import is_seam
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.compiled_graphs import GraphPlace
 from opintercept._origin.place import NOWHERE, Place
-from opintercept._origin.stack import custom_function
+from opintercept._origin.stack import custom_function, in_checkpoint
 from opintercept._record import Phase
 
 # -1 outside of `backward`. This and the names below are private. torch 2.11 to 2.15 have them; if one is missing, the
@@ -29,6 +30,26 @@ _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
+_Function: type[Any] = torch._C._FunctionBase
+_Saved: type[Any] = torch._C._autograd.SavedTensor
+_packing: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Made(NamedTuple):
+    """What tells the node of a call from other threads' nodes, beside the addresses of the call's operands.
+
+    Attributes:
+        task: The graph task in which the call ran, or -1. Its node can only run in a later one.
+        again: Whether a checkpoint repeated the call. Then its node can only run before the checkpoint is done.
+        node: The identity of the node, if it is a custom Function's.
+        looks: The shape and strides of each argument that is a tensor, as the node saves them; None outside of graph
+            tasks, and if the program packs what nodes save.
+    """
+
+    task: int
+    again: bool
+    node: int | None
+    looks: tuple[Any, ...] | None
 
 
 class Link(NamedTuple):
@@ -42,6 +63,7 @@ class Link(NamedTuple):
         sure: Whether autograd has recorded this call for certain, and not only an operator of its name.
         needed: Whether one of its operands needs a gradient. In a custom Function, which may have cast them, none may.
         wanted: The positions of the arguments that need a gradient.
+        made: See `Made`; None for a call outside of graph tasks and custom Functions.
     """
 
     index: int  # type: ignore[assignment]
@@ -51,6 +73,13 @@ class Link(NamedTuple):
     sure: bool
     needed: bool
     wanted: tuple[int, ...]
+    made: Made | None = None
+
+
+class _Life:
+    """Lives as long as a thread."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _ThreadLinks:
@@ -111,11 +140,13 @@ class Links:
     def __init__(self, owner: Callable[[], int | None], place: Callable[[Phase], Place]) -> None:
         self._owner = owner
         self._place = place
-        # Autograd numbers nodes per thread. Keyed by the thread's identity, so that autograd's own threads find them.
-        self._threads: dict[int, _ThreadLinks] = {}
+        # Autograd numbers nodes per thread. With the links, the identity of their thread and what dies with it: Python
+        # may give the identity to a new thread while nodes of the old one are still there.
+        self._threads: dict[_ThreadLinks, tuple[int, weakref.ref[_Life]]] = {}
         self._local = threading.local()
         self._round = 0
         self._in_backward = False
+        self._repeats = False  # whether a checkpoint has repeated a call
         self.wanted = False
         self.names_all = False
 
@@ -129,6 +160,8 @@ class Links:
         backward = call.phase == "backward"
         if backward:
             self._in_backward = True
+        elif call.phase == "recompute":
+            self._repeats = True
         recording = torch.is_grad_enabled()
         function = None
         if not recording:
@@ -158,9 +191,9 @@ class Links:
                 link = Link(call.index, call.op, self._round, tuple(operands), True, needed, tuple(wanted))
                 self._of_this_thread().open = (link, call.place, _sequence_nr() - 1)
             return
-        call.place = self._link(
-            call.op, call.index, call.phase, tuple(operands), tuple(wanted), needed, recording, function, call.place
-        )
+        made = None if call.phase == "forward" and function is None else _made(call, function)
+        seen = tuple(operands), tuple(wanted), needed, recording, function
+        call.place = self._link(call.op, call.index, call.phase, *seen, call.place, made)
 
     def add(self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Place) -> None:
         """Remember a forward call that autograd records.
@@ -185,6 +218,7 @@ class Links:
         recording: bool,
         function: Any,
         place: Place | None,
+        made: Made | None = None,
     ) -> Place | None:
         """Remember a call if autograd may compute its gradient, and return its place if that has been found out."""
         backward = phase == "backward"
@@ -219,7 +253,7 @@ class Links:
             mine.forget(list(islice(links, self.HARD // 2)))
         # A tuple of plain values, so that the garbage collector need not visit it.
         sure = needed or function is not None
-        links[number] = Link(index, op, self._round, operands, sure, needed, wanted)
+        links[number] = Link(index, op, self._round, operands, sure, needed, wanted, made)
         if place is not None:
             mine.places[number] = place
         elif (behind := self.find()) is not None:
@@ -245,11 +279,13 @@ class Links:
     def _of_this_thread(self) -> _ThreadLinks:
         mine: _ThreadLinks | None = getattr(self._local, "links", None)
         if mine is None:
-            # Python may give a thread the identity of one that has ended, whose links are not its own.
-            mine = self._local.links = self._threads[threading.get_ident()] = _ThreadLinks()
+            mine = self._local.links = _ThreadLinks()
+            life = self._local.life = _Life()
+            self._threads[mine] = threading.get_ident(), weakref.ref(life)
             if len(self._threads) > self.THREADS:
-                for ended in self._threads.keys() - sys._current_frames().keys():
-                    del self._threads[ended]
+                for links, (_, life_of) in tuple(self._threads.items()):
+                    if life_of() is None:
+                        self._threads.pop(links, None)
         return mine
 
     def find(self) -> tuple[Link, Place, bool] | None:
@@ -262,16 +298,45 @@ class Links:
         if node is None:
             return None
         self._in_backward = True
-        thread = threading.get_ident()
-        if thread not in self._threads:
-            # A thread of autograd works for the thread that called backward.
-            thread = self._owner() or thread
-        known = self._threads.get(thread)
         number = node._sequence_nr()
+        known: _ThreadLinks | None = getattr(self._local, "links", None)
+        if known is None or len(self._threads) > 1:
+            known = self._maker(node, number, known)
         link = None if known is None else known.links.get(number)
         if known is None or link is None or not _computes(node, link):
             return None
+        if self._repeats:
+            link = _in_place(node, link)
         return link, known.places.get(number, NOWHERE), number in known.shared
+
+    def _maker(self, node: Any, number: int, mine: _ThreadLinks | None) -> _ThreadLinks | None:
+        """Return the links of the thread that has made a node, or None if that cannot be told.
+
+        Each thread numbers its nodes from 0, and a node does not tell Python its thread. Autograd's own threads run
+        nodes of others and, where a graph is made in the backward pass, some of their own.
+
+        Args:
+            node: The node that runs.
+            number: Its number.
+            mine: The links of the running thread.
+        """
+        own = None if mine is None else mine.links.get(number)
+        if own is not None and _computes(node, own) and _evidence(node, own) >= ALL:
+            return mine
+        able = [(each, link) for each in tuple(self._threads) if (link := each.links.get(number)) is not None]
+        able = [(each, link) for each, link in able if _computes(node, link)]
+        if len(able) == 1 and number >= _sequence_nr():
+            return able[0][0]  # this thread has not come to that number, and no other one has a link
+        judged = [(_evidence(node, link), link.index, each) for each, link in able]
+        best = max(judged, key=itemgetter(0, 1), default=(NOT, 0, None))
+        if best[0] >= ALL:
+            return best[2]  # the newest: older ones of the same operands have been freed
+        left = [each for evidence, _, each in judged if evidence == best[0] != NOT]
+        if len(left) > 1 and all(each.links[number].made is None for each in left):
+            caller = self._owner() or threading.get_ident()
+            alive = [each for each, (ident, life) in tuple(self._threads.items()) if ident == caller and life()]
+            left = [each for each in left if each in alive]
+        return left[0] if len(left) == 1 else None
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -280,6 +345,83 @@ def address(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # a layout without one array
         return 0
+
+
+def _made(call: OpCall, function: Any) -> Made:
+    task = graph_task()
+    looks = None
+    if task != -1 and _packing(True) is None:
+        looks = tuple((t.shape, t.stride()) if isinstance(t, torch.Tensor) else None for t in call.args)
+    return Made(task, call.phase == "recompute", None if function is None else id(function), looks)
+
+
+def _saved(node: Any, link: Link) -> list[tuple[int, Any]]:
+    """What a node has saved of the link's operands, by their positions. Not unpacked, which could run a checkpoint."""
+    if not hasattr(_Saved, "unpack_hook"):  # torch 2.11 does not tell
+        return []
+    roles = row_of(link.op).roles.values()
+    found = ((position, getattr(node, f"_raw_saved_{name}", None)) for position, name in roles)
+    return [(at, saved) for at, saved in found if isinstance(saved, _Saved) and at < len(link.operands)]
+
+
+def _in_place(node: Any, link: Link) -> Link:
+    """The link without the addresses of operands that are packed: a checkpoint makes them again, elsewhere."""
+    if all(saved.unpack_hook is None for _, saved in _saved(node, link)):
+        return link
+    leaves = _leaves(node)
+    kept = (at if at in leaves or i not in link.wanted else 0 for i, at in enumerate(link.operands))
+    return link._replace(operands=tuple(kept))
+
+
+VIEWS = 4  # how many views of a weight are looked through
+
+
+def _leaves(node: Any) -> set[int]:
+    """The addresses of the weights whose gradients a node computes, or those of their views."""
+    found = set()
+    for each, _ in node.next_functions:
+        for _ in range(VIEWS):
+            if each is not None and len(each.next_functions) == 1:
+                ((each, _),) = each.next_functions
+        if each is not None and each.name() == "torch::autograd::AccumulateGrad":
+            found.add(address(each.variable))
+    return found - {0}
+
+
+# How well a link fits a node: not at all, unknown, by one of the operands, by all that the node has saved, and by these
+# in their shapes and strides too.
+NOT, UNKNOWN, PARTLY, ALL, EXACTLY = range(-1, 4)
+
+
+def _evidence(node: Any, link: Link) -> int:
+    """How well a link fits a node.
+
+    A node keeps what it has saved, so that no call since can have had another operand at the same address.
+    """
+    made = link.made
+    if made is not None and (made.task == graph_task() or (made.again and not in_checkpoint())):
+        return NOT
+    function = id(node) if isinstance(node, _Function) else None
+    if function is not None or (made is not None and made.node is not None):
+        return UNKNOWN if made is None else EXACTLY if made.node == function else NOT
+    looks = None if made is None else made.looks
+    fits = [_fits(saved, link.operands[at], looks and looks[at]) for at, saved in _saved(node, link) if link.needed]
+    known = [fit for fit in fits if fit is not None]
+    if not known:
+        return PARTLY if link.needed and not _leaves(node).isdisjoint(link.operands) else UNKNOWN
+    if looks is not None:
+        return EXACTLY if all(known) else NOT
+    return ALL if all(known) else PARTLY if any(known) else NOT
+
+
+def _fits(saved: Any, operand: int, look: Any) -> bool | None:
+    """Whether an operand is the tensor that a node has saved; None if that cannot be told."""
+    if saved.unpack_hook is not None:
+        return None if look is None else False
+    tensor = saved.data
+    if tensor is None or (place := address(tensor)) == 0:
+        return None
+    return place == operand and look in (None, (tensor.shape, tensor.stride()))
 
 
 _NODES = frozenset(name.partition("::")[2].replace("_", "") for name in OWN if ROWS[name].kind == "leaf")

@@ -34,12 +34,20 @@ def backward_phase() -> Phase:
     """Return the pass of a call that autograd makes: backward, or a checkpoint's repetition of the forward pass."""
     # Whether gradients are enabled does not tell: `create_graph=True` enables them, and `no_grad` or a custom Function
     # in the repeated pass disables them. A checkpoint has its frames on the stack above autograd's.
+    return "recompute" if in_checkpoint(ENGINE) else "backward"
+
+
+def in_checkpoint(until: CodeType | None = None) -> bool:
+    """Whether a checkpoint has its frames on the stack, or in the part of it above those of a code object."""
     frame: FrameType | None = sys._getframe()  # may be the only one: compiled kernels have no frame
-    while frame is not None and frame.f_code is not ENGINE:
-        if frame.f_code.co_filename == _CHECKPOINT:
-            return "recompute"
-        frame = frame.f_back
-    return "backward"
+    try:
+        while frame is not None and frame.f_code is not until:
+            if frame.f_code.co_filename == _CHECKPOINT:
+                return True
+            frame = frame.f_back
+        return False
+    finally:
+        del frame
 
 
 # Whether a code object belongs to the program. Keyed by identity, since hashing a code object reads all of it.

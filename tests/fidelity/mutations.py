@@ -162,6 +162,13 @@ MUTATIONS = (
         ("tests/test_origin_links.py::test_a_shared_weight_links_each_gradient_to_its_own_call",),
     ),
     Mutation(
+        "takes another thread's graph for one of this thread",
+        "_origin/links.py",
+        "        if known is None or len(self._threads) > 1:\n",
+        "        if known is None:\n",
+        ("tests/test_origin_links.py::test_a_graph_of_another_thread_is_not_taken_for_one_of_this_thread",),
+    ),
+    Mutation(
         "loses the threads that were there before the block",
         "_engines/kernels.py",
         "        if scope.everywhere is not state.everywhere or scope.carried is not carried():\n",
