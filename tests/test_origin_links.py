@@ -522,6 +522,20 @@ def test_an_operand_that_autograd_has_not_saved_tells_nothing(needed: str, role:
     assert grad_of([gradient, kept], gradient, link)[0] == role
 
 
+def test_an_operand_that_has_been_packed_tells_nothing() -> None:
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def program() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            lhs, rhs = x * 1, w * 1
+            output = torch.mm(lhs, rhs)
+        memory = lhs.detach()  # in which the gradient will be, as if it were free
+        output.register_hook(memory.copy_)
+        output.sum().backward()
+
+    assert [r.grad_of for r in record(program)] == [None, None, None]
+
+
 @functools.cache
 def on_a_device() -> dict[str, dict[str, list[str]]]:
     """How programs on a stand-in for a GPU differ from the same programs on the CPU, by engine."""

@@ -146,7 +146,7 @@ class Links:
         self._local = threading.local()
         self._round = 0
         self._in_backward = False
-        self._repeats = False  # whether a checkpoint has repeated a call
+        self._packs = False  # whether the program has packed what nodes save, as checkpoints do
         self.wanted = False
         self.names_all = False
 
@@ -160,8 +160,6 @@ class Links:
         backward = call.phase == "backward"
         if backward:
             self._in_backward = True
-        elif call.phase == "recompute":
-            self._repeats = True
         recording = torch.is_grad_enabled()
         function = None
         if not recording:
@@ -251,6 +249,7 @@ class Links:
                 mine.forget([n for n, link in links.items() if link.round < self._round - 2])
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
+        self._packs = self._packs or _packing(True) is not None
         # A tuple of plain values, so that the garbage collector need not visit it.
         sure = needed or function is not None
         links[number] = Link(index, op, self._round, operands, sure, needed, wanted, made)
@@ -305,7 +304,7 @@ class Links:
         link = None if known is None else known.links.get(number)
         if known is None or link is None or not _computes(node, link):
             return None
-        if self._repeats:
+        if self._packs:
             link = _in_place(node, link)
         return link, known.places.get(number, NOWHERE), number in known.shared
 
@@ -365,7 +364,7 @@ def _saved(node: Any, link: Link) -> list[tuple[int, Any]]:
 
 
 def _in_place(node: Any, link: Link) -> Link:
-    """The link without the addresses of operands that are packed: a checkpoint makes them again, elsewhere."""
+    """The link without the addresses of operands that are packed: they come back elsewhere, and others may be there."""
     if all(saved.unpack_hook is None for _, saved in _saved(node, link)):
         return link
     leaves = _leaves(node)
