@@ -452,15 +452,17 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
         return None, False  # one call computes both gradients of a convolution, or several a part of one each
     if link.sure and not link.needed:
         return None, False  # operands that were cast may have been freed, and others may be in their memory
-    lhs, rhs = (link.operands[p] if (p := roles[r][0]) < len(link.operands) else 0 for r in ("lhs", "rhs"))
+    at, its = (roles["lhs"][0], roles["rhs"][0]), link.operands
+    lhs, rhs = its[at[0]] if at[0] < len(its) else 0, its[at[1]] if at[1] < len(its) else 0
     used = {*operands} - {0}
-    wanted = [role for role in ("lhs", "rhs") if roles[role][0] in link.wanted]
-    if len(wanted) == 1 and row.family != "foreign":
-        lhs, rhs = (0, rhs) if wanted == ["lhs"] else (lhs, 0)  # not saved, and others may be in its memory
+    of_lhs, of_rhs = at[0] in link.wanted, at[1] in link.wanted
+    foreign = row.family == "foreign"
+    if of_lhs is not of_rhs and not foreign:
+        lhs, rhs = (0, rhs) if of_lhs else (lhs, 0)  # not saved, and others may be in its memory
     if (lhs in used) == (rhs in used):
         # Another library may multiply with a copy of an operand, such as a weight that it dequantises again.
-        sure = row.family == "foreign" and len(wanted) == 1 and lhs not in used
-        return (wanted[0] if sure else None), False
+        sure = foreign and of_lhs is not of_rhs and lhs not in used
+        return (("lhs" if of_lhs else "rhs") if sure else None), False
     on_the_left = left != 0 and left in (lhs, rhs)
     if lhs not in used:
         return "lhs", on_the_left
