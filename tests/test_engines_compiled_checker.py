@@ -210,6 +210,49 @@ def test_a_weight_at_the_address_of_another_is_not_taken_for_it() -> None:
     assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 0, 200)
 
 
+@pytest.mark.parametrize("other", [hooks.Recorder, hooks.Stats, hooks.Profile, hooks.NonFinite])
+def test_a_known_weight_meets_new_shapes_beside_other_hooks(other: Callable[[], Any]) -> None:
+    layer, checksum = nn.Linear(16, 16), hooks.Checksum()
+    with torch.no_grad(), intercept([other(), checksum], engine="compiled"):
+        for rows in (8, 8, 3, 3, 5, 8):
+            layer(torch.randn(rows, 16))
+    assert checksum.checked == 6
+
+
+def test_a_product_whose_weight_python_remembers_may_be_suspect() -> None:
+    layer, x = nn.Linear(16, 16), torch.randn(4, 16)
+
+    def body() -> None:
+        with torch.no_grad():
+            layer(x)
+            for _ in range(3):
+                layer.weight.data.mul_(1.5)  # which a kernel cannot know
+                layer(x)
+
+    checksum = Watched(action="record")
+    with torch.no_grad(), intercept(checksum, engine="mode"):
+        layer(x)
+    with intercept(checksum, engine="compiled"):
+        body()
+    assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 1 + 2, 1 + 4)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 1, 1e3])
+def test_the_first_row_of_a_weight_does_not_make_later_ones_suspect(alpha: float) -> None:
+    torch.manual_seed(0)
+    bias, weights = torch.randn(16), [nn.Parameter(torch.randn(16, 16)) for _ in range(100)]
+
+    def body() -> None:
+        with torch.no_grad():
+            for weight in weights:
+                torch.addmm(bias, torch.randn(1, 16), weight, alpha=alpha)
+                for _ in range(20):
+                    torch.addmm(bias, torch.randn(1, 16), weight)
+
+    checksum = checked(body)
+    assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 0, 2100)
+
+
 def test_every_checks_a_share_of_the_calls() -> None:
     a = torch.randn(8, 8)
 

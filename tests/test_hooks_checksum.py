@@ -320,6 +320,26 @@ def test_the_checksums_of_weights_are_remembered(monkeypatch: pytest.MonkeyPatch
     assert read.count(torch.Size([5, 20])) == 3
 
 
+@pytest.mark.parametrize("alpha", [1e-3, 1, 1e3])
+def test_the_first_row_of_a_weight_does_not_make_later_ones_suspect(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    bias, looked = torch.randn(16), []
+    monkeypatch.setattr("opintercept.hooks.checksum.look", lambda *given: looked.append(given))
+
+    def program() -> None:
+        with torch.no_grad():
+            for _ in range(100):
+                weight = nn.Parameter(torch.randn(16, 16))
+                torch.addmm(bias, torch.randn(1, 16), weight, alpha=alpha)
+                for _ in range(10):
+                    torch.addmm(bias, torch.randn(1, 16), weight)
+
+    assert check(program).checked == 1100
+    assert looked == []
+
+
 def test_every_checks_that_share_of_the_calls_of_a_loop_in_turn() -> None:
     modules = nn.ModuleList(nn.Linear(4, 4) for _ in range(10))
     checked: set[str] = set()

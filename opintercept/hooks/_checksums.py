@@ -280,7 +280,7 @@ def expect(
     lhs, rhs, device = product.lhs, product.rhs, product.lhs.device
     matrix = signs(rhs.shape[-1], groups, wide, device)
     integer = not (wide.is_floating_point or wide.is_complex)
-    kept = None if memory is None or product.columns is not None else memory.look_up(rhs, matrix)
+    kept = memory.look_up(rhs, matrix) if memory is not None and taken is None and product.columns is None else None
     if taken is not None:
         inner = taken[0]
     elif kept is None:
@@ -303,23 +303,23 @@ def expect(
     if product.rows is not None:
         sums = sums * product.rows
         norms = norms if norms is None else norms * product.rows.abs()
+    if norms is not None and kept is None:
+        # How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any. The
+        # checksums of a few rows may be less by chance, and those of later rows more.
+        scale = _norm(inner, -2)
+        left = torch.linalg.vector_norm(sums) / torch.linalg.vector_norm(norms * scale)
+        left = left.nan_to_num(0.0, 0.0)  # one row that is not finite must not make all rows suspect
+        scale = scale * left.clamp_min(1 / math.sqrt(rhs.shape[-2] * sums.numel()))
+        if memory is not None and product.columns is None:
+            memory.keep(rhs, matrix, (inner, scale))
     if product.alpha != 1:
         sums = sums * product.alpha
+        norms = norms if norms is None else norms * abs(product.alpha)
     bias = None if product.bias is None else _bias_of_product(product.bias, matrix, memory)
     if bias is not None:
         sums = torch.add(sums, bias[0], alpha=product.beta)
     size = sums.abs() if wide.is_complex else sums
-    if norms is None:
-        smooth = _norm(size, -2) / math.sqrt(size.shape[-2])
-    else:
-        if kept is None:
-            # How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any.
-            scale = _norm(inner, -2)
-            left = torch.linalg.vector_norm(size) / torch.linalg.vector_norm(norms * scale)
-            scale = scale * left.nan_to_num(0.0, 0.0)  # one row that is not finite must not make all rows suspect
-            if memory is not None and product.columns is None:
-                memory.keep(rhs, matrix, (inner, scale))
-        smooth = norms * scale
+    smooth = _norm(size, -2) / math.sqrt(size.shape[-2]) if norms is None else norms * scale
     if bias is not None:
         smooth = torch.add(smooth, bias[1], alpha=abs(product.beta))
     return Expected(product, matrix, inner, middle, sums, torch.hypot(size, smooth), remembered)

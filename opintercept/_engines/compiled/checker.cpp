@@ -233,27 +233,28 @@ bool Checker::compute(
   project(lhs, inner, by_batch, groups, data_of<W>(found.middle), norms.data());
   size_t count = static_cast<size_t>(found.batch * found.rows * groups);
   found.sums.resize(count);
+  std::vector<double> smooth(count, 0.0);
   for (size_t i = 0; i < count; i++) {
     found.sums[i] = alpha * static_cast<double>(middle[i]);
   }
-  std::vector<double> smooth(count, 0.0);
   if (bias != nullptr && !add_bias(found, *bias, beta, by, smooth)) {
     return false;
   }
   std::vector<double>& scale = found.weight.scale;
   if (!found.weight.remembered) {
-    // How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any.
+    // How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any. The checksums
+    // of a few rows may be less by chance, and those of later rows more.
     scale = norms_over_rows(inner, rhs.batch, rhs.rows, groups);
     double left = 0, all = 0;
     for (size_t i = 0; i < count; i++) {
       size_t row = i / static_cast<size_t>(groups), b = row / static_cast<size_t>(found.rows);
       double whole = static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
-      left += found.sums[i] * found.sums[i];
+      left += static_cast<double>(middle[i]) * static_cast<double>(middle[i]);
       all += whole * whole;
     }
-    double ratio = std::sqrt(left) / std::sqrt(all);
+    double ratio = std::sqrt(left) / std::sqrt(all), least = 1 / std::sqrt(static_cast<double>(rhs.rows) * static_cast<double>(count));
     for (double& each : scale) {
-      each = std::isfinite(ratio) ? each * ratio : 0.0;
+      each *= std::isfinite(ratio) ? std::max(ratio, least) : least;
     }
     if (keep) {
       std::lock_guard lock(mutex);
@@ -266,7 +267,7 @@ bool Checker::compute(
   found.size.resize(count);
   for (size_t i = 0; i < count; i++) {
     size_t row = i / static_cast<size_t>(groups), b = row / static_cast<size_t>(found.rows);
-    smooth[i] += static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
+    smooth[i] += std::abs(alpha) * static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
     found.size[i] = std::hypot(found.sums[i], smooth[i]);
   }
   return true;
