@@ -474,7 +474,7 @@ def test_tensors_that_a_transform_has_wrapped_are_not_kept() -> None:
     for size in (4, 20, 200):
         for of_rows in (True, False):
             _hash.weights(torch.device("cpu"), size, of_rows).data_ptr()
-        _content._spread(size, torch.float32).data_ptr()
+        _content._spread(size, False, torch.float32).data_ptr()
     assert [hash_of(tensor) for tensor in tensors] == expected
 
 

@@ -63,17 +63,18 @@ class Tap:
         # Torch's hook would give zeros to those that need no gradient.
         needed = [t for t, need in zip(tensors_of(args, kwargs), self._needed, strict=True) if need]
         passed = dict(zip(map(id, needed), self._hook.setup_input_hook(tuple(needed)), strict=True))
-
-        def put(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return type(value)([put(item) for item in value])
-            return passed.get(id(value), value)
-
-        return tuple(put(value) for value in args), {name: put(value) for name, value in kwargs.items()}
+        return _replaced(args, passed), {name: _replaced(value, passed) for name, value in kwargs.items()}
 
     def output(self, output: Any) -> Any:
         """The output for the program."""
         return self._hook.setup_output_hook(output) if any(self._needed) else output
+
+
+def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
+    """Arguments with other tensors in the place of some. A closure would be a cycle, which keeps them for a while."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_replaced(item, by) for item in value])
+    return by.get(id(value), value)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ limit depends on the output that it judges. Must not import the hook.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -102,8 +103,8 @@ def groups_of(product: Product, fine: bool) -> int:
 
 @cache
 def _signs(n: int) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(n)
-    signs = torch.randint(0, 2, (n,), generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
+    drawn = bytearray(random.Random(n).randbytes(n))  # by Python, since vmap has no torch.randint
+    signs = (torch.frombuffer(drawn, dtype=torch.uint8) & 1).float() * 2 - 1
     signs.data_ptr()  # raises under a torch.func transform, after which the tensor would be of no use
     return signs
 

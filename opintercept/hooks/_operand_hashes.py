@@ -17,7 +17,7 @@ from opintercept._native import values as native
 from opintercept._tensors import is_strided
 from opintercept.hooks import _hash
 from opintercept.hooks._hash import WORDS
-from opintercept.hooks._sum_memory import parameter_of
+from opintercept.hooks._sum_memory import parameter_of, storage_ref
 from opintercept.hooks._values import in_memory
 
 REMEMBERED = 4096
@@ -38,7 +38,7 @@ class OperandHashes:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, tuple[weakref.ref[torch.Tensor], int, int, Hash]] = {}
+        self._kept: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, int, Hash]] = {}
         self._streams: dict[Any, torch.cuda.Stream] = {}
         self._step = 0
 
@@ -65,7 +65,7 @@ class OperandHashes:
         key = id(weight), whole.storage_offset(), whole.shape, whole.stride(), whole.dtype, whole.is_conj(), constants
         version = weight._version
         found = self._kept.get(key)
-        if found is not None and found[0]() is weight and found[1] == version:
+        if found is not None and found[0]() is weight.untyped_storage() and found[1] == version:
             age = self._step - found[2]
             if age == 0 or (age < FROZEN and not weight.requires_grad):
                 return found[3]
@@ -73,7 +73,7 @@ class OperandHashes:
         if hashed is not None:
             if len(self._kept) >= REMEMBERED:
                 self._kept.clear()
-            self._kept[key] = weakref.ref(weight), version, self._step, hashed
+            self._kept[key] = storage_ref(weight), version, self._step, hashed
         return hashed
 
     def _hashed(self, tensor: torch.Tensor, constants: bool) -> Hash | None:

@@ -22,7 +22,7 @@ class Memory:
     """Checksums of weights and biases, which hold until torch writes to the weight."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, tuple[weakref.ref[torch.Tensor], int, Sums]] = {}
+        self._kept: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, Sums]] = {}
 
     def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> Sums | None:
         """What was kept of a weight or a view of one; None if nothing was, or torch has written to the weight since."""
@@ -30,7 +30,7 @@ class Memory:
         if weight is None:
             return None
         found = self._kept.get(_key(weight, tensor, matrix))
-        if found is None or found[0]() is not weight or found[1] != weight._version:
+        if found is None or found[0]() is not weight.untyped_storage() or found[1] != weight._version:
             return None
         return found[2]
 
@@ -43,7 +43,7 @@ class Memory:
             self._kept = {key: kept for key, kept in self._kept.items() if kept[0]() is not None}
             if len(self._kept) >= REMEMBERED:
                 self._kept = {}
-        self._kept[_key(weight, tensor, matrix)] = weakref.ref(weight), weight._version, sums
+        self._kept[_key(weight, tensor, matrix)] = storage_ref(weight), weight._version, sums
 
     def forget(self, tensor: torch.Tensor, matrix: torch.Tensor) -> None:
         """Forget a weight that has changed without torch's knowing."""
@@ -56,6 +56,11 @@ def parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     """The parameter that a tensor is or views; only parameters live long enough to be worth remembering."""
     base = tensor if tensor._base is None else tensor._base
     return base if isinstance(base, torch.nn.Parameter) and not base.is_inference() else None
+
+
+def storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
+    """A weak reference to the memory; `torch.utils.swap_tensors` would refuse a tensor that has one itself."""
+    return weakref.ref(tensor.untyped_storage())
 
 
 def _key(weight: torch.Tensor, view: torch.Tensor, matrix: torch.Tensor) -> Any:

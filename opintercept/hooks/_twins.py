@@ -5,6 +5,7 @@ Invariant: nothing waits for a device, since hashes are compared where they are.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from functools import cache
 from typing import Any
@@ -80,8 +81,8 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(0)
-    found = torch.randint(-(2**63), 2**63 - 1, (PIECE,), generator=generator, dtype=torch.int64, device="cpu")
+    drawn = bytearray(random.Random(0).randbytes(8 * PIECE))  # by Python, since vmap has no torch.randint
+    found = torch.frombuffer(drawn, dtype=torch.int64)
     found = (found | 1).to(device)
     found.data_ptr()  # raises under a torch.func transform, after which the tensor would be of no use
     return found

@@ -7,6 +7,7 @@ digits may differ from device to device.
 from __future__ import annotations
 
 import math
+import random
 import threading
 import weakref
 from functools import lru_cache
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from opintercept._native import values as native
+from opintercept._origin.links import graph_task
 from opintercept._tensors import is_strided
 from opintercept.hooks import _hash
 from opintercept.hooks._values import moments, stored_values
@@ -25,8 +27,8 @@ HOST = ("cpu",)
 REMEMBERED = 4096  # tensors whose values are remembered
 _LONGEST = 1 << 17  # rows and columns of a tensor that is remembered
 
-# What was read of tensors, by memory and look: the tensor, its version, its sums, the values.
-_known: dict[Any, tuple[weakref.ref[torch.Tensor], int | None, tuple[int, float], Values]] = {}
+# What was read of tensors, by memory and look: the storage, the tensor's version, its sums, the values.
+_known: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int | None, tuple[int, float], Values]] = {}
 _small: dict[tuple[int, torch.dtype, int], Values] = {}  # of small tensors, by hash, dtype and count
 _lock = threading.RLock()  # a signal's handler may record a call while its thread does
 
@@ -97,23 +99,31 @@ def _content_of(tensor: Any) -> Content | None:
         return Content(None, _packed(values, bits))
     if bits is not None and count <= _hash.SMALL:
         return Content(_of_small(values, bits))
-    if bits is None or (sums := _sums(values, bits[0])) is None:
+    alive = tensor._base if tensor._is_view() else tensor
+    if bits is None or not _may_remember(alive) or (sums := _sums(values, bits[0])) is None:
         return Content(_read_now(values, bits, bits and _hash.hash_of(*bits)))
     # A weight is an operand of many calls, and q, k and v may share theirs. The sums take a tenth of the hash's time.
-    # The same living tensor of the same version was not written to, unless past autograd, by `.data` say. The sums
+    # The same living memory of the same version was not written to, unless past autograd, by `.data` say. The sums
     # find that.
     version = None if tensor.is_inference() else tensor._version
-    alive = tensor._base if tensor._is_view() else tensor
     key = (values.data_ptr(), values.shape, values.stride(), values.dtype)
-    known = _known.get(key)
-    if known is not None and known[0]() is alive and known[1:3] == (version, sums):
+    storage, known = alive.untyped_storage(), _known.get(key)
+    if known is not None and known[0]() is storage and known[1:3] == (version, sums):
         return Content(known[3])
     read = _read_now(values, bits, _hash.hash_of(*bits))
     with _lock:
         if len(_known) >= REMEMBERED:
             _known.clear()
-        _known[key] = (weakref.ref(alive), version, sums, read)
+        _known[key] = (weakref.ref(storage), version, sums, read)
     return Content(read)
+
+
+def _may_remember(tensor: torch.Tensor) -> bool:
+    """Whether to ask for the storage, as `torch.utils.swap_tensors` refuses a tensor that has a weak reference.
+
+    Autograd copies a gradient whose storage Python has asked for. So in a backward pass only weights are remembered.
+    """
+    return graph_task() == -1 or isinstance(tensor, torch.nn.Parameter)
 
 
 def _values_of(found: native.Found) -> Values:
@@ -160,16 +170,16 @@ def _sums(values: torch.Tensor, dense: torch.Tensor) -> tuple[int, float] | None
     height = flat.numel() // width
     if (flat.numel() * size) % 8 or flat.data_ptr() % 8 or max(width, height) > _LONGEST:
         return None
-    rows = torch.mv(dense.view(height, width), _spread(width, dense.dtype))
-    weighted = torch.dot(rows, _spread(height, dense.dtype)).item()
+    rows = torch.mv(dense.view(height, width), _spread(width, False, dense.dtype))
+    weighted = torch.dot(rows, _spread(height, True, dense.dtype)).item()
     return int(flat.view(torch.int64).sum()), weighted
 
 
 @lru_cache(256)
-def _spread(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Weights from 1 to 2, `[size]`."""
-    generator = torch.Generator("cpu").manual_seed(size)
-    return _hash.check_unwrapped(torch.rand(size, dtype=dtype, generator=generator, device="cpu") + 1)
+def _spread(size: int, of_rows: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Weights from 1 to 2, `[size]`; with the same ones for rows and columns, a square would equal its transpose."""
+    drawn = bytearray(random.Random(2 * size + of_rows).randbytes(4 * size))  # by Python, since vmap has no torch.rand
+    return _hash.check_unwrapped((torch.frombuffer(drawn, dtype=torch.int32).double() / 2**32 + 1.5).to(dtype))
 
 
 def _floats(values: torch.Tensor) -> torch.Tensor:

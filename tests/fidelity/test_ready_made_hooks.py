@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler import COMPILED
+from native import reading
 from torch import Tensor, nn
 
-from opintercept import OpCall, hooks, intercept
+from opintercept import OpCall, hooks, intercept, runs
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +97,60 @@ def test_all_observing_hooks_together_change_nothing(options: dict[str, Any]) ->
         assert torch.equal(one, other), place
     recorder = next(hook for hook in chosen if isinstance(hook, hooks.Recorder))
     assert len(recorder.records) > 20
+
+
+ENGINES = [{"engine": "kernel"}, COMPILED, {"engine": "mode"}]
+
+
+@pytest.fixture
+def converts_by_swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.filterwarnings("ignore:AttentionWeights skipped")
+@pytest.mark.usefixtures("one_of_two_ranks", "converts_by_swapping")
+@pytest.mark.parametrize("in_cpp", [False, True])
+@pytest.mark.parametrize("options", [*ENGINES, {"level": "function"}])
+def test_tensors_that_a_hook_has_seen_can_be_swapped(options: dict[str, Any], in_cpp: bool, tmp_path: Path) -> None:
+    with reading(in_cpp):
+        for hook in [*observers(), hooks.Checksum(recompute=True), *recorders(tmp_path)]:
+            model, x = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 4)), torch.randn(100, 300)
+            with intercept(hook, **options):
+                for _ in range(3):
+                    model(x).sum().backward()
+                model.bfloat16()  # swaps parameters and gradients
+                for parameter in model.parameters():
+                    torch.utils.swap_tensors(parameter, nn.Parameter(torch.randn_like(parameter)))
+                model(x.bfloat16()).sum().backward()
+
+
+def recorders(folder: Path) -> list[Any]:
+    """`RunRecorder`s that keep different things of tensors."""
+    return [
+        runs.RunRecorder(folder / "summary"),
+        runs.RunRecorder(folder / "sample", tensors="sample"),
+        runs.RunRecorder(folder / "full", tensors="full"),
+        runs.RunRecorder(folder / "flight", tensors="full", flight=20),
+    ]
+
+
+@pytest.mark.usefixtures("one_of_two_ranks")
+@pytest.mark.parametrize("options", ENGINES)
+def test_hooks_need_no_random_operator_of_torch(options: dict[str, Any]) -> None:
+    widths = [101 + 10 * ENGINES.index(options) + place if options in ENGINES else 301 + place for place in range(3)]
+    a, b, x = torch.randn(*widths[:2]), torch.randn(*widths[1:]), torch.randn(3, widths[0])
+    checksum = hooks.Checksum()
+    before = random.getstate(), torch.get_rng_state()
+    with reading(True):
+        for chosen in ([checksum], observers()):
+            with intercept(chosen, **options):
+                # Vmap refuses random operators.
+                torch.autograd.functional.jacobian(lambda x: torch.tanh(x @ a) @ b, x, vectorize=True)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert (checksum.checked, checksum.skipped) == (4, {})
 
 
 def test_the_same_comparison_notices_a_hook_that_edits() -> None:

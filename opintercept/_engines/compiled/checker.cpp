@@ -71,8 +71,21 @@ const at::Tensor* tensor_of(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() ? &value.toTensor() : nullptr;
 }
 
-at::Tensor base_of(const at::Tensor& tensor) {
-  return tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+bool is_trained(const at::Tensor& tensor) { // or a view of what is
+  at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+  return base.requires_grad() && base.is_leaf();
+}
+
+const c10::VariableVersion& counter_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter();
+}
+
+// Which counter this is: torch has no function for that, but a pointer to the counter is all that is in it.
+const void* identity_of(const c10::VariableVersion& counter) {
+  static_assert(sizeof counter == sizeof(void*));
+  const void* found;
+  std::memcpy(&found, &counter, sizeof found);
+  return found;
 }
 
 // The norms of [batch, rows, groups] over rows, [batch, groups].
@@ -96,12 +109,12 @@ std::vector<double> norms_over_rows(const T* values, int64_t batch, int64_t rows
 } // namespace
 
 size_t Checker::ByKey::operator()(const Key& key) const {
-  return std::hash<const void*>()(key.data) * 31 + std::hash<const void*>()(key.base);
+  return std::hash<const void*>()(key.data) * 31 + std::hash<const void*>()(key.counter);
 }
 
 Checker::Key Checker::key_of(const at::Tensor& rhs, const Matrices& matrices, bool is_wide) {
   std::array<int64_t, 4> shape{matrices.rows, matrices.columns, matrices.of_row, matrices.of_column};
-  return {base_of(rhs).unsafeGetTensorImpl(), matrices.data, shape, matrices.dtype, is_wide};
+  return {identity_of(counter_of(rhs)), matrices.data, shape, matrices.dtype, is_wide};
 }
 
 Form* Checker::form(const Overload& overload) {
@@ -199,25 +212,24 @@ bool Checker::compute(
   // What is remembered of the weight.
   bool keep = false;
   Key key;
-  if (right.dim() == 2 && !right.is_inference()) {
-    at::Tensor base = base_of(right);
+  if (right.dim() == 2 && counter_of(right).enabled()) { // which those of inference mode are not
     key = key_of(right, rhs, found.wide);
-    uint32_t version = base.unsafeGetTensorImpl()->version_counter().current_version();
+    const c10::VariableVersion& counter = counter_of(right);
+    Kept now{right.storage().getWeakStorageImpl(), counter, counter.current_version(), {}};
+    keep = is_trained(right); // others when they are seen a second time
     std::lock_guard lock(mutex);
     if (weights.size() >= REMEMBERED) {
-      std::erase_if(weights, [](const auto& each) { return each.second.base.expired(); });
+      std::erase_if(weights, [](const auto& each) { return each.second.memory.expired(); });
       if (weights.size() >= REMEMBERED) {
         weights.clear();
       }
     }
-    using Weak = decltype(Kept::base);
-    keep = base.requires_grad() && base.is_leaf(); // others when they are seen a second time
-    auto [kept, fresh] = weights.try_emplace(key, Kept{Weak(base.getIntrusivePtr()), version, {}});
-    if (!fresh && kept->second.version == version && !kept->second.base.expired()) {
+    auto [kept, fresh] = weights.try_emplace(key, now);
+    if (!fresh && kept->second.version == now.version && kept->second.memory == now.memory) {
       keep = true;
       found.weight = kept->second.weight;
     } else if (!fresh) {
-      kept->second = Kept{Weak(base.getIntrusivePtr()), version, {}};
+      kept->second = now;
     }
   }
   int64_t groups = found.groups, width = (found.columns + groups - 1) / groups;
@@ -370,7 +382,7 @@ void Checker::count(const Checked& expected) {
 
 void Checker::forget(const at::Tensor& rhs, bool is_wide) {
   Matrices matrices;
-  if (rhs.dim() == 2 && !rhs.is_inference() && matrices.describe(rhs)) {
+  if (rhs.dim() == 2 && counter_of(rhs).enabled() && matrices.describe(rhs)) {
     std::lock_guard lock(mutex);
     weights.erase(key_of(rhs, matrices, is_wide));
   }

@@ -6,7 +6,8 @@
 #include "kernels.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
 
 #include <array>
 #include <atomic>
@@ -71,7 +72,7 @@ class Checker {
   static constexpr size_t REMEMBERED = 1024; // weights
 
   struct Key {
-    const void *base, *data;
+    const void *counter, *data; // the first of the weight's versions, which its views share
     std::array<int64_t, 4> shape;
     c10::ScalarType dtype;
     bool wide;
@@ -81,7 +82,10 @@ class Checker {
     size_t operator()(const Key& key) const;
   };
   struct Kept {
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> base;
+    // What keeps the addresses of the key from others. A weak reference to the tensor would do so too, but
+    // `torch.utils.swap_tensors` refuses a tensor that has one.
+    c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+    c10::VariableVersion counter;
     uint32_t version;
     Weighed weight; // empty until it is worth remembering, since most operands are seen only once
   };
