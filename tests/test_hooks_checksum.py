@@ -370,6 +370,52 @@ def test_values_that_are_not_finite_or_overflow_raise_no_alarm(value: float) -> 
     assert checksum.findings == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_are_rounded_before_they_are_added_raise_no_alarm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+
+    def program() -> None:
+        for _ in range(200):
+            a, x, y = torch.randn(8, 48).to(dtype).t(), torch.randn(8).to(dtype), torch.randn(48).to(dtype)
+            torch.addmv(y, a, x)
+            torch.addmv(y, a, x, alpha=0.3, beta=1.7)
+            torch.addmv(y, a, x, alpha=6e-8, beta=0)
+            nn.functional.linear(x.expand(2, 3, 8), a, y)
+            torch.sparse.mm(a.to_sparse(), x.unsqueeze(1))
+            torch.sparse.addmm(y.unsqueeze(1), (a * 1e-4).to_sparse(), 1e4 * x.unsqueeze(1), alpha=1e-3, beta=0)
+
+    assert check(program, level="function").findings == []
+    assert check(program).findings == []
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("alpha", [0, 1e-45, 1e-30, 1e30, 1e38])
+def test_an_overflow_that_alpha_brings_back_or_makes_raises_no_alarm(alpha: float, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    a, b, c = (torch.randn(shape).to(dtype) for shape in ((6, 12), (12, 20), (6, 20)))
+    a[1:4] = largest / torch.tensor([[1], [2], [1e4]])
+
+    def program() -> None:
+        torch.addmm(c, a, b, alpha=alpha)
+        torch.addmm(c, a, b, alpha=alpha, beta=1e30)
+        torch.addbmm(c, a.expand(2, 6, 12), b.expand(2, 12, 20), alpha=alpha)
+        if dtype != torch.float16 or alpha < 1:  # float16 cannot hold the others
+            torch.addmv(c[:, 0], a, b[:, 0], alpha=alpha)
+
+    assert check(program).findings == []
+
+
+def test_an_autocast_that_overflows_raises_no_alarm() -> None:
+    x, layer = torch.tensor([[1e6, -1e6, 1e-9, 1e-7]]).bfloat16(), nn.Linear(4, 3)
+
+    def program() -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            layer(x)
+            layer(x[:, 2:].repeat(1, 2))
+
+    assert check(program, level="function").findings == []
+
+
 def test_a_nan_that_the_operands_do_not_explain_is_found() -> None:
     a = torch.randn(40, 50)
     a[3, 4] = float("inf")

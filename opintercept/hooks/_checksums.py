@@ -412,7 +412,8 @@ def screen(expected: Expected, output: torch.Tensor, units: Units) -> Screen:
     k, n = expected.product.rhs.shape[-2:]
     own, groups = unit(wide), expected.signs.shape[1]
     variance = (units.sums**2 * (k + 1) + own**2 * (k + n / groups)) / 6
-    variance += 0.2 * (units.output**2 * expected.product.partial + 4 * units.partial**2 + 2 * units.operands**2)
+    rounded = expected.product.partial + expected.product.apart
+    variance += 0.2 * (units.output**2 * rounded + 4 * units.partial**2 + 2 * units.operands**2)
     deviation = math.sqrt(variance)
     least = torch.finfo(wide).tiny / deviation * (k + 2)
     return Screen(residual, residual.abs() / expected.size.clamp_min(least), deviation)
@@ -514,25 +515,41 @@ def examine(
                 scale.expand(lhs.shape[0], 1)[rows] if dim == 0 else scale.expand(1, product.rhs.shape[-1])[:, columns]
             )
             factor = factor * scale
-    value, size = value * factor, size * abs(factor)
-    square = square * abs(factor) ** 2
+    weight, whole = abs(factor), size
+    value, size, square = value * factor, size * weight, square * (weight * weight)
+    apart = value.abs() * (product.apart * (1 if product.alpha == 1 else 2))
     if product.bias is not None:
-        bias = _bias_of(product, batch, rows, columns).to(fine) * product.beta
+        bias = _bias_of(product, batch, rows, columns).to(fine)
+        whole, bias = torch.maximum(whole, bias.abs().expand_as(whole)), bias * product.beta
         value, size = value + bias, size + bias.abs()
+        if product.apart and product.beta != 1:
+            apart = apart + 2 * bias.abs()
     k, dtype = product.lhs.shape[-1], output.dtype.to_real()
     info, modulus = torch.finfo(dtype), value.abs()
     inside = torch.finfo(torch.promote_types(dtype, torch.float32))
-    floor = (k + 2) * inside.tiny * max(1.0, abs(product.alpha)) + (0.0 if dtype == torch.float16 else info.tiny)
+    between = info if product.apart or product.partial > 1 else inside  # what the operator has between its steps
+    grain = info.tiny * info.eps if between.dtype == "float16" else inside.tiny  # to which it rounds alpha and beta
+    floor: Any = (k + 2) * inside.tiny * max(1.0, abs(product.alpha)) + (0.0 if dtype == torch.float16 else info.tiny)
+    if product.alpha != 1 or product.beta != 1:
+        floor = floor + 2 * grain * whole
+    converts = dtype == torch.float16 and lhs.dtype != dtype and lhs.dtype.itemsize > 1  # as autocast does
+    largest = torch.maximum(whole, size).clamp_min(max(abs(product.alpha), abs(product.beta)))
+    if converts or abs(product.alpha) > 1:  # by which a device may multiply the operands
+        most = torch.maximum(magnitudes.amax(), rhs.abs().amax().to(size.dtype))
+        largest = torch.maximum(largest, most * max(abs(product.alpha), inside.max / info.max * converts))
+    if converts or (product.partial > 1 and product.alpha != 1):  # small operands lose digits
+        floor = floor + info.tiny * info.eps * (magnitudes.sum(1, keepdim=True) + rhs.abs().sum(0, dtype=size.dtype))
     ulp = _power(size if product.partial > 1 else modulus, info) * info.eps * product.partial
     own = units.sums + unit(fine)
     variance = (own**2 * (k + 2)) * size.square()
     if wants_squares:
         variance += 2 * units.operands**2 * square + 4 * units.partial**2 * (square + modulus.square())
-    deviation = ulp / math.sqrt(2) + own * (k + 2) / 2 * size + floor
+    deviation = ulp / math.sqrt(2) + own * (k + 2) / 2 * size + units.output * apart + floor
     bound = ulp / 2 + deviation + sigma * variance.sqrt()
     error = (got - value).abs()
-    # An overflow on the way is no error, nor is what becomes of values that are not finite to begin with.
-    free = ~torch.isfinite(modulus) | (modulus + bound >= info.max) | (size >= inside.max)
+    # An overflow on the way is no error, even if a tiny alpha makes the exact value finite again, nor is what becomes
+    # of values that are not finite to begin with.
+    free = ~((modulus + bound < info.max) & (largest < between.max))
     error = error.where(~free, 0)
     return Examined(got, value, error, bound, deviation + variance.sqrt())
 

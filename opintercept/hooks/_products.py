@@ -39,7 +39,10 @@ class Product(NamedTuple):
         beta: Multiplies the bias.
         rows: Scales of the rows of lhs; the shape broadcasts to `[m, 1]`.
         columns: Scales of the columns of rhs; the shape broadcasts to `[1, n]`.
-        partial: How many partial sums the operator rounds to the output's dtype; 1 for all but `addbmm`.
+        partial: How many partial sums the operator rounds to the output's dtype; 1 for all but `addbmm`
+            and sparse operands of 16 bits.
+        apart: Whether the operator may round alpha, beta, the scaled product and the scaled bias to the output's dtype
+            before it adds the two.
         coarse: The dtype to which the operator may round its operands first, as after dequantising; or None.
         fast: Whether a device may add up float8 products in few bits.
         turned: Whether the roles of lhs and rhs are swapped, because the output has a single column.
@@ -54,6 +57,7 @@ class Product(NamedTuple):
     rows: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     partial: int = 1
+    apart: bool = False
     coarse: torch.dtype | None = None
     fast: bool = False
     turned: bool = False
@@ -157,7 +161,7 @@ def _same(output: Any) -> torch.Tensor:
 def _product(lhs: torch.Tensor, rhs: torch.Tensor) -> Product:
     """The product that `torch.matmul` computes."""
     if lhs.dim() == rhs.dim() and (lhs.dim() == 2 or (lhs.dim() == 3 and lhs.shape[0] == rhs.shape[0])):
-        return Product(lhs, rhs, _same)
+        return Product(lhs, rhs, _same, partial=_partial_sums(lhs, rhs))
     left = lhs if lhs.dim() > 1 else lhs.unsqueeze(0)
     right = rhs if rhs.dim() > 1 else rhs.unsqueeze(1)
     if right.dim() == 2:
@@ -167,6 +171,12 @@ def _product(lhs: torch.Tensor, rhs: torch.Tensor) -> Product:
         left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (left, right))
     shape = (*left.shape[:-1], right.shape[-1])
     return Product(left, right, lambda output: output.reshape(shape))
+
+
+def _partial_sums(lhs: torch.Tensor, rhs: torch.Tensor) -> int:
+    """How many sums are rounded to the output's dtype: all if an operand is sparse, as those are added up in it."""
+    sparse = lhs.layout is not torch.strided or rhs.layout is not torch.strided
+    return lhs.shape[-1] + 1 if sparse and lhs.dtype.itemsize == 2 else 1
 
 
 def _turned(product: Product) -> Product:
@@ -209,19 +219,21 @@ def _linear(call: OpCall) -> list[Product]:
     product = _product(lhs, rhs.mT if rhs.dim() > 1 else rhs)
     bias = call.bias
     if bias is not None:
-        product = product._replace(bias=bias)
+        product = product._replace(bias=bias, apart=True)  # matmul and add, for some shapes and layouts
     return [_turned(product)]
 
 
 def _addmm(call: OpCall) -> list[Product]:
     lhs, rhs = _sides(call)
     alpha, beta, bias = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1), call.bias
-    product = _product(lhs, rhs)
+    product = _product(lhs, rhs)._replace(alpha=alpha)
+    if rhs.dim() == 1:  # on the CPU, addmv in few bits computes with alpha, beta and sums in as few
+        product = product._replace(apart=True)
     if bias is None or beta == 0:  # torch does not read the bias then
-        return [_turned(product._replace(alpha=alpha))]
+        return [_turned(product)]
     if rhs.dim() == 1 and bias.dim() == 1:
         bias = bias.unsqueeze(1)
-    return [_turned(Product(product.lhs, product.rhs, product.out, bias, alpha, beta))]
+    return [_turned(product._replace(bias=bias, beta=beta))]
 
 
 def _addbmm(call: OpCall) -> list[Product]:

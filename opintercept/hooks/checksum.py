@@ -71,7 +71,8 @@ class Checksum(Finds[WrongProduct]):
     of summation: with a probability of at least 1 - 2 k exp(-sigma**2 / 2) if errors of rounding are independent
     (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and for equal numbers, whose errors are not. u is the unit
     roundoff of float32 for dtypes of up to 32 bits, and that of float64 otherwise. TF32, bfloat16 passes and sums in
-    reduced precision add theirs where `torch.backends` allows them. Integers must be equal. So errors below rounding go
+    reduced precision add theirs where `torch.backends` allows them, and so do operators that round alpha, beta, the
+    product or the scaled bias before they add them. Integers must be equal. So errors below rounding go
     unnoticed, and so do those in an operand before it is read. Elements whose exact value is not finite are not judged.
 
     Operators of the table that compute `alpha A B + beta bias` are checked: matrices, batches, vectors, `out=` and
@@ -222,7 +223,7 @@ class Checksum(Finds[WrongProduct]):
                 self._kept.put(call, without_graph(self._expect, call, products))
         except NoProduct as reason:
             self._skip(call, str(reason))
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, OverflowError) as error:
             # Operands that do not fit, which the operator will refuse, or a dtype that the device cannot multiply.
             self._skip(call, str(error).partition("\n")[0])
 
@@ -287,7 +288,7 @@ class Checksum(Finds[WrongProduct]):
         with without_autocast(kept.expected[0].signs.device):
             try:
                 found = without_graph(self._compare, call, kept)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, OverflowError) as error:
                 self._skip(call, str(error).partition("\n")[0])
         for finding in found[:1]:
             self._tell(self._saved(finding, call, kept))
