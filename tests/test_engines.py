@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -10,15 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sampled
 import torch
 import torch.nn.functional as F
 from compiler import COMPILED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
-from opintercept._engines import function_mode, kernels, scope
+from opintercept._engines import function_mode, kernels, overloads, scope
+from opintercept._ops import table
 
 BELOW = [pytest.param({}, id="kernel"), COMPILED, pytest.param({"engine": "mode"}, id="mode")]
 ENGINES = [*BELOW, pytest.param({"level": "function"}, id="function")]
@@ -79,6 +83,137 @@ def test_kernel_engine_passes_numbers_on_as_numbers() -> None:
     assert [result.dtype for result in results] == [result.dtype for result in expected]
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert names == ["aten::add", "aten::mul", "aten::mul_", "aten::add"]
+
+
+# Torch makes a tensor of a number in each of these, which an operator gets that is no arithmetic one.
+NUMBERS: dict[str, Callable[[], torch.Tensor]] = {
+    "copy_": lambda: torch.arange(8)[None, :, None] * 1.0,
+    "copysign": lambda: torch.copysign(torch.arange(3), -0.0),
+    "remainder": lambda: torch.take_along_dim(torch.arange(6).view(2, 3), torch.tensor([[-1], [0]]), 1),
+    "fmod_": lambda: torch.logdet(torch.eye(3, dtype=torch.complex64)),
+    "aten::pow.Tensor_Tensor_out": lambda: torch.pow(2.5, torch.arange(3)),
+    "mul": lambda: torch.arange(3, dtype=torch.uint8) * True,
+    "div": lambda: torch.arange(3) / 2j,
+}
+
+
+@pytest.mark.parametrize("op", NUMBERS)
+@pytest.mark.parametrize("engine", BELOW)
+def test_an_operator_gets_a_number_as_the_program_gave_it(engine: dict[str, Any], op: str) -> None:
+    calls: list[OpCall] = []
+    expected = NUMBERS[op]()
+    with intercept(calls.append, ops=op, **engine):
+        result = NUMBERS[op]()
+    assert calls or engine == {"engine": "mode"}  # which does not see what an operator calls
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+
+
+def marked(number: complex) -> torch.Tensor:
+    """A tensor that torch has made of a number."""
+    factor = torch.zeros((), dtype=torch.complex128, requires_grad=True)
+    return (factor * number).grad_fn._saved_other  # type: ignore[no-any-return, union-attr]
+
+
+def sample(kind: str, tensor: torch.Tensor) -> Any:
+    """A value for a parameter."""
+    plain = {"number": 2, "int": 1, "SymInt": 1, "float": 0.5, "bool": False, "str": "mean", "Tensor": tensor.clone()}
+    plain |= {"List[Tensor]": [tensor.clone(), tensor.clone()], "Optional[Tensor]": tensor.clone()}
+    return None if kind.startswith("Optional") and kind not in plain else plain.get(kind, [1])
+
+
+def with_numbers(overload: torch._ops.OpOverload, number: complex, tensor: torch.Tensor) -> list[Any]:
+    """Arguments of an overload, with a number for one of its tensors, for each of them in turn."""
+    found = []
+    parameters = overload._schema.arguments
+    for place, chosen in enumerate(parameters):
+        kind = str(chosen.type)
+        if "Tensor" not in kind or chosen.is_out or (chosen.alias_info and chosen.alias_info.is_write):
+            continue
+        args, kwargs = list[Any](), dict[str, Any]()
+        for index, parameter in enumerate(parameters):
+            if index == place:
+                value: Any = [marked(number), tensor.clone()] if "List" in kind else marked(number)
+            elif parameter.has_default_value():
+                if parameter.kwarg_only or index > place:
+                    continue
+                value = parameter.default_value
+            elif parameter.is_out:
+                value = torch.empty(0, dtype=tensor.dtype)
+            else:
+                value = sample(str(parameter.type), tensor)
+            if parameter.kwarg_only:
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        found.append((args, kwargs))
+    return found
+
+
+def outcomes(overload: torch._ops.OpOverload, number: complex) -> list[str]:
+    """What an overload makes of each, as text that has every bit."""
+    found = []
+    for tensor in (torch.full((2, 2), 1.5), torch.ones(3, dtype=torch.float16), torch.tensor([1, 0])):
+        for args, kwargs in with_numbers(overload, number, tensor):
+            torch.manual_seed(0)
+            try:
+                output = overload(*args, **kwargs)
+            except Exception:
+                found.append("raises")
+            else:
+                found.append(repr(tree_map_only(torch.Tensor, exact, output)))
+    return found
+
+
+def exact(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return str(tensor)
+    return tensor.dtype, tensor.shape, tensor.resolve_conj().resolve_neg().tolist()
+
+
+# These read or leave memory that nobody has written, or write out of bounds.
+UNSAFE = r"^_|empty|new_|resize|^set|sparse|quantize|mkldnn|cudnn|miopen|mps|nested|rand|as_strided"
+# Torch reduces a tensor that it has made of a number to a random value.
+UNSAFE += r"|^(sum|mean|prod|amax|amin|aminmax|all|any|linalg__powsum|linalg_vector_norm|norm|nansum|logsumexp)$"
+
+
+def takes_numbers(packet: Any) -> list[torch._ops.OpOverload]:
+    """The overloads of a packet that kernels can watch, that have tensors, and that are not ours."""
+    found = [getattr(packet, name) for name in packet.overloads()]
+    return [
+        overload
+        for overload in found
+        if any("Tensor" in str(a.type) for a in overload._schema.arguments)
+        and torch._C._dispatch_has_kernel(overload.name())
+        and not overloads.is_composite(overload)
+        and overloads.is_runnable(overload)
+        and not kernels.KERNELS.selects_backend(overload)
+        and overload._schema.name not in table.OWN
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:var:UserWarning")
+@pytest.mark.parametrize("number", [0.1, 2j], ids=str)
+def test_every_operator_makes_the_same_of_a_number_for_a_tensor(number: complex) -> None:
+    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::")}
+    safe = sorted(n for name in names if not re.search(UNSAFE, n := name.removeprefix("aten::")))
+    chosen = [
+        o
+        for n in safe
+        if sampled.picks(n, 8) and hasattr(torch.ops.aten, n)
+        for o in takes_numbers(getattr(torch.ops.aten, n))
+    ]
+    expected = {overload: outcomes(overload, number) for overload in chosen}
+    calls: list[str] = []
+    with intercept(lambda call: calls.append(call.op), ops=chosen, engine="kernel"):
+        results = {overload: outcomes(overload, number) for overload in chosen}
+    again = {overload: outcomes(overload, number) for overload in chosen}
+    differ = [overload for overload in chosen if expected[overload] == again[overload] != results[overload]]
+    assert differ == []
+    worked = sum(set(each) != {"raises"} for each in expected.values())
+    assert worked > len(chosen) / 6
+    assert len(calls) > worked
 
 
 @torch.library.custom_op("opintercept_tests::twice", mutates_args=())

@@ -64,6 +64,33 @@ _UNREAL = (
 _below: dict[int, Any] = {}
 
 
+# In `x + 1` the 1 is a tensor with a mark, by which types are promoted as for a number. Torch hands it to Python as a
+# number, and takes none back for the tensor. (A call by dispatch key takes one, for few operators, and jumps to address
+# 0 where the key has no kernel of its own.) Python cannot set the mark, but `Tensor.data` keeps it, and autograd saves
+# the tensor by which it multiplies.
+_DTYPES: dict[type, Any] = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_marks: dict[torch.dtype, torch.Tensor] = {}
+
+
+def _find_marks() -> None:
+    factor = torch.zeros((), dtype=torch.complex128, device="cpu", requires_grad=True)
+    for number in (True, 1, 1.0, 1j, 2**63):
+        saved = getattr((factor * number).grad_fn, "_saved_other", None)
+        if saved is not None:
+            _marks[saved.dtype] = saved
+
+
+# In a thread of its own, which no mode, no transform and no `no_grad` of this one reaches.
+_finder = threading.Thread(target=_find_marks)
+_finder.start()
+_finder.join()
+
+# Called straight at the CPU's kernels, so that no block and no mode sees them.
+_CPU: Any = None if _key is None else torch._C.DispatchKeySet(_key.CPU)
+_scalar_tensor: Any = torch.ops.aten.scalar_tensor.default._handle.redispatch_boxed
+_set_storage: Any = torch.ops.aten.set_.source_Storage_storage_offset._handle.redispatch_boxed
+
+
 class KernelEngine(Engine):
     """Installs kernels in Python. A subclass may make some of them in another way.
 
@@ -78,6 +105,7 @@ class KernelEngine(Engine):
         "torch._C._dispatch_keyset_full_after": _full_after,
         "torch._C._dispatch_has_kernel_for_dispatch_key": _has_kernel,
         "torch._C._dispatch_find_schema_or_throw": _overloads.find_schema,
+        "MulBackward0._saved_other": _marks or None,
     }
     every_thread = True
 
@@ -288,20 +316,41 @@ def _descend(keyset: Any) -> tuple[Any, bool]:
     return below, real
 
 
+def _marked(value: Any, is_tensor: bool) -> Any:
+    """What torch has made a number of, or numbers in a list, as it was; anything else as it is."""
+    if not is_tensor:
+        return value
+    if isinstance(value, (list, tuple)):
+        return value if _DTYPES.keys().isdisjoint(map(type, value)) else [_marked(item, True) for item in value]
+    dtype = _DTYPES.get(type(value))
+    if dtype is None:
+        return value
+    with torch._C.DisableTorchFunction():
+        tensor = _marks[torch.uint64 if dtype is torch.int64 and value >= 2**63 else dtype].data
+        storage = _scalar_tensor(_CPU, value, dtype=tensor.dtype).untyped_storage()
+        _set_storage(_CPU, tensor, storage, 0, [], [])
+    return tensor
+
+
 def redispatcher(name: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """A callable that runs the operator for a key set: `OpOverload.redispatch` without its Python frame."""
     boxed = overload._handle.redispatch_boxed
     if name.partition(".")[0] in OWN:
         return boxed  # nobody passes a number for one of their tensors
-    # In `x + 1` the 1 is a tensor, which torch hands to Python as a number and `redispatch_boxed` does not accept
-    # back. A call by dispatch key accepts it, and promotes types as for a number; a tensor that we made would not.
-    tensors = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
+    arguments, returns = overload._schema.arguments, overload._schema.returns
+    tensors = [a for a in arguments if "Tensor" in str(a.type)]
+    looks_inside = any("List" in str(a.type) or (a.kwarg_only and not a.is_out) for a in tensors)
+    places, names = ["Tensor" in str(a.type) for a in arguments], {a.name for a in tensors}
+    returned = ["Tensor" in str(each.type) for each in returns]
 
     def redispatch(below: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            if any(i < len(args) and isinstance(args[i], (bool, int, float, complex)) for i in tensors):
-                return overload._op_dk(below.highestPriorityTypeId(), *args, **kwargs)
-            return boxed(below, *args, **kwargs)
+            if not looks_inside and _DTYPES.keys().isdisjoint(map(type, args)):
+                return boxed(below, *args, **kwargs)
+            args = tuple(map(_marked, args, places))
+            kwargs = {key: _marked(value, key in names) for key, value in kwargs.items()}
+            output = boxed(below, *args, **kwargs)  # a number if the operator returns the tensor that it got
+            return tuple(map(_marked, output, returned)) if len(returned) > 1 else _marked(output, returned == [True])
         finally:
             del args, kwargs  # as in `run`
 
