@@ -35,6 +35,33 @@ def test_changed_bytes_give_calls_or_an_error(name: str, tmp_path: Path) -> None
     assert refused
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "why"),
+    [
+        ("looks", "* FROM file, range(300_000)", r"at most 262144 rows, .* got 600000; delete the store"),
+        ("sites", "* FROM file, range(300_000)", r"at most 262144 rows, .* got 600000; delete the store"),
+        ("texts", "* FROM file, range(300_000)", r"at most 262144 rows, .* got 300000; delete the store"),
+        ("calls", "* FROM file, range(6_000)", r"at most \d+ rows, .* got 606000; delete the store"),
+        ("looks", "* REPLACE (repeat('a', 100_000_000) AS text) FROM file", r"at most 67108864 bytes of text, .* got"),
+    ],
+    ids=["looks", "sites", "texts", "calls", "text"],
+)
+def test_a_file_of_equal_rows_is_refused_before_it_takes_memory(
+    name: str, columns: str, why: str, tmp_path: Path
+) -> None:
+    run = write(
+        tmp_path / "run", [*(call("a", n, "w", f"y{n}", step=n) for n in range(100)), *attention(attn_bias="m")]
+    )
+    runs.compact(run.path)
+    path = run.path / "columns" / f"{name}-00000000.parquet"
+    forged = tmp_path / "forged.parquet"
+    source = columns.replace("file", f"read_parquet('{path}')")
+    connect().execute(f"COPY (SELECT {source}) TO '{forged}' (FORMAT parquet, COMPRESSION zstd)")
+    forged.replace(path)
+    with pytest.raises(OpInterceptError, match=rf"{name}-00000000.parquet must have {why}"):
+        list(runs.open_run(run.path).calls())
+
+
 @pytest.mark.parametrize("folder", ["st[ore", "a*b?", "it's", "\u00e9 \u2603"])
 def test_a_folder_may_have_any_name(folder: str, tmp_path: Path) -> None:
     run = write(tmp_path / folder, [call("a", "x", "w", "y")])

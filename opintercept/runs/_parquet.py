@@ -51,6 +51,8 @@ BLOCK = 1 << 22  # characters of looks, sites and texts that are written togethe
 MEMORY = "300MB"  # that DuckDB may take
 MAX_ABOUT = 1 << 20  # bytes of `store.json`
 _FORM = f"(FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 9, PARQUET_VERSION v1, ROW_GROUP_SIZE {CHUNK})"
+MOST_ROWS = 1 << 18  # of a file of looks, sites or texts, ten times as many as any has that was written
+MOST_BYTES = 1 << 26  # that the texts of such a file may take
 _LOADED = 8  # files of looks, sites and texts that are remembered
 _META = ("shape", "dtype", "device")
 
@@ -271,6 +273,7 @@ class StoreColumns(Columns):
         blocks = about.get("blocks")
         self._firsts = {kind: _firsts(blocks, kind, folder) for kind in _BLOCKS}
         self._loaded: OrderedDict[tuple[str, int], dict[int, tuple[Any, ...]]] = OrderedDict()
+        self._checked: set[tuple[str, int]] = set()  # files whose number of rows is right
         self._connection = connect(folder)
         super().__init__(rank, size, looks, sites)
 
@@ -293,6 +296,8 @@ class StoreColumns(Columns):
         rows = self._loaded.get((kind, block))
         if rows is None:
             key, *names = _BLOCKS[kind]
+            self._check_rows(kind, max(block, 0))
+            self._check_texts(kind, max(block, 0), names)
             columns = ", ".join(f"CAST({name} AS VARCHAR)" for name in names)
             query = f"SELECT CAST({key} AS BIGINT), {columns} FROM {self._source(kind, max(block, 0))}"
             rows = self._loaded[kind, block] = {row[0]: row[1:] for row in self._query(query).fetchall()}
@@ -302,11 +307,34 @@ class StoreColumns(Columns):
             raise self._damaged(f"it has not all {kind}")
         return rows[number]
 
+    def _check_texts(self, kind: str, number: int, names: Sequence[str]) -> None:
+        """Refuse texts that take much more memory than any that were written: equal ones take no room on disk."""
+        lengths = " + ".join(f"coalesce(strlen(CAST({name} AS VARCHAR)), 0)" for name in names)
+        ((found,),) = self._query(f"SELECT coalesce(sum({lengths}), 0) FROM {self._source(kind, number)}").fetchall()
+        if found > MOST_BYTES:
+            raise self._too_large(kind, number, f"{MOST_BYTES} bytes of text", found)
+
+    def _check_rows(self, kind: str, number: int) -> None:
+        if (kind, number) not in self._checked:
+            most = FILE if kind == "calls" else MOST_ROWS
+            source = self._source(kind, number, "parquet_file_metadata")
+            ((found,),) = self._query(f"SELECT num_rows FROM {source}").fetchall()
+            if found > most:
+                raise self._too_large(kind, number, f"{most} rows", found)
+            self._checked.add((kind, number))
+
+    def _too_large(self, kind: str, number: int, most: str, found: int) -> OpInterceptError:
+        return self._damaged(
+            f"{_name(kind, number)} must have at most {most}, as all that are written have, got {found}; delete the "
+            "store, and read the run's lines if it has kept them"
+        )
+
     def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
         report(str(self._folder), end, len(self))
         joined: Arrays = {}
         for number in range(first // FILE, -(-end // FILE)) if names and first < end else ():
             low, high = max(first, number * FILE), min(end, (number + 1) * FILE)
+            self._check_rows("calls", number)
             query = f"SELECT {', '.join(map(_column, names))} FROM {self._source('calls', number)}"
             read = self._query(f"{query} WHERE call >= {low} AND call < {high}").fetchnumpy()
             for name in names:
