@@ -6,8 +6,10 @@ neither, when the with statement releases its exit. Must not import torch.
 
 from __future__ import annotations
 
+import _thread
 import opcode
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import MethodType, TracebackType
@@ -171,6 +173,45 @@ def _room(depth: int) -> None:
 def raised_here(exception: BaseException) -> bool:
     """Whether the function that has caught an exception raised it itself."""
     return exception.__traceback__ is not None and exception.__traceback__.tb_next is None
+
+
+def uninterrupted(work: Callable[[], None]) -> None:
+    """Run a function whole or not at all, and raise what it raises, or the interrupt that came meanwhile.
+
+    An interrupt, or an exception from another thread, reaches the thread that waits here. The function runs in another
+    one, which none reaches, and whoever takes the ticket first decides whether it runs.
+    """
+    ticket, ended, failures = [work], list[bool](), list[BaseException]()
+    lock = _thread.allocate_lock()
+
+    def run() -> None:
+        try:
+            ticket.pop()()
+        except BaseException as exception:
+            failures.append(exception)
+        finally:
+            ended.append(True)
+            lock.release()
+
+    try:
+        lock.acquire()
+        try:
+            _thread.start_new_thread(run, ())  # not `Thread.start`, in which an interrupt breaks a lock
+        except RuntimeError:  # there can be no more threads, as when the interpreter shuts down
+            run()
+        lock.acquire()
+    except BaseException:
+        try:
+            ticket.pop()
+        except IndexError:
+            while not ended:
+                time.sleep(0.001)
+        raise
+    try:
+        for failure in failures:
+            raise failure
+    finally:
+        failures.clear()  # the failure holds this frame
 
 
 def never_began(function: Any, exception: BaseException) -> bool:

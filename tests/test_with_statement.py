@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import random
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +22,15 @@ import sampled
 import torch
 from compiler import COMPILED, needs_compiler
 
-from opintercept import OpCall, OpInterceptError, intercept, register_op
+from opintercept import OpCall, OpInterceptError, intercept, register_op, runs
 from opintercept._engines import blind_spots, dispatch_mode, kernels, quiet, scope, seams
+from opintercept.runs import writer
 
-# How many interrupts each test delivers. Set it to 10,000 for a thorough run, which takes some minutes.
-NUMBER = sampled.fewer(150, 40)
+# How many interrupts each test delivers. 10,000 make a thorough run, which takes some minutes for each kind of block.
+NUMBER = int(os.environ.get("OPINTERCEPT_INTERRUPTS", 0)) or sampled.fewer(150, 40)
+
+# How many it delivers for each engine, kind of block and mode of a recorder.
+MOST = NUMBER if "OPINTERCEPT_INTERRUPTS" in os.environ else sampled.fewer(20, 3)
 
 # An interrupt between `open` and `with` leaves an open file, in Python's own library too. An interrupt in a callback of
 # the garbage collector is lost, and Hypothesis leaves such a callback behind.
@@ -166,6 +172,96 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(kind: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert delivered > NUMBER / 4
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "kernel": {"engine": "kernel"},
+    "mode": {"engine": "mode"},
+    "function": {"level": "function"},
+    "compiled": {"engine": "compiled"},
+}
+RECORDERS: dict[str, dict[str, Any]] = {mode: {"tensors": mode} for mode in ("none", "stats", "sample", "full")}
+RECORDERS |= {f"flight {mode}": {"flight": 8} | options for mode, options in RECORDERS.items()}
+
+
+class Recording:
+    """A small program that records a run, in a block of one kind."""
+
+    def __init__(self, engine: str, kind: str, recorder: str, path: Path) -> None:
+        self.path = path
+        self.recorder: dict[str, Any] = {"path": path, "overwrite": True} | RECORDERS[recorder]
+        self.options = ENGINES[engine]
+        self.body: Callable[[Any], None] = getattr(self, kind)
+        self.run()
+        self.left = self.state()
+
+    def run(self) -> None:
+        self.body(runs.RunRecorder(**self.recorder))
+
+    def plain(self, recorder: runs.RunRecorder) -> None:
+        with intercept(recorder, **self.options):
+            A @ A
+
+    def again(self, recorder: runs.RunRecorder) -> None:
+        interceptor = intercept(recorder, **self.options)
+        for _ in range(2):
+            with interceptor:
+                A @ A
+
+    def nested(self, recorder: runs.RunRecorder) -> None:
+        with intercept(recorder, **self.options), intercept([Framed(), recorder], **self.options):
+            A @ A
+
+    def pause(self, recorder: runs.RunRecorder) -> None:
+        with intercept(recorder, **self.options) as interceptor, interceptor.paused():
+            A @ A
+
+    def generator(self, recorder: runs.RunRecorder) -> None:
+        for _ in intercept(recorder, **self.options)(Program.generate)():
+            A @ A
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "blocks": (scope.current().blocks, scope.state.everywhere.blocks),
+            "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
+            "threads": [thread.name for thread in threading.enumerate() if isinstance(thread, writer.Writer)],
+            "descriptors": [os.path.exists(f"/proc/self/fd/{number}") for number in range(100)],
+            "files": sorted(
+                {"recording.lock", "flight.ring", "run.json.part"}.intersection(os.listdir(self.path.parent))
+            )
+            + [path.name for path in self.path.glob("*") if path.name not in ("run.json", "calls.jsonl", "tensors")],
+        }
+
+
+@needs_timer
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("kind", ["plain", "again", "nested", "pause", "generator"])
+@pytest.mark.parametrize("engine", [*list(ENGINES)[:3], pytest.param("compiled", marks=needs_compiler)])
+def test_an_interrupt_of_a_recording_leaves_nothing_behind(
+    engine: str, kind: str, recorder: str, tmp_path: Path
+) -> None:
+    program, draw, delivered = Recording(engine, kind, recorder, tmp_path / "run"), random.Random(0), 0
+    started = time.perf_counter()
+    for _ in range(5):
+        program.run()
+    lasts = (time.perf_counter() - started) / 5
+    end = time.monotonic() + 20 + NUMBER / 20
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while delivered < MOST and time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-5, draw.uniform(0, 1.2 * lasts)))
+                while True:
+                    program.run()
+            except KeyboardInterrupt:
+                delivered += 1
+            assert program.state() == program.left
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    program.run()
+    assert program.state() == program.left
+    assert delivered > MOST / 4
 
 
 class Elsewhere(Exception):

@@ -24,9 +24,10 @@ from opintercept._fork import in_child
 # A thread that never runs an operator has this attribute, set to True.
 RUNS_NO_OPERATOR = "runs_no_operator"
 # Threads of other projects that run none, by the module of their class or of a function on their stack: tqdm's monitor
-# outlives every progress bar, and execnet's reader of messages lives as long as a worker of pytest-xdist.
+# outlives every progress bar, and execnet's reader of messages lives as long as a worker of pytest-xdist. A thread of
+# `uninterrupted` has nothing else on its stack once its work is done.
 _CLASSES_IN = ("tqdm._monitor",)
-_FUNCTIONS_IN = "execnet.gateway_base"
+_FUNCTIONS_IN = ("execnet.gateway_base", "opintercept._with_statement")
 
 
 def run_if_quiet(kernel: CodeType | None, threads_before: frozenset[str], steps: Iterable[Callable[[], Any]]) -> bool:
@@ -76,7 +77,7 @@ def _harmless_threads(kernel: CodeType | None) -> frozenset[int] | None:
                 while frame is not None:
                     if frame.f_code is kernel:
                         return None
-                    if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:
+                    if not harmless and frame.f_globals.get("__name__") not in _FUNCTIONS_IN:
                         return None
                     frame = frame.f_back
             threads = frozenset(frames)

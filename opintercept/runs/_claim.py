@@ -14,6 +14,7 @@ import os
 import platform
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from opintercept._errors import OpInterceptError
 LOCK = "recording.lock"
 _MOST = 4096  # bytes of the file
 _PATIENCE = 5.0  # seconds to wait while another process looks at a claim
-_held: set[str] = set()  # tokens of this process; a claim of this process without one was interrupted
+# The claims of this process by token. A file with the token of another one, which is gone, was left by an interrupt.
+_held: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
 
 
 class Claim:
@@ -42,7 +44,7 @@ class Claim:
         self._process = os.getpid()
         self._token = uuid.uuid4().hex
         plain = this_process() | {"token": self._token}
-        _held.add(self._token)
+        _held[self._token] = self
         try:
             with _one_at_a_time(folder):
                 end_others(folder, takes_over=takes_over)
@@ -69,7 +71,7 @@ class Claim:
             with contextlib.suppress(OSError):
                 if self.holds():
                     self._path.unlink()
-            _held.discard(self._token)
+            _held.pop(self._token, None)
 
 
 def this_process() -> dict[str, object]:

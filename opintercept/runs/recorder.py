@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +27,7 @@ from opintercept._record import Note, Summary
 from opintercept._rows import ROLES, Found, Work
 from opintercept._tensors import is_strided, share_memory
 from opintercept._text import counted
+from opintercept._with_statement import uninterrupted
 from opintercept.hooks._copies import can_store, copied, safetensors_for
 from opintercept.hooks._per_call import PerCall
 from opintercept.hooks._repro import plain_arguments
@@ -177,6 +179,15 @@ class RunRecorder:
 
     def enter(self) -> None:
         """Make the folder and start to write, or continue the run of this recorder's last block."""
+        begun: list[bool] = []
+        try:
+            uninterrupted(partial(self._begin, sys.exception(), begun))
+        except BaseException:
+            if begun:
+                uninterrupted(partial(self._end, None, []))
+            raise
+
+    def _begin(self, outside: BaseException | None, begun: list[bool]) -> None:
         if self._process != os.getpid():
             if self._entered or self._info is not None:
                 return  # in a forked child: the run belongs to the parent
@@ -185,15 +196,16 @@ class RunRecorder:
                 self._flight.forget_parent()
         with self._lock:
             if not self._entered:  # otherwise another interceptor's block is active
-                self._outside = sys.exception()
+                self._outside = outside
                 if self._flight is None:
                     self._start()
                 else:
                     self._take_off(self._flight)
             self._entered += 1
+        begun.append(True)
 
     def _start(self) -> None:
-        self._stop()  # if an interrupt has kept the last block from doing so
+        self._stop()  # if nobody has ended the last block
         if self._closed is not None and self._closed.failure is not None:
             return  # the recording has stopped
         info, claim = self._claimed()
@@ -204,7 +216,7 @@ class RunRecorder:
             claim.release()
             raise
         self._info, self._writer = info, writer
-        atexit.register(self._stop)
+        atexit.register(self._stop_late)
 
     def _claimed(self) -> tuple[RunInfo, Claim]:
         """Claim the folder of a new run, or that of the run that this recorder has begun."""
@@ -236,20 +248,34 @@ class RunRecorder:
 
     def exit(self) -> None:
         """Write what is left; with `flight`, write the last calls if an exception ends the block."""
+        begun: list[bool] = []
+        try:
+            uninterrupted(partial(self._end, sys.exception(), begun))
+        except BaseException as exception:
+            if not begun:
+                uninterrupted(partial(self._end, exception, begun))
+            raise
+        if self._closed is not None:
+            self._tell(self._closed)
+
+    def _end(self, exception: BaseException | None, begun: list[bool]) -> None:
+        begun.append(True)
         if self._process != os.getpid():
             return
         with self._lock:
             self._entered -= 1
             if self._entered:
                 return
-            exception = sys.exception()
-            if self._flight is not None:
-                self._land(self._flight, failed=exception is not None and exception is not self._outside)
-            self._outside = None
-            self._stop()
+            try:
+                if self._flight is not None:
+                    self._land(self._flight, failed=exception is not None and exception is not self._outside)
+            finally:
+                self._outside = None
+                self._stop()
 
     def _take_off(self, flight: Flight) -> None:
         """Make the file of the last calls, in the folder that a run of them would have."""
+        self._land(flight, failed=False)  # if nobody has ended the last block
         info, claim = self._claimed()
         try:
             write_info(self._folder, info, finished=False)
@@ -261,18 +287,11 @@ class RunRecorder:
 
     def _land(self, flight: Flight, *, failed: bool) -> None:
         """Remove the file of the last calls; write them if the block has failed."""
-        lines: list[Entry | bytes] = [*flight.close(self._folder)]
-        if self._claim is not None:
-            if self._info is None:
-                remove_run(self._folder, claimed=True)
-            else:  # an exception has ended an earlier block, and the folder has its calls
-                (self._folder / FLIGHT).unlink(missing_ok=True)
-                write_info(self._folder, self._info, finished=True)
-            self._claim.release()
-            self._claim = None
-            if self._made:
-                with contextlib.suppress(OSError):
-                    self._folder.rmdir()
+        lines: list[Entry | bytes] = []
+        try:
+            lines += flight.close(self._folder)
+        finally:
+            self._give_back()
         if self._last:
             lines = [*self._last]
         elif self._failed is not None:
@@ -289,14 +308,36 @@ class RunRecorder:
                 for line in lines:
                     self._writer.put(line)
 
+    def _give_back(self) -> None:
+        """Remove the file of the last calls, and let others write to the folder."""
+        claim, self._claim = self._claim, None
+        if claim is None:
+            return
+        try:
+            if self._info is None:
+                remove_run(self._folder, claimed=True)
+            else:  # an exception has ended an earlier block, and the folder has its calls
+                (self._folder / FLIGHT).unlink(missing_ok=True)
+                write_info(self._folder, self._info, finished=True)
+        finally:
+            claim.release()
+        if self._made:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+
     def _stop(self) -> None:
         writer = self._writer
         if writer is None or self._process != os.getpid():
             return
-        writer.close()  # called again at the end of the program if an exception interrupts it
+        writer.close()
         self._writer, self._closed = None, writer
-        atexit.unregister(self._stop)
-        self._tell(writer)
+        atexit.unregister(self._stop_late)
+
+    def _stop_late(self) -> None:
+        """At the end of the program, write what is left of a block that nobody has left."""
+        self._stop()
+        if self._closed is not None:
+            self._tell(self._closed)
 
     def _tell(self, writer: Writer) -> None:
         if writer.failure is not None and not self._told:

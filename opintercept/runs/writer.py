@@ -12,6 +12,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from opintercept.runs.flight import FLIGHT
 from opintercept.runs.store import CALLS, COLUMNS, INFO, TENSORS, RunInfo, rank_folders, read_info
 
 INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
+_PAUSE = 0.001  # seconds between two looks at a queue that is full
 BATCH_CALLS = 512  # calls that make a full batch
 BATCH_BYTES = 1 << 25  # bytes of tensors that make a full batch
 QUEUED_BATCHES = 4  # full batches that may wait to be written
@@ -141,13 +143,18 @@ class Writer(threading.Thread):
 
     def put(self, entry: Entry | bytes) -> None:
         """Take a call to be written, or its line; waits if the queue is full."""
+        while not self._takes(entry):
+            time.sleep(_PAUSE)  # not `Condition.wait`, which an interrupt may leave without the lock
+
+    def _takes(self, entry: Entry | bytes) -> bool:
         with self._mutex:
-            while self._is_full(QUEUED_BATCHES) and self.is_alive():
-                self._changed.wait(INTERVAL)
+            if self._is_full(QUEUED_BATCHES) and self.is_alive():
+                return False
             self._waiting.append(entry)
             self._size += len(entry) if isinstance(entry, bytes) else entry.nbytes
             if self._is_full(1):
                 self._changed.notify_all()
+            return True
 
     def close(self) -> None:
         """Write what is left and end the thread; call it again if an exception interrupts it."""
