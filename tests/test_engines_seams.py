@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +60,9 @@ def mul(a, b, scale=1.0):
 
 def into(out, a, b):
     torch.mm(a, b, out=out)
+
+async def late(a, b):
+    return torch.mm(a, b)
 
 def broken(a, b):
     raise RuntimeError("no kernel")
@@ -146,6 +151,49 @@ def test_a_name_imported_while_a_block_is_open_is_restored(library: Any, tmp_pat
             pass
     assert late.mul is library.mul
     assert late.mul(A, B).equal(A @ B)
+
+
+def test_a_function_that_moves_into_a_module_between_blocks_is_found(library: Any, user: Any) -> None:
+    held = [library.mul]
+    for _ in range(2):
+        with intercept():
+            pass
+    user.moved = held.pop()
+    recorder = hooks.Recorder()
+    with intercept(recorder):
+        user.moved(A, B)
+    assert [record.op for record in recorder.records] == ["seamlib:mul"]
+
+
+def test_what_replaces_a_function_stays_in_no_module_that_has_copied_it(library: Any, user: Any) -> None:
+    original = library.mul
+    for _ in range(2):
+        with intercept():
+            held = [library.mul]
+    assert held[0] is not original
+    with intercept():
+        user.moved = held.pop()
+    assert user.moved is original
+
+
+@pytest.mark.parametrize("level", ["function", "dispatch"])
+def test_a_function_that_computes_after_it_has_returned_is_refused(library: Any, level: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^only functions that compute before they return can be declared, got .*late"
+    ):
+        register_op("seamlib:late", lhs="a", rhs="b")
+    with register_op("seamlate:late", lhs="a", rhs="b"):  # its module is not there yet
+        sys.modules["seamlate"] = ModuleType("seamlate")
+        sys.modules["seamlate"].late = library.late  # type: ignore[attr-defined]
+        try:
+            recorder = hooks.Recorder()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", OpInterceptWarning)
+                with intercept(recorder, level=level):
+                    asyncio.run(sys.modules["seamlate"].late(A, B))
+        finally:
+            del sys.modules["seamlate"]
+    assert len(recorder.records) == 1
 
 
 def test_methods_are_seen_and_restored(library: Any) -> None:
@@ -395,7 +443,13 @@ def test_what_is_no_function_when_the_library_comes_is_left_alone(library: Any, 
         with intercept():
             pass  # the library is not there yet
         late = importlib.import_module("seamlate")
-        with pytest.warns(OpInterceptWarning, match="only functions can be declared, got seamlate:"), intercept():
+        with (
+            pytest.warns(
+                OpInterceptWarning,
+                match="only functions that compute before they return can be declared, got seamlate:",
+            ),
+            intercept(),
+        ):
             assert (late.mul, late.kind, library.__spec__.parent) == (None, int, "")
 
 
@@ -492,7 +546,9 @@ def test_a_variable_that_had_the_function_for_a_while_is_no_matter(library: Any,
 
 @pytest.mark.parametrize("name", ["builtins:str.join", "torch._C:TensorBase.matmul"])
 def test_a_method_of_a_type_in_c_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"only functions can be declared, got {name}, which is "):
+    with pytest.raises(
+        ValueError, match=f"only functions that compute before they return can be declared, got {name}, which is "
+    ):
         register_op(name, lhs=0, rhs=1)
 
 
@@ -556,7 +612,10 @@ def test_a_function_without_a_place_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["Layer", "VALUE"])
 def test_only_functions_can_be_declared(library: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=f"^only functions can be declared, got seamlib:{name}, which is "):
+    with pytest.raises(
+        ValueError,
+        match=f"^only functions that compute before they return can be declared, got seamlib:{name}, which is ",
+    ):
         register_op(f"seamlib:{name}", lhs="a", rhs="b")
 
 

@@ -79,22 +79,24 @@ def _copies() -> Iterable[Patch]:
 def _in_modules(values: dict[int, tuple[str, Any, Any]], when: str) -> list[Patch]:
     """The places in modules where one of these values is, by identity.
 
-    Looking through a process's 100,000 names takes 10 ms. It is left out if no module has come, what was found is
-    still there, and each value has as many references as when this was asked at the same point of a block.
+    Looking through a process's 100,000 names takes 10 ms. It is left out if each module has as many names, each value
+    has as many references as when this was asked at the same point of a block, and what was found is still there. A
+    reference that moves from a list into a module is noticed by the first, unless it takes the place of another value.
     """
+    spaces = [seams.attributes(module) for module in tuple(sys.modules.values())] if values else []
+    sizes = tuple(map(len, spaces))
     counts = {place: (sys.getrefcount(one), sys.getrefcount(other)) for place, (_, one, other) in values.items()}
     before, places = _last.get(when, (None, []))
-    if before == (len(sys.modules), counts) and all(patch.is_known() for patch in places):
+    if before == (sizes, counts) and all(patch.is_known() for patch in places):
         return places
     found: list[Patch] = []
-    for module in tuple(sys.modules.values()) if values else ():
-        namespace = seams.attributes(module)
+    for namespace in spaces:
         if not values.keys().isdisjoint(map(id, namespace.values())):  # in C
             for attribute, value in tuple(namespace.items()):
                 if id(value) in values:
                     name, original, wrapper = values[id(value)]
                     found.append(_patch(name, namespace, attribute, original, wrapper))
-    _last[when] = (len(sys.modules), counts), found
+    _last[when] = (sizes, counts), found
     return found
 
 

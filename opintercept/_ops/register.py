@@ -292,7 +292,10 @@ def _functions(key: str) -> list[Any]:
     if seam is None and module in sys.modules:
         raise ValueError(f"the module {module} must have what is declared, but it has no {path}")
     if seam is not None and not seams.can_replace(seam):
-        raise ValueError(f"only functions can be declared, got {key}, which is {seam.value!r}")
+        raise ValueError(
+            f"only functions that compute before they return can be declared, got {key}, which is {seam.value!r}; "
+            "declare what it calls"
+        )
     return [] if seam is None else [seams.function_of(seam.value)]
 
 

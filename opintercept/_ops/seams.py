@@ -55,12 +55,19 @@ def locate(name: str) -> Seam | None:
 def can_replace(seam: Seam) -> bool:
     """Whether what is there is a function, in a place that takes another value.
 
-    Anything else, such as the None of a library that could not import it, may be everywhere in the process.
+    Not one that computes after it has returned, such as an `async def`. Anything else, such as the None of a library
+    that could not import it, may be everywhere in the process.
     """
     if isinstance(seam.value, type) or (isinstance(seam.owner, type) and seam.owner.__flags__ & _IMMUTABLE):
         return False
     function = function_of(seam.value)
-    return callable(function) and type(function).__hash__ is not None
+    return callable(function) and type(function).__hash__ is not None and not _runs_later(function)
+
+
+def _runs_later(function: Any) -> bool:
+    """Whether a call computes nothing yet, but returns what does: blocks see what that calls."""
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return any(is_kind(function) for is_kind in kinds)
 
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, of types in C
