@@ -34,14 +34,19 @@ def backward_phase() -> Phase:
     """Return the pass of a call that autograd makes: backward, or a checkpoint's repetition of the forward pass."""
     # Whether gradients are enabled does not tell: `create_graph=True` enables them, and `no_grad` or a custom Function
     # in the repeated pass disables them. A checkpoint has its frames on the stack above autograd's.
-    return "recompute" if in_checkpoint(ENGINE) else "backward"
+    frame = sys._getframe().f_back  # None if it is the only one: compiled kernels have no frame
+    while frame is not None and (code := frame.f_code) is not ENGINE:
+        if code.co_filename == _CHECKPOINT:
+            return "recompute"
+        frame = frame.f_back
+    return "backward"
 
 
-def in_checkpoint(until: CodeType | None = None) -> bool:
-    """Whether a checkpoint has its frames on the stack, or in the part of it above those of a code object."""
-    frame: FrameType | None = sys._getframe()  # may be the only one: compiled kernels have no frame
+def in_checkpoint() -> bool:
+    """Whether a checkpoint has its frames anywhere on the stack."""
+    frame: FrameType | None = sys._getframe()
     try:
-        while frame is not None and frame.f_code is not until:
+        while frame is not None:
             if frame.f_code.co_filename == _CHECKPOINT:
                 return True
             frame = frame.f_back
