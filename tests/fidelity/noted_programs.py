@@ -134,6 +134,8 @@ class World:
             try:
                 while self.left > 0:
                     self.block(0)
+                if self.draw.random() < 0.05:
+                    self.crowd()
             finally:
                 self.over.set()
         # A call that runs is shown by its arguments, and a record by what they look like.
@@ -362,6 +364,25 @@ class World:
             done.wait()
         for failure in failures:
             raise failure
+
+    def crowd(self) -> None:
+        """Make and drop modules in several threads, whose names depend on which of them are there."""
+        self.trace.append("crowd")
+        self.concurrent = True
+        recorder, other = hooks.Recorder(), hooks.Stats()
+
+        def work() -> None:
+            for _ in range(300):
+                nn.Linear(3, 3)(torch.ones(2, 3)).sum().backward()
+
+        with intercept([recorder, other], engine=self.engine, threads="all"):
+            self._threads([work] * 4)
+        names = {record.index: record.module for record in recorder.records}
+        self.report.append([record | {"module": None} for record in records_of(self, recorder.records)])
+        self.report.append({str(name).partition("#")[0] for name in names.values()})
+        links = [(record.module, names[record.forward]) for record in recorder.records if record.forward is not None]
+        self.report.append([(own, linked) for own, linked in links if own != linked])
+        self.report.append(sum(row.calls for row in other.rows()))
 
     def fork(self, depth: int) -> None:
         reader, writer = multiprocessing.Pipe()
