@@ -206,7 +206,7 @@ MUTATIONS = (
     Mutation(
         "removes its kernels while other threads may be in them",
         "_engines/quiet.py",
-        '                    if not harmless and frame.f_globals.get("__name__") != _FUNCTIONS_IN:\n'
+        '                    if not harmless and frame.f_globals.get("__name__") not in _FUNCTIONS_IN:\n'
         "                        return None\n",
         "",
         ("tests/test_intercept.py::test_kernels_stay_while_another_thread_works_and_go_at_a_later_exit",),
