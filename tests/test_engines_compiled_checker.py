@@ -354,3 +354,19 @@ def test_kernels_suspect_what_python_suspects(dtype: torch.dtype) -> None:
         if not 4.4 < screened[0] < 4.6:
             assert by_kernel.in_python == (screened[0] > 4.5), (part, screened)
     assert not checked(lambda: torch.addmm(c, a, b)).findings
+
+
+def test_a_forked_child_has_the_counts_of_its_parent() -> None:
+    checksum = hooks.Checksum(action="record")
+    x = torch.ones(3, 3)
+    with intercept(checksum, engine="compiled"):
+        for _ in range(3):
+            x @ x
+            torch._addmm_activation(x, x, x)
+        told = checksum.checked, checksum.rows, checksum.skipped
+        assert (told[0], sum(told[2].values())) == (3, 3)
+        child = os.fork()
+        if not child:
+            os._exit((checksum.checked, checksum.rows, checksum.skipped) != told)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "skipped 3 aten::_addmm_activation" in str(checksum)

@@ -458,7 +458,7 @@ class Checksum(Finds[WrongProduct]):
                 for row in sorted(rows, key=lambda row: -row.relative)
             ]
             lines.append(aligned(table, left=4))
-        lines += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
+        lines += [f"skipped {count} {reason}" for reason, count in self.skipped.items()]
         return "\n".join(lines)
 
 

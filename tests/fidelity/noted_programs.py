@@ -579,9 +579,8 @@ def difference(seed: int, most: int = 20) -> str | None:
     """Where the two kinds of kernels report different things of a program; None if they do not."""
     one, trace = outcome(seed, "kernel", most)
     other, _ = outcome(seed, "compiled", most)
-    return (
-        None if repr(one) == repr(other) else f"seed {seed}\n" + "\n".join([*trace, *islice(_parted(one, other), 10)])
-    )
+    parted = list(islice(_parted(one, other), 10))
+    return "\n".join([f"seed {seed}", *trace, *parted]) if parted else None
 
 
 def _parted(one: Any, other: Any, path: str = "") -> Iterator[str]:

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <utility>
 
 PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
 
@@ -122,7 +123,7 @@ Form* Checker::form(const Overload& overload) {
     std::lock_guard lock(mutex);
     auto found = forms.find(&overload);
     if (found != forms.end()) {
-      return found->second.get();
+      return found->second;
     }
   }
   std::unique_ptr<Form> made;
@@ -137,7 +138,13 @@ Form* Checker::form(const Overload& overload) {
     }
   }
   std::lock_guard lock(mutex);
-  return forms.try_emplace(&overload, std::move(made)).first->second.get();
+  auto [found, fresh] = forms.try_emplace(&overload, made.get());
+  if (fresh && made != nullptr) {
+    made->overload = &overload;
+    made->next = newest.load();
+    newest = made.release();
+  }
+  return found->second;
 }
 
 const void* Checker::signs(int64_t columns, bool is_wide) {
@@ -390,10 +397,9 @@ void Checker::forget(const at::Tensor& rhs, bool is_wide) {
 
 PyObject* Checker::skipped() {
   Owned found(check(PyList_New(0)));
-  std::lock_guard lock(mutex);
-  for (const auto& [overload, form] : forms) {
-    if (form != nullptr && form->lhs < 0 && form->skipped.load() > 0) {
-      Owned each(Py_BuildValue("(OL)", overload->overload, static_cast<long long>(form->skipped.load())));
+  for (const Form* form = newest; form != nullptr; form = form->next) {
+    if (form->lhs < 0 && form->skipped.load() > 0) {
+      Owned each(Py_BuildValue("(OL)", form->overload->overload, static_cast<long long>(form->skipped.load())));
       if (each.p == nullptr || PyList_Append(found.p, each.p) < 0) {
         return nullptr;
       }
@@ -403,12 +409,9 @@ PyObject* Checker::skipped() {
 }
 
 void Checker::clear() {
-  std::lock_guard lock(mutex);
   checked = rows = 0;
-  for (const auto& each : forms) {
-    if (each.second != nullptr) {
-      each.second->skipped = 0;
-    }
+  for (Form* form = newest; form != nullptr; form = form->next) {
+    form->skipped = 0;
   }
 }
 
@@ -422,6 +425,9 @@ void Checker::forget_parent() { // another thread of the parent may have been ch
 }
 
 Checker::~Checker() {
+  for (Form* form = newest; form != nullptr;) {
+    delete std::exchange(form, form->next);
+  }
   Py_XDECREF(signs_of);
   Py_XDECREF(form_of);
 }

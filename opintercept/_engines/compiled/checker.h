@@ -23,6 +23,8 @@ namespace opintercept {
 struct Form {
   int lhs = -1, rhs = -1, bias = -1, beta = -1, alpha = -1;
   std::atomic<int64_t> skipped{0};
+  const Overload* overload = nullptr;
+  Form* next = nullptr; // made before this one
 };
 
 // The checksums of a weight, [columns, groups], and the factor that makes norms of rows of lhs norms of the product's.
@@ -101,7 +103,8 @@ class Checker {
   bool holds(const Checked& expected, const Matrices& output, const W* signs) const;
 
   std::mutex mutex; // never held while Python runs
-  std::unordered_map<const Overload*, std::unique_ptr<Form>> forms; // null for those that Python checks
+  std::unordered_map<const Overload*, Form*> forms; // null for those that Python checks
+  std::atomic<Form*> newest{nullptr}; // owns all, so that they can be read without the mutex, and in a forked child
   std::unordered_map<int64_t, at::Tensor> signs_by_columns[2]; // of float and double
   std::unordered_map<Key, Kept, ByKey> weights;
 };
