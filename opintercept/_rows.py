@@ -139,8 +139,7 @@ class Rows:
         # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
         self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
         self._flight: tuple[InKernel, FlightRecorder] | None = None
-        # Reentrant: a signal handler may ask for the rows while its thread is taking them.
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()  # for `_is_owned`, which `Condition` uses too
         self._teller: int | None = None  # the thread that tells hooks of rows
         self._failures: list[_Failed] = []  # of hooks that were told where nobody could be told
         ring.attach(weakref.ref(self))
@@ -189,14 +188,16 @@ class Rows:
     def settle(self, only_if_free: bool = False) -> None:
         """Tell the hooks of the calls that have been noted, and wait for a thread that is doing so.
 
+        It waits for a second at most: that thread may wait for a lock of a hook, which the caller may hold.
+
         Args:
             only_if_free: Whether to leave it to that thread.
         """
         me = threading.get_ident()
         while self._failures or not self.ring.empty() or self._teller not in (None, me):
-            if only_if_free and self._teller not in (None, me):
+            if (only_if_free and self._teller not in (None, me)) or (found := self._failed()) is None:
                 return
-            for handle, note, failure in self._failed():
+            for handle, note, failure in found:
                 try:
                     if not self._owner().survives(handle, "post", note.record(), failure):
                         raise failure
@@ -208,17 +209,30 @@ class Rows:
         goes_on = self._owner().on_error == "warn"
         while not self.ring.empty() and (goes_on or not self._failures):
             before, self._failures = self._failures, []
-            self._failures = before + self._failed()
+            found = self._failed()
+            self._failures = before + (found or [])
+            if found is None:
+                return
 
-    def _failed(self) -> list[_Failed]:
-        """Tell hooks of calls until some fail with one; return these, without a lock that the pipeline's could meet."""
-        with self._lock:
-            before, self._teller = self._teller, threading.get_ident()
-            try:
-                failed, self._failures = self._failures, []
-                return failed or self._tell_until_one_fails()
-            finally:
-                self._teller = before
+    def _failed(self) -> list[_Failed] | None:
+        """Tell hooks of calls until some fail with one; return these, or None if another thread is telling them."""
+        me = threading.get_ident()
+        if self._teller == me:  # a signal handler, or a hook that asks for its rows while it is told of one
+            return self._next_failures()
+        try:
+            # An interrupt may have kept this thread from setting the teller, or from releasing the lock.
+            if not (self._lock._is_owned() or self._lock.acquire(timeout=1)):
+                return None
+            self._teller = me
+            return self._next_failures()
+        finally:
+            if self._lock._is_owned():
+                self._teller = None
+                self._lock.release()
+
+    def _next_failures(self) -> list[_Failed]:
+        failed, self._failures = self._failures, []
+        return failed or self._tell_until_one_fails()
 
     def _tell_until_one_fails(self) -> list[_Failed]:
         pipeline = self._owner()

@@ -584,6 +584,48 @@ def test_a_reader_waits_for_a_thread_that_tells_of_a_row() -> None:
         teller.join()
 
 
+def test_a_reader_does_not_wait_for_ever_for_a_hook_that_waits_for_it() -> None:
+    lock, telling = threading.Lock(), threading.Event()
+
+    class Locks(hooks.Recorder):
+        def work(self) -> Work:
+            return Work()
+
+        def noted(self, note: Note, values: Any, learned: Any) -> None:
+            telling.set()
+            with lock:
+                super().noted(note, values, learned)
+
+    locks = Locks()
+    with intercept(locks, engine="compiled"):
+        torch.mm(X, X)
+        torch.mm(X, X)
+        with lock:
+            teller = threading.Thread(target=lambda: locks.records)
+            teller.start()
+            assert telling.wait(10)
+            assert len(locks.records) == 1
+        teller.join()
+        assert len(locks.records) == 2
+
+
+def test_an_interrupt_of_a_reader_leaves_no_lock() -> None:
+    recorder = hooks.Recorder()
+    with intercept(recorder, engine="compiled") as interceptor:
+        torch.mm(X, X)
+        torch.mm(X, X)
+        rows = interceptor.watcher.pipeline.rows
+        assert rows is not None
+        rows._lock.acquire()  # noqa: SLF001 as an interrupt leaves it
+        assert len(recorder.records) == 2
+        torch.mm(X, X)
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(len(recorder.records)))
+        thread.start()
+        thread.join()
+        assert found == [3]
+
+
 def test_an_operator_that_raises_counts_its_operands() -> None:
     def rows(engine: Any) -> list[Any]:
         stats = hooks.Stats(of="lhs")
