@@ -206,8 +206,9 @@ class Rows:
 
     def settle_quietly(self) -> None:
         """The same where an exception would be lost. The next `settle` raises it."""
-        goes_on = self._owner().on_error == "warn"
-        while not self.ring.empty() and (goes_on or not self._failures):
+        pipeline = self._pipeline()
+        goes_on = pipeline is not None and pipeline.on_error == "warn"
+        while pipeline is not None and not self.ring.empty() and (goes_on or not self._failures):
             before, self._failures = self._failures, []
             found = self._failed()
             self._failures = before + (found or [])

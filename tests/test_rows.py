@@ -720,31 +720,8 @@ def test_nonfinite_looks_at_every_kind_of_output(engine: Any, program: Callable[
     search = hooks.NonFinite(action="record")
     with intercept(search, engine=engine):
         for value in (1.0, 1.0, float("nan")):
-            program(torch.full((2, 2), value))
+            program(torch.full((9, 9), value))
     assert [finding.record.index for finding in search.findings] == [2]
-
-
-def test_a_finaliser_that_multiplies_leaves_the_call_as_it_is() -> None:
-    class Multiplies:
-        def __del__(self) -> None:
-            torch.dot(torch.ones(7), torch.ones(7))
-
-    def names(engine: Any) -> list[str]:
-        recorder = hooks.Recorder()
-        with intercept(recorder, engine=engine):
-            for _ in range(300):
-                odd = Multiplies()
-                odd.itself = odd  # type: ignore[attr-defined]
-                del odd
-                nn.Linear(2, 2)(X)
-        return [str(record) for record in recorder.records if record.op != "aten::dot"]
-
-    before = gc.get_threshold()
-    gc.set_threshold(3)
-    try:
-        assert names("compiled") == names("kernel")
-    finally:
-        gc.set_threshold(*before)
 
 
 def test_pauses_and_inner_blocks_of_other_engines_are_kept() -> None:
