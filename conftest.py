@@ -59,8 +59,8 @@ def _compare_text(example: Example) -> str | None:
 
 
 def _no_check(example: Example) -> None:
-    # .ci/run runs every console block; tests/test_readme.py checks that it does. tests/test_docs.py runs sh blocks,
-    # with the programs that python blocks show.
+    # .ci/run runs every console block; tests/project/test_readme.py checks that it does. tests/project/test_docs.py
+    # runs sh blocks, with the programs that python blocks show.
     example.namespace["printed"] = None
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from opintercept import intercept, runs
-from opintercept.runs._builder import Builder, rounded
-from opintercept.runs._columns import FIGURES, FLAGS, NUMBERS, SLOTS, Arrays, Columns
-from opintercept.runs._parquet import StoreWriter
-from opintercept.runs.store import COLUMNS, COMPACTED, INFO
+from opintercept.runs.store.builder import Builder, rounded
+from opintercept.runs.store.columns import FIGURES, FLAGS, NUMBERS, SLOTS, Arrays, Columns
+from opintercept.runs.store.parquet import StoreWriter
+from opintercept.runs.store.run import COLUMNS, COMPACTED, INFO
 
 _PARTED = 0x5555_5555_5555_5555  # changes a hash
 _STEP_NS = 1_000_000_000

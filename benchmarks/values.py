@@ -11,7 +11,7 @@ import torch
 from benchmarks._timing import Row, rows
 from opintercept import intercept
 from opintercept._native import values
-from opintercept.hooks import _hash
+from opintercept._values import hash as _hash
 
 
 def _five_passes(tensor: torch.Tensor) -> None:

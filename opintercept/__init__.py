@@ -16,44 +16,44 @@ if TYPE_CHECKING:
 
     from opintercept import hooks as hooks
     from opintercept import runs as runs
-    from opintercept._call import OpCall as OpCall
-    from opintercept._errors import HookError as HookError
-    from opintercept._errors import NonFiniteError as NonFiniteError
-    from opintercept._errors import OpInterceptError as OpInterceptError
-    from opintercept._errors import OpInterceptWarning as OpInterceptWarning
-    from opintercept._hook import Handle as Handle
-    from opintercept._hook import Hook as Hook
-    from opintercept._hook import HookDeclaration as HookDeclaration
-    from opintercept._info import Info as Info
-    from opintercept._info import info as info
-    from opintercept._intercept import Interceptor as Interceptor
-    from opintercept._intercept import intercept as intercept
+    from opintercept._blocks.intercept import Interceptor as Interceptor
+    from opintercept._blocks.intercept import intercept as intercept
+    from opintercept._core.call import OpCall as OpCall
+    from opintercept._core.errors import HookError as HookError
+    from opintercept._core.errors import NonFiniteError as NonFiniteError
+    from opintercept._core.errors import OpInterceptError as OpInterceptError
+    from opintercept._core.errors import OpInterceptWarning as OpInterceptWarning
+    from opintercept._core.hook import Handle as Handle
+    from opintercept._core.hook import Hook as Hook
+    from opintercept._core.hook import HookDeclaration as HookDeclaration
+    from opintercept._core.record import CallRecord as CallRecord
+    from opintercept._core.record import Gemm as Gemm
+    from opintercept._core.tensors import TensorMeta as TensorMeta
+    from opintercept._engines.info import Info as Info
+    from opintercept._engines.info import info as info
     from opintercept._ops.register import Registration as Registration
     from opintercept._ops.register import register_op as register_op
-    from opintercept._record import CallRecord as CallRecord
-    from opintercept._record import Gemm as Gemm
-    from opintercept._tensors import TensorMeta as TensorMeta
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CallRecord": "_record",
-    "Gemm": "_record",
-    "Handle": "_hook",
-    "Hook": "_hook",
-    "HookDeclaration": "_hook",
-    "HookError": "_errors",
-    "Info": "_info",
-    "Interceptor": "_intercept",
-    "NonFiniteError": "_errors",
-    "OpCall": "_call",
-    "OpInterceptError": "_errors",
-    "OpInterceptWarning": "_errors",
+    "CallRecord": "_core.record",
+    "Gemm": "_core.record",
+    "Handle": "_core.hook",
+    "Hook": "_core.hook",
+    "HookDeclaration": "_core.hook",
+    "HookError": "_core.errors",
+    "Info": "_engines.info",
+    "Interceptor": "_blocks.intercept",
+    "NonFiniteError": "_core.errors",
+    "OpCall": "_core.call",
+    "OpInterceptError": "_core.errors",
+    "OpInterceptWarning": "_core.errors",
     "Registration": "_ops.register",
-    "TensorMeta": "_tensors",
+    "TensorMeta": "_core.tensors",
     "hooks": "",
-    "info": "_info",
-    "intercept": "_intercept",
+    "info": "_engines.info",
+    "intercept": "_blocks.intercept",
     "register_op": "_ops.register",
     "runs": "",
 }
@@ -79,7 +79,7 @@ def load_ipython_extension(shell: Any) -> None:
     """Add the cell magic `%%intercept`; `%load_ext opintercept` calls this."""
     from importlib import import_module
 
-    import_module("opintercept._notebook").add_magic(shell)
+    import_module("opintercept.integrations.notebook").add_magic(shell)
 
 
 def __dir__() -> list[str]:

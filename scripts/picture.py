@@ -1,6 +1,7 @@
 """Draws docs/picture.svg: what `opintercept diff` prints about the two runs of docs/guides/compare-two-runs.md.
 
-Run `python scripts/picture.py` after a change of that output; tests/test_docs.py compares the two. Needs `[docs]`.
+Run `python scripts/picture.py` after a change of that output; tests/project/test_docs.py compares the two. Needs
+`[docs]`.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from opintercept import _record
-from opintercept._errors import OpInterceptError
+from opintercept._core import record
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.noted import Ring
 from opintercept._ops.seams import is_seam
 from opintercept._ops.select import split
 from opintercept._ops.table import ROWS
 from opintercept._origin import stack
-from opintercept._rows import Ring
 
 if TYPE_CHECKING:
     from opintercept._engines.scope import Block, Watcher
@@ -129,7 +129,7 @@ class Engine(Protocol):
     @property
     def look(self) -> Callable[..., Any]:
         """What tells calls apart that do not look alike, see `_record.look`."""
-        return _record.look
+        return record.look
 
 
 @functools.lru_cache(maxsize=32)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from opintercept._core.errors import OpInterceptWarning
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.patches import Patch, Patches
-from opintercept._errors import OpInterceptWarning
 
 _MESSAGES = {
     "inductor::aoti_package": "an AOTInductor package ran in a block, and calls kernels without the dispatcher: none "

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from opintercept._checks import check_choice
+from opintercept._core.checks import check_choice
+from opintercept._core.hook import Level
 from opintercept._engines import compiled, dispatch_mode, function_mode, kernels
 from opintercept._engines.base import Engine
-from opintercept._hook import Level
 
 EngineChoice = Literal["auto", "kernel", "mode", "compiled"]
 

@@ -14,12 +14,12 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opintercept._core.fork import in_child
 from opintercept._engines import foreign, overloads
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN, Block
-from opintercept._fork import in_child
 from opintercept._ops.table import HIGHER_ORDER
 
 FEED = "dispatch mode"

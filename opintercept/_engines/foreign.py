@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from opintercept import packs
-from opintercept._call import OpCall
+from opintercept._core.call import OpCall
+from opintercept._core.errors import OpInterceptWarning, caller_level
+from opintercept._core.fork import in_child
+from opintercept._core.hook import Read
+from opintercept._core.pipeline import Pipeline
+from opintercept._core.tensors import is_tensor
 from opintercept._engines.overloads import Overloads, forget_unloaded, is_composite, note, successor
-from opintercept._errors import OpInterceptWarning, caller_level
-from opintercept._fork import in_child
-from opintercept._hook import Read
+from opintercept._ops import packs
 from opintercept._ops.op import bound, parameters_of
 from opintercept._ops.register import recheck
 from opintercept._ops.table import NOT_MATMUL, ROWS, exact, overloads
-from opintercept._pipeline import Pipeline
-from opintercept._tensors import is_tensor
 
 # Private. Where a torch lacks them, operators of other libraries that are not loaded before the first block are not
 # found, or none of those that nobody has declared.

@@ -13,11 +13,11 @@ import torch
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from opintercept._core.errors import OpInterceptWarning
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN, Block
-from opintercept._errors import OpInterceptWarning
 from opintercept._ops.select import of_families, select
 
 FEED = "function mode"

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import BackwardHook
 
-from opintercept._call import OpCall
+from opintercept._core.call import OpCall
+from opintercept._core.hook import Handle
+from opintercept._core.pipeline import Pipeline
+from opintercept._core.replace import check_gradients
+from opintercept._core.tensors import tensors_of
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.scope import KEY, take
-from opintercept._hook import Handle
-from opintercept._pipeline import Pipeline
-from opintercept._replace import check_gradients
-from opintercept._tensors import tensors_of
 
 # Whether a tensor belongs to a transform of torch.func. Private; where it is missing, we try to add the nodes.
 _wrapped: Callable[[torch.Tensor], bool] | None = getattr(

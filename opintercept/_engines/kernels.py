@@ -19,6 +19,10 @@ from typing import Any
 
 import torch
 
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.fork import in_child
+from opintercept._core.pipeline import run
+from opintercept._core.record import Phase
 from opintercept._engines import foreign
 from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
@@ -27,13 +31,9 @@ from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_quiet
 from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, Watcher, state, take
-from opintercept._errors import OpInterceptError
-from opintercept._fork import in_child
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
-from opintercept._pipeline import run
-from opintercept._record import Phase
 
 FEED = "kernels"
 

@@ -10,8 +10,8 @@ import sys
 import threading
 from typing import Any
 
+from opintercept._core.fork import in_child
 from opintercept._engines import scope as _scope
-from opintercept._fork import in_child
 
 # Kernels of Inductor that multiply nothing: pointwise operators, reductions, scans and what it fuses of those.
 _PLAIN = re.compile(r"triton_(poi|red|per|spl|for|mix)_")

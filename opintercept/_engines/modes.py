@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.pipeline import run
+from opintercept._core.record import Phase
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Engine
 from opintercept._engines.scope import KEY, Block, Scope, Watch, take
-from opintercept._errors import OpInterceptError
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
-from opintercept._pipeline import run
-from opintercept._record import Phase
 
 
 class Everything:

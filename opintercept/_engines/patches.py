@@ -15,7 +15,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from opintercept._fork import in_child
+from opintercept._core.fork import in_child
 
 MISSING: Any = object()
 

@@ -19,7 +19,7 @@ from itertools import chain, compress
 from types import CodeType, FrameType
 from typing import Any
 
-from opintercept._fork import in_child
+from opintercept._core.fork import in_child
 
 # A thread that never runs an operator has this attribute, set to True.
 RUNS_NO_OPERATOR = "runs_no_operator"
@@ -27,7 +27,7 @@ RUNS_NO_OPERATOR = "runs_no_operator"
 # outlives every progress bar, and execnet's reader of messages lives as long as a worker of pytest-xdist. A thread of
 # `uninterrupted` has nothing else on its stack once its work is done.
 _CLASSES_IN = ("tqdm._monitor",)
-_FUNCTIONS_IN = ("execnet.gateway_base", "opintercept._with_statement")
+_FUNCTIONS_IN = ("execnet.gateway_base", "opintercept._core.exits")
 
 
 def run_if_quiet(kernel: CodeType | None, threads_before: frozenset[str], steps: Iterable[Callable[[], Any]]) -> bool:

@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
+from opintercept._core.exits import Entry
+from opintercept._core.fork import in_child
+from opintercept._core.pipeline import Pipeline
 from opintercept._engines import foreign
 from opintercept._engines.base import Engine, Keys
 from opintercept._engines.quiet import native_threads
-from opintercept._fork import in_child
 from opintercept._ops.op import Op
 from opintercept._ops.select import seams_of, split
 from opintercept._ops.table import ROWS, row_of
 from opintercept._origin.links import graph_task
-from opintercept._pipeline import Pipeline
-from opintercept._with_statement import Entry
 
 # Torch's own thread-local state, which autograd carries into its threads. Private; every engine needs it.
 has: Any = getattr(torch._C, "_is_key_in_tls", None)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from opintercept._core.errors import OpInterceptWarning, caller_level
+from opintercept._core.hook import Level
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out, keep_out_of_frame, tracing
 from opintercept._engines.modes import run_hooked
 from opintercept._engines.patches import MISSING, Patch, Patches
 from opintercept._engines.scope import UNKNOWN, Scope, Watch, state
-from opintercept._errors import OpInterceptWarning, caller_level
-from opintercept._hook import Level
 from opintercept._ops import seams
 from opintercept._ops.table import ROWS, row_of
 

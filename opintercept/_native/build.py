@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from opintercept._errors import OpInterceptError
+from opintercept._core.errors import OpInterceptError
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "_engines/compiled", _PACKAGE / "_native")

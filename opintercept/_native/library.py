@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from opintercept._errors import OpInterceptError
-from opintercept._fork import in_child
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.fork import in_child
 from opintercept._native import build
 
 SWITCH = "OPINTERCEPT_COMPILED"

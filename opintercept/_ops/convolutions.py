@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from opintercept._core.record import Gemm
+from opintercept._core.tensors import dtype_name, is_strided
 from opintercept._ops.op import Args, GemmRule, Kind, Kwargs, Op, passed
-from opintercept._record import Gemm
-from opintercept._tensors import dtype_name, is_strided
 
 
 class _Sizes(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from opintercept._errors import OpInterceptWarning
-from opintercept._record import Gemm
-from opintercept._tensors import describe, is_tensor, named_tensors
+from opintercept._core.errors import OpInterceptWarning
+from opintercept._core.record import Gemm
+from opintercept._core.tensors import describe, is_tensor, named_tensors
 
 Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "foreign", "convolution", "other"]
 # How an operator reaches the kernels:

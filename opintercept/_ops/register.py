@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from opintercept._checks import check_choice
-from opintercept._errors import OpInterceptWarning, caller_level
+from opintercept._core.checks import check_choice
+from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._ops import seams
 from opintercept._ops.op import Declared, Family, Layout, Op, parameters_of
 from opintercept._ops.table import ROWS, exact, overloads

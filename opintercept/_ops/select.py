@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from opintercept._core.text import short_name
 from opintercept._ops.op import Op
 from opintercept._ops.seams import is_seam
 from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, functions, overloads, row_of
-from opintercept._text import short_name
 
 FAMILIES = ("matmul", "convolution")
 

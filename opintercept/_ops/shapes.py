@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from opintercept._errors import OpInterceptWarning
+from opintercept._core.errors import OpInterceptWarning
+from opintercept._core.record import Gemm
+from opintercept._core.tensors import dtype_name, is_strided, is_tensor
 from opintercept._ops.op import Args, FlopsRule, GemmRule, Kwargs, Layout, Op, Parameter, bound
-from opintercept._record import Gemm
-from opintercept._tensors import dtype_name, is_strided, is_tensor
 
 _Checked = TypeVar("_Checked")
 SUMMED: dict[Layout, tuple[int, int]] = {"kn": (-1, -2), "nk": (-1, -1)}

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from opintercept._core.noted import forget
+from opintercept._core.record import forget_summaries
 from opintercept._ops import convolutions, seams, shapes
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
-from opintercept._record import forget_summaries
-from opintercept._rows import forget
 
 
 class Table(dict[str, Op]):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opintercept._call import OpCall
+from opintercept._core.call import OpCall
 
 
 def autocast_below(call: OpCall) -> torch.dtype | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opintercept._origin.place import Place
+from opintercept._core.place import Place
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opintercept._call import OpCall
+from opintercept._core.call import OpCall
+from opintercept._core.place import NOWHERE, Place
+from opintercept._core.record import Phase
 from opintercept._ops.seams import is_seam
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.compiled_graphs import GraphPlace
-from opintercept._origin.place import NOWHERE, Place
 from opintercept._origin.stack import custom_function, in_checkpoint
-from opintercept._record import Phase
 
 # -1 outside of `backward`. This and the names below are private. torch 2.11 to 2.15 have them; if one is missing, the
 # import fails here and names it.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from opintercept._core.noted import forget
 from opintercept._origin.stack import OUTER_CALL, module_of, pipeline_frame
-from opintercept._rows import forget
 
 # Attributes with which torch puts a wrapper between a module and its parent.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))

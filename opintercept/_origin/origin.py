@@ -12,15 +12,15 @@ from types import CodeType, FrameType
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._errors import OpInterceptWarning, caller_level
+from opintercept._core.call import OpCall
+from opintercept._core.errors import OpInterceptWarning, caller_level
+from opintercept._core.place import NOWHERE, Place
+from opintercept._core.record import Phase
 from opintercept._origin import compiled_graphs
 from opintercept._origin.autocast import autocast_above, autocast_below
 from opintercept._origin.links import Link, Links, address, grad_of
 from opintercept._origin.names import Labels
-from opintercept._origin.place import NOWHERE, Place
 from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
-from opintercept._record import Phase
 
 
 def _is_graph(module: torch.nn.Module) -> bool:

@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, cast
 
-from opintercept._errors import OpInterceptError, needs
-from opintercept._text import printable
-from opintercept.cli._style import styled
+from opintercept._core.errors import OpInterceptError, needs
+from opintercept._core.text import printable
+from opintercept.cli.terminal.style import styled
 
 COMMANDS = {
     "demo": "train a small Transformer and show its matmuls",

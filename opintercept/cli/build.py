@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from opintercept._text import counted
+from opintercept._core.text import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

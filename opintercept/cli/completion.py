@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from opintercept._errors import needs
+from opintercept._core.errors import needs
 from opintercept.cli import all_commands
 
 

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from opintercept.cli._options import count
+from opintercept.cli.options import count
 
 if TYPE_CHECKING:
     import torch
 
-    from opintercept._record import CallRecord
+    from opintercept._core.record import CallRecord
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

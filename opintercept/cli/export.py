@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from opintercept.cli._options import steps
+from opintercept.cli.options import steps
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the trace and print its size."""
-    from opintercept._text import counted
-    from opintercept.cli._output import plain_warnings
-    from opintercept.cli._progress import progress
+    from opintercept._core.text import counted
+    from opintercept.cli.terminal.output import plain_warnings
+    from opintercept.cli.terminal.progress import progress
     from opintercept.runs import trace
-    from opintercept.runs.compaction import open_compacted
+    from opintercept.runs.record.compaction import open_compacted
 
     with plain_warnings("export"), progress():
         calls = trace.write(

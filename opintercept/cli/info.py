@@ -11,7 +11,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Print the table."""
-    from opintercept._info import info
+    from opintercept._engines.info import info
 
     print(info())
     return 0

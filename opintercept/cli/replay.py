@@ -31,7 +31,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Run the call again; return 0 if it gives the same bits and 1 if not."""
     import torch
 
-    from opintercept._errors import OpInterceptError
+    from opintercept._core.errors import OpInterceptError
     from opintercept.runs import open_run
     from opintercept.runs.replay import replay, write_script
 

@@ -15,14 +15,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the page and print its size."""
-    from opintercept.cli._output import plain_warnings
-    from opintercept.cli._progress import progress
-    from opintercept.runs import report
-    from opintercept.runs.compaction import open_compacted
+    from opintercept.cli.terminal.output import plain_warnings
+    from opintercept.cli.terminal.progress import progress
+    from opintercept.runs.record.compaction import open_compacted
+    from opintercept.runs.report import page
 
     with plain_warnings("report"), progress():
         run = open_compacted(arguments.run)
         other = None if arguments.other is None else open_compacted(arguments.other)
-        report.write(arguments.out, run, other)
+        page.write(arguments.out, run, other)
     print(f"{arguments.out}: {os.path.getsize(arguments.out) / 1e6:.1f} MB")
     return 0

@@ -9,9 +9,9 @@ from opintercept.hooks.attention import AttentionCall as AttentionCall
 from opintercept.hooks.attention import AttentionWeights as AttentionWeights
 from opintercept.hooks.capture import Capture as Capture
 from opintercept.hooks.capture import Captured as Captured
-from opintercept.hooks.checksum import Checksum as Checksum
-from opintercept.hooks.checksum import EstimatedError as EstimatedError
-from opintercept.hooks.checksum import WrongProduct as WrongProduct
+from opintercept.hooks.checksum.checksum import Checksum as Checksum
+from opintercept.hooks.checksum.checksum import EstimatedError as EstimatedError
+from opintercept.hooks.checksum.checksum import WrongProduct as WrongProduct
 from opintercept.hooks.edits import BitFlip as BitFlip
 from opintercept.hooks.edits import FakeQuantize as FakeQuantize
 from opintercept.hooks.edits import Flip as Flip

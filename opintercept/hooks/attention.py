@@ -15,15 +15,15 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice
-from opintercept._errors import OpInterceptWarning, caller_level
-from opintercept._record import Phase
-from opintercept._tables import Held
-from opintercept._text import counted, printable
-from opintercept.hooks._attention import Attention, attention_of, product_of, take, without_autocast
-from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._values import in_graph_capture, is_freed, leaves_out_captured, stored_values
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice
+from opintercept._core.errors import OpInterceptWarning, caller_level
+from opintercept._core.record import Phase
+from opintercept._core.tables import Held
+from opintercept._core.text import counted, printable
+from opintercept._kit.copyable import Copyable
+from opintercept._values.attention import Attention, attention_of, product_of, take, without_autocast
+from opintercept._values.read import in_graph_capture, is_freed, leaves_out_captured, stored_values
 
 Of = Literal["probabilities", "scores", "entropy"]
 

@@ -18,16 +18,16 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice, check_count
-from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._hook import Level, Read
-from opintercept._record import Phase
-from opintercept._tensors import describe, is_strided
-from opintercept.hooks._copies import can_store, copied, safetensors_for
-from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._roles import Generators, checked_roles
-from opintercept.hooks._values import first_output, in_memory, leaves_out_captured, parts_of
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.hook import Level, Read
+from opintercept._core.record import Phase
+from opintercept._core.tensors import describe, is_strided
+from opintercept._kit.copyable import Copyable
+from opintercept._kit.roles import Generators, checked_roles
+from opintercept._values.copies import can_store, copied, safetensors_for
+from opintercept._values.read import first_output, in_memory, leaves_out_captured, parts_of
 
 Role = Literal["lhs", "rhs", "bias", "output", "grad_lhs", "grad_rhs"]
 Keep = Literal["cpu", "same", "disk"]

@@ -13,18 +13,18 @@ from typing import Any, Literal
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice, check_count
-from opintercept._errors import OpInterceptError
-from opintercept._hook import Read
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.hook import Read
+from opintercept._core.record import Phase
+from opintercept._core.tables import Held
+from opintercept._core.tensors import describe, dtype_name, is_strided
+from opintercept._kit.copyable import Copyable
+from opintercept._kit.roles import Generators, checked_roles, checked_seed
 from opintercept._ops.table import row_of
-from opintercept._record import Phase
-from opintercept._tables import Held
-from opintercept._tensors import describe, dtype_name, is_strided
-from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._hash import WORDS
-from opintercept.hooks._roles import Generators, checked_roles, checked_seed
-from opintercept.hooks._values import first_output, in_graph_capture, in_memory, without_graph
+from opintercept._values.hash import WORDS
+from opintercept._values.read import first_output, in_graph_capture, in_memory, without_graph
 
 _ROLES = ("lhs", "rhs", "bias", "output")
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._errors import HookError
-from opintercept._tables import Held
-from opintercept._tensors import tensors_of
-from opintercept._text import counted
-from opintercept.hooks._copyable import Copyable
+from opintercept._core.call import OpCall
+from opintercept._core.errors import HookError
+from opintercept._core.tables import Held
+from opintercept._core.tensors import tensors_of
+from opintercept._core.text import counted
+from opintercept._kit.copyable import Copyable
 from opintercept.hooks.when import name_test
 
 Function = Callable[[OpCall, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]

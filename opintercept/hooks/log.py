@@ -7,10 +7,10 @@ from typing import Literal, get_args
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice, check_count
-from opintercept._tables import Held
-from opintercept.hooks._values import first_output, sample, summarize
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.tables import Held
+from opintercept._values.read import first_output, sample, summarize
 
 Values = Literal["none", "stats", "sample"]
 

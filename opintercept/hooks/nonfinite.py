@@ -14,23 +14,23 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice, check_count
-from opintercept._errors import NonFiniteError, OpInterceptWarning
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.errors import NonFiniteError, OpInterceptWarning
+from opintercept._core.noted import Work
+from opintercept._core.record import CallRecord
+from opintercept._core.tables import Shown
+from opintercept._core.tensors import is_strided, share_memory
+from opintercept._core.text import counted
+from opintercept._kit.copyable import Copyable
+from opintercept._kit.per_call import PerCall
+from opintercept._kit.repro import try_to_save
 from opintercept._native import values as native
+from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, UNWRITTEN
 from opintercept._ops.table import row_of
-from opintercept._record import CallRecord
-from opintercept._rows import Work
-from opintercept._scratch import FOR_PROGRAM, OVERWRITES, UNWRITTEN
-from opintercept._tables import Shown
-from opintercept._tensors import is_strided, share_memory
-from opintercept._text import counted
-from opintercept.hooks._copies import safetensors_for
-from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._repro import try_to_save
+from opintercept._values.copies import safetensors_for
+from opintercept._values.read import in_memory, leaves_out_captured, parts_of, stored_values
 from opintercept.hooks._scaling import Scaling
-from opintercept.hooks._values import in_memory, leaves_out_captured, parts_of, stored_values
 from opintercept.hooks.when import name_test
 
 Action = Literal["raise", "warn", "record", "breakpoint"]

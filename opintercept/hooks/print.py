@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from opintercept._call import OpCall
-from opintercept._tables import Held
-from opintercept._text import printable
-from opintercept.hooks._values import first_output, summarize
+from opintercept._core.call import OpCall
+from opintercept._core.tables import Held
+from opintercept._core.text import printable
+from opintercept._values.read import first_output, summarize
 
 
 class Print(Held):

@@ -11,16 +11,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from opintercept._call import OpCall
+from opintercept._core.call import OpCall
+from opintercept._core.noted import Found, Work, settle
+from opintercept._core.record import Note
+from opintercept._core.tables import Cells, Table
+from opintercept._core.tensors import dtype_name
+from opintercept._core.text import counted, write_csv
+from opintercept._kit.copyable import Copyable
+from opintercept._kit.per_call import PerCall
 from opintercept._ops.table import row_of
-from opintercept._record import Note
-from opintercept._rows import Found, Work, settle
-from opintercept._tables import Cells, Table
-from opintercept._tensors import dtype_name
-from opintercept._text import counted, write_csv
-from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._values import convolution_precision
+from opintercept._values.read import convolution_precision
 
 
 @dataclass(frozen=True, slots=True)

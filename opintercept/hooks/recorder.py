@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from opintercept._call import OpCall
-from opintercept._record import CallRecord, Note
-from opintercept._rows import Found, Work, settle
-from opintercept._tables import Frames, Held
-from opintercept._text import counted
+from opintercept._core.call import OpCall
+from opintercept._core.noted import Found, Work, settle
+from opintercept._core.record import CallRecord, Note
+from opintercept._core.tables import Frames, Held
+from opintercept._core.text import counted
 
 
 class Recorder(Held, Frames):

@@ -13,18 +13,18 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice, check_count
-from opintercept._errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.record import Phase
+from opintercept._core.tables import Cells, Table
+from opintercept._core.tensors import dtype_name, shape_of, share_memory
+from opintercept._core.text import counted
+from opintercept._kit.copyable import Copyable
+from opintercept._kit.per_call import PerCall
 from opintercept._ops.table import row_of
-from opintercept._record import Phase
-from opintercept._tables import Cells, Table
-from opintercept._tensors import dtype_name, shape_of, share_memory
-from opintercept._text import counted
-from opintercept.hooks._attention import Attention, arguments, attention_of, take, without_autocast
-from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._per_call import PerCall
-from opintercept.hooks._values import convolution_precision, in_graph_capture, in_memory, without_graph
+from opintercept._values.attention import Attention, arguments, attention_of, take, without_autocast
+from opintercept._values.read import convolution_precision, in_graph_capture, in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 

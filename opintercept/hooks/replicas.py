@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice, check_count
-from opintercept._errors import OpInterceptError, OpInterceptWarning, caller_level
-from opintercept._expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of, who_parted
-from opintercept._hook import Read
-from opintercept._text import counted
-from opintercept.hooks._findings import Finds
-from opintercept.hooks._operand_hashes import Hash, OperandHashes, is_weight
-from opintercept.hooks._ranks import Ranks, ranks_of
-from opintercept.hooks._roles import checked_roles
-from opintercept.hooks._values import leaves_out_captured, without_graph
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning, caller_level
+from opintercept._core.hook import Read
+from opintercept._core.text import counted
+from opintercept._kit.findings import Finds
+from opintercept._kit.roles import checked_roles
+from opintercept._ranks.expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of, who_parted
+from opintercept._ranks.group import Ranks, ranks_of
+from opintercept._ranks.operand_hashes import Hash, OperandHashes, is_weight
+from opintercept._values.read import leaves_out_captured, without_graph
 from opintercept.hooks.when import CallFilter
 
 Action = Literal["raise", "warn", "record"]

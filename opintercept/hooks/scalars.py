@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_count
-from opintercept._errors import OpInterceptError
-from opintercept._tables import Held
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_count
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.tables import Held
 from opintercept.hooks.stats import Stats, StatsRow
 
 _VALUES = tuple(name for name in StatsRow.__slots__ if name not in ("module", "op", "operand", "phase"))

@@ -11,18 +11,18 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice
-from opintercept._errors import HookError, OpInterceptError
-from opintercept._record import Note
-from opintercept._rows import Found, Work, settle
-from opintercept._tables import Cells, Table
-from opintercept._tensors import describe, dtype_name
-from opintercept._text import write_csv
-from opintercept.hooks._copyable import Copyable
-from opintercept.hooks._roles import checked_roles
-from opintercept.hooks._sums import BATCH, LOWEST, Cell, Read, Reader, check_width, flat, powers
-from opintercept.hooks._values import first_output, leaves_out_captured, stored_values
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice
+from opintercept._core.errors import HookError, OpInterceptError
+from opintercept._core.noted import Found, Work, settle
+from opintercept._core.record import Note
+from opintercept._core.tables import Cells, Table
+from opintercept._core.tensors import describe, dtype_name
+from opintercept._core.text import write_csv
+from opintercept._kit.copyable import Copyable
+from opintercept._kit.roles import checked_roles
+from opintercept._values.read import first_output, leaves_out_captured, stored_values
+from opintercept._values.sums import BATCH, LOWEST, Cell, Read, Reader, check_width, flat, powers
 
 OPERANDS = ("lhs", "rhs", "bias", "output")
 

@@ -14,14 +14,14 @@ from typing import Any, TypeGuard, get_args
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._checks import check_choice, check_count
-from opintercept._errors import OpInterceptWarning, caller_level
-from opintercept._hook import Hook, Read, is_hook, reads_of
-from opintercept._record import CallRecord, Phase
-from opintercept._tensors import TensorMeta, dtype_name, dtype_of
-from opintercept._text import short_name
-from opintercept.hooks._copyable import Copyable
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.errors import OpInterceptWarning, caller_level
+from opintercept._core.hook import Hook, Read, is_hook, reads_of
+from opintercept._core.record import CallRecord, Phase
+from opintercept._core.tensors import TensorMeta, dtype_name, dtype_of
+from opintercept._core.text import short_name
+from opintercept._kit.copyable import Copyable
 
 MOST_NAMES = 1024
 """How many module names a filter keeps, to suggest one if its own pattern matches none."""

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opintercept._hook import Hook, is_hook
-from opintercept._intercept import Interceptor, intercept
+from opintercept._blocks.intercept import Interceptor, intercept
+from opintercept._core.hook import Hook, is_hook
 
 _NUMBERED = re.compile(r"training-(\d+)")
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from opintercept._errors import needs
-from opintercept._hook import Hook
-from opintercept._intercept import Interceptor
-from opintercept._tables import Held
+from opintercept._blocks.intercept import Interceptor
+from opintercept._core.errors import needs
+from opintercept._core.hook import Hook
+from opintercept._core.tables import Held
 from opintercept.integrations._training import Training
-from opintercept.runs.recorder import RunRecorder
+from opintercept.runs.record.recorder import RunRecorder
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from opintercept._checks import check_count
-from opintercept._errors import OpInterceptError, needs
-from opintercept._tables import Held
+from opintercept._core.checks import check_count
+from opintercept._core.errors import OpInterceptError, needs
+from opintercept._core.tables import Held
+from opintercept._ranks.rank import rank_and_world_size
 from opintercept.hooks import NonFinite, Profile, Stats
-from opintercept.runs._ranks import rank_and_world_size
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Metric

@@ -7,30 +7,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from opintercept.runs.align import align as align
-from opintercept.runs.alignment import Aligned as Aligned
-from opintercept.runs.alignment import Alignment as Alignment
-from opintercept.runs.alignment import Apart as Apart
-from opintercept.runs.codec import StoredCall as StoredCall
-from opintercept.runs.codec import Values as Values
-from opintercept.runs.diff import diff as diff
-from opintercept.runs.diff import diff_ranks as diff_ranks
-from opintercept.runs.difference import Absent as Absent
-from opintercept.runs.difference import CallDifference as CallDifference
-from opintercept.runs.difference import Difference as Difference
-from opintercept.runs.difference import ModuleDifference as ModuleDifference
-from opintercept.runs.difference import RoleDifference as RoleDifference
-from opintercept.runs.difference import Unmatched as Unmatched
-from opintercept.runs.rank_difference import RankDifference as RankDifference
-from opintercept.runs.rank_difference import RankFinding as RankFinding
-from opintercept.runs.store import Run as Run
-from opintercept.runs.store import RunInfo as RunInfo
-from opintercept.runs.store import open_run as open_run
+from opintercept.runs.align.align import align as align
+from opintercept.runs.align.alignment import Aligned as Aligned
+from opintercept.runs.align.alignment import Alignment as Alignment
+from opintercept.runs.align.alignment import Apart as Apart
+from opintercept.runs.compare.diff import diff as diff
+from opintercept.runs.compare.diff import diff_ranks as diff_ranks
+from opintercept.runs.compare.difference import Absent as Absent
+from opintercept.runs.compare.difference import CallDifference as CallDifference
+from opintercept.runs.compare.difference import Difference as Difference
+from opintercept.runs.compare.difference import ModuleDifference as ModuleDifference
+from opintercept.runs.compare.difference import RoleDifference as RoleDifference
+from opintercept.runs.compare.difference import Unmatched as Unmatched
+from opintercept.runs.ranks.difference import RankDifference as RankDifference
+from opintercept.runs.ranks.difference import RankFinding as RankFinding
+from opintercept.runs.store.codec import StoredCall as StoredCall
+from opintercept.runs.store.codec import Values as Values
+from opintercept.runs.store.run import Run as Run
+from opintercept.runs.store.run import RunInfo as RunInfo
+from opintercept.runs.store.run import open_run as open_run
 
 if TYPE_CHECKING:
-    from opintercept.runs.compaction import compact as compact
     from opintercept.runs.graft import Graft as Graft
-    from opintercept.runs.recorder import RunRecorder as RunRecorder
+    from opintercept.runs.record.compaction import compact as compact
+    from opintercept.runs.record.recorder import RunRecorder as RunRecorder
 
 __all__ = [
     "Absent",
@@ -57,7 +57,7 @@ __all__ = [
     "open_run",
 ]
 
-_LATER = {"Graft": "graft", "RunRecorder": "recorder", "compact": "compaction"}
+_LATER = {"Graft": "graft", "RunRecorder": "record.recorder", "compact": "record.compaction"}
 
 
 def __getattr__(name: str) -> Any:

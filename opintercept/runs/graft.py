@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from opintercept._call import OpCall
-from opintercept._errors import OpInterceptError, OpInterceptWarning
-from opintercept._hook import reads_of
-from opintercept._tensors import describe
-from opintercept.hooks._copyable import Copyable
+from opintercept._core.call import OpCall
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.hook import reads_of
+from opintercept._core.tensors import describe
+from opintercept._kit.copyable import Copyable
+from opintercept._ranks.rank import rank_and_world_size
 from opintercept.hooks.when import CallFilter
-from opintercept.runs._ranks import rank_and_world_size
-from opintercept.runs.codec import StoredCall
-from opintercept.runs.store import Run, open_run
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.run import Run, open_run
 
 _Key = tuple[str | None, str, str, str | None]
 

@@ -16,15 +16,15 @@ from typing import Any, cast
 
 import torch
 
-from opintercept._errors import OpInterceptError
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.tensors import TensorMeta, describe, tensors_of
+from opintercept._core.text import printable
+from opintercept._kit.repro import write_repro
 from opintercept._ops.table import functions, overloads, row_of
-from opintercept._tensors import TensorMeta, describe, tensors_of
-from opintercept._text import printable
-from opintercept.hooks._repro import write_repro
 from opintercept.hooks.reference import Errors
-from opintercept.runs import _description
-from opintercept.runs.codec import StoredCall
-from opintercept.runs.store import MAX_TENSOR, Run
+from opintercept.runs.record import description
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.run import MAX_TENSOR, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ _SETTERS: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
     "cudnn.allow_tf32": (_attribute(torch.backends.cudnn, "allow_tf32"), _bool),
 }
 # By the name in a run's flags: how to read the setting, how to set it, and how to read its value from a text.
-FLAGS = {name: (_description.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
+FLAGS = {name: (description.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
 
 
 def replay(

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from opintercept._errors import OpInterceptError
-from opintercept.runs._columns import CHUNK, Array, Arrays, Columns
-from opintercept.runs._files import replaced
-from opintercept.runs._pairing import module_name
-from opintercept.runs.codec import StoredCall, Values, compact, is_output
-from opintercept.runs.store import Run
+from opintercept._core.errors import OpInterceptError
+from opintercept.runs.compare.pairing import module_name
+from opintercept.runs.store.codec import StoredCall, Values, compact, is_output
+from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns
+from opintercept.runs.store.files import replaced
+from opintercept.runs.store.run import Run
 
 _PLACES = ("step", "index", "thread", "started", "elapsed", "forward", "site")
 _LONGEST = 10**15  # nanoseconds of a call, in a hostile run

@@ -15,16 +15,16 @@ from typing import Any, TypedDict, Unpack, overload
 import pytest
 
 from opintercept import hooks
-from opintercept._call import OpCall
-from opintercept._checks import check_count
+from opintercept._blocks.intercept import Interceptor, intercept
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_count
+from opintercept._core.hook import Hook, Level
+from opintercept._core.record import CallRecord
+from opintercept._core.tensors import TensorMeta
+from opintercept._core.text import aligned
 from opintercept._engines.choose import EngineChoice
-from opintercept._hook import Hook, Level
-from opintercept._intercept import Interceptor, intercept
 from opintercept._ops.select import split, why_never
-from opintercept._record import CallRecord
-from opintercept._tensors import TensorMeta
-from opintercept._text import aligned
-from opintercept.hooks._values import all_finite, first_output
+from opintercept._values.read import all_finite, first_output
 from opintercept.hooks.when import CallFilter, checked_dtype
 from opintercept.testing.snapshot import Snapshots
 

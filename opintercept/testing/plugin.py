@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from opintercept._intercept import Interceptor
+    from opintercept._blocks.intercept import Interceptor
     from opintercept.testing.calls import OpCalls as OpCalls
     from opintercept.testing.calls import Options
     from opintercept.testing.snapshot import Snapshots
@@ -97,7 +97,7 @@ class _Watch:
         check = option.opintercept_finite and self._options().get("finite", True)
         if not (option.opintercept or check):
             return
-        from opintercept._intercept import intercept
+        from opintercept._blocks.intercept import intercept
         from opintercept.testing.calls import Totals, finite_hook
 
         if option.opintercept:
@@ -181,7 +181,7 @@ _HELD = pytest.StashKey[dict[Any, list[Any]]]()  # the blocks that each fixture 
 
 
 def _open_blocks() -> tuple[Any, ...]:
-    library = sys.modules.get("opintercept._blocks")
+    library = sys.modules.get("opintercept._blocks.blocks")
     return () if library is None else library.open_blocks()
 
 
@@ -189,7 +189,7 @@ def _forced_out(blocks: Iterable[Any]) -> str | None:
     forgotten = list(blocks)
     if not forgotten:
         return None
-    from opintercept._blocks import force_out
+    from opintercept._blocks.blocks import force_out
 
     return (
         f"{', '.join(force_out(forgotten))} was entered but never left; use a with statement (the plugin has left it "

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from opintercept._record import CallRecord
+from opintercept._core.record import CallRecord
 
 FOLDER = "__opcalls__"
 _FIELDS = ("phase", "module", "op", "lhs", "rhs", "output")

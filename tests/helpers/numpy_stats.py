@@ -18,7 +18,9 @@ from native import reading
 from torch import Tensor
 
 from opintercept import hooks
-from opintercept.hooks import StatsRow, _sums, _values, stats
+from opintercept._values import read as _values
+from opintercept._values import sums
+from opintercept.hooks import StatsRow, stats
 
 # Small tensors are read many at a time, large ones in pieces, those on other devices there; the pieces are small. Or
 # all are read in C++ if they can be.
@@ -45,7 +47,7 @@ def read(way: str, **sizes: int) -> Iterator[None]:
     """Read values in one of the ways, with pieces of other sizes."""
     with reading(way == "natively"), pytest.MonkeyPatch.context() as patch:
         for name, value in (WAYS[way] | sizes).items():
-            patch.setattr({"ROW": _values, "CHUNK": _sums, "PIECE": _sums}.get(name, stats), name, value)
+            patch.setattr({"ROW": _values, "CHUNK": sums, "PIECE": sums}.get(name, stats), name, value)
         yield
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opintercept.runs import StoredCall, open_run, writer
+from opintercept.runs import StoredCall, open_run
+from opintercept.runs.record import writer
 
 ALL = ("none", "stats", "sample", "full")
 

@@ -2,7 +2,7 @@
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
 `kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_record.look`. `noted.cpp` runs calls
-that become rows of `ring.cpp` and not Python objects, see `_rows.py`.
+that become rows of `ring.cpp` and not Python objects, see `_core/noted.py`.
 Invariant: nothing is built before somebody asks for this engine by its name.
 """
 
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from opintercept import _pipeline, _record
+from opintercept._core import pipeline as _pipeline
+from opintercept._core import record
+from opintercept._core.noted import ROLES, Ring, Rows, on_forget
+from opintercept._core.place import NOWHERE
 from opintercept._engines import foreign, kernels, scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._native import build, library, values
 from opintercept._ops.table import OWN
 from opintercept._origin import stack
-from opintercept._origin.place import NOWHERE
-from opintercept._rows import ROLES, Ring, Rows, on_forget
 
 
 class Extension:
@@ -51,7 +52,7 @@ class Extension:
         self.ring: Callable[[], Ring] = extension.Ring
         scope.state.unseen_by_compiled = extension.unseen
         self.running: Callable[[], int] = extension.running
-        extension.set_up_look(_record.look, torch.Tensor, torch.nn.Parameter)
+        extension.set_up_look(record.look, torch.Tensor, torch.nn.Parameter)
         self.look: Callable[..., Any] = extension.look
         has_walk = extension.set_up_walk(*stack.WALKED_CODE, torch.nn.Module, stack.NOT_SOURCE)
         self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk

@@ -1,4 +1,4 @@
-// The flight recorder of `runs/flight.py` for calls that do not become Python objects.
+// The flight recorder of `runs/store/flight.py` for calls that do not become Python objects.
 //
 // Invariant: a slot that is being written has the number 0, so that a reader never takes a part of a line for a call.
 

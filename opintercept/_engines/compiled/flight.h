@@ -1,4 +1,4 @@
-// A file of the last calls, which outlives the process, see `runs/flight.py`.
+// A file of the last calls, which outlives the process, see `runs/store/flight.py`.
 
 #pragma once
 
@@ -51,7 +51,7 @@ class Flight {
   uint64_t next = 0, slots = 0, size = 0;
 };
 
-// The line of a call, as `runs/codec.py` writes it, with the values of some roles.
+// The line of a call, as `runs/store/codec.py` writes it, with the values of some roles.
 void append_line(
     std::string& line, const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written,
     const std::string& place, const std::string& look);

@@ -1,0 +1,1 @@
+"""`intercept` and its blocks: `with`, decorators, pauses, coroutines, greenlets."""

@@ -1,0 +1,607 @@
+"""The hooks of one interceptor, and the loop that runs them around an operator.
+
+Invariants: a call that succeeds meets no context manager, closure or formatting, and tuples of hooks are replaced,
+never mutated, so that hooks may come and go while they run. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, itemgetter
+from time import perf_counter, time_ns
+from typing import TYPE_CHECKING, Any
+
+from opintercept._core.call import NoOrigin, OpCall, Origin
+from opintercept._core.errors import HookError, OpInterceptWarning
+from opintercept._core.exits import never_began, raised_here
+from opintercept._core.fork import in_child
+from opintercept._core.hook import Handle, Hook, Level, OnError
+from opintercept._core.noted import Ring, Rows
+from opintercept._core.place import Place
+from opintercept._core.record import CallRecord, Phase, look
+from opintercept._core.replace import check_alike, check_replacement, checked_inputs, written_back
+from opintercept._core.tensors import copy_into
+
+if TYPE_CHECKING:
+    from opintercept._ops.op import Op
+
+_ENTER, _EXIT, _FIRST = attrgetter("enter"), attrgetter("exit"), itemgetter(0)
+
+
+def _read(count: itertools.count[int]) -> int:
+    return int(repr(count)[len("count(") : -1])  # the only way
+
+
+class Pipeline:
+    """The ordered hooks of one interceptor, with its counters.
+
+    Args:
+        hooks: Hooks that `check_hook` has accepted.
+        level: Decides how a replaced output reaches the program.
+        on_error: `"raise"` lets the exception of a hook through; `"warn"` switches the hook off with one warning.
+        origin: Tells where calls come from. Injected, since it needs torch.
+        tap: `_engines.gradients.Tap`, which gets at the gradients of one call; None at dispatch level. Injected too.
+        look: `_record.look` or a function with the same results.
+        ring: Where kernels note calls, if the engine has some that do.
+
+    Attributes:
+        steps: The number of the step that runs, from 0; the interceptor's `step` advances it.
+        rows: The calls that kernels have noted, if the engine has kernels that do.
+        noted: The same; None while the hooks have to see each call.
+        opaque: How many calls of each opaque operator have run, by name.
+        pass_over: Counts a call of an operator that is not looked at.
+        end_step: The handles of hooks with an `end_step`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_count",
+        "_counting",
+        "_entered_by",
+        "_handles",
+        "_inside",
+        "_lock",
+        "_passed",
+        "_tap",
+        "backward",
+        "end_step",
+        "error",
+        "level",
+        "links",
+        "look",
+        "next_index",
+        "noted",
+        "on_error",
+        "opaque",
+        "origin",
+        "pass_over",
+        "post",
+        "pre",
+        "rows",
+        "steps",
+    )
+
+    def __init__(
+        self,
+        hooks: Iterable[Hook],
+        level: Level = "dispatch",
+        on_error: OnError = "raise",
+        origin: Origin | None = None,
+        tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
+        look: Callable[..., Any] = look,
+        ring: Ring | None = None,
+    ) -> None:
+        self.rows = None if ring is None else Rows(ring, self)
+        self.noted: Rows | None = None
+        self._tap = tap
+        self.look = look
+        self.level = level
+        self.on_error = on_error
+        self.origin: Origin = origin or NoOrigin()
+        self.links = self.origin.links
+        self.steps = 0
+        self._count = itertools.count()
+        # Atomic, also between threads.
+        self.next_index: Callable[[], int] = self._count.__next__ if ring is None else ring.next_index
+        self.opaque: Counter[str] = Counter()
+        self._counting = threading.RLock()  # held for nothing else, so that it can be taken under any other
+        self._passed = itertools.count()
+        self.pass_over: Callable[[], int] = self._passed.__next__
+        self._lock = threading.RLock()
+        self._entered_by: set[object] = set()
+        self._inside: deque[Handle] = deque()  # handles of hooks that have entered and not exited
+        self._handles: tuple[Handle, ...] = ()
+        self.pre: tuple[Handle, ...] = ()
+        self.post: tuple[Handle, ...] = ()
+        self.error: tuple[Handle, ...] = ()
+        self.backward: tuple[Handle, ...] = ()
+        self.end_step: tuple[Handle, ...] = ()
+        for hook in hooks:
+            self.register(hook)
+        _remember(self)
+
+    @property
+    def calls(self) -> int:
+        """How many calls there have been."""
+        return _read(self._count) if self.rows is None else self.rows.ring.calls()
+
+    @property
+    def passed(self) -> int:
+        """How many convolutions have been passed over."""
+        return _read(self._passed)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks in order."""
+        return tuple(handle.hook for handle in self._handles)
+
+    def next_step(self, number: int | None = None) -> None:
+        """Count a step of the program, or set the number of the next one, and tell the hooks that a step has ended."""
+        self.steps = self.steps + 1 if number is None else number
+        if self.rows is not None:
+            self.rows.ring.set_step(self.steps)
+        for handle in self.end_step:
+            if handle not in self._inside:
+                continue
+            try:
+                handle.end_step()
+            except Exception as exception:
+                if not self._survives(handle, f"the end_step of hook {handle.hook!r}", exception):
+                    raise
+
+    def settle(self) -> None:
+        """Tell the hooks of the calls that kernels have noted."""
+        if self.noted is not None:
+            self.noted.settle()
+
+    def register(self, hook: Hook) -> Handle:
+        """Append a hook. If the interceptor is active, the hook's `enter` runs at once."""
+        handle = Handle(self, hook)
+        try:
+            with self._lock:
+                if self._entered_by:
+                    self._enter_hooks((handle,))
+                self._set((*self._handles, handle))
+        except BaseException:
+            self._take_out(handle)
+            raise
+        return handle
+
+    def remove(self, handle: Handle) -> None:
+        """Remove a hook by its handle. A second time does nothing."""
+        failure = self._take_out(handle)
+        if failure is not None:
+            raise failure
+
+    def _take_out(self, handle: Handle) -> BaseException | None:
+        if not handle.removed:
+            self.settle()
+        with self._lock:
+            handle.removed = True
+            self._set(tuple(h for h in self._handles if h is not handle))
+            failure = None
+            while handle in self._inside:
+                place = self._inside.index(handle)
+                self._inside.rotate(-place)
+                failure = self._exit_next() or failure
+                self._inside.rotate(place)
+            return failure
+
+    def _set(self, handles: tuple[Handle, ...]) -> None:
+        self._handles = handles
+        self.pre = tuple(h for h in handles if h.pre)
+        self.post = tuple(h for h in handles if h.post)
+        self.error = tuple(h for h in handles if h.error)
+        self.end_step = tuple(h for h in handles if h.end_step)
+        self.backward = () if self._tap is None else tuple(h for h in handles if h.backward)
+        if self.links is not None:
+            self.links.wanted |= any(h.tracks for h in handles)
+            self.links.names_all |= any(h.names_all for h in handles)
+        if self.rows is not None:
+            self.noted = self.rows if self.rows.plan(handles) else None
+
+    def enter(self, user: object) -> None:
+        """Run the hooks' `enter` if this is the first block. `exit` undoes it, also if an `enter` has failed."""
+        with self._lock:
+            first = not self._entered_by
+            self._entered_by.add(user)
+            if first:
+                self._enter_hooks(self._handles)
+
+    def _enter_hooks(self, handles: Sequence[Handle]) -> None:
+        # C code runs each `enter` and notes the handle, so that no interrupt can come between the two.
+        entered = zip(handles, map(operator.call, map(_ENTER, handles)), strict=True)
+        before = len(self._inside)
+        try:
+            self._inside.extend(map(_FIRST, entered))
+        except BaseException as exception:
+            for failing in handles[len(self._inside) - before :][:1]:
+                exception.add_note(f"opintercept: raised by the enter of hook {failing.hook!r}")
+            raise
+
+    def exit(self, user: object, failed: BaseException | None) -> None:
+        """Run the hooks' `exit` if this is the last block. All run, even if one raises. May be called again.
+
+        Args:
+            user: The same object as in `enter`.
+            failed: The exception of the program that leaves the block, which no other may replace; or None.
+        """
+        failures: list[BaseException] = []
+        try:
+            if self._entered_by <= {user}:
+                self.settle()
+        except Exception as exception:
+            failures.append(exception)
+        with self._lock:
+            self._entered_by.discard(user)
+            if self._entered_by:
+                return
+            while self._inside:
+                failure = self._exit_next()
+                if failure is not None:
+                    failures.append(failure)
+        for failure in failures:
+            if not isinstance(failure, Exception):
+                raise failure  # an interrupt or SystemExit
+        if failed is not None:
+            for failure in failures:
+                _warn_beside(failed, f"a hook failed on exit: {failure!r}")
+        elif self.on_error == "warn":
+            for failure in failures:
+                warnings.warn(f"a hook failed on exit: {failure!r}", OpInterceptWarning, stacklevel=3)
+        elif failures:
+            raise failures[0]
+
+    def _exit_next(self) -> BaseException | None:
+        """Run the `exit` of the hook that entered first, and return what it raised."""
+        handle = None
+        try:
+            handle = self._inside[0]
+            next(map(operator.call, map(_EXIT, iter(self._inside.popleft, None))))  # in C, as in `_enter_hooks`
+        except BaseException as exception:
+            if isinstance(exception, IndexError) and not self._inside and raised_here(exception):
+                return None  # a signal handler has left the last block since, and run them all
+            if handle is None or (self._inside and self._inside[0] is handle):
+                raise  # an interrupt before the call
+            if never_began(handle.exit, exception):
+                self._inside.appendleft(handle)
+            elif isinstance(exception, Exception):
+                exception.add_note(f"opintercept: raised by the exit of hook {handle.hook!r}")
+            return exception
+        return None
+
+    def tap(self, call: OpCall) -> Any:
+        """Return a `Tap` for the gradients of this call, or None if no hook wants them."""
+        handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
+        return self._tap(self, call, handles) if handles and self._tap is not None else None
+
+    def late(
+        self,
+        spec: Op,
+        func: Any,
+        phase: Phase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        exception: BaseException | None,
+        index: int,
+        place: Place | None,
+        started: int,
+        elapsed: float,
+    ) -> tuple[Any, ...] | None:
+        """Run the hooks of a call whose operator has run already, in a kernel that could not note the call.
+
+        The operator writes to none of its arguments. Returns what `Rows.learn` does.
+
+        Args:
+            spec: As for `run`, as are func, phase, args and kwargs.
+            output: What the operator returned.
+            exception: What it raised instead, or None.
+            index: The number of the call.
+            place: Where it comes from, or None.
+            started: When the operator started, in nanoseconds since 1970: a while ago if other threads ran.
+            elapsed: The operator's time.
+        """
+        began = perf_counter() - (time_ns() - started) / 1e9
+        self.settle()
+        call = OpCall(self, spec, func, phase, args, kwargs, index)
+        call.place = place
+        try:
+            _before(self, call)
+            if spec.opaque:
+                self.count_opaque(spec.name)
+            call.began = began
+            if exception is not None:
+                _report((self,), [call], exception)
+                return None
+            call.output, call.elapsed = output, elapsed
+            learned = None if self.rows is None else self.rows.learn(call)
+            _after(self, call, spec, args, kwargs)
+            return learned
+        finally:
+            call.owner = None
+            del call, args, kwargs, output, exception  # as in `run`
+
+    def count_opaque(self, name: str) -> None:
+        """Count a call of an opaque operator."""
+        with self._counting:
+            self.opaque[name] += 1
+
+    def survives(self, handle: Handle, phase: str, call: OpCall | CallRecord, exception: Exception) -> bool:
+        """Handle an exception of a hook: add a note that says where, or switch the hook off and return True."""
+        try:
+            shown = str(call)
+        except Exception:  # an unusual tensor must not hide what the hook raised
+            shown = call.op
+        where = f"{phase} hook {handle.hook!r} on call {call.index} ({call.phase}): {shown}"
+        return self._survives(handle, where, exception)
+
+    def _survives(self, handle: Handle, where: str, exception: Exception) -> bool:
+        if self.on_error == "raise":
+            exception.add_note(f"opintercept: raised by {where}")
+            if isinstance(exception, TypeError):
+                # Python takes a TypeError in `a @ b` to mean that `a` cannot multiply `b`, and discards its message.
+                raise HookError(f"a hook raised TypeError: {exception}; in {where}") from exception
+            return False
+        handle.removed = True  # now: it is not to be told of calls that kernels have noted, either
+        failure = self._take_out(handle)
+        if failure is not None:
+            where += f"; its exit raised {failure!r}"
+        warnings.warn(
+            f"switched off a hook that raised {type(exception).__name__}: {exception}; {where}",
+            OpInterceptWarning,
+            stacklevel=3,
+        )
+        return True
+
+
+def run(
+    pipelines: tuple[Pipeline, ...],
+    spec: Op,
+    func: Any,
+    phase: Phase,
+    invoke: Callable[..., Any],
+    head: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `invoke(head, *args, **kwargs)` with the hooks of all `pipelines` around it.
+
+    Each pipeline gets an `OpCall` of its own, since each numbers its calls. What the hooks of one pipeline replace,
+    those of the next one see.
+
+    Args:
+        pipelines: At least one, in the order in which they run.
+        spec: The operator's row of the table.
+        func: What torch called, for `OpCall.func`.
+        phase: The pass of the call.
+        invoke: Runs the operator.
+        head: The first argument of `invoke`, before those of the operator.
+        args: The operator's positional arguments.
+        kwargs: The operator's keyword arguments.
+    """
+    if len(pipelines) > 1:
+        try:
+            return _run_several(pipelines, spec, func, phase, invoke, head, args, kwargs)
+        finally:
+            del args, kwargs  # as below
+    # The same as _run_several for one pipeline, without its lists, which cost half a microsecond.
+    (pipeline,) = pipelines
+    given_args, given_kwargs = args, kwargs
+    if pipeline.noted is not None:
+        pipeline.noted.settle()  # hooks see the calls in order
+    call = OpCall(pipeline, spec, func, phase, args, kwargs)
+    try:
+        links = pipeline.links
+        if links is not None and links.wanted:
+            links.note(call)
+        if pipeline.pre:
+            args, kwargs = _before(pipeline, call)
+        if spec.opaque:
+            pipeline.count_opaque(spec.name)
+        tap = pipeline.tap(call) if pipeline.backward else None
+        if tap is not None:
+            args, kwargs = tap.inputs(args, kwargs)
+        call.began = started = perf_counter()
+        try:
+            output = invoke(head, *args, **kwargs) if kwargs else invoke(head, *args)
+        except BaseException as exception:
+            _report(pipelines, [call], exception)
+            raise
+        call.elapsed = perf_counter() - started
+        if args is not given_args or kwargs is not given_kwargs:
+            output = _in_place_of(spec, func, given_args, given_kwargs, args, kwargs, output)
+        if output is None:
+            call.output = spec.result(func, given_args, given_kwargs)
+            if pipeline.post:
+                _after(pipeline, call, spec, given_args, given_kwargs)
+            return None
+        call.output = output
+        if pipeline.post:
+            output = _after(pipeline, call, spec, given_args, given_kwargs)
+        return output if tap is None else tap.output(output)
+    finally:
+        call.owner = None
+        # An exception's traceback keeps this frame, and the program may keep the exception.
+        del call, args, kwargs, given_args, given_kwargs
+
+
+def _run_several(
+    pipelines: tuple[Pipeline, ...],
+    spec: Op,
+    func: Any,
+    phase: Phase,
+    invoke: Callable[..., Any],
+    head: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    given_args, given_kwargs = args, kwargs
+    calls: list[OpCall] = []
+    try:
+        for pipeline in pipelines:
+            pipeline.settle()
+            call = OpCall(pipeline, spec, func, phase, given_args, given_kwargs)
+            calls.append(call)
+            if pipeline.links is not None and pipeline.links.wanted:
+                pipeline.links.note(call)
+            _hand_over(pipeline, call, args, kwargs)
+            args, kwargs = _before(pipeline, call)
+            if spec.opaque:
+                pipeline.count_opaque(spec.name)
+        for pipeline, call in zip(pipelines, calls, strict=True):
+            _hand_over(pipeline, call, args, kwargs)
+        taps = [p.tap(c) if p.backward else None for p, c in zip(pipelines, calls, strict=True)]
+        for tap in filter(None, taps):
+            args, kwargs = tap.inputs(args, kwargs)
+        started = perf_counter()
+        for call in calls:
+            call.began = started
+        try:
+            output = invoke(head, *args, **kwargs)
+        except BaseException as exception:
+            _report(pipelines, calls, exception)
+            raise
+        elapsed = perf_counter() - started
+        if args is not given_args or kwargs is not given_kwargs:
+            output = _in_place_of(spec, func, given_args, given_kwargs, args, kwargs, output)
+        result = spec.result(func, given_args, given_kwargs) if output is None else output
+        for pipeline, call in zip(pipelines, calls, strict=True):
+            call.output = result
+            call.elapsed = elapsed
+            result = _after(pipeline, call, spec, given_args, given_kwargs)
+        if output is None:
+            return None
+        for tap in filter(None, reversed(taps)):
+            result = tap.output(result)
+        return result
+    finally:
+        for call in calls:
+            call.owner = None
+        calls.clear()
+        call = None  # type: ignore[assignment]
+        del args, kwargs, given_args, given_kwargs  # as in `run`
+
+
+def _in_place_of(
+    spec: Op,
+    func: Any,
+    given_args: tuple[Any, ...],
+    given_kwargs: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    """Copy what the operator wrote into the tensors that the program gave it, and return the output for the program."""
+    if output is not None:
+        return written_back(spec.returned(func, given_args, given_kwargs), output)
+    written_back(spec.written(func, given_args, given_kwargs), spec.result(func, args, kwargs))
+    return None
+
+
+def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run the pre hooks and return the inputs for the operator."""
+    for handle in pipeline.pre:
+        if handle.removed:
+            continue
+        try:
+            inputs = handle.pre(call)
+            if inputs is not None:
+                args, kwargs = checked_inputs(inputs)
+                if pipeline.level == "dispatch":
+                    check_alike(call, args, kwargs)
+                _hand_over(pipeline, call, args, kwargs)
+        except Exception as exception:
+            if not pipeline.survives(handle, "pre", call, exception):
+                raise
+    return call.args, call.kwargs
+
+
+def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give the call the inputs with which a hook has replaced its own."""
+    if args is call.args and kwargs is call.kwargs:
+        return
+    if call.phase == "backward" and pipeline.links is not None and pipeline.links.wanted:
+        _ = call.forward  # now: it is found by the addresses of the original operands
+    call.args, call.kwargs = args, kwargs
+
+
+def _after(
+    pipeline: Pipeline, call: OpCall, spec: Op, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]
+) -> Any:
+    """Run the post hooks and return the output for the program."""
+    for handle in pipeline.post:
+        if handle.removed:
+            continue
+        try:
+            replacement = handle.post(call)
+            if replacement is not None and replacement is not call.output:
+                check_replacement(call.output, replacement)
+                if getattr(call.func, "is_view", False):
+                    raise HookError(f"the output of {call.op} is a view of an input and cannot be replaced")
+                if pipeline.level == "dispatch" or spec.written(call.func, given_args, given_kwargs):
+                    # Below autograd, and with out= and in-place forms, the caller already has the output tensor.
+                    # The new values are copied into it, so that its strides and aliases stay.
+                    copy_into(call.output, replacement)
+                else:
+                    call.output = replacement
+        except Exception as exception:
+            if not pipeline.survives(handle, "post", call, exception):
+                raise
+    return call.output
+
+
+def _report(pipelines: tuple[Pipeline, ...], calls: list[OpCall], exception: BaseException) -> None:
+    # The program must get its own exception, so an error hook that fails only causes a warning.
+    for pipeline, call in zip(pipelines, calls, strict=True):
+        for handle in pipeline.error:
+            if handle.removed:
+                continue
+            try:
+                handle.error(call, exception)
+            except Exception as failure:
+                pipeline._take_out(handle)
+                text = f"switched off an error hook that raised {failure!r}; hook {handle.hook!r} on call {call.index}"
+                _warn_beside(exception, text)
+
+
+def _warn_beside(exception: BaseException | None, text: str) -> None:
+    """Warn without replacing the program's exception, even if warnings are errors."""
+    try:
+        warnings.warn(text, OpInterceptWarning, stacklevel=4)
+    except OpInterceptWarning:
+        if exception is not None:
+            exception.add_note(f"opintercept: {text}")
+
+
+# For forked children. A WeakSet would run Python code when a pipeline is freed, where an interrupt would be lost.
+_pipelines: list[weakref.ref[Pipeline]] = []
+_look_through_at = 64
+
+
+def _remember(pipeline: Pipeline) -> None:
+    global _look_through_at
+    if len(_pipelines) >= _look_through_at:
+        _pipelines[:] = [reference for reference in _pipelines if reference() is not None]
+        _look_through_at = 2 * len(_pipelines) + 64
+    _pipelines.append(weakref.ref(pipeline))
+
+
+@in_child
+def _forget_parent() -> None:
+    # In a forked child no block of the parent is active, and no thread will release the parent's locks.
+    for reference in _pipelines:
+        pipeline = reference()
+        if pipeline is not None:
+            pipeline._lock = threading.RLock()
+            pipeline._counting = threading.RLock()
+            pipeline._entered_by.clear()
+            pipeline._inside.clear()
+            if pipeline.rows is not None:
+                pipeline.rows.forget_parent()

@@ -1,0 +1,251 @@
+"""`CallRecord`: what may be kept of a call, as plain data.
+
+Each field says how it is read from a call; `as_dict`, `Note` and the files of a run (`runs/store/codec.py`)
+follow that. Invariant: a record holds no tensor. Must not import torch: the pipeline is tested without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import NoneType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from opintercept._core.place import Place
+from opintercept._core.tensors import TensorMeta, dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from opintercept._core.call import OpCall
+
+Phase = Literal["forward", "backward", "recompute"]
+
+
+class Gemm(NamedTuple):
+    """The matrix product behind a call: `batch` times `[m, k] @ [k, n]`.
+
+    Of a convolution, `batch` are its groups, and lhs has a row with the patch of the input for each position.
+
+    `dtypes` and `transposes` are those of lhs and rhs. A transpose is true if, in the operand as the product reads it,
+    neighbours in a column are neighbours in memory, and not those in a row.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtypes: tuple[str, str]
+    transposes: tuple[bool, bool]
+
+    def __str__(self) -> str:
+        batch = f"{self.batch}x" if self.batch != 1 else ""
+        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
+
+
+def shared(read: Callable[[OpCall], Any]) -> Mapping[str, Any]:
+    """Metadata of a field that is the same for calls that look alike: `read` takes it from the first of them."""
+    return {"read": read}
+
+
+def noted(path: str) -> Mapping[str, Any]:
+    """Metadata of a field that is an attribute of the call's `Note`, or an attribute of one of those."""
+    return {"path": path}
+
+
+def taken(read: Callable[[OpCall], Any]) -> Mapping[str, Any]:
+    """Metadata of a field that no `Note` has yet: `read` takes it from every recorded call, and slows each down."""
+    return {"read": read}
+
+
+def _func(call: OpCall) -> str:
+    return str(call.func) if hasattr(call.func, "_schema") else call.op
+
+
+def _output(call: OpCall) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
+    values = call.output if isinstance(call.output, (list, tuple)) else (call.output,)
+    outputs = [TensorMeta.of(value) for value in values]
+    while outputs and outputs[-1] is None:
+        outputs.pop()  # the others keep their places: of a gradient that nobody needs, the place is empty
+    return outputs[0] if len(outputs) == 1 else tuple(outputs) or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The fields of a `CallRecord` that follow from how the arguments and the output look."""
+
+    op: str = field(metadata=shared(lambda call: call.op))
+    func: str = field(metadata=shared(_func))
+    lhs: TensorMeta | None = field(metadata=shared(lambda call: TensorMeta.of(call.operand("lhs"))))
+    rhs: TensorMeta | None = field(metadata=shared(lambda call: TensorMeta.of(call.operand("rhs"))))
+    bias: TensorMeta | None = field(metadata=shared(lambda call: TensorMeta.of(call.operand("bias"))))
+    output: TensorMeta | tuple[TensorMeta | None, ...] | None = field(metadata=shared(_output))
+    gemm: Gemm | None = field(metadata=shared(lambda call: call.gemm))
+    flops: int | None = field(metadata=shared(lambda call: call.flops))
+    bytes: int | None = field(metadata=shared(lambda call: call.bytes))
+    opaque: bool = field(metadata=shared(lambda call: call.opaque))
+
+    @property
+    def terms(self) -> int | None:
+        """How many products of an element of lhs and one of rhs each element of the output sums; None if unknown."""
+        output = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
+        # The operands of a backward operator are those of the forward one, and it multiplies the gradient. In a
+        # transposed convolution, the product is summed again where kernels overlap; in addbmm, over the batch.
+        if self.gemm is None or not isinstance(output, TensorMeta) or self.op.endswith("_backward"):
+            return None
+        batch, m, n, k = self.gemm[:4]
+        return k if math.prod(output.shape) == batch * m * n else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord(Summary):
+    """What may be kept of a call; the fields are those of `OpCall`, tensors as `TensorMeta`.
+
+    `started` is when the operator started, in nanoseconds since 1970, and `thread` the number that the operating system
+    gives its thread, as in the traces of `torch.profiler`.
+
+    A new field takes one line, here or in `Summary`. A run of an older version lacks it and is read with None, so the
+    type allows None: `str`, `float`, `bool`, `int` for a count, `Literal`, and tuples, dataclasses and named tuples of
+    these.
+    """
+
+    index: int = field(metadata=noted("index"))
+    step: int = field(metadata=noted("step"))
+    phase: Phase = field(metadata=noted("phase"))
+    module: str | None = field(metadata=noted("place.module"))
+    source: str | None = field(metadata=noted("place.source"))
+    forward: int | None = field(metadata=noted("forward"))
+    grad_of: Literal["lhs", "rhs"] | None = field(metadata=noted("grad_of"))
+    autocast: str | None = field(metadata=noted("autocast_name"))
+    started: int | None = field(metadata=noted("started"))
+    thread: int | None = field(metadata=noted("thread"))
+    elapsed: float | None = field(metadata=noted("elapsed"))
+
+    def where(self) -> str:
+        """The module and the line of the program, in words."""
+        module = "no module" if self.module == "" else f"module {self.module!r}" if self.module else "?"
+        return f"{module} ({self.source or 'source unknown'})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as a dict that `json.dumps` accepts."""
+        return {name: plain(getattr(self, name)) for name in (*OWN, *SHARED)}
+
+    def __str__(self) -> str:
+        operands = " @ ".join(str(t) for t in (self.lhs, self.rhs) if t is not None)
+        bias = f" + {self.bias}" if self.bias is not None else ""
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        result = ", ".join(str(t) for t in outputs if t is not None)
+        return f"{self.op} {operands}{bias} -> {result}"
+
+
+def plain(value: Any) -> Any:
+    """The value with dataclasses and named tuples as dicts."""
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple):
+        parts = tuple(map(plain, value))
+        return dict(zip(value._fields, parts, strict=True)) if hasattr(value, "_fields") else parts
+    return value
+
+
+# How the fields that calls which look alike share are read, then where a note has those of each call.
+SHARED = {each.name: each.metadata["read"] for each in fields(Summary)}
+_own = {each.name: each.metadata for each in fields(CallRecord) if each.name not in SHARED}
+OWN = {name: marks.get("path", f"taken.{name}") for name, marks in _own.items()}
+_take = {name: marks["read"] for name, marks in _own.items() if "read" in marks}
+
+
+class Note(NamedTuple):
+    """What a record is made of, collected while the call runs."""
+
+    summary: Summary
+    index: int  # type: ignore[assignment]
+    step: int
+    phase: Phase
+    place: Place
+    forward: int | None
+    grad_of: str | None
+    autocast: torch.dtype | None
+    started: int | None
+    thread: int | None
+    elapsed: float | None
+    taken: SimpleNamespace | None = None
+
+    @property
+    def autocast_name(self) -> str | None:
+        """The name of the dtype."""
+        return None if self.autocast is None else dtype_name(self.autocast)
+
+    def record(self) -> CallRecord:
+        """Make the record."""
+        return _record(self, self.summary)
+
+
+# Compiled, as `dataclass` compiles `__init__`: a loop over the fields takes half as long again.
+_values = [f"{name}=note.{path}" for name, path in OWN.items()] + [f"{name}=summary.{name}" for name in SHARED]
+_record: Callable[[Note, Summary], CallRecord] = eval(f"lambda note, summary: CallRecord({', '.join(_values)})")
+
+
+def taken_of(call: OpCall) -> SimpleNamespace | None:
+    """`Note.taken` of a call; None if no field needs it."""
+    return SimpleNamespace(**{name: read(call) for name, read in _take.items()}) if _take else None
+
+
+_summaries: dict[Any, tuple[Summary, Any]] = {}  # with the operator, whose identity is in the key
+_MOST_SUMMARIES = 4096  # a program whose shapes never come again would add one for each call
+_PLAIN = frozenset((NoneType, bool, int, float, complex, str))
+
+
+def summary_of(call: OpCall, look: Callable[..., Any]) -> Summary:
+    """The shared fields of a call, worked out once for all calls that look alike: a model has few shapes.
+
+    Args:
+        call: The call, once its operator has returned.
+        look: The function `look` of this module, or its compiled counterpart.
+    """
+    try:
+        key = look(call.func, call.args, call.kwargs, call.output)
+        known = _summaries.get(key)
+    except Exception:  # an exotic tensor, a symbolic size, a subclass whose attributes raise
+        return _summarise(call)
+    if known is None:
+        if len(_summaries) >= _MOST_SUMMARIES:
+            _summaries.clear()
+        known = _summaries[key] = (_summarise(call), call.func)
+    return known[0]
+
+
+def forget_summaries() -> None:
+    """Work all summaries out anew: the operator table has changed."""
+    _summaries.clear()
+
+
+def _summarise(call: OpCall) -> Summary:
+    return Summary(**{name: read(call) for name, read in SHARED.items()})
+
+
+def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """A hashable that is equal for calls which look alike, that is, have equal summaries.
+
+    Raises:
+        Exception: How the call looks does not decide its summary, or cannot be read.
+    """
+    return id(func), _look(args), _look(kwargs.items()), _look(output)
+
+
+def _look(value: Any) -> Any:
+    # Each attribute of a tensor that this reads costs time in every recorded call.
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is tuple or kind is list:
+        return tuple([_look(item) for item in value])
+    try:
+        stride = value.stride()  # some tensors have none, and raise
+    except AttributeError:
+        return tuple([_look(item) for item in value]) if isinstance(value, Iterable) else value
+    dtype = value.dtype
+    if not dtype.is_floating_point and value.numel() < 64:
+        raise TypeError("the numbers may decide the summary: tensordot takes its dimensions as a tensor too")
+    return value.shape, stride, dtype, value.device, value.requires_grad, value.layout

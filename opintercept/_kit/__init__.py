@@ -1,0 +1,1 @@
+"""What hooks are made of: helpers for those who write one."""

@@ -1,0 +1,159 @@
+"""Writes a call as a script and a safetensors file, so that it can be run again with torch and safetensors alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from os import PathLike
+from typing import Any
+
+import torch
+
+from opintercept._core.call import OpCall
+
+_SCRIPT = '''"""{title}"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+file = safe_open(Path(__file__).with_suffix(".safetensors"), "pt")
+given = json.loads(file.metadata()["arguments"])
+
+
+def value(plain):
+    match plain:
+        case {{"tensor": name, "shape": shape, "stride": stride}}:
+            stored = file.get_tensor(name)
+            return torch.empty_strided(shape, stride, dtype=stored.dtype).copy_(stored)
+        case {{"torch": name}}:
+            return getattr(torch, name)
+        case {{"device": name}}:
+            return torch.device("cpu")
+        case {{"list": items}}:
+            return [value(item) for item in items]
+    return plain
+
+
+args = [value(plain) for plain in given["args"]]
+kwargs = {{name: value(plain) for name, plain in given["kwargs"].items()}}
+output = {func}(*args, **kwargs)
+for tensor in output if isinstance(output, (tuple, list)) else [output]:
+    print(tensor.dtype, list(tensor.shape), "NaN", int(tensor.isnan().sum()), "Inf", int(tensor.isinf().sum()))
+'''
+
+
+def plain_arguments(
+    call: OpCall, before: Mapping[str, torch.Tensor], keep: Callable[[torch.Tensor], Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call in a form that JSON can hold: `{"args": [...], "kwargs": {...}}`.
+
+    A tensor becomes `{"tensor": what keep returned, "shape": [...], "stride": [...]}`, a dtype or layout
+    `{"torch": name}`, a device `{"device": name}` and a list `{"list": [...]}`.
+
+    Args:
+        call: A call that is running.
+        before: Earlier copies of the operands that the operator has overwritten, by their name in `OpCall.tensors`.
+        keep: Is called with each tensor, which is strided and may have conjugate or negative bits.
+
+    Raises:
+        TypeError: An argument cannot be written as plain data.
+    """
+    given = call.tensors
+    old = {id(given[name]): tensor for name, tensor in before.items() if name in given}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = old.get(id(value), value)
+            if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+                raise TypeError(f"a repro can hold strided tensors only, got one of layout {value.layout}")
+            # If elements share memory, as in an expanded tensor, the script could not copy into such strides.
+            extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+            dense = value.numel() <= extent
+            stride = value.stride() if dense else value.contiguous().stride()
+            return {"tensor": keep(value), "shape": list(value.shape), "stride": list(stride)}
+        if isinstance(value, (torch.dtype, torch.layout)):
+            return {"torch": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if isinstance(value, (list, tuple)):
+            return {"list": [plain(item) for item in value]}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"a repro can hold tensors, numbers, dtypes and strings, got {value!r}")
+
+    return {
+        "args": [plain(value) for value in call.args],
+        "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
+    }
+
+
+def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]) -> str:
+    """Write `call-<index>.safetensors` and `call-<index>.py`, and return the path of the script.
+
+    Args:
+        call: A call that is running.
+        folder: Where to write; created if it does not exist.
+        before: Earlier copies of the operands that the operator has overwritten, by their name in `OpCall.tensors`.
+
+    Raises:
+        TypeError: An argument cannot be written as plain data.
+        OSError: The folder cannot be written to.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> str:
+        name = f"tensor{len(tensors)}"
+        tensors[name] = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
+        return name
+
+    arguments = plain_arguments(call, before, keep)
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"call-{call.index}.py")
+    func = f"torch.ops.{call.func}" if hasattr(call.func, "_schema") else call.op
+    write_repro(path, f"Runs {call.op} again, call {call.index} ({call.phase}).", func, arguments, tensors)
+    return path
+
+
+def try_to_save(
+    call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]
+) -> tuple[str | None, str | None]:
+    """Do that, and return the path; or else return None and the reason, since a full disk must not lose a finding."""
+    try:
+        return save_repro(call, folder, before), None
+    except Exception as failure:
+        return None, f"{type(failure).__name__}: {failure}"
+
+
+def write_repro(
+    path: str, title: str, func: str, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the script, and next to it the tensors that `arguments` name.
+
+    Args:
+        path: Path of the script, ending in `.py`.
+        title: Docstring of the script. Like `func` it becomes code, so neither may come from an untrusted source.
+        func: An expression for the function to call.
+        arguments: What `plain_arguments` returned.
+        tensors: Contiguous tensors by name.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    stored = f"{path.removesuffix('.py')}.safetensors"
+    try:
+        save_file(dict(tensors), f"{stored}.partial", metadata={"arguments": json.dumps(arguments)})
+        os.replace(f"{stored}.partial", stored)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(_SCRIPT.format(title=title, func=func))
+    except BaseException:  # a full disk, for example
+        for name in (f"{stored}.partial", stored, path):
+            with suppress(OSError):
+                os.unlink(name)
+        raise

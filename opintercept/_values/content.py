@@ -1,0 +1,248 @@
+"""What a run keeps of a tensor's values: a content hash and statistics, in a few passes.
+
+Invariant: nothing here waits for a device before `Content.read`. The statistics are floating-point sums, whose last
+digits may differ from device to device.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import weakref
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from opintercept._core.tensors import is_strided
+from opintercept._native import values as native
+from opintercept._origin.links import graph_task
+from opintercept._values import hash as _hash
+from opintercept._values.read import moments, stored_values
+from opintercept.runs.store.codec import Values
+
+# Values on these devices are read at once; on others, when the work queued there is done.
+HOST = ("cpu",)
+REMEMBERED = 4096  # tensors whose values are remembered
+_LONGEST = 1 << 17  # rows and columns of a tensor that is remembered
+
+# What was read of tensors, by memory and look: the storage, the tensor's version, its sums, the values.
+_known: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int | None, tuple[int, float], Values]] = {}
+_small: dict[tuple[int, torch.dtype, int], Values] = {}  # of small tensors, by hash, dtype and count
+_lock = threading.RLock()  # a signal's handler may record a call while its thread does
+
+
+class Content:
+    """Hash and statistics of a tensor, which a device may still be computing."""
+
+    __slots__ = ("_known", "_packed", "_ready")
+
+    def __init__(self, known: Values | None, packed: torch.Tensor | None = None) -> None:
+        self._known = known
+        self._ready: torch.cuda.Event | None = None
+        self._packed = packed
+        if packed is not None and packed.is_cuda:
+            with torch.cuda.device(packed.device):
+                self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
+                self._packed.copy_(packed, non_blocking=True)
+                self._ready = torch.cuda.Event()
+                self._ready.record()
+
+    @property
+    def at_hand(self) -> Values | None:
+        """The values, or None if a device is still computing them."""
+        return self._known
+
+    def read(self) -> Values:
+        """The values; waits for the device."""
+        if self._known is None:
+            assert self._packed is not None
+            if self._ready is not None:
+                self._ready.synchronize()
+            self._known = _unpacked(self._packed.cpu())
+        return self._known
+
+
+def content_of(tensor: Any) -> Content | None:
+    """Hash and statistics of a tensor as it is now; None for a tensor without values."""
+    try:
+        return _content_of(tensor)
+    except Exception:  # a dtype that torch cannot reduce, one value for many, whatever a subclass raises
+        return None
+
+
+def content_found(found: native.Found) -> Content:
+    """Hash and statistics of a tensor that was read in C++."""
+    return Content(_values_of(found))
+
+
+def forget() -> None:
+    """Drop all remembered values."""
+    _known.clear()
+    _small.clear()
+    _spread.cache_clear()
+
+
+def _content_of(tensor: Any) -> Content | None:
+    found = native.read(tensor, None, False, False, True)
+    if found is not None:
+        return content_found(found)
+    values = stored_values(tensor)
+    if values is None:
+        return None
+    bits = _hash.bits_of(tensor) if is_strided(tensor) and not tensor.is_quantized else None
+    count = values.numel()
+    if not count:
+        return Content(Values(None if bits is None else f"{0:016x}", 0, 0, 0, None, None, None, None))
+    if values.device.type not in HOST:
+        return Content(None, _packed(values, bits))
+    if bits is not None and count <= _hash.SMALL:
+        return Content(_of_small(values, bits))
+    alive = tensor._base if tensor._is_view() else tensor
+    if bits is None or not _may_remember(alive) or (sums := _sums(values, bits[0])) is None:
+        return Content(_read_now(values, bits, bits and _hash.hash_of(*bits)))
+    # A weight is an operand of many calls, and q, k and v may share theirs. The sums take a tenth of the hash's time.
+    # The same living memory of the same version was not written to, unless past autograd, by `.data` say. The sums
+    # find that.
+    version = None if tensor.is_inference() else tensor._version
+    key = (values.data_ptr(), values.shape, values.stride(), values.dtype)
+    storage, known = alive.untyped_storage(), _known.get(key)
+    if known is not None and known[0]() is storage and known[1:3] == (version, sums):
+        return Content(known[3])
+    read = _read_now(values, bits, _hash.hash_of(*bits))
+    with _lock:
+        if len(_known) >= REMEMBERED:
+            _known.clear()
+        _known[key] = (weakref.ref(storage), version, sums, read)
+    return Content(read)
+
+
+def _may_remember(tensor: torch.Tensor) -> bool:
+    """Whether to ask for the storage, as `torch.utils.swap_tensors` refuses a tensor that has a weak reference.
+
+    Autograd copies a gradient whose storage Python has asked for. So in a backward pass only weights are remembered.
+    """
+    return graph_task() == -1 or isinstance(tensor, torch.nn.Parameter)
+
+
+def _values_of(found: native.Found) -> Values:
+    """The values of a tensor that was read in C++, in less time than it takes to find out whether it has changed."""
+    (count, finite, nan, *_, total, spread), below, high, number, *_ = found
+    assert number is not None
+    digits = _hash.digits_of(number, count) if count else f"{0:016x}"
+    if not finite:
+        return Values(digits, count, nan, count - nan, None, None, None, None)
+    mean = total / finite
+    rms = math.sqrt(spread / finite + mean * mean)
+    return Values(digits, count, nan, count - finite - nan, -below, high, _number(mean), _number(rms))
+
+
+def _of_small(values: torch.Tensor, bits: tuple[torch.Tensor, bool]) -> Values:
+    """The values of a small tensor. Its hash takes less time than its statistics, and finds those that are known."""
+    hashed = _hash.hash_of(*bits)
+    key = (int(hashed), values.dtype, values.numel())
+    known = _small.get(key)
+    if known is None:
+        known = _read_now(values, bits, hashed)
+        with _lock:
+            if len(_small) >= REMEMBERED:
+                _small.clear()
+            _small[key] = known
+    return known
+
+
+def _sums(values: torch.Tensor, dense: torch.Tensor) -> tuple[int, float] | None:
+    """The sum of 64-bit words, which any one change changes, and a weighted sum of values, which an exchange changes.
+
+    None if the memory does not consist of such words, or BLAS does not multiply the dtype. Two values of 16 bits are
+    read as one of 32, whatever that is. If it is NaN, it equals nothing, and the tensor is read again.
+    """
+    if dense.dtype is not values.dtype or not dense.dim():
+        return None
+    if dense.dtype in (torch.bfloat16, torch.float16) and not dense.size(-1) % 2 and not dense.data_ptr() % 4:
+        dense = dense.view(torch.float32)
+    if dense.dtype not in (torch.float32, torch.float64):
+        return None
+    flat = dense.view(-1)
+    size = flat.element_size()
+    width = dense.size(-1)
+    height = flat.numel() // width
+    if (flat.numel() * size) % 8 or flat.data_ptr() % 8 or max(width, height) > _LONGEST:
+        return None
+    rows = torch.mv(dense.view(height, width), _spread(width, False, dense.dtype))
+    weighted = torch.dot(rows, _spread(height, True, dense.dtype)).item()
+    return int(flat.view(torch.int64).sum()), weighted
+
+
+@lru_cache(256)
+def _spread(size: int, of_rows: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Weights from 1 to 2, `[size]`; with the same ones for rows and columns, a square would equal its transpose."""
+    drawn = bytearray(random.Random(2 * size + of_rows).randbytes(4 * size))  # by Python, since vmap has no torch.rand
+    return _hash.check_unwrapped((torch.frombuffer(drawn, dtype=torch.int32).double() / 2**32 + 1.5).to(dtype))
+
+
+def _floats(values: torch.Tensor) -> torch.Tensor:
+    """The values in a dtype that torch can reduce, and in which their squares seldom overflow."""
+    if values.dtype in (torch.float32, torch.float64):
+        return values
+    return values.to(torch.float32 if values.is_floating_point() else torch.float64)
+
+
+def _read_now(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None, number: torch.Tensor | None) -> Values:
+    """Statistics of values on the host, and their hash as digits."""
+    count = values.numel()
+    digits = None if number is None else _hash.digits_of(int(number), count)
+    if bits is not None and bits[0].dtype is values.dtype and bits[0].numel() == count:
+        values = bits[0]  # the same values in the order of memory, in which reductions are faster
+    floats = values if values.dtype in (torch.float32, torch.float64) else _floats(values)
+    ends = torch.aminmax(floats)
+    low, high = ends[0].item(), ends[1].item()
+    if count <= _hash.SMALL:  # float32 adds up so few squares with enough digits
+        total, norm = floats.sum().item(), torch.linalg.vector_norm(floats).item()
+    else:
+        total, squares = moments(floats.reshape(-1))
+        norm = math.sqrt(squares)
+    if math.isfinite(low) and math.isfinite(high):
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            double = floats.to(torch.float64)
+            total, norm = double.sum().item(), torch.linalg.vector_norm(double).item()
+        return Values(digits, count, 0, 0, low, high, _number(total / count), _number(norm / math.sqrt(count)))
+    return _unpacked(_packed(values, None), digits)
+
+
+def _packed(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None) -> torch.Tensor:
+    """Hash and statistics in one tensor, `int64[9]`, without waiting; numbers as the bits of a float64."""
+    floats = _floats(values).to(torch.float64)
+    nan, inf = floats.isnan(), floats.isinf()
+    odd = nan | inf
+    zeros = floats.masked_fill(odd, 0.0)
+    numbers = torch.stack(
+        [
+            floats.masked_fill(odd, math.inf).amin(),
+            floats.masked_fill(odd, -math.inf).amax(),
+            zeros.sum(),
+            torch.linalg.vector_norm(zeros),
+        ]
+    ).view(torch.int64)
+    hashed = torch.zeros((), dtype=torch.int64, device=values.device) if bits is None else _hash.hash_of(*bits)
+    has_hash = torch.full((), bits is not None, dtype=torch.int64, device=values.device)
+    count = torch.full((), values.numel(), dtype=torch.int64, device=values.device)
+    return torch.cat([torch.stack([has_hash, hashed, count, nan.sum(), inf.sum()]), numbers])
+
+
+def _unpacked(packed: torch.Tensor, digits: str | None = None) -> Values:
+    has_hash, number, count, nan, inf = packed[:5].tolist()
+    low, high, total, norm = packed[5:].view(torch.float64).tolist()
+    if has_hash:
+        digits = _hash.digits_of(number, count)
+    finite = count - nan - inf
+    if not finite:
+        return Values(digits, count, nan, inf, None, None, None, None)
+    mean, rms = _number(total / finite), _number(norm / math.sqrt(finite))
+    return Values(digits, count, nan, inf, _number(low), _number(high), mean, rms)
+
+
+def _number(value: float) -> float | None:
+    """The value; None if JSON has no word for it: a mean of float64 values can overflow."""
+    return value if math.isfinite(value) else None

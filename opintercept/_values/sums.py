@@ -1,0 +1,317 @@
+"""The sums behind the rows of `Stats`: how the values of tensors are added up, on the host and on other devices.
+
+Invariant: nothing here waits for a device except `Cell.read`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from opintercept._core.errors import HookError
+from opintercept._native import values as native
+from opintercept._values.read import moments
+
+CHUNK = 1 << 19
+"""How many values are read at a time on the host, so that they stay in the CPU's cache."""
+PIECE = 1 << 23
+"""How many values are reduced at a time on another device, which limits the memory for intermediate results."""
+BATCH = 64
+"""How many small tensors of one size are read together, and how many sums on a device are kept apart."""
+
+# The places in `Cell.sums`. The spread is the sum of squared distances from the mean: a sum of squares would lose it
+# next to a large mean.
+_COUNT, _FINITE, _NAN, _NONZERO, _UNDERFLOW, _OVERFLOW, _TOTAL, _SPREAD = range(8)
+# The powers of two that a histogram distinguishes are those of bfloat16 and float32. Its ends include all beyond.
+LOWEST, HIGHEST = -149, 127
+
+Read = tuple[Sequence[float], float, float]
+"""The sums of some values as in `Cell.sums`, and their range as in `Cell.range`."""
+
+
+class Cell:
+    """The sums of one row. Those of the CPU's tensors are in Python, the others in a few tensors per device and stream.
+
+    Attributes:
+        calls: How many calls.
+        sums: Of the values: how many, how many are finite, NaN, not zero, would underflow and overflow in the target
+            dtype; the total of the finite ones, and the sum of their squared distances from their mean.
+        range: `-min` and `max` of the finite values, both of which grow.
+        devices: The same sums and range as tensors of `[10]`, by device and stream.
+        histogram: Counts by power of two.
+        channels: The largest magnitude of each channel.
+    """
+
+    __slots__ = ("calls", "channels", "devices", "histogram", "range", "sums")
+
+    def __init__(self, calls: int = 0) -> None:
+        self.calls = calls
+        self.sums = [0.0] * 8
+        self.range = [-math.inf, -math.inf]
+        self.devices: dict[tuple[torch.device, Any], list[torch.Tensor]] = {}
+        self.histogram: torch.Tensor | None = None
+        self.channels: torch.Tensor | None = None
+
+    def copy(self) -> Cell:
+        """Return a cell with the same sums that may be changed."""
+        copy = Cell(self.calls)
+        copy.sums, copy.range, copy.histogram, copy.channels = self.sums, self.range, self.histogram, self.channels
+        if self.devices:
+            copy.devices = {place: [*lots] for place, lots in self.devices.items()}
+        return copy
+
+    def add(self, sums: Sequence[float], low: float, high: float) -> None:
+        """Add sums and a range."""
+        # Written out, this takes half the time of a loop, which is half the time that a small tensor takes.
+        count, finite, nan, nonzero, underflow, overflow, total, spread = sums
+        mine = self.sums
+        self.sums = [
+            mine[_COUNT] + count,
+            mine[_FINITE] + finite,
+            mine[_NAN] + nan,
+            mine[_NONZERO] + nonzero,
+            mine[_UNDERFLOW] + underflow,
+            mine[_OVERFLOW] + overflow,
+            mine[_TOTAL] + total,
+            mine[_SPREAD] + spread + _between(mine, sums),
+        ]
+        below, above = self.range
+        self.range = [low if low > below else below, high if high > above else above]
+
+    def add_arrays(self, powers: bytearray | None, channels: bytearray | None) -> None:
+        """Add counts by power of two, and largest magnitudes of channels, as `native.read` returns them."""
+        if powers:
+            self.add_histogram(torch.frombuffer(powers, dtype=torch.int64))
+        if channels:
+            self.add_channels(torch.frombuffer(channels, dtype=torch.float64))
+
+    def add_device(self, sums: torch.Tensor, stream: Any) -> None:
+        """Add sums and range in one tensor, `[10]`, which stays on its device and in the order of its stream."""
+        lots = self.devices.setdefault((sums.device, stream), [])
+        lots.append(sums)
+        if len(lots) == BATCH:
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                lots[:] = [_together(torch.stack(lots))]
+
+    def add_histogram(self, counts: torch.Tensor) -> None:
+        """Add counts by power of two."""
+        self.histogram = counts if self.histogram is None else self.histogram.to(counts.device) + counts
+
+    def add_channels(self, absmax: torch.Tensor) -> None:
+        """Add the largest magnitudes of channels.
+
+        Raises:
+            HookError: Their number differs from that of the others.
+        """
+        if self.channels is None:
+            self.channels = absmax
+        else:
+            check_width(absmax.shape[0], self.channels.shape[0])
+            self.channels = torch.maximum(self.channels.to(absmax.device), absmax)
+
+    def merge(self, other: Cell) -> None:
+        """Add another cell."""
+        self.calls += other.calls
+        self.add(other.sums, *other.range)
+        for (_, stream), lots in other.devices.items():
+            for sums in lots:
+                self.add_device(sums, stream)
+        if other.histogram is not None:
+            self.add_histogram(other.histogram)
+        if other.channels is not None:
+            self.add_channels(other.channels)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all sums are on the host."""
+        tensors = (self.histogram, self.channels)
+        return not self.devices and all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
+
+    def read(self) -> None:
+        """Bring the sums on devices to the host; waits for the devices."""
+        for device in {device for device, _ in self.devices if device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # calls may have run on any stream
+        for lots in self.devices.values():
+            for *sums, low, high in torch.stack(lots).tolist():
+                self.add(sums, low, high)
+        self.devices = {}
+        self.histogram = None if self.histogram is None else self.histogram.cpu()
+        self.channels = None if self.channels is None else self.channels.cpu()
+
+
+class Reader:
+    """Adds up the values of flat tensors.
+
+    Args:
+        target: A floating-point dtype: count the values that it would round to zero or could not hold.
+        histogram: Whether to count magnitudes by power of two.
+    """
+
+    def __init__(self, target: torch.dtype | None, histogram: bool) -> None:
+        self.target = target
+        self.histogram = histogram
+        self._plain = target is None and not histogram
+        self._tiny = self._huge = 0.0
+        if target is not None:
+            # The smallest number has the bit pattern 1. torch.finfo is wrong about float8_e5m2fnuz: eps is not 0.125.
+            bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[target.itemsize.bit_length() - 1]
+            smallest = torch.ones(1, dtype=bits, device="cpu").view(target)
+            self._tiny, self._huge = smallest.to(torch.float64).item() / 2, torch.finfo(target).max
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """The largest magnitude that the target rounds to zero, and the largest that it holds."""
+        return None if self.target is None else (self._tiny, self._huge)
+
+    def read_natively(self, tensor: Any, channels: bool) -> native.Found | None:
+        """Read a tensor in one pass in C++; None if that cannot be done."""
+        if self._plain and not channels:
+            return native.read(tensor)
+        return native.read(tensor, self.limits, self.histogram, channels, False)
+
+    def add(self, values: torch.Tensor, cell: Cell) -> None:
+        """Add values on the host to a cell."""
+        for piece in values.split(CHUNK) if values.numel() > CHUNK else (values,):
+            cell.add(*self.read(piece))
+            if self.histogram:
+                cell.add_histogram(powers(piece))
+
+    def add_later(self, values: torch.Tensor, cell: Cell) -> None:
+        """Add values on another device to a cell, without waiting for the device."""
+        stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
+        for piece in values.split(PIECE):
+            cell.add_device(self._reduce(piece), stream)
+            if self.histogram:
+                cell.add_histogram(powers(piece))
+
+    def read(self, values: torch.Tensor) -> Read:
+        """Read values on the CPU, in as few passes and operators as possible."""
+        count = finite = values.numel()
+        # For values of up to 32 bits float32 is enough, at half the work, if their squares stay within its range.
+        narrow = values.is_floating_point() and values.element_size() <= 4
+        # The code of each operator is rarely in the cache, which costs 5 to 10 us beside the computation.
+        wide = values if values.dtype is torch.float32 else values.to(torch.float32 if narrow else torch.float64)
+        low, high = map(float, torch.aminmax(wide))
+        if narrow and not 1e-12 < max(-low, high) < 1e15:  # true for NaN too
+            wide = values.to(torch.float64)
+        nan = 0
+        if not (math.isfinite(low) and math.isfinite(high)):
+            nan = int(wide.isnan().sum())
+            wide = wide[wide.isfinite()]
+            finite = wide.numel()
+            if not finite:
+                return [count, 0, nan, count, 0.0, count - nan, 0.0, 0.0], -math.inf, -math.inf
+            low, high = map(float, torch.aminmax(wide))
+        total, squares = moments(wide)
+        spread = squares - total * total / finite if math.isfinite(squares) else math.inf
+        nonzero = finite
+        if low <= 0 <= high and not wide.abs().amin():
+            nonzero = int(torch.ne(wide, 0, out=torch.empty_like(wide)).sum())
+        if 4 * spread < squares:  # the difference has lost digits
+            rest, squares = moments(wide - total / finite)
+            spread = max(0.0, squares - rest * rest / finite)
+        lost, underflow = count - finite, 0
+        overflow = lost - nan
+        if self.target is not None:
+            magnitudes = wide.to(torch.float64).abs()  # the limits of the target are float64
+            underflow = int((magnitudes <= self._tiny).sum()) - (finite - nonzero)
+            if max(-low, high) > self._huge:
+                overflow += int((magnitudes > self._huge).sum())
+        return [count, finite, nan, nonzero + lost, underflow, overflow, total, spread], -low, high
+
+    def read_together(self, tensors: list[torch.Tensor]) -> list[Read | None]:
+        """Read tensors of one size at once; None for a tensor that is not finite."""
+        count = tensors[0].numel()
+        wide = torch.stack(tensors)
+        low, high = torch.aminmax(wide, dim=1)
+        nonzero, total = torch.count_nonzero(wide, dim=1), wide.sum(1)
+        nothing = torch.zeros_like(total)
+        misfits = self._misfits(wide.abs()) if self.target else (nothing, nothing)
+        spread = torch.linalg.vector_norm(wide.sub_((total / count)[:, None]), dim=1).square()
+        columns = [nonzero, *misfits, total, spread, -low, high]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            ([count, count, 0, *sums], below, above) if math.isfinite(sums[-2]) else None
+            for *sums, below, above in rows
+        ]
+
+    def _misfits(self, magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many values in the last dimension the target would round to zero, and how many it could not hold."""
+        underflow = ((magnitudes <= self._tiny) & (magnitudes > 0)).sum(-1, dtype=torch.float64)
+        return underflow, (magnitudes > self._huge).sum(-1, dtype=torch.float64)
+
+    def _reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums and range as one tensor on the device, `[10]`, without waiting for the device."""
+        wide = values.to(torch.float64)
+        magnitudes = wide.abs()
+        finite = magnitudes < math.inf
+        number = finite.sum(dtype=torch.float64)
+        total = torch.where(finite, wide, 0.0).sum()
+        apart = torch.where(finite, wide - total / number.clamp(min=1), 0.0)
+        nothing = torch.zeros_like(total)
+        sums = [
+            torch.full_like(total, values.numel()),
+            number,
+            (wide != wide).sum(dtype=torch.float64),
+            (wide != 0).sum(dtype=torch.float64),
+            *(self._misfits(magnitudes) if self.target else (nothing, nothing)),
+            total,
+            torch.dot(apart, apart),
+            -torch.where(finite, wide, math.inf).amin(),
+            torch.where(finite, wide, -math.inf).amax(),
+        ]
+        return torch.stack(sums)
+
+
+def flat(values: torch.Tensor) -> torch.Tensor:
+    """The values in one dimension, in any order, without a copy if they are dense in some order."""
+    if values.is_contiguous():
+        return values.view(-1)
+    order = sorted(range(values.dim()), key=values.stride, reverse=True)
+    return values.permute(order).reshape(-1)
+
+
+def powers(values: torch.Tensor) -> torch.Tensor:
+    """Counts of a flat tensor's magnitudes by power of two, `[277]`, without waiting for a device."""
+    wide = values.to(torch.float64)
+    counted = wide.isfinite() & (wide != 0)
+    # frexp returns a mantissa in [0.5, 1), so the power of two is one less than its exponent.
+    _, exponents = torch.frexp(torch.where(counted, wide, 1.0))
+    places = (exponents.long() - 1).clamp(LOWEST, HIGHEST) - LOWEST
+    counts = torch.zeros(HIGHEST - LOWEST + 1, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(0, places, counted.long())
+
+
+def check_width(width: int, known: int) -> None:
+    """Refuse another number of channels than before.
+
+    Raises:
+        HookError: `width` is not `known`.
+    """
+    if width != known:
+        raise HookError(
+            "channels needs an operand whose last dimension stays the same from call to call, "
+            f"got {width} channels after {known}; choose calls with hooks.when(...)"
+        )
+
+
+def _between(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """What the distance between two means adds to the spread of all values together."""
+    m, n = mine[_FINITE], theirs[_FINITE]
+    if not m or not n:
+        return 0.0
+    apart = mine[_TOTAL] / m - theirs[_TOTAL] / n
+    return apart * apart * (m * n / (m + n))
+
+
+def _together(lots: torch.Tensor) -> torch.Tensor:
+    """Combine many sums and ranges, `[lots, 10]`, into one, `[10]`."""
+    sums, number = lots[:, :8].sum(0), lots[:, _FINITE]
+    mean = sums[_TOTAL] / sums[_FINITE].clamp(min=1)
+    apart = torch.where(number > 0, lots[:, _TOTAL] / number.clamp(min=1) - mean, 0.0)
+    sums[_SPREAD] += torch.dot(number, apart * apart)
+    return torch.cat([sums, lots[:, 8:].amax(0)])

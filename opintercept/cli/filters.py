@@ -1,0 +1,107 @@
+"""Filters by module and operator, which report a name that matches no call of a run.
+
+Invariant: however many names a run has, a filter keeps a bounded number of them.
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.record import CallRecord
+from opintercept._core.text import printable
+
+_NAMES = 2000  # kept for suggestions
+_LONGEST = 120  # characters of a kept name
+_CLOSE, _SUGGESTED = 0.6, 3  # the defaults of difflib
+
+
+class NameFilter:
+    """Choose calls by module and operator, and notice a filter that matches nothing at all.
+
+    Args:
+        module: A pattern of module names as in `fnmatch`, or None for all.
+        ops: Operators, `"mm"` or `"aten::mm"`, or None for all.
+        named: Returns the name to match, given the module of a record.
+        short: Returns the short name of an operator.
+    """
+
+    def __init__(
+        self,
+        module: str | None,
+        ops: Sequence[str] | None,
+        named: Callable[[str | None], str | None],
+        short: Callable[[str], str],
+    ) -> None:
+        self._module, self._ops = module, ops
+        self._named, self._short = named, short
+        self._matches = None if module is None else re.compile(fnmatch.translate(module)).fullmatch
+        self._modules: dict[str, None] = {}
+        self._short_ops: dict[str, None] = {}
+        self._found_module, self._missing_ops = module is None, set(ops or ())
+
+    def __call__(self, record: CallRecord) -> bool:
+        """Return whether both filters admit a call."""
+        admitted = True
+        if self._matches is not None:
+            name = self._named(record.module)
+            admitted = name is not None and self._matches(name) is not None
+            self._found_module |= admitted
+            if not self._found_module and name:
+                _keep(self._modules, name)
+        if self._ops is not None:
+            short = self._short(record.op)
+            found = {record.op, short}.intersection(self._ops)
+            self._missing_ops -= found
+            admitted = admitted and bool(found)
+            if self._missing_ops:
+                _keep(self._short_ops, short)
+        return admitted
+
+    def check(self, source: str) -> None:
+        """Refuse a filter that no call has matched.
+
+        Args:
+            source: What the calls come from, for the error.
+
+        Raises:
+            OpInterceptError: A filter has matched nothing. The error suggests similar names.
+        """
+        if not self._found_module and self._module is not None:
+            _refuse("--module", "module", self._module, self._modules, source)
+        for op in self._ops or ():
+            if op in self._missing_ops:
+                _refuse("--op", "operator", op, self._short_ops, source)
+
+
+def _keep(names: dict[str, None], name: str) -> None:
+    if len(names) < _NAMES:
+        names[name[:_LONGEST]] = None
+
+
+def _refuse(option: str, kind: str, given: str, names: dict[str, None], source: str) -> None:
+    close = [f"'{printable(name)}'" for name in nearest(given, names)]
+    hint = f"did you mean {' or '.join(close)}?" if close else "`opintercept show` lists them"
+    raise OpInterceptError(f"{option} '{printable(given, 200)}' matches no {kind} of {source}; {hint}")
+
+
+def nearest(given: str, names: Iterable[str]) -> list[str]:
+    """Return the names, or the pattern, that were probably meant: at most three."""
+    names = list(names)
+    found = [f"{given}.*"] if any(name.startswith(f"{given}.") for name in names) else []
+    plain = re.sub(r"[*?\[\]]+", "", given)[:_LONGEST].lower().strip(".")
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(plain)
+    scores: dict[str, float] = {}
+    for name in names:
+        matcher.set_seq1(name.lower())
+        if plain and plain in name.lower():
+            scores[name] = 1.0
+        elif min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _CLOSE and matcher.ratio() >= _CLOSE:
+            scores[name] = matcher.ratio()
+    found += sorted(scores, key=lambda name: -scores[name])
+    return found[:_SUGGESTED]

@@ -1,0 +1,62 @@
+"""The types of options, and options that several commands share.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from typing import get_args
+
+from opintercept._core.record import Phase
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes: `500000`, `500k`, `64M` or `2G`, in powers of 1000."""
+    match = re.fullmatch(r"([0-9]{1,15})([kMG]?)B?", text)
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 500k, 64M or 2G, got {text!r}")
+    return int(match[1]) * {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3}[match[2]]
+
+
+def steps(text: str) -> range:
+    """Parse a step or a range of steps: `2`, `2:5`, `2:` or `:5`."""
+    first, colon, end = text.partition(":")
+    if not all(part.isdecimal() or (colon and not part) for part in (first, end if colon else "0")):
+        raise argparse.ArgumentTypeError(f"must be a step or a range of steps such as 0:100, got {text!r}")
+    start = int(first or 0)
+    return range(start, int(end) if end else sys.maxsize if colon else start + 1)
+
+
+def tolerance(text: str) -> float:
+    """Parse a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def add_module_and_phase(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add `--module` and `--phase`; `verb` says what the command does with the calls: `"show"`."""
+    parser.add_argument("--module", metavar="GLOB", help=f"{verb} only calls in these modules, such as 'encoder.*'")
+    parser.add_argument("--phase", choices=get_args(Phase), help=f"{verb} only calls of this phase")
+
+
+def add_op(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add `--op`, which may be repeated."""
+    parser.add_argument(
+        "--op", action="append", help=f"{verb} only this operator, such as mm or aten::mm; may be repeated"
+    )

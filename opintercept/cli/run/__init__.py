@@ -1,0 +1,109 @@
+"""`opintercept run`: an unmodified program, watched.
+
+Invariant: the program's output, exceptions, input and exit status are those of a plain run; we write to stderr.
+Must not import torch, which the program imports when it has set what torch reads at its import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+from collections.abc import Callable
+from typing import get_args
+
+from opintercept._core.errors import OpInterceptError
+from opintercept.cli.options import add_module_and_phase, count, size, steps
+from opintercept.cli.run.program import after_import, prepare
+from opintercept.cli.run.watch import HOOKS, Watch
+from opintercept.runs.store.run import Kept
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.usage = "%(prog)s [options] script.py [argument ...]\n       %(prog)s [options] -m module [argument ...]"
+    parser.add_argument("-m", dest="module_name", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument("--out", metavar="FOLDER", help="record the run in FOLDER, which must not hold a run yet")
+    parser.add_argument(
+        "--tensors",
+        choices=get_args(Kept),
+        help="what to record of tensors: nothing, statistics and a hash, some values, or all values (default stats)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the run in FOLDER")
+    parser.add_argument(
+        "--flight", metavar="N", type=count, help="record only the last N calls, and only if the program fails"
+    )
+    parser.add_argument(
+        "--every", metavar="N", type=count, help="record only every Nth step, starting with the first of --steps"
+    )
+    parser.add_argument(
+        "--max-bytes", metavar="SIZE", type=size, help="stop recording before FOLDER exceeds SIZE, such as 500k or 2G"
+    )
+    parser.add_argument(
+        "--stop", action="store_true", help="end the program with exit status 1 at the call that makes the first NaN"
+    )
+    parser.add_argument(
+        "--hooks",
+        action="append",
+        choices=HOOKS,
+        help="what to show at the end (default profile and nonfinite); may be repeated",
+    )
+    parser.add_argument("--top", metavar="N", type=count, default=20, help="rows of each table (default 20)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="show neither progress nor tables")
+    parser.add_argument(
+        "--ops",
+        default="matmul,convolution",
+        help="all, or families and operators separated by commas: matmul,conv_tbc (default matmul,convolution)",
+    )
+    parser.add_argument(
+        "--level",
+        choices=("dispatch", "function"),
+        default="dispatch",
+        help="watch the operators that run, or the functions that the program calls (default dispatch)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "kernel", "compiled", "mode"),
+        default="auto",
+        help="how to watch operators (default auto)",
+    )
+    parser.add_argument(
+        "--threads", choices=("all", "current"), help="threads to watch (default all, if the engine can)"
+    )
+    add_module_and_phase(parser, "watch")
+    parser.add_argument(
+        "--steps",
+        metavar="A:B",
+        type=steps,
+        help="watch only steps A to B - 1, from 0; an optimizer's step ends a step",
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def command(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Return a function that runs the program."""
+    if not arguments.program:
+        raise OpInterceptError("no program given; use `opintercept run script.py` or `opintercept run -m module`")
+    for name in ("tensors", "overwrite", "flight", "every", "max_bytes"):
+        if getattr(arguments, name) and arguments.out is None:
+            raise OpInterceptError(f"--{name.replace('_', '-')} needs --out FOLDER, the folder to record to")
+    name, *rest = arguments.program
+    if arguments.out is not None:
+        arguments.out = os.path.abspath(arguments.out)  # the program may change its directory
+    program = prepare(name, rest, module=arguments.module_name)
+    watch = Watch(arguments)
+
+    def run() -> int:
+        # Registered before the program's own functions, so it runs after them, and after the program's threads.
+        atexit.register(watch.end)
+        after_import("torch", watch.begin)
+        try:
+            program()
+        except BaseException as error:
+            watch.error = error
+            raise
+        finally:
+            watch.clear_progress()
+        return 0
+
+    return run

@@ -1,0 +1,380 @@
+"""What `opintercept run` does beside the program: its interceptor, its hooks, and what it prints at the end.
+
+Invariant: nothing here changes how the program ends, except for `--stop`.
+Imports torch in functions only, which run after the program has imported it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import os
+import shlex
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.text import amount, counted, duration, printable
+from opintercept.cli import UNUSABLE
+from opintercept.cli.terminal.style import styled
+from opintercept.runs.store.run import INFO
+
+if TYPE_CHECKING:
+    from opintercept._core.call import OpCall
+    from opintercept.hooks import NonFinite
+    from opintercept.runs import RunRecorder
+
+HOOKS = ("profile", "nonfinite", "stats", "reference", "print")
+_PROGRESS_SECONDS = 0.25
+_CHILDREN = "child processes are not watched, except for the ranks of `torchrun -m opintercept run ...`"
+
+
+class Watch:
+    """The interceptor of a program, from its import of torch until the interpreter exits."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.error: BaseException | None = None  # what ended the program
+        self._arguments = arguments
+        self._stderr = sys.stderr  # the program may replace sys.stderr
+        self._process = os.getpid()
+        self._shown: dict[str, Any] = {}  # hooks by name
+        self._tally: Any = None
+        self._interceptor: Any = None
+        self._recording: _Recording | None = None
+        self._began = time.perf_counter()
+        self._entered_by = 0
+        self._rank, self._world_size = 0, 1
+
+    def begin(self) -> None:
+        """Enter the block, unless this is a forked child."""
+        if os.getpid() != self._process:
+            return
+        try:
+            self._interceptor = self._make()
+            self._interceptor.__enter__()
+        except (OpInterceptError, ImportError, OSError, TypeError, ValueError) as error:
+            self._interceptor = None
+            atexit.unregister(self.end)
+            text = str(error).replace("pass overwrite=True", "add --overwrite")
+            _write(self._stderr, f"opintercept run: {text}\n")
+            raise SystemExit(UNUSABLE) from None
+        self._entered_by = threading.get_ident()
+        _count_steps(self._interceptor)
+
+    def _make(self) -> Any:
+        from opintercept import hooks, intercept
+        from opintercept._engines.choose import choose
+
+        chosen = self._arguments
+        watching = self._hooks()
+        filters = {"module": chosen.module, "phase": chosen.phase, "steps": chosen.steps}
+        if any(value is not None for value in filters.values()):
+            watching = [hooks.when(hook, **filters) for hook in watching]
+        ops = "all" if chosen.ops == "all" else chosen.ops.split(",")
+        sees_all = choose(ops, chosen.level, chosen.engine, "current").every_thread
+        return intercept(
+            watching,
+            ops=ops,
+            level=chosen.level,
+            engine=chosen.engine,
+            threads=chosen.threads or ("all" if sees_all else "current"),
+            on_error="warn",  # a failing hook must not end the program
+        )
+
+    def _hooks(self) -> list[Any]:
+        from opintercept import hooks, runs
+        from opintercept._ranks.rank import rank_and_world_size
+
+        chosen = self._arguments
+        names = chosen.hooks or ([] if chosen.quiet else ["profile", "nonfinite"])
+        make: dict[str, Callable[[], Any]] = {
+            "profile": hooks.Profile,
+            "nonfinite": lambda: hooks.NonFinite(action="record"),
+            "stats": hooks.Stats,
+            "reference": hooks.Reference,
+            "print": lambda: hooks.Print(file=self._stderr),
+        }
+        self._shown = {name: make[name]() for name in dict.fromkeys(names)}
+        search = self._shown.get("nonfinite")
+        self._rank, self._world_size = rank_and_world_size()
+        visible = not chosen.quiet and self._rank == 0
+        self._tally = _Tally(search, self._stderr, visible and self._stderr.isatty())
+        watching: list[Any] = [*self._shown.values(), self._tally]
+        if chosen.out is not None:
+            recorder = runs.RunRecorder(
+                chosen.out,
+                tensors=chosen.tensors or "stats",
+                overwrite=chosen.overwrite,
+                flight=chosen.flight,
+                max_bytes=chosen.max_bytes,
+            )
+            self._recording = _Recording(recorder)
+            watching.append(self._recording)
+            if chosen.every is not None:
+                first, end = (chosen.steps.start, chosen.steps.stop) if chosen.steps else (0, sys.maxsize)
+                watching[-1] = hooks.when(self._recording, steps=range(first, end, chosen.every))
+        if chosen.stop:  # last, so that the others see the call before this one raises
+            watching.append(_Stop(search, hooks.NonFinite(action="record")))
+        return watching
+
+    def clear_progress(self) -> None:
+        """Remove the line of progress."""
+        if self._tally is not None:
+            self._tally.clear()
+
+    def end(self) -> None:
+        """Leave the block and print the report."""
+        if os.getpid() != self._process:
+            return  # a forked child exits without a report
+        if self._interceptor is not None:
+            self._leave()
+        self.clear_progress()
+        if self._arguments.quiet or self._rank != 0:
+            return
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # stdout is None or closed
+            sys.stdout.flush()  # the program's output comes first
+        _write(self._stderr, "".join(f"{line}\n" for line in self._report()))
+
+    def _leave(self) -> None:
+        error = self.error if self._failed else None
+        try:
+            if error is not None:
+                raise error  # so that hooks see the exception as the current one
+        except BaseException:
+            self._exit(error)
+        else:
+            self._exit(None)
+
+    @property
+    def _failed(self) -> bool:
+        return self.error is not None and not (isinstance(self.error, SystemExit) and not self.error.code)
+
+    def _exit(self, error: BaseException | None) -> None:
+        if threading.get_ident() == self._entered_by:
+            trace = None if error is None else error.__traceback__
+            try:
+                self._interceptor.__exit__(None if error is None else type(error), error, trace)
+            except OpInterceptError:  # the program has left blocks of its own open
+                pass
+            except OpInterceptWarning as warning:  # the program turns warnings into errors
+                _write(self._stderr, f"opintercept run: {warning}\n")
+        else:  # another thread imported torch
+            from opintercept._blocks.blocks import force_out, open_blocks
+
+            force_out(block for block in open_blocks() if block.watcher is self._interceptor.watcher)
+
+    def _report(self) -> Iterator[str]:
+        chosen, tally = self._arguments, self._tally
+        if self._interceptor is None:
+            yield f"opintercept: nothing to show, since the program did not import torch; {_CHILDREN}"
+            return
+        rank = f" on rank 0 of {self._world_size}" if self._world_size > 1 else ""
+        none = "" if tally.calls or tally.failed else f"; {_CHILDREN}"
+        yield f"opintercept: {tally}, {duration(tally.seconds)} in total{rank}{none}"
+        for name, hook in self._shown.items():
+            if name == "nonfinite" and not hook.findings:
+                yield from self._nothing_found(hook)
+            elif name != "print" and tally.calls:
+                yield from _top(hook, chosen.top, self._stderr)
+        opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
+        if opaque:
+            yield f"opaque (products inside are not shown): {printable(opaque)}"
+        if self._recording is not None:
+            if self._recording.hook.calls:
+                yield self._recording.cost(time.perf_counter() - self._began)
+            yield self._recorded()
+
+    def _nothing_found(self, hook: NonFinite) -> Iterator[str]:
+        """Say what was watched, and how to watch the rest: where no watched call made a NaN, another may have."""
+        chosen = self._arguments
+        filters = [f"--{name}" for name in ("module", "phase", "steps") if getattr(chosen, name) is not None]
+        everything = chosen.ops == "all" and chosen.level == "dispatch" and not filters
+        ops = "the functions that the program calls" if chosen.ops == "all" else chosen.ops.replace(",", ", ")
+        within = f" ({', '.join(filters)})" if filters else ""
+        limits = "" if everything else f"; only {printable(ops)}{within} were watched"
+        found, *discarded = str(hook).splitlines()
+        yield found.partition(";")[0] + limits
+        yield from discarded
+        if not everything:
+            start = "torchrun ... -m opintercept run" if self._world_size > 1 else "opintercept run"
+            program = shlex.join([*["-m"] * chosen.module_name, *chosen.program])
+            yield f"to watch every operator: {start} --stop --ops all {printable(program, 2000)}"
+
+    def _recorded(self) -> str:
+        out, flight = self._arguments.out, self._arguments.flight
+        if flight is not None and not (self._failed or os.path.exists(os.path.join(out, INFO))):
+            return "nothing recorded: the program did not fail"
+        return f"recorded in {printable(out)}; to look at it: opintercept show {printable(shlex.quote(out))}"
+
+
+class _Recording:
+    """A recorder that measures how long the program waits for it."""
+
+    reads = ("record",)
+
+    def __init__(self, hook: RunRecorder) -> None:
+        self.hook = hook
+        self.enter = hook.enter
+        self._seconds = 0.0
+
+    def pre(self, call: OpCall) -> None:
+        """Pass on and measure."""
+        started = time.perf_counter()
+        self.hook.pre(call)
+        self._seconds += time.perf_counter() - started
+
+    def post(self, call: OpCall) -> None:
+        """Pass on and measure."""
+        started = time.perf_counter()
+        self.hook.post(call)
+        self._seconds += time.perf_counter() - started
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Pass on and measure."""
+        started = time.perf_counter()
+        self.hook.error(call, exception)
+        self._seconds += time.perf_counter() - started
+
+    def exit(self) -> None:
+        """Pass on and measure: the recorder writes the rest now."""
+        started = time.perf_counter()
+        self.hook.exit()
+        self._seconds += time.perf_counter() - started
+
+    def cost(self, total: float) -> str:
+        """Describe what recording cost in `total` seconds."""
+        share = f"{self._seconds / total:.0%} of {duration(total)}"
+        calls, size = counted(self.hook.calls, "call"), amount(self.hook.nbytes, "B")
+        return f"recording {calls} took {duration(self._seconds)}, {share}, and {size}"
+
+
+class Stopped(BaseException):
+    """Ends a program that runs with `--stop`. Not an Exception, which the program might catch."""
+
+
+Stopped.__module__ = "opintercept"
+
+
+class _Stop:
+    """Raises once in each thread that makes a call after the first finding."""
+
+    reads = ("module", "record")
+
+    def __init__(self, shown: NonFinite | None, own: NonFinite) -> None:
+        self._nonfinite = shown or own
+        self._own = None if shown is not None else own
+        self._stopped: set[int] = set()
+
+    def pre(self, call: OpCall) -> None:
+        """Pass on, if the search is our own."""
+        if self._own is not None:
+            self._own.pre(call)
+
+    def post(self, call: OpCall) -> None:
+        """Raise if the search has found something."""
+        if self._own is not None:
+            self._own.post(call)
+        found, thread = self._nonfinite.findings, threading.get_ident()
+        if found and thread not in self._stopped:
+            self._stopped.add(thread)
+            raise Stopped(str(found[0]))
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Pass on, if the search is our own."""
+        if self._own is not None:
+            self._own.error(call, exception)
+
+
+class _Tally:
+    """Counts calls, and shows the counts on a terminal while the program runs."""
+
+    reads = ()
+
+    def __init__(self, nonfinite: Any, stderr: TextIO, visible: bool) -> None:
+        self.calls = 0
+        self.failed = 0
+        self.flops = 0
+        self.seconds = 0.0
+        self._lock = threading.RLock()
+        self._nonfinite = nonfinite
+        self._stderr = stderr
+        self._due = time.monotonic() + _PROGRESS_SECONDS if visible else float("inf")
+        self._drawn = False
+
+    def post(self, call: OpCall) -> None:
+        """Count the call."""
+        flops = call.summary.flops or 0  # computed once for calls that look alike
+        with self._lock:
+            self.calls += 1
+            self.flops += flops
+            self.seconds += call.elapsed or 0.0
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _PROGRESS_SECONDS
+            self._drawn = True
+            _write(self._stderr, f"\r\x1b[Kopintercept: {self}")
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Count a call that raised."""
+        with self._lock:
+            self.failed += 1
+
+    def clear(self) -> None:
+        """Remove the line of progress."""
+        if self._drawn:
+            self._drawn = False
+            _write(self._stderr, "\r\x1b[K")
+
+    def __str__(self) -> str:
+        text = f"{counted(self.calls, 'call')}, {amount(self.flops, 'FLOP')}"
+        if self.failed:
+            text += f", {self.failed:,} raised"
+        if self._nonfinite is not None:
+            search = self._nonfinite
+            text += f", {len(search.findings) + search.passed_on + search.discarded:,} not finite"
+        return text
+
+
+def _write(stderr: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed, or the terminal is gone
+        stderr.write(text)
+        stderr.flush()
+
+
+def _top(hook: Any, top: int, file: TextIO) -> Iterator[str]:
+    """Yield the first `top` rows of what a hook has to say, for this file."""
+    rows = getattr(hook, "findings", None) or []
+    found = bool(rows)
+    if not found:
+        head, rows = str(hook).splitlines()[:1], str(hook).splitlines()[1:]
+        yield from (styled(printable(line), "head", file) for line in head)
+    for row in rows[:top]:
+        lines = list(map(printable, str(row).splitlines()))
+        if lines and found:
+            lines[0] = styled(lines[0], "wrong", file)
+        yield from lines
+    if len(rows) > top:
+        yield f"... and {len(rows) - top} more; --top {len(rows)} shows them"
+
+
+def _count_steps(interceptor: Any) -> None:
+    """End a step after each step of the optimizer that steps first; further optimizers do not count."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    first: Any = None
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal first
+        if torch.compiler.is_compiling():
+            return
+        if first is None or first() is None:
+            first = weakref.ref(optimizer)
+        if first() is optimizer:
+            interceptor.step()
+
+    register_optimizer_step_post_hook(stepped)

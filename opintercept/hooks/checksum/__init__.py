@@ -1,0 +1,1 @@
+"""`Checksum`: finds wrong products."""

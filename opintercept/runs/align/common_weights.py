@@ -1,0 +1,474 @@
+"""Which rows of the weights of one run are rows of those of another.
+
+Invariant: names of modules are read only to follow a weight that training changes. Needs numpy. Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from opintercept._core.errors import OpInterceptError
+from opintercept.runs.align.alignment import By
+from opintercept.runs.align.weights import fingerprints, shape_of, sketches, weight_of
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.columns import Array
+from opintercept.runs.store.run import Run
+
+_SAMPLED = 16  # rows of a weight that find out which weights resemble it
+_ALIKE = 0.8  # the least cosine of sketches of two rows that may be the same
+_SAME = 0.9  # the least cosine of two rows that are the same
+_LIKELY = 0.5  # that of rows of two weights of which most rows are the same
+_NEAR = 8  # calls between a product and those of low rank that are added to it
+_REST = 0.1  # what may remain of a difference once a low-rank product is added
+_SHORTEST = 16  # elements of a row that is found whatever their order: shorter ones have the same by chance
+
+
+@dataclass(slots=True)
+class Weight:
+    """A right operand, and the calls that multiply by it.
+
+    Attributes:
+        shape: Groups, rows and elements of a row.
+        calls: The numbers of the calls, by rank.
+        left: Whether each row has no counterpart yet.
+        sure: Whether it may be a parameter. The operands of attention have groups, too.
+    """
+
+    shape: tuple[int, int, int]
+    calls: dict[int, list[int]]
+    left: Array
+    sure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Rows of a weight of A that are rows of a weight of B.
+
+    Attributes:
+        a: The weight of A.
+        b: The weight of B.
+        rows_a: The rows.
+        rows_b: The row of B for each of them.
+        by: How they were found: equal `"rows"`, equal `"parts"` of rows, equal rows with `"permuted"` elements, or
+            `"values"` that are close.
+        part_a: The elements of A's rows that these are, `(0, k)` for whole rows.
+        part_b: Those of B's.
+        order: For each of A's elements, that of B; None if the order is the same.
+    """
+
+    a: int
+    b: int
+    rows_a: Array
+    rows_b: Array
+    by: By
+    part_a: tuple[int, int]
+    part_b: tuple[int, int]
+    order: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A low-rank product that one side adds to what it computes with a weight: `factor * (x @ first.mT) @ second.mT`.
+
+    Attributes:
+        side: `"a"` or `"b"`.
+        first: The weight `[r, k]`.
+        second: The weight `[n, r]`.
+        factor: The factor.
+    """
+
+    side: Literal["a", "b"]
+    first: int
+    second: int
+    factor: float
+
+
+@dataclass(slots=True)
+class Side:
+    """The forward calls of a run, and their weights.
+
+    Attributes:
+        run: The run.
+        calls: The calls, rank by rank, in the order in which they ended.
+        weights: The weights, in the order in which they were first used.
+        weight: For each call, the number of its weight; -1 if it has none.
+        reasons: Why a call has no weight.
+    """
+
+    run: Run
+    calls: list[StoredCall] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    weight: list[int] = field(default_factory=list)
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run) -> Side:
+        """Read the calls of a run."""
+        side = cls(run)
+        known: dict[Any, int] = {}
+        for rank in run.ranks:
+            seen: Counter[Any] = Counter()
+            for call in run.calls(rank):
+                record = call.record
+                if record.phase == "forward" and call.error is None:
+                    number = len(side.calls)
+                    side.calls.append(call)
+                    side.weight.append(-1)
+                    try:
+                        side._add(call, number, known, seen)
+                    except OpInterceptError as reason:
+                        side.reasons[number] = str(reason)
+        return side
+
+    def _add(self, call: StoredCall, number: int, known: dict[Any, int], seen: Counter[Any]) -> None:
+        """Find the weight of a call: the one with its content, or the one that training has changed since."""
+        record, rhs = call.record, call.values.get("rhs")
+        content = rhs and (rhs.hash, record.rhs and record.rhs.dtype, record.gemm and record.gemm[:4:2])
+        place = (call.rank, record.module, record.op, record.rhs and record.rhs.shape)
+        ordinal = seen[record.step, place]
+        seen[record.step, place] += 1
+        trained = record.module and record.rhs is not None and record.rhs.requires_grad
+        weight = known.get(content) if content else None
+        if weight is None and trained:
+            weight = known.get((place, ordinal))
+        if weight is None:
+            g, n, k = shape_of(call)
+            weight = len(self.weights)
+            sure = g == 1 or (record.rhs is not None and record.rhs.requires_grad)
+            self.weights.append(Weight((g, n, k), {}, np.ones(g * n, bool), sure))
+        if content:
+            known.setdefault(content, weight)
+        if trained:
+            known.setdefault((place, ordinal), weight)
+        self.weights[weight].calls.setdefault(call.rank, []).append(number)
+        self.weight[number] = weight
+
+    def first(self, weight: int) -> int:
+        """The first call that reads a weight."""
+        return min(numbers[0] for numbers in self.weights[weight].calls.values())
+
+    def dtype(self, weight: int) -> str:
+        """The dtype of a weight."""
+        rhs = self.calls[self.first(weight)].record.rhs
+        assert rhs is not None
+        return rhs.dtype
+
+    def rows(self, weight: int) -> torch.Tensor:
+        """The rows of a weight, `[g * n, k]`, as its first call read them."""
+        found = weight_of(self.run, self.calls[self.first(weight)])
+        return found.reshape(-1, found.size(-1))
+
+
+class _Table:
+    """Where each fingerprint occurs among the rows that are left."""
+
+    def __init__(self, side: Side, fingerprint: Callable[[torch.Tensor], Array]) -> None:
+        parts: dict[int, list[tuple[Array, Array, Array]]] = defaultdict(list)
+        for number, weight in enumerate(side.weights):
+            if weight.left.any():
+                rows = np.flatnonzero(weight.left)
+                found = fingerprint(side.rows(number))[rows]
+                parts[weight.shape[2]].append((found, np.full(len(rows), number), rows))
+        self._by_k = {}
+        for k, each in parts.items():
+            found, weights, rows = (np.concatenate(column) for column in zip(*each, strict=True))
+            order = np.argsort(found, kind="stable")
+            self._by_k[k] = found[order], weights[order], rows[order]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of rows."""
+        return list(self._by_k)
+
+    def find(self, found: Array, k: int, like: int) -> dict[int, tuple[Array, Array]]:
+        """By weight: which of these rows it has, and where.
+
+        Rows that occur once decide which weights come into question. Where there are none, as of a weight of zeros, it
+        is the weight with the most of the rows, and of those the one whose number is nearest to `like`.
+        """
+        if k not in self._by_k:
+            return {}
+        table, weights, rows = self._by_k[k]
+        first, last = np.searchsorted(table, found), np.searchsorted(table, found, "right")
+        single = np.flatnonzero(last - first == 1)
+        pairs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for place, weight, row in zip(
+            single.tolist(), weights[first[single]].tolist(), rows[first[single]].tolist(), strict=True
+        ):
+            pairs[weight].append((place, row))
+        several = np.flatnonzero(last - first > 1)
+        if len(several):
+            values, groups = np.unique(found[several], return_inverse=True)
+            chosen = set(pairs)
+            if not chosen:
+                some = np.concatenate([np.unique(weights[first[i] : last[i]]) for i in several.tolist()])
+                candidates, counts = np.unique(some, return_counts=True)
+                chosen = {int(candidates[np.lexsort((abs(candidates - like), -counts))[0]])}
+            for value in range(len(values)):
+                places = several[groups == value].tolist()
+                start, stop = int(first[places[0]]), int(last[places[0]])
+                found_at = [at for at in range(start, stop) if int(weights[at]) in chosen]
+                for turn, place in enumerate(places if found_at else ()):
+                    at = found_at[turn % len(found_at)]  # the order decides among equal rows
+                    pairs[int(weights[at])].append((place, int(rows[at])))
+        return {weight: (np.array(each)[:, 0], np.array(each)[:, 1]) for weight, each in pairs.items()}
+
+
+class Joining:
+    """The matches of the weights of two runs."""
+
+    def __init__(self, a: Side, b: Side) -> None:
+        self.a, self.b = a, b
+        self.matches: list[Match] = []
+        self.terms: dict[int, Term] = {}  # by the number of the match
+        self._add_equal("rows", fingerprints)
+        if self._is_left():
+            self._add_parts()
+            self._add_equal("permuted", lambda rows: fingerprints(rows, ordered=False))
+            self._add_sums()
+            self._add_close()
+            self._find_terms()
+
+    def by(self, match: int) -> By:
+        """How a match was found."""
+        return "sum" if match in self.terms else self.matches[match].by
+
+    def both(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of a match in both runs, `float64[rows, k]` each, in A's order, with what is added to them."""
+        match, term = self.matches[number], self.terms.get(number)
+        found = []
+        for name, side, weight, rows, part in (
+            ("a", self.a, match.a, match.rows_a, match.part_a),
+            ("b", self.b, match.b, match.rows_b, match.part_b),
+        ):
+            each = side.rows(weight)[rows, slice(*part)].double()
+            if term is not None and term.side == name:
+                low = side.rows(term.second).double() @ side.rows(term.first).double()
+                each = each + term.factor * low[rows]
+            found.append(each)
+        one, other = found
+        return one, other if match.order is None else other[:, match.order]
+
+    def _is_left(self) -> bool:
+        return all(any(weight.left.any() for weight in side.weights) for side in (self.a, self.b))
+
+    def _add(self, match: Match) -> None:
+        self.matches.append(match)
+        self.a.weights[match.a].left[match.rows_a] = False
+        self.b.weights[match.b].left[match.rows_b] = False
+
+    def _add_equal(self, by: By, fingerprint: Callable[[torch.Tensor], Array]) -> None:
+        table = _Table(self.b, fingerprint)
+        found = []
+        for a, weight in enumerate(self.a.weights):
+            k = weight.shape[2]
+            left = np.flatnonzero(weight.left)
+            if k not in table.lengths or not len(left) or (by == "permuted" and k < _SHORTEST):
+                continue
+            rows = self.a.rows(a)
+            for b, (places, rows_b) in table.find(fingerprint(rows)[left], k, a).items():
+                if not (weight.sure or len(places) > _SAME * len(left)):
+                    continue
+                match = Match(a, b, left[places], rows_b, by, (0, k), (0, k))
+                if by == "permuted":
+                    order = _order(rows[left[places]], self.b.rows(b)[rows_b])
+                    if order is None:
+                        continue
+                    match = replace(match, order=order)
+                found.append(match)
+        for match in found:  # only now: weights with equal rows share their counterparts
+            self._add(match)
+
+    def _add_parts(self) -> None:
+        """Find weights whose rows are cut, as those of a layer that several processes share."""
+        for whole, parts, swapped in ((self.a, self.b, False), (self.b, self.a, True)):
+            table = _Table(parts, fingerprints)
+            found: list[Match] = []
+            for number, weight in enumerate(whole.weights):
+                k = weight.shape[2]
+                left = np.flatnonzero(weight.left)
+                lengths = [length for length in table.lengths if length < k and not k % length]
+                if not lengths or not len(left):
+                    continue
+                rows = whole.rows(number)[left]
+                for length in lengths:
+                    for start in range(0, k, length):
+                        piece = rows[:, start : start + length]
+                        cut = (start, start + length)
+                        for other, (places, others) in table.find(fingerprints(piece), length, number).items():
+                            found.append(_part(number, left[places], cut, other, others, swapped))
+                            close = _close_rest(piece, places, parts.rows(other), others)
+                            if close is not None:
+                                found.append(_part(number, left[close[0]], cut, other, close[1], swapped))
+            for match in found:
+                self._add(match)
+
+    def _add_sums(self) -> None:
+        """Find weights that are those of the other run but for a low-rank product, however large that is."""
+        for name, side, other in (("a", self.a, self.b), ("b", self.b, self.a)):
+            sampled: dict[int, torch.Tensor] = {}
+            for number, weight in enumerate(side.weights):
+                pairs = _low_rank(side, number) if weight.left.all() else []
+                if not pairs:
+                    continue
+                _, n, k = weight.shape
+                own, rows = side.rows(number), np.arange(n)
+                some = rows[:: max(1, n // _SAMPLED)]
+                for candidate, each in enumerate(other.weights):
+                    if each.shape != weight.shape or not each.left.all():
+                        continue
+                    if candidate not in sampled:
+                        sampled[candidate] = other.rows(candidate)[some]
+                    if _product(side, pairs, sampled[candidate].double() - own[some].double(), some) is None:
+                        continue
+                    product = _product(side, pairs, other.rows(candidate).double() - own.double(), rows)
+                    if product is not None:
+                        self.terms[len(self.matches)] = Term("a" if name == "a" else "b", *product)
+                        a, b = (number, candidate) if name == "a" else (candidate, number)
+                        self._add(Match(a, b, rows, rows, "values", (0, k), (0, k)))
+                        break
+
+    def _factors(self, side: str) -> set[int]:
+        """The weights of low-rank products, which have no counterpart."""
+        return {each for term in self.terms.values() if term.side == side for each in (term.first, term.second)}
+
+    def _add_close(self) -> None:
+        """Find rows that rounding, quantising or training has changed."""
+        sketched = {}
+        for b, weight in enumerate(self.b.weights):
+            if weight.left.any() and weight.sure and b not in self._factors("b"):
+                sketched[b] = sketches(self.b.rows(b)[torch.from_numpy(weight.left)])
+        known: dict[int, set[int]] = defaultdict(set)
+        for match in self.matches:
+            known[match.a].add(match.b)
+        found = []
+        for a, weight in enumerate(self.a.weights):
+            left = np.flatnonzero(weight.left)
+            k = weight.shape[2]
+            others = [b for b in sketched if self.b.weights[b].shape[2] == k]
+            if not len(left) or not others or not weight.sure or a in self._factors("a"):
+                continue
+            mine = sketches(self.a.rows(a)[torch.from_numpy(left)])
+            candidates = known[a].intersection(others) or self._resembling(mine, {b: sketched[b] for b in others})
+            for b in sorted(candidates):
+                if (close := self._close(a, b, left, mine, sketched[b])) is not None:
+                    found.append(close)
+        taken: dict[int, set[int]] = defaultdict(set)
+        for match in sorted(found, key=lambda each: -len(each.rows_a)):
+            free = np.array([row not in taken[match.b] for row in match.rows_b.tolist()], bool)
+            mine_left = self.a.weights[match.a].left[match.rows_a] & free
+            if mine_left.any():
+                self._add(replace(match, rows_a=match.rows_a[mine_left], rows_b=match.rows_b[mine_left]))
+                taken[match.b].update(match.rows_b[mine_left].tolist())
+
+    def _resembling(self, mine: torch.Tensor, others: dict[int, torch.Tensor]) -> set[int]:
+        """The weights of B that have the rows most like some of these."""
+        some = mine[torch.linspace(0, len(mine) - 1, min(_SAMPLED, len(mine))).long()]
+        best = torch.stack([(some @ sketch.T).amax(1) for sketch in others.values()])
+        value, which = best.max(0)
+        names = list(others)
+        return {names[i] for i, cosine in zip(which.tolist(), value.tolist(), strict=True) if cosine > _ALIKE}
+
+    def _close(self, a: int, b: int, left: Array, mine: torch.Tensor, theirs: torch.Tensor) -> Match | None:
+        best, mutual = _mutual(mine @ theirs.T)
+        rows_a = left[mutual.numpy()]
+        rows_b = np.flatnonzero(self.b.weights[b].left)[best[mutual].numpy()]
+        one, other = self.a.rows(a)[rows_a].double(), self.b.rows(b)[rows_b].double()
+        cosine = torch.cosine_similarity(one, other, dim=1).numpy()
+        same = cosine > _SAME
+        if not same.any():
+            return None
+        if 2 * same.sum() > len(left):  # the weights belong together, so that the others may differ by more
+            same = cosine > _LIKELY
+        k = self.a.weights[a].shape[2]
+        return Match(a, b, rows_a[same], rows_b[same], "values", (0, k), (0, k))
+
+    def _find_terms(self) -> None:
+        """Find products of two weights without a counterpart that explain why rows are only close, as LoRA's do."""
+        for number, match in enumerate(self.matches):
+            if match.by != "values" or number in self.terms:
+                continue
+            one, other = self.both(number)
+            for name, side, weight, rows, missing in (
+                ("a", self.a, match.a, match.rows_a, other - one),
+                ("b", self.b, match.b, match.rows_b, one - other),
+            ):
+                product = _product(side, _low_rank(side, weight), missing, rows)
+                if product is not None:
+                    self.terms[number] = Term("a" if name == "a" else "b", *product)
+
+
+def _low_rank(side: Side, weight: int) -> list[tuple[int, int]]:
+    """The pairs of weights near the first call of another whose product has its shape and a lower rank."""
+    _, n, k = side.weights[weight].shape
+    place, rank = side.first(weight), side.calls[side.first(weight)].rank
+    near = {
+        side.weight[call]
+        for call in range(max(0, place - _NEAR), min(len(side.calls), place + _NEAR + 1))
+        if side.weight[call] >= 0 and side.calls[call].rank == rank
+    }
+    free = sorted(each for each in near if side.weights[each].left.all())
+    found = []
+    for first in free:
+        g, r, first_k = side.weights[first].shape
+        if (g, first_k) == (1, k) and r < min(n, k):
+            found += [(first, second) for second in free if side.weights[second].shape == (1, n, r)]
+    return found
+
+
+def _product(
+    side: Side, pairs: list[tuple[int, int]], missing: torch.Tensor, rows: Array
+) -> tuple[int, int, float] | None:
+    """The pair of weights whose product, in these rows and times a factor, is what another weight misses."""
+    for first, second in pairs:
+        low = side.rows(second)[rows].double() @ side.rows(first).double()
+        square = float(low.square().sum())
+        factor = float((low * missing).sum()) / square if square else 0.0
+        if factor and float((missing - factor * low).norm()) < _REST * float(missing.norm()):
+            return first, second, factor
+    return None
+
+
+def _part(whole: int, rows: Array, cut: tuple[int, int], part: int, others: Array, swapped: bool) -> Match:
+    own = (0, cut[1] - cut[0])
+    if swapped:
+        return Match(part, whole, others, rows, "parts", own, cut)
+    return Match(whole, part, rows, others, "parts", cut, own)
+
+
+def _close_rest(
+    rows: torch.Tensor, known: Array, others: torch.Tensor, known_others: Array
+) -> tuple[Array, Array] | None:
+    """Which of the rows that two weights do not have in common are close to each other, and to which."""
+    left = np.setdiff1d(np.arange(len(rows)), known)
+    left_others = np.setdiff1d(np.arange(len(others)), known_others)
+    if not len(left) or not len(left_others):
+        return None
+    one, other = (torch.nn.functional.normalize(each.double(), dim=1) for each in (rows[left], others[left_others]))
+    cosines = one @ other.mT
+    best, mutual = _mutual(cosines)
+    same = (mutual & (cosines.amax(1) > _SAME)).numpy()
+    return (left[same], left_others[best[same].numpy()]) if same.any() else None
+
+
+def _mutual(cosines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row the column that is most like it, and whether it is also the row most like that column."""
+    best, back = cosines.argmax(1), cosines.argmax(0)
+    return best, back[best] == torch.arange(len(cosines))
+
+
+def _order(a: torch.Tensor, b: torch.Tensor) -> Array | None:
+    """For each element of A's rows, that of B's rows; None if the rows do not differ by one permutation."""
+    one, other = fingerprints(a.mT.contiguous()), fingerprints(b.mT.contiguous())
+    order_a, order_b = np.argsort(one, kind="stable"), np.argsort(other, kind="stable")
+    if not np.array_equal(one[order_a], other[order_b]):
+        return None
+    order = np.empty(len(one), np.int64)
+    order[order_a] = order_b
+    return order

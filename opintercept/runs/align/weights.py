@@ -1,0 +1,160 @@
+"""The weights of a recorded run as rows, one for each column of the output, and fingerprints of these rows.
+
+Invariant: equal rows have equal fingerprints, whatever the module, the layout and the dtype they are stored in, as long
+as their values round to the same bfloat16. Needs numpy. Imports torch to read tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from opintercept._core.errors import OpInterceptError
+from opintercept._values import hash as _hash
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.columns import Array
+from opintercept.runs.store.run import Run
+
+SKETCH = 128  # numbers in a sketch: unrelated rows have a cosine of 0 +- 0.09
+_PIECE = 1 << 22  # elements that are widened to 64 bits at once
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The tensors of a call, arranged as `x @ w.mT + bias = out`, one product for each of `g` groups.
+
+    Attributes:
+        x: `[g, m, k]`.
+        w: `[g, n, k]`.
+        out: `[g, m, n]`.
+        bias: `[g or 1, m or 1, n]`, or None.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None
+
+    def columns(self, bias: bool) -> torch.Tensor:
+        """The output as `float64[m, g * n]`, a column for each row of the weight, with or without the bias."""
+        out = self.out.double()
+        if self.bias is not None and not bias:
+            out = out - self.bias.double()
+        return out.permute(1, 0, 2).reshape(out.size(1), -1)
+
+    def biases(self) -> torch.Tensor:
+        """The bias as `float64[m or 1, g * n]`; there must be one."""
+        assert self.bias is not None
+        bias = self.bias.double().expand(len(self.w), -1, self.w.size(1))
+        return bias.permute(1, 0, 2).reshape(bias.size(1), -1)
+
+
+def shape_of(call: StoredCall) -> tuple[int, int, int]:
+    """The shape `[g, n, k]` of the right operand, whose values are not read.
+
+    Raises:
+        OpInterceptError: It was not recorded, or the call is not a product of two matrices.
+    """
+    batch, _, n, k = _gemm(call)
+    _name(call, "rhs")
+    shape = call.record.rhs.shape if call.record.rhs is not None else ()
+    if math.prod(shape) != batch * n * k or len(shape) > 3:
+        raise OpInterceptError(f"its right operand has the shape {list(shape)}")
+    return batch, n, k
+
+
+def weight_of(run: Run, call: StoredCall) -> torch.Tensor:
+    """The right operand, `[g, n, k]`.
+
+    Raises:
+        OpInterceptError: It was not recorded, or the call is not a product of two matrices.
+    """
+    batch, n, k = shape_of(call)
+    rhs = tensor_of(run, call, "rhs")
+    if rhs.numel() != batch * n * k:
+        raise OpInterceptError(f"its right operand was recorded with the shape {list(rhs.shape)}")
+    as_rows = "linear" in call.record.op or (rhs.shape[-2:] != (k, n) and rhs.shape[-2:] == (n, k))
+    return rhs.reshape(batch, n, k) if as_rows else rhs.reshape(batch, k, n).mT
+
+
+def factors_of(run: Run, call: StoredCall) -> Factors:
+    """All tensors of a call.
+
+    Raises:
+        OpInterceptError: One was not recorded, or the call is not a product of two matrices.
+    """
+    batch, m, n, k = _gemm(call)
+    x, out = tensor_of(run, call, "lhs"), tensor_of(run, call, "output")
+    if x.numel() != batch * m * k or out.numel() != batch * m * n:
+        raise OpInterceptError(f"its operands have the shapes {list(x.shape)} and {list(out.shape)}")
+    arguments = call.arguments or {}
+    if any(arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
+        raise OpInterceptError("its alpha or beta is not 1")
+    bias = tensor_of(run, call, "bias") if call.record.bias is not None else None
+    if bias is not None:
+        bias = bias.reshape(1, *bias.shape) if bias.dim() == 2 else bias.reshape((1,) * (3 - bias.dim()) + bias.shape)
+    return Factors(x.reshape(batch, m, k), weight_of(run, call), out.reshape(batch, m, n), bias)
+
+
+def _gemm(call: StoredCall) -> tuple[int, int, int, int]:
+    gemm = call.record.gemm
+    if gemm is None or "conv" in call.record.op:
+        raise OpInterceptError("it is not a product of two matrices")
+    return gemm[:4]
+
+
+def _name(call: StoredCall, role: str) -> str:
+    name = call.tensors.get(role)
+    if name is None or name.endswith(".sample"):
+        raise OpInterceptError(f"the values of its {role} were not recorded; record with tensors='full'")
+    return name
+
+
+def tensor_of(run: Run, call: StoredCall, role: str) -> torch.Tensor:
+    """The values of a real operand or output.
+
+    Raises:
+        OpInterceptError: They were not recorded, or are complex.
+    """
+    found = run.load(call.rank, _name(call, role))
+    if found.is_complex():
+        raise OpInterceptError(f"its {role} is complex")
+    return found
+
+
+def fingerprints(rows: torch.Tensor, *, ordered: bool = True) -> Array:
+    """A number for each row of `[n, k]`, `uint64[n]`: a multilinear hash of the bfloat16 bits, see `_values/hash.py`.
+
+    Args:
+        rows: The rows.
+        ordered: Whether the order of the elements counts.
+    """
+    found = []
+    for piece in rows.split(max(1, _PIECE // max(1, rows.size(1)))):
+        bits = (piece.to(torch.bfloat16) + 0.0).view(torch.int16).to(torch.int64) & 0xFFFF  # -0.0 becomes 0.0
+        if ordered:
+            found.append(sum(_parts(bits), torch.zeros(len(piece), dtype=torch.int64)))
+        else:
+            found.append(_hash.weights(bits.device, 1 << 16, False)[bits].sum(1))
+    return torch.cat(found).numpy().view(np.uint64)
+
+
+def _parts(bits: torch.Tensor) -> Any:
+    """The hashes of pieces of rows: a table has `_hash.BLOCK` weights."""
+    for number, part in enumerate(bits.split(_hash.BLOCK, 1)):
+        weights = _hash.weights(bits.device, part.size(1), False)
+        yield torch.mv(part, weights) * (2 * number + 1)
+
+
+def sketches(rows: torch.Tensor) -> torch.Tensor:
+    """Random projections of normalised rows, `float32[n, SKETCH]`, whose products are about the cosines of the rows.
+
+    W. Johnson and J. Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space", 1984.
+    """
+    generator = torch.Generator().manual_seed(rows.size(1))
+    by = torch.randn(rows.size(1), SKETCH, generator=generator)
+    return torch.nn.functional.normalize(rows.float() @ by, dim=1)

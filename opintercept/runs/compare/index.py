@@ -1,0 +1,294 @@
+"""`Index` and `Pairs`: which call of one run belongs to which call of another.
+
+Invariant: a call costs thirty bytes of memory here, whatever the run says of it, and every step takes about linear time
+except for one, which has a budget. Needs numpy. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+import numpy as np
+
+from opintercept._core.record import CallRecord
+from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, is_plain, module_name, operator_name, whole
+from opintercept.runs.store.columns import Array, Columns
+
+_BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
+_SOME = 10_000  # names that are kept, and changed calls that are looked at to find shuffled ones
+_LONGEST = 200  # characters of a name that is kept
+_PHASES = ("forward", "backward", "recompute")
+_HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
+
+
+class Index:
+    """The calls of one process, in the order in which they ended.
+
+    Calls that look alike and come from one place are of one kind. `key`, `loose`, `module`, `phase`, `shape`, `look`,
+    `site`, `whole`, `by` and `chosen_kind` have a number for each kind, `kind` and `inputs` one for each call.
+
+    Args:
+        columns: The calls; None for a process that the run does not have.
+        ids: Numbers for equal things, shared with the other run's index.
+        select: Which calls the caller asks for. If it has an attribute `by_name` that is true, it is called once for
+            each kind.
+
+    Attributes:
+        names: The names of the modules, at most `_SOME` of them.
+        kind: The kind of each call.
+        inputs: Shapes and hashes of the first operands; 0 if no hash is recorded.
+        key: Module, operator, phase and `grad_of`.
+        loose: Module, phase and family.
+        module: The module.
+        phase: The phase.
+        shape: Phase, family and the GEMM, or the operands' shapes if there is no GEMM.
+        look: The number of the look.
+        site: The number of the site.
+        whole: Everything that is compared except for values.
+        by: What there is of the outputs' values, as an index into `_pairing.BY`.
+        unhashed: Whether some tensors have no hash.
+        only_looks: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
+    """
+
+    def __init__(self, columns: Columns | None, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
+        self.names: set[str] = set()
+        self.only_looks = True
+        self._columns = columns
+        self._ids = ids
+        self._kinds: list[tuple[int, int]] = []
+        self._by_name = select is None or getattr(select, "by_name", False)
+        size = 0 if columns is None else len(columns)
+        self.kind = np.empty(size, np.int32)
+        self.inputs = np.empty(size, np.int64)
+        self._fixed: list[tuple[int, int, int]] = []  # shape, whole and by of each kind
+        self._chosen_kinds = array("B")
+        if columns is not None:
+            self._read(columns, select)
+        self.number("")
+        self._chosen: Array | None = None
+        if columns is not None and select is not None and not self._by_name:
+            self._chosen = np.fromiter((select(call.record) for call in columns.calls()), bool, size)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def columns(self) -> Columns:
+        """The calls."""
+        assert self._columns is not None
+        return self._columns
+
+    def _read(self, columns: Columns, select: Callable[[CallRecord], bool] | None) -> None:
+        known: dict[int, int] = {}
+        for start, chunk in columns.chunks(("site", "look", *_HASHES)):
+            codes, inverse = np.unique(
+                chunk["site"].astype(np.int64) * columns.looks + chunk["look"], return_inverse=True
+            )
+            for code in codes.tolist():
+                if code not in known:
+                    known[code] = len(known)
+                    self._add_kind(code // columns.looks, code % columns.looks, select)
+            kinds = np.array([known[code] for code in codes.tolist()], np.int32)[inverse]
+            end = start + len(kinds)
+            self.kind[start:end] = kinds
+            shapes = np.array([shape for shape, _, _ in self._fixed], np.uint64)[kinds]
+            self.inputs[start:end] = mixed(shapes, *(chunk[name] for name in _HASHES))
+
+    def _add_kind(self, site_number: int, look_number: int, select: Callable[[CallRecord], bool] | None) -> None:
+        site, look = self.columns.site(site_number), self.columns.look(look_number)
+        record = look.record
+        module = module_name(site.module)
+        if module and len(self.names) < _SOME:
+            self.names.add(module[:_LONGEST])
+        lhs, rhs = record.lhs, record.rhs
+        shape: Any = record.gemm and record.gemm[:4]
+        if shape is None:
+            shape = (lhs and lhs.shape, rhs and rhs.shape)
+        by, known = whole(look.template)
+        self._kinds.append((site_number, look_number))
+        self._fixed.append((self._ids("shape", site.phase, family(record), shape), known, by))
+        if site.phase != "forward" or (lhs is not None and lhs.requires_grad):
+            self.only_looks = False
+        self._chosen_kinds.append(select is None or not self._by_name or select(look.record_at(site)))
+
+    def number(self, model: str) -> None:
+        """Number keys, families and modules.
+
+        Args:
+            model: A model's class to put before plain names of modules, as `first_models` gives it.
+        """
+        key, loose, modules, phases = array("I"), array("I"), array("I"), array("B")
+        ids = self._ids
+        for site_number, look_number in self._kinds:
+            site, record = self.columns.site(site_number), self.columns.look(look_number).record
+            module = module_name(site.module)
+            if model and module and is_plain(module):
+                module = f"{model}.{module}"
+            key.append(ids("key", module, operator_name(record.op), site.phase, site.grad_of))
+            loose.append(ids("loose", module, site.phase, family(record)))
+            modules.append(ids("module", module))
+            phases.append(_PHASES.index(site.phase))
+        self.key, self.loose, self.module, self.phase = map(np.asarray, (key, loose, modules, phases))
+        self.site = np.array([site for site, _ in self._kinds], np.int32)
+        self.look = np.array([look for _, look in self._kinds], np.int32)
+        fixed = np.array(self._fixed, np.int64).reshape(-1, 3)
+        self.shape, self.whole, self.by = fixed.T
+        looks = (self.columns.look(look) for _, look in self._kinds)
+        self.unhashed = np.array([not all(hashed for _, hashed in look.roles.values()) for look in looks], bool)
+
+    def forget_inputs(self) -> None:
+        """Give back the memory of `inputs`."""
+        self.inputs = np.empty(0, np.int64)
+
+    def chosen(self, numbers: Array) -> Array:
+        """Whether the caller asks for these calls."""
+        if self._chosen is not None:
+            return np.asarray(self._chosen[numbers])
+        return np.asarray(self._chosen_kinds, bool)[self.kind[numbers]]
+
+    def weights(self, numbers: Array) -> list[int]:
+        """Shape, and hashes of the right operand and the bias; 0 if no hash is recorded."""
+        read = self.columns.gather(numbers, _HASHES[1:])
+        known = mixed(self.shape[self.kind[numbers]].astype(np.uint64), read["rhs_hash"], read["bias_hash"])
+        return [int(each) for each in np.where(read["rhs_hash"] == 0, 0, known)]
+
+    def steps(self, numbers: Array) -> list[tuple[int, int]]:
+        """The steps together with the shapes."""
+        steps = self.columns.gather(numbers, ("step",))["step"]
+        return list(zip(self.shape[self.kind[numbers]].tolist(), steps.tolist(), strict=True))
+
+
+def mixed(first: Array, *hashes: Array) -> Array:
+    """A number for each row of hashes, 0 if all of them are."""
+    found = first.astype(np.uint64)
+    known = np.zeros(len(first), bool)
+    for digits in hashes:
+        found = (found ^ digits) * np.uint64(0x9E3779B97F4A7C15)
+        found ^= found >> np.uint64(29)
+        known |= digits != 0
+    found |= np.uint64(1)
+    return np.where(known, found, np.uint64(0)).view(np.int64)
+
+
+class Pairs:
+    """The counterparts of the calls of two indexes.
+
+    Attributes:
+        of_a: For each call of A, the number of its counterpart in B; -1 if it has none.
+        of_b: The same for each call of B.
+        how: How each call of A was paired, as an index into `PAIRINGS`. `"ordinal"`: same module, operator and phase,
+            and the same number among these calls. `"sequence"`: the same, but the runs have different numbers of these
+            calls, or other shapes, and were aligned. `"family"`: same module and phase, another operator for the same
+            job. `"shape"`: in the order of the calls, if the other run has no module of that name.
+    """
+
+    def __init__(self, a: Index, b: Index) -> None:
+        self.of_a, self.of_b = np.full(len(a), -1, np.int32), np.full(len(b), -1, np.int32)
+        self.how = np.zeros(len(a), np.uint8)
+        self._a, self._b = a, b
+        self._budget = _BUDGET
+        self._modules = set(a.module.tolist()), set(b.module.tolist())
+        for how, name in ((0, "key"), (2, "loose"), (3, "phase")):
+            groups_a, groups_b = _groups(a, name, self.of_a), _groups(b, name, self.of_b)
+            for key, in_a in groups_a.items():
+                if (in_b := groups_b.get(key)) is not None:
+                    self._pair(in_a, in_b, how)
+
+    def _pair(self, in_a: Array, in_b: Array, how: int) -> None:
+        a, b = self._a, self._b
+        renamed = PAIRINGS[how] == "shape"
+        if not renamed and np.array_equal(a.shape[a.kind[in_a]], b.shape[b.kind[in_b]]):
+            # Some changed calls are enough to see whether calls are shuffled.
+            some = np.flatnonzero(a.inputs[in_a] != b.inputs[in_b])[:_SOME]
+            others = b.inputs[in_b[some]]
+            if not np.isin(a.inputs[in_a[some]], others[others != 0]).any():
+                self.of_a[in_a], self.of_b[in_b], self.how[in_a] = in_b, in_a, how
+                return
+        how = how or 1
+        # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
+        if renamed:
+            self._join(_by_turns(in_a.tolist(), in_b.tolist(), a.weights(in_a), b.weights(in_b)), how, renamed)
+        else:
+            known = a.inputs[in_a].tolist(), b.inputs[in_b].tolist()
+            self._join(_by_turns(in_a.tolist(), in_b.tolist(), *known), how)
+        for signs in (Index.steps, _shapes):
+            in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.of_b[in_b] < 0]
+            if len(in_a) and len(in_b):
+                self._join(self._in_order(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how, renamed)
+        in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.of_b[in_b] < 0]
+        if len(in_a) == len(in_b) and not renamed:
+            self._join(zip(in_a.tolist(), in_b.tolist(), strict=True), how)
+
+    def _join(self, pairs: Iterable[tuple[int, int]], how: int, renamed: bool = False) -> None:
+        for i, j in pairs:
+            if renamed and not self._may_be_renamed(i, j):
+                continue
+            self.of_a[i], self.of_b[j], self.how[i] = j, i, how
+
+    def _may_be_renamed(self, i: int, j: int) -> bool:
+        """A module that both runs have is not taken for another."""
+        in_a, in_b = self._a.module[self._a.kind[i]], self._b.module[self._b.kind[j]]
+        return bool(in_a == in_b or in_a not in self._modules[1] or in_b not in self._modules[0])
+
+    def _in_order(
+        self, in_a: list[int], in_b: list[int], signs_a: Sequence[Hashable], signs_b: Sequence[Hashable]
+    ) -> Iterator[tuple[int, int]]:
+        """Pairs in the longest stretches of equal signs; by turns if finding these would take too long."""
+        start, end_a, end_b = 0, len(in_a), len(in_b)
+        while start < min(end_a, end_b) and signs_a[start] == signs_b[start]:
+            yield in_a[start], in_b[start]
+            start += 1
+        while min(end_a, end_b) > start and signs_a[end_a - 1] == signs_b[end_b - 1]:
+            end_a, end_b = end_a - 1, end_b - 1
+            yield in_a[end_a], in_b[end_b]
+        in_a, in_b = in_a[start:end_a], in_b[start:end_b]
+        middle_a, middle_b = signs_a[start:end_a], signs_b[start:end_b]
+        counts: dict[Hashable, int] = defaultdict(int)
+        for sign in middle_b:
+            counts[sign] += 1
+        alike = sum(counts.get(sign, 0) for sign in middle_a)
+        if not alike:
+            return
+        # difflib looks at each pair of equal elements at each level of its recursion, which can be 20 deep.
+        work = 20 * alike + len(middle_a) + len(middle_b)
+        if work > self._budget:
+            yield from _by_turns(in_a, in_b, middle_a, middle_b)
+            return
+        self._budget -= work
+        for first_a, first_b, size in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_matching_blocks():
+            yield from zip(in_a[first_a : first_a + size], in_b[first_b : first_b + size], strict=True)
+
+
+def _shapes(index: Index, numbers: Array) -> list[Hashable]:
+    return index.shape[index.kind[numbers]].tolist()  # type: ignore[no-any-return]
+
+
+def _groups(index: Index, name: str, paired: Array) -> dict[int, Array]:
+    """The calls without a counterpart that share a number, by that number, in the order of their first calls."""
+    numbers = np.flatnonzero(paired < 0).astype(np.int32)
+    keys = getattr(index, name)[index.kind[numbers]]
+    if len(keys) and keys.max() < 1 << 16:
+        keys = keys.astype(np.uint16)  # of which sorting takes linear time
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    starts = np.flatnonzero(np.r_[len(keys) > 0, keys[1:] != keys[:-1]])
+    groups = np.split(numbers[order], starts[1:]) if len(keys) else []
+    found = zip(keys[starts].tolist(), groups, strict=True)
+    return dict(sorted(found, key=lambda group: int(group[1][0])))
+
+
+def _by_turns(
+    in_a: list[int], in_b: list[int], signs_a: Sequence[Hashable], signs_b: Sequence[Hashable]
+) -> Iterator[tuple[int, int]]:
+    """The first call with a sign in A and the first in B, then the second and the second; 0 is not a sign."""
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for j, sign in zip(reversed(in_b), reversed(signs_b), strict=True):
+        if sign:
+            places[sign].append(j)
+    for i, sign in zip(in_a, signs_a, strict=True):
+        if places.get(sign):
+            yield i, places[sign].pop()

@@ -1,0 +1,362 @@
+"""What calls of the ranks of one run have in common, and the rules by which they part: `Alike`, `Counts`, `Streaks`.
+
+Invariant: the work is sorting and adding up columns, and looks at single calls only where something is not yet known
+or has parted. Needs numpy. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Entry, Expectations, Group, by_value
+from opintercept.runs.ranks.windows import Window
+from opintercept.runs.store.columns import Array
+
+FACTOR, SPREAD, STREAK, HUGE = 2.0, 16.0, 5, 1000.0
+"""An output is far off if it is more than `FACTOR` times larger or smaller than the median of the ranks, and `SPREAD`
+times as far from it, in logarithms, as half of the outputs of its place are. One batch of two samples may be. A rank is
+an outlier if `STREAK` outputs in a row are, or one by a factor of `HUGE`, as a flipped bit makes it."""
+_SAMPLES = 12  # calls that say what spread is usual
+_NEAR = 16  # steps that have the same spread
+_CELLS = 1 << 22  # of a table of calls by processes
+_TINY = 1e-30  # stands for 0, which has no logarithm
+
+
+class Rows(NamedTuple):
+    """Calls of several processes that belong together: the same place, step and number in that step.
+
+    Attributes:
+        key: The place of each row. Rows are in its order, then in that of time.
+        time: The time of each row.
+        starts: The first entry of each row, and the number of all entries.
+        process: The process of each entry.
+        call: The number of its call in the window's part of that process.
+        order: Sorts what is known of the calls, process after process, in the order of the entries.
+    """
+
+    key: Array
+    time: Array
+    starts: Array
+    process: Array
+    call: Array
+    order: Array
+
+    def of_entries(self) -> Array:
+        """The row of each entry."""
+        return np.repeat(np.arange(len(self.key)), np.diff(self.starts))
+
+
+class Alike:
+    """What should be equal on which processes, and where it parts.
+
+    Args:
+        size: How many processes there are.
+        weight: For each key whether it is that of a weight; grows.
+
+    Attributes:
+        settled: The groups of processes that should be equal, as they were when that was settled.
+    """
+
+    def __init__(self, size: int, weight: array[int]) -> None:
+        self.settled: dict[int, tuple[Group, ...]] = {}
+        self._size, self._weight = size, weight
+        self._expected = Expectations(size)
+        self._groups: list[tuple[Group, ...]] = [()]
+        self._numbers: dict[tuple[Group, ...], int] = {(): 0}
+        self._pattern = np.zeros(0, np.int32)  # the number of each key's groups; -1 if they are not known yet
+
+    def asks(self, key: Array) -> Array:
+        """Whether calls with these keys have to be compared."""
+        old = self._pattern
+        if len(old) < len(self._weight):
+            self._pattern = np.full(min(len(self._weight), MOST_KEYS), -1, np.int32)
+            self._pattern[: len(old)] = old
+        known = (key >= 0) & (key < len(self._pattern))
+        found = np.zeros(len(key), bool)
+        found[known] = self._pattern[key[known]] != 0
+        return found
+
+    def parted(self, rows: Rows, value: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
+        """The rows in which processes part that were equal before, and the processes with each value."""
+        step = max(1, _CELLS // self._size)
+        for low in range(0, len(rows.key), step):
+            starts = rows.starts[low : low + step + 1]
+            entries = slice(starts[0], starts[-1])
+            table = np.zeros((len(starts) - 1, self._size), np.uint64)
+            row = np.repeat(np.arange(len(table)), np.diff(starts))
+            table[row, rows.process[entries]] = value[entries]
+            constants = np.bincount(row, constant[entries], len(table)) > 0
+            for number, parts in self._in_table(rows.key[low : low + step], table, constants):
+                yield low + number, parts
+
+    def _in_table(self, keys: Array, table: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
+        self.asks(keys)
+        rows = np.arange(len(keys))
+        while len(rows):
+            rows = rows[self._unexpected(self._pattern[keys[rows]], table, rows)]
+            if not len(rows):
+                return
+            # One after the other for each key: each may change what is expected of the next.
+            firsts = rows[np.r_[True, keys[rows[1:]] != keys[rows[:-1]]]]
+            for row in firsts.tolist():
+                parts = self._judge(int(keys[row]), table[row], bool(constant[row]))
+                if parts:
+                    yield row, parts
+            # What was as expected may no longer be: all later rows of these keys are looked at again.
+            later = np.searchsorted(keys, keys[firsts], "right")
+            rows = np.concatenate([np.arange(row + 1, end) for row, end in zip(firsts, later, strict=True)])
+
+    def _unexpected(self, pattern: Array, table: Array, rows: Array) -> Array:
+        """Whether processes differ in rows that should be equal, or it is not known what should be."""
+        found = pattern < 0
+        for number in np.unique(pattern[pattern > 0]).tolist():
+            which = np.flatnonzero(pattern == number)
+            for group in self._groups[number]:
+                values = table[rows[which]][:, group]
+                high = values.max(axis=1)
+                low = np.where(values == 0, high[:, None], values).min(axis=1)
+                found[which] |= low != high
+        return found
+
+    def _judge(self, key: int, values: Array, constant: bool) -> tuple[Group, ...]:
+        flags = WEIGHT * self._weight[key] | CONSTANT * constant
+        signed = values.view(np.int64).tolist()
+        tables = [[Entry(key, value, flags)] if value else [] for value in signed]
+        new = self._pattern[key] < 0
+        parted = self._expected.judge(tables)
+        groups = self._expected.of(key)
+        if groups is None:
+            return ()
+        if groups not in self._numbers:
+            self._numbers[groups] = len(self._groups)
+            self._groups.append(groups)
+        self._pattern[key] = self._numbers[groups]
+        if not new:
+            return parted[0].ranks if parted else ()
+        there = {process: table[0] for process, table in enumerate(tables) if table}
+        if len(there) > 1:
+            self.settled[key] = groups
+        if self._weight[key] and len(groups) == 1 and len(there) / 2 < len(groups[0]) < len(there):
+            # Equal on most ranks when it first appears: the parts of a sharded weight are equal on equally many.
+            return by_value(there, there)
+        return ()
+
+
+class Counts:
+    """How many calls of each place the processes make in each step, and in which order.
+
+    Args:
+        size: How many processes there are.
+
+    Attributes:
+        shared: 1 for each set of processes that make calls of the same places.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._members = np.zeros((0, size), bool)  # which processes have made a call of a place
+        self._open: list[Array] = []  # the counts in a step that a window leaves open
+        self._new = False  # whether that step has shown a process at a new place
+        self._sums: dict[tuple[int, int], tuple[int, int]] = {}  # in that step, by process and set: calls and number
+        self._sets: dict[bytes, int] = {}
+        self.shared = array("B")
+
+    def uneven(self, window: Window, keys: list[Array], end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
+        """Places and times, with the numbers of calls of the processes that ever make such calls."""
+        most = 1 + max(int(key.max(initial=-1)) for key in keys)
+        members = np.zeros((max(most, len(self._members)), self._size), bool)
+        members[: len(self._members)] = self._members
+        self._members = members
+        self._new &= not window.begins
+        times = np.unique(np.concatenate([part.time for part in window.parts]))
+        codes, counts = [], []
+        for process, (part, key) in enumerate(zip(window.parts, keys, strict=True)):
+            code, count = np.unique(key * len(times) + np.searchsorted(times, part.time), return_counts=True)
+            if not (window.begins and window.ends):
+                if window.begins:
+                    self._open[process:] = [np.zeros(0, np.int64)]
+                total = grown(self._open[process], most)
+                total[code] += count  # there is one time
+                self._open[process] = total
+                self._new |= not self._members[code, process].all()
+                self._members[code, process] = True
+                code = np.flatnonzero(total)
+                count = total[code]
+            codes.append(code)
+            counts.append(count)
+        if not window.ends:
+            return
+        processes = np.repeat(np.arange(self._size), [len(code) for code in codes])
+        code = np.concatenate(codes)
+        rows, row = np.unique(code, return_inverse=True)
+        of_rows = np.concatenate(counts)
+        order = np.argsort(row, kind="stable")
+        starts = np.searchsorted(row[order], np.arange(len(rows) + 1))
+        step = max(1, _CELLS // self._size)
+        for low in range(0, len(rows), step):
+            high = min(low + step, len(rows))
+            entries = order[starts[low] : starts[high]]
+            table = np.zeros((high - low, self._size), np.int64)
+            table[row[entries] - low, processes[entries]] = of_rows[entries]
+            key, time = rows[low:high] // len(times), times[rows[low:high] % len(times)]
+            yield from self._in_table(key, time, table, end)
+
+    def _in_table(self, key: Array, time: Array, table: Array, end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
+        numbers = np.arange(len(key))[:, None]
+        first = np.searchsorted(key, key, "left")[:, None]
+        seen = np.maximum.accumulate(np.where(table > 0, numbers, -1), axis=0) >= first
+        taking_part = (seen | self._members[key]) & (time[:, None] < end)
+        high = np.where(taking_part, table, 0).max(axis=1)[:, None]
+        for row in np.flatnonzero((taking_part & (table != high)).any(axis=1)).tolist():
+            who = np.flatnonzero(taking_part[row]).tolist()
+            yield int(key[row]), int(time[row]), {process: int(table[row, process]) for process in who}
+        last = np.flatnonzero(np.r_[key[1:] != key[:-1], True][: len(key)])
+        self._members[key[last]] |= seen[last]
+
+    def sets(self, key: Array) -> Array:
+        """A number for the set of processes that make calls of each place."""
+        members, places = np.unique(key, return_inverse=True)
+        found = [self._sets.setdefault(row.tobytes(), len(self._sets)) for row in self._members[members]]
+        self.shared.extend([1] * (len(self._sets) - len(self.shared)))
+        return np.array(found, np.int64)[places]
+
+    def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[Rows, Array]:
+        """A row for each step and set of processes, with a number for the order of the calls that all of them make."""
+        if window.begins:
+            self._sums.clear()
+        rows: list[tuple[int, int, int, int]] = []  # set, time, process, number
+        for process, (part, key) in enumerate(zip(window.parts, keys, strict=True)):
+            sets = self.sets(key)
+            calls = np.argsort(sets, kind="stable")
+            sets, times = sets[calls], part.time[calls]
+            new = np.r_[True, (sets[1:] != sets[:-1]) | (times[1:] != times[:-1])][: len(calls)]
+            firsts = np.flatnonzero(new)
+            counts = np.diff(np.r_[firsts, len(calls)])
+            before = [self._sums.get((process, int(sets[first])), (0, 0)) for first in firsts]
+            place = np.arange(len(calls)) - np.repeat(firsts - [count for count, _ in before], counts)
+            signs = scrambled(key[calls].astype(np.uint64) ^ scrambled(place.astype(np.uint64)))
+            sums = np.add.reduceat(signs, firsts).tolist() if len(firsts) else []
+            for first, count, earlier, number in zip(firsts.tolist(), counts.tolist(), before, sums, strict=True):
+                own, time = int(sets[first]), int(times[first])
+                number = (number + earlier[1]) % 2**64
+                if not (window.begins and window.ends):  # there is one time
+                    self._sums[process, own] = earlier[0] + count, number
+                elif time < end[process] and time not in uneven:
+                    rows.append((own, time, process, number))
+            if window.ends and not window.begins:
+                (time,) = {int(each) for part in window.parts for each in part.time}
+                # Until all members are known, the calls of a set are not.
+                there = time < end[process] and time not in uneven and not self._new
+                rows += [(s, time, p, number) for (p, s), (_, number) in self._sums.items() if there and p == process]
+        table = np.array([row[:3] for row in sorted(rows)], np.int64).reshape(-1, 3)
+        new = np.r_[True, (np.diff(table[:, :2], axis=0) != 0).any(axis=1)][: len(table)]
+        firsts = np.flatnonzero(new)
+        places = np.zeros(len(table), np.int64)
+        sets, times, processes = table.T
+        made = Rows(sets[firsts], times[firsts], np.r_[firsts, len(table)], processes, places, places)
+        return made, np.array([row[3] | 1 for row in sorted(rows)], np.uint64)
+
+
+@dataclass(slots=True)
+class Streak:
+    """Outputs of one process at one place that are far off on one side, one after the other.
+
+    Attributes:
+        first: The entry of the first output, until the caller has taken it; None from then on.
+        value: What that output has.
+        usual: What the median process has there.
+        times: How many outputs there have been.
+        told: How many have to be reported now.
+        about: The caller's.
+    """
+
+    first: int | None
+    value: float
+    usual: float
+    times: int = 0
+    told: int = 0
+    about: Any = None
+
+
+class Streaks:
+    """Finds processes whose outputs are outliers, by one statistic."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], tuple[int, Streak]] = {}  # by place and process, with the side
+
+    def of(self, rows: Rows, values: Array) -> list[Streak]:
+        """Streaks that begin or go on in these rows.
+
+        Args:
+            rows: Outputs.
+            values: The statistic of each entry.
+        """
+        known = np.flatnonzero(np.isfinite(values))
+        row = rows.of_entries()[known]
+        logs = np.log(np.maximum(values[known], _TINY))
+        middle = medians(logs, row, len(rows.key))
+        apart = logs - middle[row]
+        _, near = np.unique(np.stack([rows.key, rows.time // _NEAR]), axis=1, return_inverse=True)
+        near = near.reshape(-1)[row]
+        usual = np.maximum(np.log(FACTOR), SPREAD * medians(np.abs(apart), near, len(rows.key))[near])
+        enough = np.bincount(near, minlength=1)[near] >= _SAMPLES
+        enough &= (np.bincount(row, minlength=len(rows.key)) > 2)[row]
+        side = np.where(enough & (np.abs(apart) > usual), np.sign(apart), 0).astype(np.int8)
+        # One process at one place after the other.
+        order = np.lexsort((row, rows.process[known], rows.key[row]))
+        key, process, side = rows.key[row][order], rows.process[known][order], side[order]
+        series = (key[1:] != key[:-1]) | (process[1:] != process[:-1])
+        begins = np.flatnonzero(np.r_[True, series][: len(key)])
+        bounds = np.union1d(begins, 1 + np.flatnonzero(series | (np.diff(side) != 0)))
+        ends = np.r_[bounds[1:], len(key)]
+        there = set(zip(key[begins].tolist(), process[begins].tolist(), strict=True)) if self._open else set()
+        before = self._open
+        self._open = {own: streak for own, streak in before.items() if own not in there}
+        found = []
+        for place in np.flatnonzero(side[bounds]).tolist():
+            start, end = int(bounds[place]), int(ends[place])
+            own, on = (int(key[start]), int(process[start])), int(side[start])
+            entry = order[start]
+            streak = Streak(int(known[entry]), float(values[known[entry]]), float(np.exp(middle[row[entry]])))
+            if own in before and before[own][0] == on and (start == 0 or series[start - 1]):
+                streak = before[own][1]
+            telling = streak.times >= STREAK
+            streak.times += end - start
+            huge = bool((np.abs(apart[order[start:end]]) > np.log(HUGE)).any())
+            long = streak.times >= STREAK
+            streak.told = (end - start if telling else streak.times) if long else int(huge)
+            if end == len(key) or series[end - 1]:
+                self._open[own] = on, streak
+            found.append(streak)
+        return found
+
+
+def medians(values: Array, group: Array, size: int) -> Array:
+    """The median of each group; NaN for an empty one."""
+    order = np.lexsort((values, group))
+    values = values[order]
+    counts = np.bincount(group, minlength=size)
+    ends = np.cumsum(counts)
+    found = np.full(size, np.nan)
+    some = counts > 0
+    starts, counts = (ends - counts)[some], counts[some]
+    found[some] = (values[starts + (counts - 1) // 2] + values[starts + counts // 2]) / 2
+    return found
+
+
+def grown(numbers: Array, size: int) -> Array:
+    """The numbers, with zeros at the end."""
+    return np.concatenate([numbers, np.zeros(max(0, size - len(numbers)), numbers.dtype)])
+
+
+def scrambled(numbers: Array) -> Array:
+    """64 bits that look random: splitmix64."""
+    mixed: Array = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))

@@ -1,0 +1,267 @@
+"""`Windows`: the calls of all processes of a run, a few steps at a time, with numbers that the processes share.
+
+Invariant: at most `MOST` calls are held, and no more files are open than `Run` opens, however many processes and calls
+there are. Needs numpy. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from opintercept._core.record import CallRecord
+from opintercept.runs.compare.pairing import Ids, metas, module_name, operator_name
+from opintercept.runs.store.columns import Array, Arrays, Columns, Site, dtype_of
+from opintercept.runs.store.run import Run
+
+ROLES = ("lhs", "rhs", "bias", "value")
+_COLUMNS = [f"{role}_{name}" for role in ROLES for name in ("hash", "min", "max")]
+_COLUMNS += ["index", "site", "look", "bias_inf", *(f"output_{name}" for name in ("nan", "inf", "min", "max", "rms"))]
+MOST = 1 << 19
+"""How many calls are compared together."""
+_KEPT = 1 << 18  # calls that are kept as columns if they are lines on disk
+BLOCK = 40  # bits of a time that are its step
+
+
+class Place(NamedTuple):
+    """Where an operand, an output or a call was first seen, so that it can be named."""
+
+    rank: int
+    site: int
+    look: int
+    role: str
+
+
+class Part(NamedTuple):
+    """The calls of one process in a window, in order.
+
+    Attributes:
+        kind: Which of `Windows` kinds each is of.
+        time: Block and step, which never decrease.
+        place: The place of each call in its step.
+        columns: What was recorded of values.
+    """
+
+    kind: Array
+    time: Array
+    place: Array
+    columns: Arrays
+
+
+class Window(NamedTuple):
+    """Calls of the same steps.
+
+    Attributes:
+        parts: One for each process, in the order of `Windows.ranks`.
+        begins: Whether the first step begins here.
+        ends: Whether the last step ends here; only a window of a single step may not.
+    """
+
+    parts: list[Part]
+    begins: bool
+    ends: bool
+
+
+class Numbers:
+    """Numbers from 0 for equal things of all processes, and where each was first seen."""
+
+    def __init__(self) -> None:
+        self._ids = Ids()
+        self.places: list[tuple[int, int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __call__(self, rank: int, site: int, look: int, *parts: object) -> int:
+        number = self._ids(*parts) - 1
+        if number == len(self.places):
+            self.places.append((rank, site, look))
+        return number
+
+
+class Windows:
+    """Reads a run of several processes.
+
+    A kind is a look at a site. `operand[role]`, `output` and `call` have, for each kind, the number of the place that
+    calls of several processes share. A place is a module, a line, an operator, a phase, and what tensor it is about
+    with its shape: so a last batch of another size is another place for activations, and the same for weights.
+
+    Args:
+        run: The run.
+        most: How many calls a window may have.
+
+    Attributes:
+        ranks: The ranks of the processes.
+        size: How many calls they have, together.
+        steps: The first and the last step; None without calls.
+        last: For each process the last time that it has a call at; -1 without calls.
+        operands: The places of operands.
+        outputs: The places of outputs.
+        calls: The places of calls.
+        role: For each place of an operand its role.
+        weight: And whether it is that of a weight.
+        backward: For each place of an output whether it is that of a backward call.
+        scaled: And whether its infinities mean little: gradients in float16 overflow until their scale is found.
+    """
+
+    def __init__(self, run: Run, most: int = MOST) -> None:
+        self._most = most
+        self.ranks = run.ranks
+        self.operands, self.outputs, self.calls = Numbers(), Numbers(), Numbers()
+        self.weight, self.backward, self.scaled = array("B"), array("B"), array("B")
+        self.role: list[str] = []
+        self.operand = {role: array("i") for role in ROLES}
+        self.output, self.call = array("i"), array("i")
+        self._run = run
+        self._kinds: list[dict[int, int]] = [{} for _ in self.ranks]
+        self._kept: dict[int, Columns] = {}
+        self._room = _KEPT
+        self._latest: Columns | None = None
+        self._times: list[Array] = []  # of each process, each once
+        self._starts: list[Array] = []  # the number of the first call at each time, and how many calls there are
+        for rank in self.ranks:
+            times, starts = _times_of(self.columns(rank))
+            self._times.append(times)
+            self._starts.append(starts)
+        self.size = sum(int(starts[-1]) for starts in self._starts)
+        self.last = np.array([times[-1] if len(times) else -1 for times in self._times], np.int64)
+        every = np.concatenate(self._times) & ((1 << BLOCK) - 1)
+        self.steps = (int(every.min()), int(every.max())) if len(every) else None
+
+    def columns(self, rank: int) -> Columns:
+        """The calls of a process; lines that are few are read once."""
+        if rank in self._kept:
+            return self._kept[rank]
+        if self._latest is None or self._latest.rank != rank:
+            self._latest = None  # its memory is free for the next one
+            self._latest = self._run.columns(rank)
+        if not self._run.in_columns(rank) and len(self._latest) <= self._room:
+            self._kept[rank] = self._latest
+            self._room -= len(self._latest)
+        return self._latest
+
+    def named(self, place: tuple[int, int, int]) -> tuple[Site, CallRecord]:
+        """Where a place is in the program, and a record that looks like its calls."""
+        rank, site, look = place
+        columns = self.columns(rank)
+        return columns.site(site), columns.look(look).record
+
+    def __iter__(self) -> Iterator[Window]:
+        times, inverse = np.unique(np.concatenate(self._times), return_inverse=True)
+        sizes = np.bincount(inverse, np.concatenate([np.diff(starts) for starts in self._starts]), len(times))
+        first = 0
+        while first < len(times):
+            total = np.cumsum(sizes[first : first + self._most])
+            end = first + max(1, int(np.searchsorted(total, self._most, "right")))
+            bounds = [self._bounds(process, times[first], times[end - 1]) for process in range(len(self.ranks))]
+            yield from self._pieces(bounds)
+            first = end
+
+    def _bounds(self, process: int, first: int, last: int) -> tuple[int, int]:
+        """The numbers of the calls of a process between two times."""
+        low = np.searchsorted(self._times[process], first, "left")
+        high = np.searchsorted(self._times[process], last, "right")
+        return int(self._starts[process][low]), int(self._starts[process][high])
+
+    def _pieces(self, bounds: Sequence[tuple[int, int]]) -> Iterator[Window]:
+        """A window, or several if one step has more calls than fit."""
+        longest = max(end - start for start, end in bounds)
+        whole = sum(end - start for start, end in bounds) <= self._most
+        size = longest if whole else max(1, self._most // len(bounds))
+        for offset in range(0, longest, max(1, size)):
+            parts = []
+            for process, (start, end) in enumerate(bounds):
+                low = min(start + offset, end)
+                parts.append(self._part(process, low, min(low + size, end)))
+            yield Window(parts, offset == 0, offset + size >= longest)
+
+    def _part(self, process: int, first: int, end: int) -> Part:
+        numbers = np.arange(first, end)
+        which = np.searchsorted(self._starts[process], numbers, "right") - 1
+        time = self._times[process][which] if first < end else np.empty(0, np.int64)
+        place = numbers - self._starts[process][which]
+        if first == end:
+            empty = np.empty(0, np.int64)
+            return Part(empty, time, empty, {name: np.empty(0, dtype_of(name)) for name in _COLUMNS})
+        columns = self.columns(self.ranks[process])
+        read = columns.read(_COLUMNS, first, end)
+        codes, inverse = np.unique(read["site"].astype(np.int64) * columns.looks + read["look"], return_inverse=True)
+        known = self._kinds[process]
+        for code in codes.tolist():
+            if code not in known:
+                known[code] = self._add(columns, code // columns.looks, code % columns.looks)
+        kinds = np.array([known[code] for code in codes.tolist()], np.int64)
+        return Part(kinds[inverse], time, place, read)
+
+    def _add(self, columns: Columns, site_number: int, look_number: int) -> int:
+        """A new kind."""
+        site, template = columns.site(site_number), columns.look(look_number).template
+        record, found = template.record, metas(template)
+        seen = columns.rank, site_number, look_number
+        place = module_name(site.module), site.source, site.phase, operator_name(record.op)
+        self.call.append(self.calls(*seen, *place))
+        output = found.get("output")
+        looks = None if output is None else (output.shape, output.dtype)
+        self.output.append(self.outputs(*seen, *place, looks))
+        if len(self.backward) < len(self.outputs):
+            self.backward.append(site.phase == "backward")
+            self.scaled.append(looks is not None and looks[1] == "float16" and site.phase == "backward")
+        for role in ROLES:
+            meta = found.get(role)
+            if meta is None:
+                self.operand[role].append(-1)
+                continue
+            self.operand[role].append(self.operands(*seen, *place, role, meta.shape, meta.dtype))
+            if len(self.weight) < len(self.operands):
+                self.role.append(role)
+                self.weight.append(is_weight(record, site.phase, role))
+        return len(self.call) - 1
+
+
+def is_weight(record: CallRecord, phase: str, role: str) -> bool:
+    """Whether an operand is a weight, as far as a record tells: it does not say which tensors are parameters.
+
+    The right operand of one product is, or that of a convolution, but not that of a batch of products or of an
+    attention; and so is a bias, unless it is a matrix that is added.
+    """
+    if phase == "backward" or "attention" in record.op:
+        return False
+    if role == "bias":
+        return record.bias is not None and len(record.bias.shape) == 1
+    single = record.gemm is None or record.gemm.batch == 1
+    return role == "rhs" and (single or "conv" in record.op or "grouped" in record.op)
+
+
+def _times_of(columns: Columns) -> tuple[Array, Array]:
+    """The times of a process, each once, and the number of the first call at each, with that of all calls at the end.
+
+    A block that is entered again begins with step 0 and with call 0. Threads may end a call after the next step began;
+    it counts for that one.
+    """
+    times: list[Array] = []
+    starts: list[Array] = []
+    block, top, before, first_index = 0, 0, 0, None
+    for start, chunk in columns.chunks(("index", "step")):
+        step, index = np.clip(chunk["step"], 0, (1 << BLOCK) - 1), chunk["index"]
+        if first_index is None:
+            first_index = int(index[0])
+        again = np.flatnonzero((np.diff(step, prepend=before) < 0) & (index <= first_index))
+        before = int(step[-1])
+        time = np.empty_like(step)
+        for low, high in zip([0, *again.tolist()], [*again.tolist(), len(step)], strict=True):
+            if low == high:
+                continue
+            if low in again:
+                block, top = min(block + 1, 1 << 22), 0
+            top_here = np.maximum.accumulate(np.maximum(step[low:high], top))
+            time[low:high] = top_here + (block << BLOCK)
+            top = int(top_here[-1])
+        new = np.flatnonzero(np.diff(time, prepend=times[-1][-1] if times else -1))
+        if len(new):
+            times.append(time[new])
+            starts.append(new + start)
+    joined = np.concatenate(times) if times else np.empty(0, np.int64)
+    return joined, np.concatenate([*starts, [len(columns)]]).astype(np.int64)

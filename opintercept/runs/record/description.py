@@ -1,0 +1,99 @@
+"""`described`: what `run.json` says of a program, its machine, and the settings by which products are computed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from opintercept.runs.store.run import STARTED, Kept, RunInfo
+from opintercept.runs.store.untrusted import MAX_TEXT
+
+
+def described(tensors: Kept, rank: int, world_size: int) -> RunInfo:
+    """The description of a run that begins now.
+
+    Args:
+        tensors: What it keeps of tensors.
+        rank: The rank of this process.
+        world_size: The number of processes.
+    """
+    return RunInfo(
+        argv=tuple(text[:MAX_TEXT] for text in sys.argv),
+        started=time.strftime(STARTED),
+        finished=False,
+        tensors=tensors,
+        rank=rank,
+        world_size=world_size,
+        versions=_versions(),
+        devices=_devices(),
+        flags=_flags(),
+        launch=_launch(),
+    )
+
+
+def _launch() -> dict[str, str] | None:
+    """What torchrun says of this process; its attempts are counted on each node, and `none` is no name of a run."""
+    names = {"id": "TORCHELASTIC_RUN_ID", "node": "GROUP_RANK", "attempt": "TORCHELASTIC_RESTART_COUNT"}
+    found = {name: os.environ[key][:MAX_TEXT] for name, key in names.items() if os.environ.get(key, "none") != "none"}
+    return found if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _versions() -> dict[str, str]:
+    from opintercept import __version__
+
+    found = {"opintercept": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+def _devices() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+# Settings that decide how products are computed, and how to read them.
+FLAGS: dict[str, Callable[[], Any]] = {
+    "default_dtype": torch.get_default_dtype,
+    "float32_matmul_precision": torch.get_float32_matmul_precision,
+    "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "threads": torch.get_num_threads,
+    "mkldnn": lambda: torch.backends.mkldnn.enabled,
+    "mkldnn.allow_tf32": lambda: torch.backends.mkldnn.allow_tf32,
+    "cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "cuda.preferred_blas_library": torch.backends.cuda.preferred_blas_library,
+    "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+    "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+    "sdp.flash": torch.backends.cuda.flash_sdp_enabled,
+    "sdp.mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "sdp.math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def _flags() -> dict[str, str]:
+    """The values of those `FLAGS` that this torch has."""
+    found = {}
+    for name, ask in FLAGS.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch is renaming some of them
+            try:
+                found[name] = str(ask())
+            except (AttributeError, RuntimeError):  # not in this torch, or set to a value without an old name
+                continue
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"):
+        if name in os.environ:
+            found[name] = os.environ[name][:MAX_TEXT]
+    return found

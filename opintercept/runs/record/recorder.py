@@ -1,0 +1,590 @@
+"""`RunRecorder`: records a run to a folder, which can be shown, compared with another and replayed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import random
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from opintercept._core.call import OpCall
+from opintercept._core.checks import check_choice, check_count
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.exits import uninterrupted
+from opintercept._core.noted import ROLES, Found, Work
+from opintercept._core.record import Note, Summary
+from opintercept._core.tensors import is_strided, share_memory
+from opintercept._core.text import counted
+from opintercept._kit.per_call import PerCall
+from opintercept._kit.repro import plain_arguments
+from opintercept._ranks.rank import rank_and_world_size
+from opintercept._values.content import Content, content_found, content_of
+from opintercept._values.copies import can_store, copied, safetensors_for
+from opintercept._values.read import leaves_out_captured
+from opintercept.runs.record.claim import LOCK, Claim
+from opintercept.runs.record.description import described
+from opintercept.runs.record.writer import (
+    Entry,
+    Kept,
+    Reading,
+    Writer,
+    key_of,
+    leftovers,
+    remove_leftovers,
+    remove_run,
+    write_info,
+)
+from opintercept.runs.store.codec import Encoder, writes_as_kernels
+from opintercept.runs.store.flight import FLIGHT, LINE, LINE_WITH_VALUES, Flight
+from opintercept.runs.store.run import CALLS, INFO, RunInfo
+from opintercept.runs.store.run import Kept as Keep
+from opintercept.runs.store.untrusted import MAX_TEXT
+
+_OPERANDS = ("lhs", "rhs", "bias", "value")
+_MOST_SUMMARIES = 4096  # whose options are remembered
+_MOST_TENSORS = 1000  # of one call, besides its operands and outputs
+_MOST_OPTIONS = 100  # of one call
+_MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
+_MOST_COUNTS = 1024  # of elements, for which the places of a sample are remembered
+
+
+class RunRecorder:
+    """Writes every call to a folder: its record, its arguments, statistics and a content hash of its tensors.
+
+    A thread writes at least once a second. If the disk is slower than the program, the program waits. Calls that are
+    written stay readable if the program is killed. A full disk stops the recording with one warning. If the program
+    has several processes, as under `torchrun`, each writes to a folder of its own, `rank0`, `rank1`, ... Calls of a
+    forked child are not written. Wrap the recorder in `when` to record some calls only.
+
+    Values on a CPU are read as soon as the operator returns. Values on CUDA are copied while the program goes on.
+
+    Args:
+        path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
+            does `runs.open_run`.
+        tensors: `"none"` keeps records and the arguments that are not tensors. `"stats"` adds statistics and hashes of
+            operands, outputs, masks, states and any other tensor that the operator reads, see `runs.Values`.
+            `"sample"` adds some values of each tensor, from the same places in every run. `"full"` adds all values,
+            each content once, so that a call can be run again, except those of a dtype or layout that safetensors
+            cannot hold.
+        overwrite: Whether to delete a run that the folder holds when the block is entered.
+        sample: How many values a sample has.
+        flight: If given, the recorder keeps this many last calls, in a mapped file of fixed size, and takes no more
+            time or memory however long the program runs. If the process is killed, the file stays and is read as a
+            run; so it is while the program runs. If an exception leaves the block, the folder gets these calls, and
+            the operands of the call that raised it. If the block ends well, nothing is left.
+        max_bytes: The most bytes that the folder may take; the recording stops there with one warning.
+
+    Attributes:
+        path: The folder.
+        calls: How many calls are on disk: all of them, once the block has been left.
+        nbytes: How many bytes the folder takes; only those of this process if there are several.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An unknown choice, a count below 1, or a folder that is not empty.
+        ImportError: Keeping tensors needs safetensors and numpy, and one is not installed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from opintercept import intercept, runs
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with intercept(runs.RunRecorder(f"{folder}/run")):
+        ...         _ = torch.nn.Linear(3, 2)(torch.zeros(4, 3))
+        ...     call, = runs.open_run(f"{folder}/run").calls()
+        >>> call.record.op, call.values["rhs"].count, call.values["lhs"].rms
+        ('aten::addmm', 6, 0.0)
+    """
+
+    reads = ("record",)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Keep = "stats",
+        *,
+        overwrite: bool = False,
+        sample: int = 64,
+        flight: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        check_choice("tensors", tensors, get_args(Keep))
+        self.path = Path(path)
+        self.tensors: Keep = tensors
+        self.sample = check_count("sample", sample)
+        self.flight = None if flight is None else check_count("flight", flight)
+        self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
+        if tensors in ("sample", "full") or flight is not None:
+            safetensors_for("keeping tensors")
+        self._overwrite = overwrite
+        self._check_free()
+        self._writer: Writer | None = None
+        self._closed: Writer | None = None  # that of the last block
+        self._info: RunInfo | None = None
+        self._folder = self.path
+        self._entered = 0
+        # With `flight`: the file; the entries with their tensors, if those are kept; the last one that raised.
+        self._flight = None if flight is None else Flight(flight, LINE if tensors == "none" else LINE_WITH_VALUES)
+        self._last: deque[Entry] = deque(maxlen=self.flight)
+        self._failed: Entry | None = None
+        self._encoder = Encoder()
+        self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+        self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
+        self._places: dict[Any, torch.Tensor] = {}
+        self._options: dict[int, tuple[Summary, str, bool]] = {}
+        self._lock = threading.RLock()
+        self._outside: BaseException | None = None
+        self._process = os.getpid()
+        self._told = False
+        self._claim: Claim | None = None  # to the folder, with `flight`
+        self._made = False  # whether this recorder has made that folder
+
+    def _check_free(self) -> None:
+        """Refuse a folder that holds something already, or an older run that readers would mix with this one."""
+        folder, _, world_size = _own(self.path)
+        names = _others(folder)
+        if not self._overwrite:
+            found = [folder] if not {INFO, CALLS}.isdisjoint(names) else []
+            if world_size > 1:
+                found += leftovers(self.path, world_size)
+            if found:
+                raise ValueError(f"{str(found[0])!r} already holds a run; name another folder, or pass overwrite=True")
+        only_ranks = self._overwrite and all(name.startswith("rank") for name in names)
+        if names and INFO not in names and not only_ranks:
+            raise ValueError(f"path must be a new folder, an empty one or a run, got {str(folder)!r}")
+
+    @property
+    def calls(self) -> int:
+        """How many calls are on disk: all of them, once the block has been left."""
+        writer = self._writer or self._closed
+        return 0 if writer is None else writer.calls
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the folder takes; only those of this process if there are several."""
+        writer = self._writer or self._closed
+        return 0 if writer is None else writer.nbytes
+
+    def enter(self) -> None:
+        """Make the folder and start to write, or continue the run of this recorder's last block."""
+        begun: list[bool] = []
+        try:
+            uninterrupted(partial(self._begin, sys.exception(), begun))
+        except BaseException:
+            if begun:
+                uninterrupted(partial(self._end, None, []))
+            raise
+
+    def _begin(self, outside: BaseException | None, begun: list[bool]) -> None:
+        if self._process != os.getpid():
+            if self._entered or self._info is not None:
+                return  # in a forked child: the run belongs to the parent
+            self._process, self._lock = os.getpid(), threading.RLock()
+            if self._flight is not None:
+                self._flight.forget_parent()
+        with self._lock:
+            if not self._entered:  # otherwise another interceptor's block is active
+                self._outside = outside
+                if self._flight is None:
+                    self._start()
+                else:
+                    self._take_off(self._flight)
+            self._entered += 1
+        begun.append(True)
+
+    def _start(self) -> None:
+        self._stop()  # if nobody has ended the last block
+        if self._closed is not None and self._closed.failure is not None:
+            return  # the recording has stopped
+        info, claim = self._claimed()
+        try:
+            writer = Writer(self._folder, info, self.max_bytes, self._closed, claim)
+            writer.start()
+        except BaseException:
+            claim.release()
+            raise
+        self._info, self._writer = info, writer
+        atexit.register(self._stop_late)
+
+    def _claimed(self) -> tuple[RunInfo, Claim]:
+        """Claim the folder of a new run, or that of the run that this recorder has begun."""
+        folder, rank, world_size = _own(self.path)
+        self._made = not folder.exists()
+        if self._info is None:
+            self._check_free()
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = self._folder
+            if self._closed is None or not self._closed.is_there():
+                raise OpInterceptError(
+                    f"{str(folder)!r} no longer holds the run that this recorder began; make a new RunRecorder"
+                )
+        claim = Claim(folder, takes_over=self._overwrite)
+        try:
+            if self._info is None:
+                self._check_free()  # again: from here on no other recorder can begin a run
+                if _others(folder) and self._overwrite:
+                    remove_run(folder, claimed=True)
+                if self._overwrite and world_size > 1:
+                    remove_leftovers(self.path, world_size)
+            info = self._info or described(self.tensors, rank, world_size)
+        except BaseException:
+            claim.release()
+            raise
+        self._folder = folder
+        return info, claim
+
+    def exit(self) -> None:
+        """Write what is left; with `flight`, write the last calls if an exception ends the block."""
+        begun: list[bool] = []
+        try:
+            uninterrupted(partial(self._end, sys.exception(), begun))
+        except BaseException as exception:
+            if not begun:
+                uninterrupted(partial(self._end, exception, begun))
+            raise
+        if self._closed is not None:
+            self._tell(self._closed)
+
+    def _end(self, exception: BaseException | None, begun: list[bool]) -> None:
+        begun.append(True)
+        if self._process != os.getpid():
+            return
+        with self._lock:
+            self._entered -= 1
+            if self._entered:
+                return
+            try:
+                if self._flight is not None:
+                    self._land(self._flight, failed=exception is not None and exception is not self._outside)
+            finally:
+                self._outside = None
+                self._stop()
+
+    def _take_off(self, flight: Flight) -> None:
+        """Make the file of the last calls, in the folder that a run of them would have."""
+        self._land(flight, failed=False)  # if nobody has ended the last block
+        info, claim = self._claimed()
+        try:
+            write_info(self._folder, info, finished=False)
+            flight.open(self._folder)
+        except BaseException:
+            claim.release()
+            raise
+        self._claim = claim
+
+    def _land(self, flight: Flight, *, failed: bool) -> None:
+        """Remove the file of the last calls; write them if the block has failed."""
+        lines: list[Entry | bytes] = []
+        try:
+            lines += flight.close(self._folder)
+        finally:
+            self._give_back()
+        if self._last:
+            lines = [*self._last]
+        elif self._failed is not None:
+            begin = b'{"index":%d,' % self._failed.note.index
+            lines = [
+                *(line for line in lines if not (isinstance(line, bytes) and line.startswith(begin))),
+                self._failed,
+            ]
+        self._last.clear()
+        self._failed = None
+        if failed and lines:
+            self._start()
+            if self._writer is not None:  # an earlier block may have filled the folder
+                for line in lines:
+                    self._writer.put(line)
+
+    def _give_back(self) -> None:
+        """Remove the file of the last calls, and let others write to the folder."""
+        claim, self._claim = self._claim, None
+        if claim is None:
+            return
+        try:
+            if self._info is None:
+                remove_run(self._folder, claimed=True)
+            else:  # an exception has ended an earlier block, and the folder has its calls
+                (self._folder / FLIGHT).unlink(missing_ok=True)
+                write_info(self._folder, self._info, finished=True)
+        finally:
+            claim.release()
+        if self._made:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+
+    def _stop(self) -> None:
+        writer = self._writer
+        if writer is None or self._process != os.getpid():
+            return
+        writer.close()
+        self._writer, self._closed = None, writer
+        atexit.unregister(self._stop_late)
+
+    def _stop_late(self) -> None:
+        """At the end of the program, write what is left of a block that nobody has left."""
+        self._stop()
+        if self._closed is not None:
+            self._tell(self._closed)
+
+    def _tell(self, writer: Writer) -> None:
+        if writer.failure is not None and not self._told:
+            self._told = True
+            warnings.warn(
+                f"stopped recording to {str(self.path)!r} after {counted(writer.calls, 'call')}: {writer.failure}",
+                OpInterceptWarning,
+                stacklevel=3,
+            )
+
+    def pre(self, call: OpCall) -> None:
+        """Read the operands that the operator is about to overwrite."""
+        written = call.written
+        if not written or self.tensors == "none" or leaves_out_captured(written[0], self):
+            return
+        before = {}
+        for role, tensor in call.tensors.items():
+            if any(share_memory(tensor, target) for target in written):
+                content = content_of(tensor)  # None where there is no memory to copy
+                copies = content is not None and self._keeps(failed=False)
+                before[role] = content, tensor.detach().clone() if copies else tensor
+        self._before.put(call, before)
+
+    def work(self) -> Work | None:
+        """Kernels read the values, and note the rest, unless tensors are kept."""
+        if self.tensors in ("sample", "full") or not writes_as_kernels():
+            return None
+        stats = self.tensors == "stats"
+        return Work(self._flight is None, ROLES if stats else (), stats, flight=self._flight)
+
+    def learn(self, call: OpCall) -> str | bytes | None:
+        """The call's arguments, or what a line says of them; None if it has more tensors than kernels read."""
+        arguments, has_more = self._arguments(call, call.summary)
+        outputs = call.output if isinstance(call.output, (tuple, list)) else ()
+        if self.tensors == "stats" and (has_more or len(outputs) > 2):
+            return None
+        return arguments if self._flight is None else self._encoder.look(call.note(), arguments)
+
+    def noted(self, note: Note, values: Mapping[str, Found], learned: str) -> None:
+        """Record a call that a kernel has noted."""
+        if self._may_record():
+            contents: dict[str, Reading] = {}
+            if self.tensors == "stats":
+                contents = {role: content_found(found) for role, found in values.items()}
+            self._put(Entry(note, contents, [], {}, learned, None, None))
+
+    def post(self, call: OpCall) -> None:
+        """Record the call."""
+        self._take(call, None)
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Record a call that raised, with its operands if tensors are kept or `flight` is given."""
+        self._take(call, exception)
+
+    def _keeps(self, *, failed: bool) -> bool:
+        return self.tensors in ("sample", "full") or (failed and self.flight is not None)
+
+    def _take(self, call: OpCall, exception: BaseException | None) -> None:
+        before = self._before.take(call) or {}
+        if not self._may_record():
+            return
+        error = None if exception is None else f"{type(exception).__name__}: {exception}"[:MAX_TEXT]
+        note = call.note()
+        arguments, has_more = self._arguments(call, note.summary)
+        entry = Entry(note, {}, [], {}, arguments, None, error)
+        if self.tensors != "none" or (error and self.flight is not None):
+            self._add_values(call, entry, before, has_more)
+        self._put(entry)
+
+    def _may_record(self) -> bool:
+        writer = self._writer
+        if self._process != os.getpid() or (self.flight is None and writer is None):
+            return False
+        if writer is not None and writer.failure is not None:
+            self._tell(writer)
+            return False
+        return True
+
+    def _put(self, entry: Entry) -> None:
+        if self._writer is not None:
+            self._writer.put(entry)
+        elif self._flight is not None:
+            if self.tensors in ("sample", "full"):
+                self._last.append(entry)
+            elif entry.error is not None:
+                self._failed = entry
+            values = {role: content.read() for role, content in entry.values.items()}
+            self._flight.put(self._encoder.line(entry.note, entry.arguments, values, {}, None, entry.error))
+
+    def _arguments(self, call: OpCall, summary: Summary) -> tuple[str, bool]:
+        """The options as JSON, and whether the call has tensors besides its operands.
+
+        Both are found once for all calls that look alike.
+        """
+        known = self._options.get(id(summary))
+        if known is None:
+            has_more = any(role not in _OPERANDS for role in call.tensors)
+            if len(self._options) >= _MOST_SUMMARIES:
+                self._options.clear()
+            # The summary is kept alive, so that no other gets its address.
+            known = self._options[id(summary)] = (summary, _options(call), has_more)
+        return known[1:]
+
+    def _add_values(
+        self, call: OpCall, entry: Entry, before: dict[str, tuple[Content | None, torch.Tensor]], has_more: bool
+    ) -> None:
+        failed = entry.error is not None
+        full = self.tensors == "full" or (failed and self.flight is not None)
+        keeps = self._keeps(failed=failed)
+        places: dict[int, int] = {}
+        for role, tensor in _tensors(call, has_more):
+            if leaves_out_captured(tensor, self):
+                return
+            if role in before:
+                content, tensor = before[role]
+            else:
+                content = content_of(tensor)
+            if content is None:
+                continue
+            entry.values[role] = content
+            if keeps and (kept := self._kept(tensor, content, full)) is not None:
+                entry.roles[role] = places[id(tensor)] = len(entry.kept)
+                entry.kept.append(kept)
+        if full:
+            # `plain_arguments` restores operands that the operator has overwritten; other tensors are restored here.
+            old = {id(tensor): before[role][1] for role, tensor in _more(call) if role in before} if before else {}
+
+            def keep(tensor: torch.Tensor) -> int:
+                tensor = old.get(id(tensor), tensor)
+                place = places.get(id(tensor))
+                if place is None:
+                    content = content_of(tensor)
+                    kept = None if content is None else self._kept(tensor, content, True)
+                    if kept is None:
+                        raise TypeError("safetensors cannot store the tensor")
+                    place = places[id(tensor)] = len(entry.kept)
+                    entry.kept.append(kept)
+                return place
+
+            operands = {role: tensor for role, (_, tensor) in before.items() if role in ("lhs", "rhs", "bias")}
+            try:
+                entry.given = plain_arguments(call, operands, keep)
+            except TypeError:  # the call cannot be run again
+                entry.given = None
+
+    def _kept(self, tensor: torch.Tensor, content: Content, full: bool) -> Kept | str | None:
+        """The tensor to be written; its name if it is written already; None if it cannot be written."""
+        if not is_strided(tensor) or tensor.is_quantized or not can_store(tensor.dtype):
+            return None
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        known = content.at_hand
+        key = None
+        if known is not None and known.hash is not None:
+            shape = tuple(tensor.shape) if full else (min(self.sample, known.count),)
+            key = key_of(known.hash, str(tensor.dtype), shape, not full)
+            writer = self._writer
+            if writer is not None and (name := writer.names.get(key)) is not None:
+                return name
+            if (clone := self._clones.get(key)) is not None:
+                return Kept(clone, None, content, not full)
+        if full and tensor.device.type == "cpu":
+            clone, ready = tensor.clone(memory_format=torch.contiguous_format), None
+        else:
+            clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
+        try:
+            clone.data_ptr()
+        except RuntimeError:  # a torch.func transform has wrapped it
+            return None
+        if key is not None:
+            self._clones[key] = clone
+        return Kept(clone, ready, content, not full)
+
+    def _sampled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Some values, at places that depend only on the number of elements."""
+        count, device = tensor.numel(), tensor.device
+        if count <= self.sample:
+            return tensor.reshape(-1)
+        places = self._places.get((count, device))
+        if places is None:
+            drawn = sorted(random.Random(count).choices(range(count), k=self.sample))
+            places = torch.tensor(drawn, device="cpu").to(device)
+            with self._lock:
+                if len(self._places) >= _MOST_COUNTS:
+                    self._places.clear()
+                self._places[count, device] = places
+        return tensor[torch.unravel_index(places, tensor.shape)]
+
+    def __repr__(self) -> str:
+        return f"RunRecorder({str(self.path)!r}, tensors={self.tensors!r})"
+
+
+def _tensors(call: OpCall, has_more: bool) -> list[tuple[str, torch.Tensor]]:
+    """Operands and outputs by role, other tensors by the name of the parameter."""
+    found = [(role, tensor) for role in _OPERANDS[:3] if (tensor := getattr(call, role)) is not None]
+    if (value := call.operand("value")) is not None:  # an attention has one
+        found.append(("value", value))
+    if has_more:
+        found += _more(call)
+    outputs = call.output if isinstance(call.output, (tuple, list)) else (call.output,)
+    for place, output in enumerate(outputs[:99]):
+        if isinstance(output, torch.Tensor):
+            found.append((f"output.{place}" if place else "output", output))
+    return found
+
+
+def _more(call: OpCall) -> list[tuple[str, torch.Tensor]]:
+    """The tensors besides the operands: masks, states, the weights of an LSTM."""
+    return [(name, tensor) for name, tensor in call.tensors.items() if name not in _OPERANDS][:_MOST_TENSORS]
+
+
+def _options(call: OpCall) -> str:
+    """The arguments that are not tensors and have a plain form, as JSON, within the limits of the reader."""
+    found = {}
+    for name, value in list(call.options.items())[:_MOST_OPTIONS]:
+        with contextlib.suppress(TypeError):
+            found[name] = _plain(value)
+    return json.dumps(found, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """An option as plain data.
+
+    Raises:
+        TypeError: It has no plain form, or its plain form is long.
+    """
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS and depth < _DEPTH:
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, (str, complex, torch.dtype, torch.device, torch.layout)):
+        return str(value)[:MAX_TEXT]
+    raise TypeError(f"an option must be plain data, got {value!r:.80}")
+
+
+def _others(folder: Path) -> list[str]:
+    """The names in the folder, without the files of a recorder that is about to begin."""
+    try:
+        return [entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK, f"{INFO}.part"))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _own(path: Path) -> tuple[Path, int, int]:
+    """The folder of this process, its rank and the number of processes."""
+    rank, world_size = rank_and_world_size()
+    return (path / f"rank{rank}" if world_size > 1 else path), rank, world_size

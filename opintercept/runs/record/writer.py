@@ -1,0 +1,440 @@
+"""Writes the folder of a run, in a thread with a bounded queue: if the queue is full, the program waits.
+
+Invariant: a line is written whole, and after the tensors that it names, so that the run of a killed program can be
+read. A failure to write stops the recording, never the program.
+Must not import torch. The thread runs no operator, which the kernel engine relies on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.record import Note
+from opintercept.runs.record.claim import Claim, end_others, this_process
+from opintercept.runs.store.codec import MAX_LINE, Encoder, Values
+from opintercept.runs.store.flight import FLIGHT
+from opintercept.runs.store.run import CALLS, COLUMNS, INFO, TENSORS, RunInfo, rank_folders, read_info
+
+INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
+_PAUSE = 0.001  # seconds between two looks at a queue that is full
+BATCH_CALLS = 512  # calls that make a full batch
+BATCH_BYTES = 1 << 25  # bytes of tensors that make a full batch
+QUEUED_BATCHES = 4  # full batches that may wait to be written
+MAX_NAMES = 1 << 16  # names of written tensors that are remembered
+PART = f"{COLUMNS}.part"  # where columns are made
+_MADE = re.compile(r"(calls|looks|sites|texts)-[0-9]{8,}\.parquet|store\.json", re.ASCII)
+_STORED = re.compile(r"[0-9]{8,}\.(safetensors|part)", re.ASCII)
+
+
+class Reading(Protocol):
+    """Statistics and hash that a device may still be computing; `read` waits for them."""
+
+    def read(self) -> Values: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor to be written.
+
+    Attributes:
+        tensor: A contiguous tensor, on the CPU after `ready`.
+        ready: The event after which its values are there; None if they are there already.
+        content: Its hash, by which it is written only once; None if it has none.
+        sample: Whether it is a sample of the values.
+    """
+
+    tensor: Any
+    ready: Any
+    content: Reading | None
+    sample: bool
+
+
+@dataclass(slots=True)
+class Entry:
+    """A call to be written.
+
+    Attributes:
+        note: What its record is made of.
+        values: Statistics and hashes, by role.
+        kept: Tensors, or the names of tensors that have been written already.
+        roles: The place in `kept` of the tensor in each role.
+        arguments: JSON text of an object: every argument that is not a tensor, by the name of its parameter.
+        given: All arguments as `_repro.plain_arguments` makes them, with places in `kept` for tensors.
+        error: What the call raised.
+    """
+
+    note: Note
+    values: dict[str, Reading]
+    kept: list[Kept | str]
+    roles: dict[str, int]
+    arguments: str
+    given: dict[str, Any] | None
+    error: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors."""
+        return sum(k.tensor.numel() * k.tensor.element_size() for k in self.kept if isinstance(k, Kept))
+
+
+class Writer(threading.Thread):
+    """The thread that writes a run. Other threads call `put` and `close` and read the attributes.
+
+    Args:
+        folder: Where to write; made if it is missing, with its parents.
+        info: For `run.json`, which has `finished` false until `close`.
+        max_bytes: The most bytes that all files may have; None for no limit.
+        after: The closed writer of the same run, which this one continues.
+        claim: The claim to the folder, which is released at the end.
+
+    Attributes:
+        calls: How many calls are on disk.
+        nbytes: The bytes of all files.
+        failure: Why the recording has stopped, or None.
+        names: The names of tensors on disk, by `key_of` their content.
+
+    Raises:
+        OSError: The folder cannot be made or written.
+    """
+
+    runs_no_operator = True  # as `_engines/quiet.py` asks: kernels may be removed while it runs
+
+    def __init__(
+        self,
+        folder: Path,
+        info: RunInfo,
+        max_bytes: int | None,
+        after: Writer | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        super().__init__(name=f"opintercept writes {folder}", daemon=True)
+        self.calls: int = after.calls if after else 0
+        self.nbytes: int = after.nbytes if after else 0
+        self.failure: str | None = after.failure if after else None
+        self.names: dict[Any, str] = after.names if after else {}
+        self._folder = folder
+        self._info = info
+        self._max_bytes = max_bytes
+        self._files: int = after._files if after else 0
+        self._tensors: int = after._tensors if after else 0
+        self._encoder = Encoder()
+        # Reentrant: a signal handler may run operators while this thread holds it. The code takes this lock and not
+        # `_changed`: an interrupt between `Condition.__enter__` and its block would leave the lock held.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
+        self._waiting: list[Entry | bytes] = []
+        self._size = 0  # bytes of the waiting tensors
+        self._closing = self._done = False
+        self._claim = claim
+        self._left = (0, 0, 0)  # device, inode and size of the file of calls when this last looked
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_info(finished=False)
+        self._file = open(folder / CALLS, "ab", buffering=0)  # noqa: SIM115 - closed by the thread
+
+    def put(self, entry: Entry | bytes) -> None:
+        """Take a call to be written, or its line; waits if the queue is full."""
+        while not self._takes(entry):
+            time.sleep(_PAUSE)  # not `Condition.wait`, which an interrupt may leave without the lock
+
+    def _takes(self, entry: Entry | bytes) -> bool:
+        with self._mutex:
+            if self._is_full(QUEUED_BATCHES) and self.is_alive():
+                return False
+            self._waiting.append(entry)
+            self._size += len(entry) if isinstance(entry, bytes) else entry.nbytes
+            if self._is_full(1):
+                self._changed.notify_all()
+            return True
+
+    def close(self) -> None:
+        """Write what is left and end the thread; call it again if an exception interrupts it."""
+        with self._mutex:
+            self._closing = True
+            self._changed.notify_all()
+            # Not `join`, which in Python 3.11 takes the thread for dead once it has been interrupted.
+            while not self._done and self.is_alive():
+                self._changed.wait(INTERVAL)
+        self.join()
+
+    def _is_full(self, times: int) -> bool:
+        return len(self._waiting) >= times * BATCH_CALLS or self._size >= times * BATCH_BYTES
+
+    def _next(self) -> list[Entry | bytes]:
+        """The waiting calls, after an interval or when they make a full batch; empty when all are written."""
+        with self._mutex:
+            while True:
+                self._changed.wait_for(lambda: self._closing or self._is_full(1), INTERVAL)
+                if self._waiting or self._closing:
+                    batch, self._waiting, self._size = self._waiting, [], 0
+                    self._changed.notify_all()
+                    return batch
+
+    def run(self) -> None:
+        """Write until `close`."""
+        try:
+            with self._file:
+                while batch := self._next():
+                    self._try(self._check)
+                    self._try(self._write, batch)
+                    del batch
+                self._try(self._check)
+                self._try(self._write_info)
+        finally:
+            if self._claim is not None:
+                self._claim.release()
+            with self._mutex:
+                self._done = True
+                self._changed.notify_all()
+
+    def _try(self, write: Callable[..., None], *what: Any) -> None:
+        if self.failure is None:
+            try:
+                write(*what)
+            except Exception as exception:  # a full disk, or a device that has failed
+                known = isinstance(exception, OpInterceptError)
+                self.failure = str(exception) if known else f"{type(exception).__name__}: {exception}"
+
+    def is_there(self) -> bool:
+        """Whether the file of calls is as this writer left it."""
+        try:
+            found = os.stat(self._folder / CALLS)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino, found.st_size) == self._left
+
+    def _check(self) -> None:
+        """Stop if files that were written are gone, or if another recorder has taken over the folder."""
+        mine = os.fstat(self._file.fileno())
+        self._left = mine.st_dev, mine.st_ino, mine.st_size
+        if not self.is_there() or not (self._claim is None or self._claim.holds()):
+            raise OpInterceptError(
+                "the folder was deleted or taken over by another recorder; the calls written so far are lost"
+            )
+        try:
+            names = set(os.listdir(self._folder / TENSORS)) if self._files else set()
+        except OSError:
+            names = set()
+        lost = [number for number in range(self._files) if f"{number:08d}.safetensors" not in names]
+        if lost:
+            raise OpInterceptError(
+                f"{len(lost)} of {self._files} files in {TENSORS}/ were deleted; their tensors are lost"
+            )
+
+    def _write_info(self, finished: bool = True) -> None:
+        write_info(self._folder, self._info, finished=finished)
+        if not self.nbytes:
+            self.nbytes = (self._folder / INFO).stat().st_size
+
+    def _write(self, batch: list[Entry | bytes]) -> None:
+        tensors: dict[str, Any] = {}
+        new: dict[Any, str] = {}
+        lines: list[bytes] = []
+        total, full = self.nbytes, 0
+        for entry in batch:
+            own: dict[str, Any] = {}
+            if isinstance(entry, bytes):
+                line = entry
+            else:
+                names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
+                line = self._line(entry, names)
+                if len(line) > MAX_LINE:  # an argument is a list of very many tensors
+                    entry.given, entry.arguments = None, "{}"
+                    line = self._line(entry, names)
+            total += len(line) + sum(_stored_bytes(tensor) for tensor in own.values())
+            if self._max_bytes is not None and total > self._max_bytes:
+                full = total
+                break
+            tensors |= own
+            lines.append(line)
+        if tensors:
+            self._save(tensors)
+        self._append(b"".join(lines))
+        if len(self.names) + len(new) > MAX_NAMES:
+            self.names.clear()
+        self.names |= new
+        if full:
+            self.failure = (
+                f"the next call would make {full} bytes, more than max_bytes={self._max_bytes}; raise max_bytes, or "
+                "keep less of each tensor"
+            )
+
+    def _named(self, kept: Kept, own: dict[str, Any], new: dict[Any, str]) -> str:
+        """The name of a written tensor with this content, or a new name, under which the tensor goes into `own`."""
+        digits = None if kept.content is None else kept.content.read().hash
+        key = None if digits is None else key_of(digits, str(kept.tensor.dtype), tuple(kept.tensor.shape), kept.sample)
+        name = None if key is None else new.get(key) or self.names.get(key)
+        if name is None:
+            name = f"{self._files}/{digits or '0' * 16}-{self._tensors}{'.sample' if kept.sample else ''}"
+            self._tensors += 1
+            if key is not None:
+                new[key] = name
+            if kept.ready is not None:
+                kept.ready.synchronize()
+            own[name] = kept.tensor
+        return name
+
+    def _save(self, tensors: dict[str, Any]) -> None:
+        from safetensors.torch import save_file
+
+        folder = self._folder / TENSORS
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{self._files:08d}.safetensors"
+        part = path.with_suffix(".part")
+        try:
+            save_file({name.partition("/")[2]: tensor for name, tensor in tensors.items()}, part)
+            part.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        self._files += 1
+        self.nbytes += path.stat().st_size
+
+    def _append(self, text: bytes) -> None:
+        """Write lines; if the disk gets full, only the whole ones."""
+        start, view, written = self._file.seek(0, os.SEEK_END), memoryview(text), 0
+        try:
+            while written < len(text):
+                written += self._file.write(view[written:])
+        finally:
+            whole = text.rfind(b"\n", 0, written) + 1
+            if whole < written:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(start + whole)
+            self.nbytes += whole
+            self.calls += text.count(b"\n", 0, whole)
+
+    def _line(self, entry: Entry, names: list[str]) -> bytes:
+        return self._encoder.line(
+            entry.note,
+            entry.arguments,
+            {role: values.read() for role, values in entry.values.items()} if entry.values else {},
+            {role: names[place] for role, place in entry.roles.items()} if entry.roles else {},
+            None if entry.given is None else _with_names(entry.given, names),
+            entry.error,
+        )
+
+
+def write_info(folder: Path, info: RunInfo, *, finished: bool) -> None:
+    """Write the description of a run, in one step."""
+    plain = info.as_dict() | {"finished": finished, "process": this_process()}
+    part = folder / f"{INFO}.part"
+    part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
+    part.replace(folder / INFO)
+
+
+def key_of(digits: str, dtype: str, shape: tuple[int, ...], sample: bool) -> Any:
+    """What two tensors have in common if only one of them is written."""
+    return digits, dtype, shape, sample
+
+
+def _with_names(plain: Any, names: list[str]) -> Any:
+    if isinstance(plain, list):
+        return [_with_names(item, names) for item in plain]
+    if isinstance(plain, dict):
+        return {key: names[value] if key == "tensor" else _with_names(value, names) for key, value in plain.items()}
+    return plain
+
+
+def _stored_bytes(tensor: Any) -> int:
+    """The most bytes that a tensor takes in its file: the values and their entry in the head."""
+    return int(tensor.numel() * tensor.element_size() + 160 + 20 * tensor.dim())
+
+
+def remove_run(folder: Path, claimed: bool = False) -> None:
+    """Delete the files of a run, and nothing else.
+
+    Args:
+        folder: The folder of the run.
+        claimed: Whether the caller has a claim to it.
+
+    Raises:
+        OpInterceptError: The folder holds no run, or a recorder writes to it.
+    """
+    parts = [part for part in (*(entry for _, entry in rank_folders(folder)), folder) if _is_run(part)]
+    if not parts:
+        raise _no_run(folder)
+    for part in parts:
+        _remove(part, folder, claimed and part == folder)
+
+
+def leftovers(folder: Path, world_size: int) -> list[Path]:
+    """Parts of an older run that readers would take for parts of a new one, which has several processes.
+
+    These are a run of one process, which readers prefer, and ranks from `world_size` on. No process of the new run
+    writes them, so each may refuse or remove them at any time.
+    """
+    further = [entry for rank, entry in rank_folders(folder) if rank >= world_size]
+    return [part for part in (*further, folder) if os.path.lexists(part / INFO)]
+
+
+def remove_leftovers(folder: Path, world_size: int) -> None:
+    """Delete `leftovers`; several processes may do so at once.
+
+    Raises:
+        OpInterceptError: One is not a run, or a recorder writes to it.
+    """
+    for part in leftovers(folder, world_size):
+        if _is_run(part):
+            _remove(part, folder)
+        elif os.path.lexists(part / INFO):  # otherwise another process was faster
+            raise _no_run(part)
+
+
+def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
+    if not claimed:
+        end_others(part, takes_over=True)
+    stored = part / TENSORS
+    names: list[str] = []
+    if not stored.is_symlink():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = os.listdir(stored)
+    found = [stored / name for name in names if _STORED.fullmatch(name)]
+    for columns in (COLUMNS, PART):
+        remove_columns(part / columns)
+    for path in (
+        part / CALLS,
+        part / FLIGHT,
+        *found,
+        part / f"{INFO}.part",
+        part / INFO,
+    ):  # a folder with INFO is a run: it goes last
+        path.unlink(missing_ok=True)
+    for empty in (stored, part):
+        if empty != folder:
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+
+
+def remove_columns(folder: Path) -> None:
+    """Delete the columns of a process, or what an interrupted `compact` has left of them, and nothing else."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for name in os.listdir(folder):
+        if _MADE.fullmatch(name):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _no_run(folder: Path) -> OpInterceptError:
+    return OpInterceptError(f"cannot overwrite {str(folder)!r}: it holds other files than those of a run; remove them")
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether the folder has the file that a writer begins with; other programs write a `run.json`, too."""
+    try:
+        read_info(folder)
+    except (OSError, OpInterceptError):
+        return False
+    return True

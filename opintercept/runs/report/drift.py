@@ -1,0 +1,145 @@
+"""`Drift`: the error of each module of one run against another over the steps, and where it leaves the runs' own noise.
+
+Invariant: the cells are those of a map whose size is bounded; the first step above the noise is exact, however many
+steps a column of the map has. Needs numpy. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from opintercept.runs.compare.index import Index
+from opintercept.runs.report.panels import PHASES, HeatMap, module_label, rounded
+from opintercept.runs.store.columns import Array
+from opintercept.runs.sums import Grouping, joined
+
+PART, MOST = 10, 50  # the first tenth of the steps, and at most so many, show the noise
+ABOVE = 10.0  # an error is above the noise if it is so many times as large
+_TOGETHER = 1 << 20  # calls that are grouped together, which takes fifty bytes each
+
+
+class Drift:
+    """Errors of the outputs of calls of run A, in the cells of its map.
+
+    The noise of a module in a pass is the median error of its first steps: of a tenth, at least one, at most `MOST`.
+    The error of a step is the largest of its calls. Of an even number of steps, the median is the smaller middle one.
+    A call is above the noise if its error is more than `ABOVE` times that; where the runs begin equal, if it has any.
+    A module that does not run in the first steps has the median noise of those that do.
+
+    Args:
+        heat: The map of run A, with all calls.
+    """
+
+    def __init__(self, heat: HeatMap) -> None:
+        self._heat = heat
+        self._cells: dict[tuple[int, int], list[float]] = {}  # the largest error, how many calls differ, and by Inf
+        self._above: tuple[tuple[int, int, int], dict[str, Any]] | None = None
+        self._steps = 0
+        self._noise: float | None = None
+
+    def add(self, index: Index, numbers: Array, relative: Array, differs: Array, ranks: tuple[int, int]) -> None:
+        """Add pairs of calls of two processes.
+
+        Args:
+            index: The calls of run A.
+            numbers: Which of them have a counterpart.
+            relative: Relative errors of their outputs; negative if unknown.
+            differs: Which differ from their counterparts.
+            ranks: The processes.
+        """
+        if not len(numbers):
+            return
+        kinds = index.kind[numbers]
+        steps = index.columns.gather(numbers, ("step",))["step"]
+        rows = [self._heat.modules.get(index.columns.site(site).module, -1) for site in index.site.tolist()]
+        place = np.array(rows, np.int64) * len(PHASES) + index.phase
+        for start in range(0, len(kinds), _TOGETHER):
+            some = slice(start, start + _TOGETHER)
+            of = differs[some]
+            self._add_cells(place[kinds[some][of]], steps[some][of] // self._heat.width, relative[some][of])
+        codes = index.module.astype(np.int64) * len(PHASES) + index.phase
+        noise = self._noise_of(codes, kinds, steps, relative)
+        if noise is None:
+            return
+        found = np.flatnonzero(relative > (noise * ABOVE)[kinds])
+        if not len(found):
+            return
+        indexes = index.columns.gather(numbers[found], ("index",))["index"]
+        first = np.lexsort((indexes, steps[found]))[0]
+        at = found[first]
+        step, number = int(steps[at]), int(indexes[first])
+        if self._above is not None and self._above[0] <= (step, number, ranks[0]):
+            return
+        site = index.columns.site(int(index.site[kinds[at]]))
+        error = float(relative[at])
+        self._above = (
+            (step, number, ranks[0]),
+            {
+                "step": step,
+                "index": number,
+                "rank": ranks[0],
+                "phase": site.phase,
+                "module": module_label(site.module),
+                "row": self._heat.modules.get(site.module),
+                "error": "inf" if np.isinf(error) else rounded(error),
+                "noise": rounded(float(noise[kinds[at]])),
+            },
+        )
+
+    def _add_cells(self, places: Array, columns: Array, relative: Array) -> None:
+        known = places >= 0
+        places, columns, relative = places[known], columns[known], relative[known]
+        if not len(places):
+            return
+        groups = Grouping(joined(places, columns))
+        infinite = np.isinf(relative)
+        largest = groups.max(np.where(infinite, -1.0, relative)).tolist()
+        infinities = groups.sum(infinite).tolist()
+        at = zip(places[groups.firsts].tolist(), columns[groups.firsts].tolist(), strict=True)
+        for key, error, calls, inf in zip(at, largest, groups.counts.tolist(), infinities, strict=True):
+            cell = self._cells.setdefault(key, [-1.0, 0, 0])
+            cell[:] = max(cell[0], error), cell[1] + calls, cell[2] + int(inf)
+
+    def _noise_of(self, codes: Array, kinds: Array, steps: Array, relative: Array) -> Array | None:
+        """The noise of the module and pass of each kind of call; None if there is only one step.
+
+        Args:
+            codes: The module and pass of each kind.
+            kinds: The kind of each call.
+            steps: The step of each call.
+            relative: The error of each call.
+        """
+        all_steps = np.unique(steps)
+        if len(all_steps) < 2:
+            return None
+        count = max(1, min(MOST, len(all_steps) // PART))
+        early = np.flatnonzero(steps <= all_steps[count - 1])
+        mine, errors = codes[kinds[early]], np.fmax(relative[early], 0.0)
+        groups = Grouping(joined(mine, steps[early]))
+        of_steps = groups.max(errors)
+        modules = mine[groups.firsts]
+        order = np.lexsort((of_steps, modules))
+        found, starts, counts = np.unique(modules[order], return_index=True, return_counts=True)
+        medians = of_steps[order][starts + (counts - 1) // 2]
+        usual = float(np.sort(medians)[(len(medians) - 1) // 2])
+        self._steps, self._noise = max(self._steps, count), max(self._noise or 0.0, usual)
+        noise = np.full(int(codes.max()) + 1, usual)
+        noise[found] = medians
+        return np.asarray(noise[codes])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The errors and what is above the noise, as plain data."""
+        columns = self._heat.columns
+        phases: dict[str, dict[str, list[Any]]] = {}
+        for (place, column), (error, calls, infinite) in sorted(self._cells.items()):
+            row, phase = divmod(place, len(PHASES))
+            if column not in columns:  # not in a run that stays as it is
+                continue
+            lists = phases.setdefault(PHASES[phase], {name: [] for name in ("row", "column", "error", "calls", "inf")})
+            cell = (row, columns[column], rounded(error) if error >= 0 else None, calls, infinite)
+            for values, value in zip(lists.values(), cell, strict=True):
+                values.append(value)
+        noise = None if self._noise is None else {"steps": self._steps, "usual": rounded(self._noise), "times": ABOVE}
+        return {"phases": phases, "noise": noise, "above": None if self._above is None else self._above[1]}

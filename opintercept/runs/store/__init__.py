@@ -1,0 +1,1 @@
+"""A run on disk: its files, their formats, and their reader."""

@@ -1,0 +1,71 @@
+"""The calls of a run as the columns of a data frame.
+
+Needs numpy. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from opintercept._core.record import CallRecord
+from opintercept.runs.store.columns import FIGURES, PLACES, SLOTS, Array, Arrays, Columns, Look
+
+_SITE = ("module", "source", "phase", "grad_of")
+_LOOK = ("op", "func", "autocast", "flops", "bytes", "opaque")
+_TENSORS = ("lhs", "rhs", "bias", "output")
+_GEMM = ("batch", "m", "n", "k")
+
+
+def frame_of(processes: Sequence[Columns]) -> dict[str, Any]:
+    """The columns, with a row for each call, process by process.
+
+    `started` is a time. `forward` and `thread` are -1 where there is none, and figures NaN. The statistics are those of
+    all tensors of which any call has some.
+    """
+    looks = [[columns.look(number) for number in range(columns.looks)] for columns in processes]
+    roles = {role for known in looks for look in known for role in look.roles}
+    slots = [slot for slot, role in SLOTS.items() if role in roles]
+    parts = [_frame(columns, known, slots) for columns, known in zip(processes, looks, strict=True)]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+    # polars keeps an array of objects as it is, and makes a column of texts or numbers of a list.
+    return {name: column.tolist() if column.dtype == object else column for name, column in joined.items()}
+
+
+def _frame(columns: Columns, looks: list[Look], slots: list[str]) -> Arrays:
+    figures = [f"{slot}_{name}" for slot in slots for name in ("hash", "nan", "inf", *FIGURES)]
+    read = columns.read((*PLACES, "has_error", *figures), 0, len(columns))
+    site, look = read.pop("site"), read.pop("look")
+    sites = [columns.site(number) for number in range(columns.sites)]
+    errors = np.full(len(columns), None, object)
+    raised = np.flatnonzero(read.pop("has_error"))
+    errors[raised] = [texts.error for texts in columns.texts(raised)]
+    made: Arrays = {"rank": np.full(len(columns), columns.rank), "index": read["index"], "step": read["step"]}
+    made |= {name: _each(site, (getattr(found, name) for found in sites)) for name in _SITE}
+    made |= {name: _each(look, (getattr(found.record, name) for found in looks)) for name in _LOOK}
+    made |= {name: _each(look, (_text(found.record, name) for found in looks)) for name in _TENSORS}
+    made |= {name: _each(look, (_size(found.record, name) for found in looks)) for name in _GEMM}
+    started = read["started"].astype("datetime64[ns]")
+    started[read["started"] < 0] = np.datetime64("NaT")
+    made |= {"forward": read["forward"], "started": started, "thread": read["thread"], "elapsed": read["elapsed"]}
+    return made | {"error": errors} | {name: read[name] for name in figures}
+
+
+def _each(numbers: Array, values: Iterable[Any]) -> Array:
+    """What each call has of what calls share."""
+    listed = list(values)
+    shared = np.empty(len(listed), object)
+    shared[:] = listed
+    return shared[numbers]
+
+
+def _text(record: CallRecord, name: str) -> str | None:
+    found = getattr(record, name)
+    metas = found if isinstance(found, tuple) else (found,)
+    return ", ".join(str(meta) for meta in metas if meta is not None) or None
+
+
+def _size(record: CallRecord, name: str) -> int | None:
+    return None if record.gemm is None else int(getattr(record.gemm, name))

@@ -1,0 +1,225 @@
+"""The command line: the demo, bad options, and `--help` without torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from made_runs import call, write
+
+import opintercept
+from opintercept.cli import COMMANDS, EXAMPLES, main
+from opintercept.cli.options import size
+
+pytestmark = pytest.mark.slow
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_demo_shows_the_matmuls_of_a_training_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert re.fullmatch(r"A decoder of [\d,]+ parameters learns textwrap\.py \([\d,]+ characters\)\.", lines[0])
+    shown = [line.split(" ", 2)[1] for line in lines if re.match(r"\d+ (forward|backward) aten::", line)]
+    assert shown == ["forward"] * 6 + ["backward"] * 3
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", out, re.MULTILINE)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    opaque = next(line for line in lines if line.startswith("opaque (products inside are not shown): "))
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu x6" in opaque
+    assert lines[-1] == "Next, a program of your own: opintercept run train.py"
+
+
+def test_rows_of_the_demo_table_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["demo", "--steps", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("operator "))
+    end = next(i for i, line in enumerate(lines) if line.startswith("all "))
+    row = re.compile(r" (\d+) +(\d+\.\d) +\d+\.\d +\d+\.\d%")
+    parts = [match for line in lines[start + 1 : end] if (match := row.search(line))]
+    total = row.search(lines[end])
+    assert total is not None
+    assert len(parts) == end - start - 1 > 5
+    assert sum(int(part[1]) for part in parts) == int(total[1])
+    # Each row is rounded to 0.1 MFLOP.
+    assert sum(float(part[2]) for part in parts) == pytest.approx(float(total[2]), abs=0.05 * (len(parts) + 1))
+    # A step: 3 layers of 4 linears each, and the head, with two products each in backward; attention both ways.
+    assert int(total[1]) == 3 * (4 * 3 + 2) + 3
+
+
+def test_demo_runs_as_a_module() -> None:
+    done = python("-m", "opintercept", "demo", "--steps", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "The first matmuls, forward, and the first three backward:\n0 forward aten::addmm " in done.stdout
+    assert len(re.findall(r"^step +\d+  loss", done.stdout, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fly"], r"invalid choice: 'fly'"),
+        (["shwo"], r"invalid choice: 'shwo' .*; did you mean 'show'\?"),
+        (["--versoin"], r"the following arguments are required: command|unrecognized arguments: --versoin"),
+        (["demo", "--stpes", "2"], r"^usage: opintercept demo .*\n.*--stpes 2; did you mean '--steps'\?"),
+        (["run", "--otu", "x", "y.py"], r"^usage: opintercept run \[options\] (.|\n)*--otu; did you mean '--out'\?"),
+        (["run", "--tensors", "ful", "y.py"], r"invalid choice: 'ful' .*; did you mean 'full'\?"),
+        (["run", "--max-bytes", "2T", "y.py"], r"must be a number of bytes such as 500k, 64M or 2G, got '2T'"),
+        (["demo", "--step-count", "2"], r"unrecognized arguments: --step-count 2"),
+        (["demo", "--steps"], r"--steps: expected one argument"),
+        (["demo", "--steps", "0"], r"--steps: must be .*at least 1, got '?0"),
+        (["demo", "--steps", "-2"], r"--steps: must be .*at least 1, got '?-2"),
+        (["demo", "--steps", "two"], r"--steps: must be .*, got 'two'"),
+    ],
+    ids=[
+        "command",
+        "close command",
+        "close flag",
+        "close option",
+        "other usage",
+        "choice",
+        "size",
+        "option",
+        "no steps",
+        "0 steps",
+        "negative steps",
+        "steps in words",
+    ],
+)
+def test_bad_options_exit_with_2_and_say_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(message, err)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["demo", "--help"]], ids=lambda words: " ".join(words) or "none")
+def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(arguments)
+    assert "demo" in capsys.readouterr().out
+
+
+def test_version_is_printed_without_importing_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"opintercept {opintercept.__version__}\n"
+    assert not imports_torch("from opintercept.cli import main; main(['--version'])")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1", 1), ("500k", 500_000), ("64M", 64_000_000), ("2G", 2 * 10**9), ("2GB", 2 * 10**9)]
+)
+def test_size_parses_bytes(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+# Run the command line as if these packages were not installed.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+find, missing = PathFinder.find_spec, sys.argv.pop().split(",")
+PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in missing else find(name, *more)
+from opintercept.cli import main
+sys.exit(main())
+"""
+
+
+def without(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", WITHOUT, *arguments, packages)
+
+
+def test_demo_does_not_mention_missing_numpy() -> None:
+    done = without("numpy,safetensors", "demo", "--steps", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("A decoder of ")
+
+
+@pytest.mark.parametrize("missing", ["numpy", "safetensors"])
+def test_recording_values_needs_the_packages_that_store_them(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import torch\ntorch.eye(2) @ torch.eye(2)\nprint('ran')\n")
+    for kept in ("full", "sample"):
+        run = ["run", "--tensors", kept, "--out", str(tmp_path / kept), str(tmp_path / "script.py")]
+        done = without(missing, *run)
+        assert (done.returncode, done.stdout) == (2, "")
+        expected = f"opintercept run: keeping tensors needs {missing}; pip install 'opintercept[cli]'\n"
+        assert done.stderr.endswith(expected)
+        assert not (tmp_path / kept).exists()
+
+
+@pytest.mark.parametrize("name", ["show", "diff", "report", "export"])
+@pytest.mark.parametrize("option", ["--help", "run"])
+def test_commands_that_read_runs_say_what_they_need(name: str, option: str, tmp_path: Path) -> None:
+    write(tmp_path / "run", [call("a", "x", "w", "y")])
+    run = str(tmp_path / "run")
+    arguments = [option] if option == "--help" else [run, run] if name == "diff" else [run]
+    done = without("numpy", name, *arguments)
+    if done.returncode or option == "run":
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(
+            rf"opintercept {name}: [a-z ]+ needs numpy; pip install 'opintercept\[cli\]'\n", done.stderr
+        ), done.stderr
+
+
+def test_cli_extra_lists_what_the_commands_import() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert sorted(project["optional-dependencies"]["cli"]) == ["duckdb", "numpy", "safetensors", "shtab", "tqdm"]
+
+
+def imports_torch(code: str) -> bool:
+    done = python("-c", f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('torch' in sys.modules)")
+    return {"True": True, "False": False}[done.stdout.splitlines()[-1]]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--steps", "0"]], ids=["help", "bad option"])
+def test_help_and_bad_options_do_not_import_torch(arguments: list[str]) -> None:
+    assert not imports_torch(f"from opintercept.cli import main; main({arguments})")
+
+
+def test_imports_torch_detects_an_import() -> None:
+    assert imports_torch("from opintercept.cli.demo import _decoder; _decoder(8, 4); sys.exit(2)")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_a_command_are_shown_and_accepted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    shown = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert shown == [f"  opintercept {example}" for example in EXAMPLES[name]]
+    for example in EXAMPLES[name]:
+        command, *arguments = shlex.split(example.partition(" > ")[0])
+        assert command == name
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"opintercept.cli.{name}").configure(parser)
+        parser.parse_args(arguments)  # exits if they are wrong
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
+@pytest.mark.parametrize(
+    ("typed", "completed"), [(["dif"], "diff"), (["diff", "--rt"], "--rtol"), (["show", "--over", "s"], "steps")]
+)
+def test_bash_completes_commands_options_and_choices(
+    typed: list[str], completed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    words = " ".join(["opintercept", *typed])
+    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({words}) COMP_CWORD={len(typed)}\n_shtab_opintercept\n"
+    done = subprocess.run(
+        ["bash", "-c", f"{script}printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
+    )
+    assert completed in done.stdout.splitlines()

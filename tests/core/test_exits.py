@@ -1,0 +1,486 @@
+"""With blocks that leave nothing behind: interrupts, exceptions from elsewhere, deep stacks, signals, other threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sampled
+import torch
+from compiler import COMPILED, needs_compiler
+
+from opintercept import OpCall, OpInterceptError, intercept, register_op, runs
+from opintercept._engines import blind_spots, dispatch_mode, kernels, quiet, scope, seams
+from opintercept.runs.record import writer
+
+# How many interrupts each test delivers. 10,000 make a thorough run, which takes some minutes for each kind of block.
+NUMBER = int(os.environ.get("OPINTERCEPT_INTERRUPTS", 0)) or sampled.fewer(150, 40)
+
+# How many it delivers for each engine, kind of block and mode of a recorder.
+MOST = NUMBER if "OPINTERCEPT_INTERRUPTS" in os.environ else sampled.fewer(20, 3)
+
+# An interrupt between `open` and `with` leaves an open file, in Python's own library too. An interrupt in a callback of
+# the garbage collector is lost, and Hypothesis leaves such a callback behind.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+needs_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
+
+A = torch.ones(4, 4)
+
+
+def square(a: torch.Tensor) -> torch.Tensor:
+    return a @ a
+
+
+@pytest.fixture(autouse=True, scope="module")
+def declared() -> Iterator[None]:
+    """Declare `square`, so that blocks replace it."""
+    with register_op(square, lhs="a", rhs="a"):
+        yield
+
+
+class Framed:
+    """A hook that counts its enters and exits."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def enter(self) -> None:
+        self.depth += 1
+
+    def exit(self) -> None:
+        self.depth -= 1
+
+    def post(self, call: OpCall) -> None: ...
+
+
+class Program:
+    """A small program that enters and leaves blocks in one way, with checks of what it leaves behind."""
+
+    def __init__(self, kind: str) -> None:
+        self.hook = Framed()
+        options: dict[str, Any] = {
+            "mode": {"engine": "mode"},
+            "function": {"level": "function"},
+            "compiled": {"engine": "compiled"},
+        }.get(kind, {})
+        self.outer = intercept(self.hook, **options)
+        self.inner = intercept(self.hook, engine="mode")
+        self.above = intercept(self.hook, level="function")
+        self.run: Callable[[], None] = getattr(self, f"run_{kind}", self.run_function)
+        self.decorated = self.outer(lambda: A @ A)
+        self.generator = self.outer(self.generate)
+        self.run()
+        self.before = self.state()
+
+    def run_function(self) -> None:
+        self.decorated()
+
+    def run_nested(self) -> None:
+        with self.outer, self.inner:
+            with self.above, self.outer:
+                A @ A
+
+    def run_pause(self) -> None:
+        with self.outer:
+            with self.outer.paused():
+                A @ A
+
+    def run_generator(self) -> None:
+        for _ in self.generator():
+            A @ A
+
+    def run_seam(self) -> None:
+        with self.outer:
+            square(A)
+
+    @staticmethod
+    def generate() -> Generator[None, None, None]:
+        A @ A
+        yield
+        A @ A
+
+    def state(self) -> dict[str, Any]:
+        pipelines = [each.watcher.pipeline for each in (self.outer, self.inner, self.above)]
+        flags = torch.utils._python_dispatch
+        return {
+            "hook": self.hook.depth,
+            "pipelines": [len(p._entered_by) + len(p._inside) for p in pipelines],
+            "blocks": scope.current().blocks,
+            "everywhere": scope.state.everywhere.blocks,
+            "in tasks": len(scope.state.in_tasks),
+            "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
+            "patches": [(len(p._users), len(p._in_place)) for p in (blind_spots.PATCHES, seams.PATCHES)],
+            "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+            "keys": [keys().raw_repr() for keys in KEYS],
+            "active": len(dispatch_mode._active),
+            "flags": (flags._is_in_torch_dispatch_mode, flags._is_in_non_infra_torch_dispatch_mode),
+            "tables": [torch._C._dispatch_dump_table(f"aten::{name}") for name in ("mm", "bmm", "addmm")],
+        }
+
+    def check(self) -> None:
+        assert self.state() == self.before
+        self.run()
+        assert self.state() == self.before
+
+    def seconds(self) -> float:
+        started = time.perf_counter()
+        for _ in range(20):
+            self.run()
+        return (time.perf_counter() - started) / 20
+
+
+KEYS = (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
+KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator", "seam"]
+KINDS += [pytest.param("compiled", marks=needs_compiler)]
+
+
+@needs_timer
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_anywhere_leaves_nothing_behind(kind: str) -> None:
+    program, draw, delivered = Program(kind), random.Random(0), 0
+    lasts = program.seconds()
+    end = time.monotonic() + 20 + NUMBER / 20
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while delivered < NUMBER and time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, draw.uniform(0, 1.2 * lasts)))
+                for _ in range(5):  # as below
+                    program.run()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                delivered += 1
+            program.check()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert delivered > NUMBER / 4
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "kernel": {"engine": "kernel"},
+    "mode": {"engine": "mode"},
+    "function": {"level": "function"},
+    "compiled": {"engine": "compiled"},
+}
+RECORDERS: dict[str, dict[str, Any]] = {mode: {"tensors": mode} for mode in ("none", "stats", "sample", "full")}
+RECORDERS |= {f"flight {mode}": {"flight": 8} | options for mode, options in RECORDERS.items()}
+
+
+class Recording:
+    """A small program that records a run, in a block of one kind."""
+
+    def __init__(self, engine: str, kind: str, recorder: str, path: Path) -> None:
+        self.path = path
+        self.recorder: dict[str, Any] = {"path": path, "overwrite": True} | RECORDERS[recorder]
+        self.options = ENGINES[engine]
+        self.body: Callable[[Any], None] = getattr(self, kind)
+        self.run()
+        self.left = self.state()
+
+    def run(self) -> None:
+        self.body(runs.RunRecorder(**self.recorder))
+
+    def plain(self, recorder: runs.RunRecorder) -> None:
+        with intercept(recorder, **self.options):
+            A @ A
+
+    def again(self, recorder: runs.RunRecorder) -> None:
+        interceptor = intercept(recorder, **self.options)
+        for _ in range(2):
+            with interceptor:
+                A @ A
+
+    def nested(self, recorder: runs.RunRecorder) -> None:
+        with intercept(recorder, **self.options), intercept([Framed(), recorder], **self.options):
+            A @ A
+
+    def pause(self, recorder: runs.RunRecorder) -> None:
+        with intercept(recorder, **self.options) as interceptor, interceptor.paused():
+            A @ A
+
+    def generator(self, recorder: runs.RunRecorder) -> None:
+        for _ in intercept(recorder, **self.options)(Program.generate)():
+            A @ A
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "blocks": (scope.current().blocks, scope.state.everywhere.blocks),
+            "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
+            "threads": [thread.name for thread in threading.enumerate() if isinstance(thread, writer.Writer)],
+            "descriptors": [os.path.exists(f"/proc/self/fd/{number}") for number in range(100)],
+            "files": sorted(
+                {"recording.lock", "flight.ring", "run.json.part"}.intersection(os.listdir(self.path.parent))
+            )
+            + [path.name for path in self.path.glob("*") if path.name not in ("run.json", "calls.jsonl", "tensors")],
+        }
+
+
+@needs_timer
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("kind", ["plain", "again", "nested", "pause", "generator"])
+@pytest.mark.parametrize("engine", [*list(ENGINES)[:3], pytest.param("compiled", marks=needs_compiler)])
+def test_an_interrupt_of_a_recording_leaves_nothing_behind(
+    engine: str, kind: str, recorder: str, tmp_path: Path
+) -> None:
+    program, draw, delivered = Recording(engine, kind, recorder, tmp_path / "run"), random.Random(0), 0
+    started = time.perf_counter()
+    for _ in range(5):
+        program.run()
+    lasts = (time.perf_counter() - started) / 5
+    end = time.monotonic() + 20 + MOST / 5
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while delivered < MOST and time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-5, draw.uniform(0, 1.2 * lasts)))
+                for _ in range(5):  # and not for ever: Python loses one that comes in a callback of a weak reference
+                    program.run()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                delivered += 1
+            assert program.state() == program.left
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    program.run()
+    assert program.state() == program.left
+    assert delivered > MOST / 4
+
+
+class Elsewhere(Exception):
+    """What another thread raises in this one."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str) -> None:
+    program, draw, delivered = Program(kind), random.Random(0), 0
+    lasts = program.seconds()
+    go, done = threading.Event(), threading.Event()
+    here = threading.get_ident()
+
+    def throw() -> None:
+        while True:
+            go.wait()
+            go.clear()
+            if done.is_set():
+                return
+            time.sleep(draw.uniform(0, 1.2 * lasts))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(Elsewhere))
+
+    thread = threading.Thread(target=throw)
+    setattr(thread, quiet.RUNS_NO_OPERATOR, True)  # and so keeps no kernels in
+    thread.start()
+    end = time.monotonic() + 20 + NUMBER / 20
+    try:
+        while delivered < NUMBER and time.monotonic() < end:
+            try:
+                go.set()
+                while True:
+                    program.run()
+            except Elsewhere:
+                delivered += 1
+            program.check()
+    finally:
+        done.set()
+        go.set()
+        thread.join()
+    assert delivered > NUMBER / 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_stack_leaves_nothing_behind(kind: str) -> None:
+    program = Program(kind)
+
+    def deep(frames: int) -> None:
+        if frames:
+            deep(frames - 1)
+        else:
+            program.run()
+
+    limit, refused = sys.getrecursionlimit(), 0
+    sys.setrecursionlimit(400)
+    try:
+        for frames in range(200, 400):
+            try:
+                deep(frames)
+            except RecursionError:
+                refused += 1
+            if kind != "nested" or frames % 4 == 0:
+                program.check()
+    finally:
+        sys.setrecursionlimit(limit)
+    assert 0 < refused < 200
+
+
+def test_an_exit_that_is_interrupted_at_its_first_instruction_leaves_the_block() -> None:
+    hook = Framed()
+    struck: list[str] = []
+
+    def strike(frame: Any, event: str, argument: object) -> None:
+        if (
+            event == "call"
+            and frame.f_code.co_name == "leave"
+            and frame.f_globals["__name__"] == "opintercept._core.exits"
+        ):
+            sys.settrace(None)
+            struck.append(event)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            with intercept(hook):
+                sys.settrace(strike)
+    finally:
+        sys.settrace(before)
+    assert struck == ["call"]
+    assert hook.depth == 0
+    assert scope.current().blocks == ()
+    assert not kernels.KERNELS.installed
+
+
+def test_an_exit_stack_leaves_the_blocks_that_it_has_entered() -> None:
+    hook = Framed()
+    interceptor = intercept(hook)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(interceptor)
+        stack.enter_context(interceptor)
+        assert hook.depth == 1
+        assert len(scope.current().blocks) == 2
+    assert hook.depth == 0
+    assert scope.current().blocks == ()
+
+
+def test_an_exit_leaves_the_block_of_its_own_with_statement() -> None:
+    interceptor = intercept()
+    first = interceptor.__exit__
+    interceptor.__enter__()
+    second = interceptor.__exit__
+    interceptor.__enter__()
+    with pytest.raises(OpInterceptError, match="but 1 entered later than this one are still active"):
+        first(None, None, None)
+    assert len(scope.current().blocks) == 1
+    second(None, None, None)
+    assert scope.current().blocks == ()
+    with pytest.raises(OpInterceptError, match="has not entered the block or has left it"):
+        second(None, None, None)
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["closed", "collected"])
+@pytest.mark.parametrize("options", [{}, COMPILED])
+def test_a_generator_that_ends_in_another_thread_leaves_its_block(options: dict[str, Any], collected: bool) -> None:
+    hook, seen = Framed(), list[Any]()
+
+    def generate() -> Iterator[int]:
+        with intercept([hook, seen.append], **options):
+            yield 1
+
+    running = [generate()]
+    next(running[0])
+    thread = threading.Thread(target=running.clear if collected else running[0].close)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    A @ A
+    assert seen == []
+    assert hook.depth == 0
+    assert scope.current().blocks == ()
+    with intercept():
+        pass
+    assert not kernels.KERNELS.installed
+
+
+@pytest.mark.parametrize("options", [{"engine": "mode"}, {"level": "function"}], ids=["mode", "function"])
+def test_a_generator_with_a_mode_that_is_closed_in_another_thread_sees_no_more(options: dict[str, Any]) -> None:
+    seen: list[Any] = []
+    raised: list[BaseException] = []
+
+    def generate() -> Iterator[int]:
+        with intercept(seen.append, **options):
+            yield 1
+
+    running = generate()
+    next(running)
+
+    def close() -> None:
+        try:
+            running.close()  # type: ignore[attr-defined]
+        except OpInterceptError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert "the block was left in another thread" in str(raised[0])
+    A @ A
+    assert seen == []
+    with intercept(**options):  # takes the mode out, which another thread cannot do
+        pass
+    assert (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()) == (0, 0)
+
+
+def run_program(text: str) -> str:
+    """Run a program, which must end within a minute, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_timer
+@pytest.mark.parametrize("options", ["", 'engine="mode"', 'level="function"'])
+def test_a_signal_handler_may_enter_a_block_while_another_is_entered(options: str) -> None:
+    printed = run_program(
+        f"""
+        import signal, time, torch
+        from opintercept import intercept
+        A = torch.ones(4, 4)
+        outer, inner = intercept(lambda call: None, {options}), intercept(lambda call: None, {options})
+        handled = 0
+        def handle(number, frame):
+            global handled
+            handled += 1
+            with inner:
+                A @ A
+            signal.setitimer(signal.ITIMER_REAL, 0.0011)  # once: on a slow machine handlers would pile up
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.0011)
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            with outer:
+                A @ A
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        assert handled > 30, handled
+        from opintercept._engines import kernels, scope
+        assert not kernels.KERNELS.installed and not kernels.KERNELS.users and scope.current().blocks == ()
+        print("ended")
+        """
+    )
+    assert printed == "ended\n"
+
+
+def test_installing_kernels_again_causes_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with intercept(), intercept():
+                A @ A

@@ -1,0 +1,154 @@
+"""`CallRecord` and what follows from its fields: dicts, notes, and the lines of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opintercept
+from opintercept import CallRecord, Gemm, TensorMeta, hooks, intercept, runs
+
+# A line for a copy of the package, before which line it goes, and the value of the field for PROGRAM's call.
+NEW_FIELDS = {
+    "arity": (
+        "    arity: int | None = field(metadata=shared(lambda call: len(call.args)))",
+        "    opaque: bool = ",
+        2,
+    ),
+    "aliases": (
+        '    aliases: tuple[str, ...] | None = field(metadata=noted("place.aliases"))',
+        "    elapsed: float | None = ",
+        [""],
+    ),
+    "total": (
+        "    total: float | None = field(metadata=taken(lambda call: float(call.output.sum())))",
+        "    elapsed: float | None = ",
+        24.0,
+    ),
+}
+PROGRAM = """
+import json, sys, torch
+from pathlib import Path
+from opintercept import hooks, intercept, runs
+from opintercept.cli import main
+
+names = json.loads(sys.argv[1])
+recorder = hooks.Recorder()
+with intercept([recorder, runs.RunRecorder("run")]):
+    torch.ones(2, 3) @ torch.ones(3, 4)
+lines = Path("run/calls.jsonl")
+line = json.loads(lines.read_text())
+older = {key: value for key, value in line.items() if key not in names}
+lines.write_text(lines.read_text() + json.dumps(older) + chr(10))
+record = recorder.records[0]
+print(json.dumps({name: record.as_dict()[name] for name in names}))
+for call in runs.open_run("run").calls():
+    print(json.dumps({name: getattr(call.record, name) for name in names}))
+assert next(runs.open_run("run").calls()).record == record
+main(["show", "--calls", "--json", "run"])
+"""
+
+
+@pytest.mark.slow
+def test_a_new_field_of_a_record_takes_one_line(tmp_path: Path) -> None:
+    package = Path(opintercept.__file__).parent
+    shutil.copytree(package, tmp_path / "opintercept", ignore=shutil.ignore_patterns("__pycache__"))
+    source = tmp_path / "opintercept/_core/record.py"
+    text = source.read_text("utf-8")
+    for line, before, _ in NEW_FIELDS.values():
+        assert text.count(before) == 1
+        text = text.replace(before, f"{line}\n{before}")
+    source.write_text(text, "utf-8")
+    command = [sys.executable, "-c", PROGRAM, json.dumps(list(NEW_FIELDS))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    as_dict, stored, of_an_older_run, *shown = done.stdout.splitlines()
+    expected = {name: value for name, (_, _, value) in NEW_FIELDS.items()}
+    assert json.loads(as_dict) == expected
+    assert json.loads(stored) == expected
+    assert json.loads(of_an_older_run) == dict.fromkeys(NEW_FIELDS)
+    row = json.loads("".join(shown))["calls"][0]
+    assert {name: row[name] for name in NEW_FIELDS} == expected
+
+
+def test_a_record_that_is_read_back_is_equal(tmp_path: Path) -> None:
+    query = torch.ones(2, 3, 5, 8, requires_grad=True)
+    recorder = hooks.Recorder()
+    with intercept([recorder, runs.RunRecorder(tmp_path / "run")]):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)[0].sum().backward()
+        with torch.autocast("cpu"):
+            torch.nn.Linear(3, 2)(torch.ones(4, 3)).sum().backward()
+    assert {record.phase for record in recorder.records} == {"forward", "backward"}
+    assert {record.autocast for record in recorder.records} == {None, "bfloat16"}
+    assert [call.record for call in runs.open_run(tmp_path / "run").calls()] == recorder.records
+
+
+def test_a_line_has_its_own_fields_before_the_shared_ones(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", tensors="none")):
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    line = json.loads((tmp_path / "run/calls.jsonl").read_text())
+    own = [
+        "index",
+        "step",
+        "phase",
+        "module",
+        "source",
+        "forward",
+        "grad_of",
+        "autocast",
+        "started",
+        "thread",
+        "elapsed",
+    ]
+    shared = ["op", "func", "lhs", "rhs", "bias", "output", "gemm", "flops", "bytes", "opaque"]
+    assert list(line) == [*own, *shared, "arguments"]
+
+
+def record(**fields: Any) -> CallRecord:
+    meta = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
+    gemm = Gemm(1, 2, 2, 2, ("float32", "float32"), (False, True))
+    known: dict[str, Any] = {"index": 0, "step": 0, "op": "aten::mm", "func": "aten.mm.default", "phase": "forward"}
+    known |= {"lhs": meta, "rhs": meta, "output": (meta, None), "gemm": gemm, "opaque": False}
+    names = (
+        "module",
+        "source",
+        "forward",
+        "grad_of",
+        "bias",
+        "flops",
+        "bytes",
+        "autocast",
+        "started",
+        "thread",
+        "elapsed",
+    )
+    absent: dict[str, Any] = dict.fromkeys(names)
+    return CallRecord(**absent | known | fields)
+
+
+def test_as_dict_is_plain_data() -> None:
+    plain = record(module="encoder").as_dict()
+    meta = {"shape": (2, 2), "dtype": "float32", "device": "cpu", "stride": (2, 1), "requires_grad": False}
+    assert plain["module"] == "encoder"
+    assert plain["lhs"] == meta
+    assert plain["output"] == (meta, None)
+    assert plain["gemm"] == {
+        "batch": 1,
+        "m": 2,
+        "n": 2,
+        "k": 2,
+        "dtypes": ("float32", "float32"),
+        "transposes": (False, True),
+    }
+    json.dumps(plain)
+
+
+def test_a_record_is_made_by_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        CallRecord(0, 0, "aten::mm")  # type: ignore[call-arg, arg-type]

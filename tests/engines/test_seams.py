@@ -1,0 +1,689 @@
+"""Functions that are no operators of the dispatcher: they are replaced while a block is open."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from compiler import ENGINES, needs_compiler
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept, register_op
+from opintercept._engines import seams
+
+LIBRARY = '''
+import torch
+
+class Product(torch.autograd.Function):
+    """As libraries call a binding: autograd sees nothing of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return mul(x, weight.T)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return mul(grad, weight), mul(grad.T, x)
+
+class Layer:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def run(self, x):
+        return x @ self.weight
+
+    @staticmethod
+    def static(x, w):
+        return x @ w
+
+    @classmethod
+    def of_class(cls, x, w):
+        return x @ w
+
+def mul(a, b, scale=1.0):
+    """The product of two matrices."""
+    return torch.mm(a, b) * scale
+
+def into(out, a, b):
+    torch.mm(a, b, out=out)
+
+async def late(a, b):
+    return torch.mm(a, b)
+
+def broken(a, b):
+    raise RuntimeError("no kernel")
+
+def anything(*args, **kwargs):
+    return args[0] @ kwargs["b"]
+
+VALUE = 3
+'''
+USER = """
+from seamlib import mul, mul as times
+
+def call(a, b):
+    return mul(a, b)
+"""
+A, B = torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A library whose functions are declared, and a module that has imported one of them by name."""
+    (tmp_path / "seamlib.py").write_text(LIBRARY)
+    (tmp_path / "seamuser.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(seams, "_told", set())
+    library = importlib.import_module("seamlib")
+    importlib.import_module("seamuser")
+    before = {name: dict(vars(sys.modules[name])) for name in ("seamlib", "seamuser")}
+    with register_op("seamlib:mul", lhs="a", rhs="b"), register_op("seamlib:into", lhs="a", rhs="b", out="out"):
+        yield library
+    for name, names in before.items():
+        if name in sys.modules:
+            assert {key: value for key, value in vars(sys.modules[name]).items() if key in names} == names
+    for name in ("seamlib", "seamuser", "seamlate"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def user(library: Any) -> ModuleType:
+    return sys.modules["seamuser"]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def recorded(run: Any, **options: Any) -> list[Any]:
+    recorder = hooks.Recorder()
+    with intercept(recorder, **options):
+        run()
+    return recorder.records
+
+
+def test_a_function_is_one_call_with_roles_shape_and_line(library: Any, engine: Any) -> None:
+    (call,) = recorded(lambda: library.mul(A, B, scale=2.0), engine=engine)
+    assert str(call) == "seamlib:mul float32[2, 3] @ float32[3, 4] -> float32[2, 4]"
+    assert (call.gemm[:4], call.flops, call.phase, call.opaque) == ((1, 2, 4, 3), 48, "forward", False)
+    assert call.source.startswith("test_seams.py:")
+
+
+def test_a_function_is_seen_at_function_level_too(library: Any) -> None:
+    calls = recorded(lambda: [library.mul(A, B), A @ B], level="function")
+    assert [call.op for call in calls] == ["seamlib:mul", "torch.Tensor.matmul"]
+
+
+def test_both_levels_see_a_function_in_one_call(library: Any) -> None:
+    above, below = hooks.Recorder(), hooks.Recorder()
+    with intercept(below), intercept(above, level="function"):
+        library.mul(A, B)
+    assert [[call.op for call in each.records] for each in (above, below)] == [["seamlib:mul"]] * 2
+
+
+def test_a_name_imported_elsewhere_is_replaced_and_restored(library: Any, user: Any) -> None:
+    original = library.mul
+    calls = recorded(lambda: [user.call(A, B), user.times(A, B)])
+    assert [call.op for call in calls] == ["seamlib:mul"] * 2
+    assert library.mul is user.mul is user.times is original
+
+
+def test_a_name_imported_while_a_block_is_open_is_restored(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "seamlate.py").write_text("from seamlib import mul\n")
+    with intercept() as watching:
+        late = importlib.import_module("seamlate")
+        with watching:
+            pass
+    assert late.mul is library.mul
+    assert late.mul(A, B).equal(A @ B)
+
+
+def test_a_function_that_moves_into_a_module_between_blocks_is_found(library: Any, user: Any) -> None:
+    held = [library.mul]
+    for _ in range(2):
+        with intercept():
+            pass
+    user.moved = held.pop()
+    recorder = hooks.Recorder()
+    with intercept(recorder):
+        user.moved(A, B)
+    assert [record.op for record in recorder.records] == ["seamlib:mul"]
+
+
+def test_what_replaces_a_function_stays_in_no_module_that_has_copied_it(library: Any, user: Any) -> None:
+    original = library.mul
+    for _ in range(2):
+        with intercept():
+            held = [library.mul]
+    assert held[0] is not original
+    with intercept():
+        user.moved = held.pop()
+    assert user.moved is original
+
+
+@pytest.mark.parametrize("level", ["function", "dispatch"])
+def test_a_function_that_computes_after_it_has_returned_is_refused(library: Any, level: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^only functions that compute before they return can be declared, got .*late"
+    ):
+        register_op("seamlib:late", lhs="a", rhs="b")
+    with register_op("seamlate:late", lhs="a", rhs="b"):  # its module is not there yet
+        sys.modules["seamlate"] = ModuleType("seamlate")
+        sys.modules["seamlate"].late = library.late  # type: ignore[attr-defined]
+        try:
+            recorder = hooks.Recorder()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", OpInterceptWarning)
+                with intercept(recorder, level=level):
+                    asyncio.run(sys.modules["seamlate"].late(A, B))
+        finally:
+            del sys.modules["seamlate"]
+    assert len(recorder.records) == 1
+
+
+def test_methods_are_seen_and_restored(library: Any) -> None:
+    before = dict(vars(library.Layer))
+    registrations = [
+        register_op("seamlib:Layer.run", lhs="x", rhs=0),
+        register_op("seamlib:Layer.static", lhs="x", rhs="w"),
+        register_op("seamlib:Layer.of_class", lhs="x", rhs="w"),
+    ]
+    layer = library.Layer(B)
+    calls = recorded(lambda: [layer.run(A), library.Layer.static(A, B), layer.of_class(A, B)])
+    assert [call.op.partition(":")[2] for call in calls] == ["Layer.run", "Layer.static", "Layer.of_class"]
+    assert [call.lhs.shape for call in calls] == [(2, 3)] * 3
+    for registration in registrations:
+        registration.remove()
+    assert dict(vars(library.Layer)) == before
+
+
+def test_what_is_written_is_the_output_of_a_function_that_returns_nothing(library: Any, engine: Any) -> None:
+    out, seen = torch.zeros(2, 4), []
+    with intercept(lambda call: seen.append(call.output), engine=engine):
+        assert library.into(out, A, B) is None
+    assert seen == [out]
+    assert out.equal(A @ B)
+
+
+def test_other_blocks_see_the_products_inside(library: Any) -> None:
+    inner, outer = hooks.Recorder(), hooks.Recorder()
+    with intercept(outer), intercept(inner, ops="mm"):
+        library.mul(A, B)
+    assert [call.op for call in (*outer.records, *inner.records)] == ["seamlib:mul", "aten::mm"]
+
+
+def test_ops_selects_a_function_by_its_name(library: Any) -> None:
+    assert [call.op for call in recorded(lambda: [library.mul(A, B), A @ B], ops="seamlib:mul")] == ["seamlib:mul"]
+    both = recorded(lambda: [library.mul(A, B), library.into(torch.zeros(2, 4), A, B)], ops=["mm", "seamlib:mul"])
+    assert [call.op for call in both] == ["seamlib:mul", "aten::mm"]
+    assert not recorded(lambda: A @ B, ops="seamlib:mul", level="function")
+
+
+def test_ops_refuses_a_function_that_nobody_has_declared() -> None:
+    with pytest.raises(ValueError, match=r"ops must name functions that register_op has declared, got 'a\.b:c'"):
+        intercept(ops=["mm", "a.b:c"])
+
+
+def test_a_filter_takes_the_short_name(library: Any) -> None:
+    seen: list[str] = []
+    with intercept(hooks.when(lambda call: seen.append(call.op), op="mul")):
+        library.mul(A, B)
+        A @ B
+    assert seen == ["seamlib:mul"]
+
+
+def test_backward_calls_in_a_custom_function_name_their_forward_call(library: Any, engine: Any) -> None:
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    calls = recorded(lambda: library.Product.apply(x, weight).sum().backward(), engine=engine)
+    assert [(c.op, c.phase, c.forward) for c in calls] == [
+        ("seamlib:mul", "forward", None),
+        ("seamlib:mul", "backward", 0),
+        ("seamlib:mul", "backward", 0),
+    ]
+
+
+def test_backward_products_of_a_function_that_autograd_records_name_its_call(library: Any, engine: Any) -> None:
+    x, other = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+
+    def run() -> None:
+        hidden = library.mul(x, B) + torch.mm(other, B)
+        hidden.sum().backward()
+
+    calls = recorded(run, engine=engine)
+    assert sorted((c.op, c.phase, c.forward) for c in calls[2:]) == [
+        ("aten::mm", "backward", 0),
+        ("aten::mm", "backward", 1),
+    ]
+
+
+def test_results_gradients_and_graph_are_those_without_a_block(library: Any, engine: Any) -> None:
+    def run() -> list[Any]:
+        x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+        y = library.mul(x, B)
+        y.sum().backward()
+        return [y.detach(), x.grad, type(y.grad_fn).__name__, y._version, x._version]
+
+    plain = run()
+    with intercept([hooks.Stats(of=("lhs", "rhs", "output")), hooks.Capture("output")], engine=engine):
+        watched = run()
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(plain, watched, strict=True)
+    )
+
+
+def test_a_replaced_output_keeps_the_functions_own_gradient(library: Any, engine: Any) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    with intercept(lambda call: call.output * 10 if call.phase == "forward" else None, engine=engine):
+        y = library.mul(x, B)
+        y.sum().backward()
+    assert y.equal(10 * (torch.ones(2, 3) @ B))
+    assert x.grad is not None
+    assert x.grad.equal(torch.ones(2, 4) @ B.T)
+
+
+def test_a_replaced_operand_reaches_the_function(library: Any, engine: Any) -> None:
+    class Double:
+        def pre(self, call: Any) -> Any:
+            return call.replace(lhs=call.lhs * 2)
+
+    with intercept(Double(), engine=engine):
+        y = library.mul(A, B)
+    assert y.equal(2 * (A @ B))
+
+
+def test_an_exception_of_the_function_reaches_hooks_and_program(library: Any) -> None:
+    class Failures:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def error(self, call: Any, exception: BaseException) -> None:
+            self.seen.append(f"{call.op}: {exception}")
+
+    failures = Failures()
+    original = library.broken
+    with register_op("seamlib:broken", lhs="a", rhs="b"):
+        with pytest.raises(RuntimeError, match="no kernel"), intercept(failures):
+            library.broken(A, B)
+        assert failures.seen == ["seamlib:broken: no kernel"]
+        assert library.broken is original
+
+
+def test_two_threads_leave_the_function_as_it_was(library: Any) -> None:
+    original = library.mul
+    entered, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
+    counts = [0, 0]
+
+    def work(place: int) -> None:
+        recorder = hooks.Recorder()
+        with intercept(recorder):
+            entered.wait(10)
+            library.mul(A, B)
+            leave[place].wait(10)
+        counts[place] = len(recorder.records)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    entered.wait(10)
+    leave[0].set()
+    threads[0].join(10)
+    assert library.mul is not original
+    library.mul(A, B)  # this thread has entered nothing
+    leave[1].set()
+    threads[1].join(10)
+    assert counts == [1, 1]
+    assert library.mul is original
+    with intercept():
+        pass  # removes the kernels that the last thread had to leave behind
+
+
+def test_a_block_for_all_threads_sees_a_function_in_another_one(library: Any) -> None:
+    def run() -> None:
+        thread = threading.Thread(target=library.mul, args=(A, B))
+        thread.start()
+        thread.join(10)
+
+    assert len(recorded(run, threads="all")) == 1
+    with pytest.warns(OpInterceptWarning, match="other threads ran watched operators [12] times"):
+        assert not recorded(run)
+    with intercept():
+        pass  # as above
+
+
+def test_a_patch_of_other_code_that_ends_inside_is_no_matter(library: Any) -> None:
+    recorder = hooks.Recorder()
+    with intercept(recorder), mock.patch.object(library, "mul", wraps=library.mul):
+        library.mul(A, B)
+    assert [call.op for call in recorder.records] == ["seamlib:mul"]
+
+
+def test_a_patch_of_other_code_that_outlives_the_block_stays_and_is_told(library: Any) -> None:
+    original = library.mul
+    patch = mock.patch.object(library, "mul", return_value="other")
+    with (
+        pytest.warns(OpInterceptWarning, match="other code has replaced seamlib:mul while a block was open"),
+        intercept(),
+    ):
+        patch.start()
+    assert library.mul(A, B) == "other"
+    patch.stop()  # puts back what it found, which is ours
+    assert library.mul(A, B).equal(A @ B)
+    assert len(recorded(lambda: library.mul(A, B))) == 1
+    assert library.mul is original
+
+
+def test_a_module_that_is_loaded_again_in_a_block_keeps_its_new_function(library: Any) -> None:
+    with pytest.warns(OpInterceptWarning, match="other code has replaced seamlib:(mul|into)"), intercept():
+        importlib.reload(library)
+        fresh = library.mul
+    assert library.mul is fresh
+    assert len(recorded(lambda: library.mul(A, B))) == 1
+    assert library.mul is fresh
+    sys.modules["seamuser"] = importlib.reload(sys.modules["seamuser"])
+    library.mul = sys.modules["seamuser"].mul
+    del sys.modules["seamlib"], sys.modules["seamuser"]  # whose first functions the fixture would miss
+
+
+def test_a_module_that_is_unloaded_in_a_block_is_restored(library: Any) -> None:
+    original = library.mul
+    with intercept():
+        del sys.modules["seamlib"]
+        assert library.mul is not original
+    assert library.mul is original
+    assert not recorded(lambda: library.mul(A, B))[1:]
+
+
+def test_a_library_may_be_imported_after_it_was_declared(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "seamlate.py").write_text("def mul(a, b):\n    return a @ b\n")
+    with register_op("seamlate:mul", lhs="a", rhs="b"):
+        assert not recorded(lambda: None)
+        late = importlib.import_module("seamlate")
+        (call,) = recorded(lambda: late.mul(A, B))
+    assert (call.op, call.flops) == ("seamlate:mul", 48)
+
+
+def test_a_module_that_enters_a_block_while_it_is_imported_may_have_its_function_later(
+    library: Any, tmp_path: Path
+) -> None:
+    text = "from opintercept import intercept\nwith intercept():\n    pass\n\ndef mul(a, b):\n    return a @ b\n"
+    (tmp_path / "seamlate.py").write_text(text)
+    with register_op("seamlate:mul", lhs="a", rhs="b"):
+        late = importlib.import_module("seamlate")
+        assert len(recorded(lambda: late.mul(A, B))) == 1
+
+
+def test_a_library_without_the_function_is_told_when_it_comes(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "seamlate.py").write_text("")
+    with register_op("seamlate:mull", lhs="a", rhs="b"):
+        with intercept():
+            pass  # the library is not there yet
+        importlib.import_module("seamlate")
+        with pytest.warns(OpInterceptWarning, match="the module seamlate must have what is declared"), intercept():
+            pass
+
+
+def test_what_is_no_function_when_the_library_comes_is_left_alone(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "seamlate.py").write_text("mul = None\nkind = int\n")
+    with register_op("seamlate:mul", lhs="a", rhs="b"), register_op("seamlate:kind", lhs=0, rhs=1):
+        with intercept():
+            pass  # the library is not there yet
+        late = importlib.import_module("seamlate")
+        with (
+            pytest.warns(
+                OpInterceptWarning,
+                match="only functions that compute before they return can be declared, got seamlate:",
+            ),
+            intercept(),
+        ):
+            assert (late.mul, late.kind, library.__spec__.parent) == (None, int, "")
+
+
+def test_a_function_that_other_code_moves_in_a_block_is_restored_where_it_is(library: Any, user: Any) -> None:
+    original = library.mul
+    for _ in range(3):
+        with intercept():
+            pass
+    with (
+        pytest.warns(OpInterceptWarning, match="other code has replaced seamlib:mul"),
+        intercept(),
+    ):
+        user.kept, library.mul = library.mul, print  # as many references as before
+    assert user.kept is original
+    library.mul = original
+
+
+def test_a_name_that_takes_the_place_of_another_is_found(library: Any, user: Any) -> None:
+    for _ in range(3):
+        with intercept():
+            pass
+    library.taken = user.times
+    del user.times
+    assert len(recorded(lambda: library.taken(A, B))) == 1
+    user.times = library.taken
+
+
+def test_a_function_in_c_as_a_method_is_called_without_the_object(library: Any) -> None:
+    library.Layer.mm = torch.mm
+    with register_op("seamlib:Layer.mm", lhs=0, rhs=1):
+        (call,) = recorded(lambda: library.Layer(B).mm(A, B))
+    assert call.gemm[:4] == (1, 2, 4, 3)
+    assert library.Layer.mm is torch.mm
+
+
+def test_hooks_do_not_run_for_fake_tensors_and_proxies(library: Any) -> None:
+    seen: list[str] = []
+    with intercept(lambda call: seen.append(call.op)):
+        with FakeTensorMode() as mode:
+            library.mul(mode.from_tensor(A), mode.from_tensor(B))
+        traced = torch.fx.symbolic_trace(lambda a, b: library.mul(a, b))
+        torch.vmap(lambda a: library.mul(a, B))(A[None])
+    assert seen == ["aten::mm"]  # which vmap runs with plain tensors
+    assert traced(A, B).equal(A @ B)
+
+
+def test_a_call_that_a_hook_stopped_has_no_backward_calls(library: Any) -> None:
+    class Once:
+        reads = ("record",)
+        done = False
+
+        def pre(self, call: Any) -> None:
+            if not self.done:
+                self.done = True
+                raise RuntimeError("once")
+
+    recorder, x = hooks.Recorder(), torch.ones(2, 3, requires_grad=True)
+    with intercept([recorder, Once()]):
+        with pytest.raises(RuntimeError, match="once"):
+            library.mul(x, B)
+        y, z = torch.mm(x, B), torch.mm(x * 2, B)
+        with torch.no_grad():
+            library.mul(A, B)
+        (y.sum() + z.sum()).backward()
+    assert {call.forward for call in recorder.records if call.phase == "backward"} == {1, 2}
+
+
+def test_hooks_run_below_autocast_and_the_function_in_it(library: Any) -> None:
+    seen: list[torch.dtype] = []
+    with torch.autocast("cpu"), intercept(lambda call: seen.append((A @ B).dtype)):
+        y = library.mul(A, B)
+    assert (seen, y.dtype) == ([torch.float32], torch.bfloat16)
+
+
+def test_a_block_that_watches_no_function_replaces_none(library: Any) -> None:
+    original = library.mul
+    with intercept(ops="bmm"):
+        assert library.mul is original
+        with intercept(ops="seamlib:mul"):
+            assert library.mul is not original
+
+
+def test_a_function_can_be_declared_under_one_name(library: Any, user: Any) -> None:
+    with pytest.raises(ValueError, match="a function can be declared once, got seamuser:times, which is seamlib:mul"):
+        register_op("seamuser:times", lhs="a", rhs="b")
+
+
+def test_a_variable_that_had_the_function_for_a_while_is_no_matter(library: Any, user: Any) -> None:
+    with intercept():
+        user.times = print
+    assert user.times is print
+    user.times = library.mul
+
+
+@pytest.mark.parametrize("name", ["builtins:str.join", "torch._C:TensorBase.matmul"])
+def test_a_method_of_a_type_in_c_is_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"only functions that compute before they return can be declared, got {name}, which is "
+    ):
+        register_op(name, lhs=0, rhs=1)
+
+
+def test_a_forked_child_has_the_function_itself(library: Any) -> None:
+    original = library.mul
+    with intercept():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if library.mul is original else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert library.mul is not original
+
+
+def test_a_replaced_function_can_be_pickled_and_says_what_it_is(library: Any) -> None:
+    with intercept():
+        assert pickle.loads(pickle.dumps(library.mul)) is library.mul
+        assert (library.mul.__name__, library.mul.__doc__) == ("mul", "The product of two matrices.")
+
+
+def test_hooks_do_not_run_for_tensors_without_values(library: Any) -> None:
+    assert not recorded(lambda: library.mul(A.to("meta"), B.to("meta")))
+
+
+def test_hooks_do_not_see_the_functions_that_they_call(library: Any) -> None:
+    seen: list[str] = []
+
+    def hook(call: Any) -> None:
+        seen.append(call.op)
+        library.mul(A, B)
+
+    with intercept(hook):
+        library.mul(A, B)
+    assert seen == ["seamlib:mul"]
+
+
+def test_compiled_code_sees_through_a_function_without_a_graph_break(library: Any) -> None:
+    compiled = torch.compile(lambda a, b: library.mul(a, b).relu(), backend="aot_eager", fullgraph=True)
+    recorder = hooks.Recorder()
+    with intercept(recorder):
+        y = compiled(A, B)
+    assert y.equal(library.mul(A, B).relu())
+    assert [call.op for call in recorder.records] == ["aten::mm"]
+
+
+def test_a_function_object_is_found_by_its_name(library: Any) -> None:
+    with register_op(library.anything, lhs=0, rhs="b") as registration:
+        assert registration.name == "seamlib:anything"
+        (call,) = recorded(lambda: library.anything(A, b=B))
+    assert call.gemm[:4] == (1, 2, 4, 3)
+
+
+def test_a_function_that_its_module_does_not_have_is_refused(library: Any) -> None:
+    with pytest.raises(ValueError, match="the module seamlib must have what is declared, but it has no mull"):
+        register_op("seamlib:mull", lhs="a", rhs="b")
+
+
+def test_a_function_without_a_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="a function must be found under its name in its module, got <function"):
+        register_op(lambda a, b: a @ b, lhs="a", rhs="b")
+
+
+@pytest.mark.parametrize("name", ["Layer", "VALUE"])
+def test_only_functions_can_be_declared(library: Any, name: str) -> None:
+    with pytest.raises(
+        ValueError,
+        match=f"^only functions that compute before they return can be declared, got seamlib:{name}, which is ",
+    ):
+        register_op(f"seamlib:{name}", lhs="a", rhs="b")
+
+
+def test_a_role_that_the_function_does_not_have_is_refused(library: Any) -> None:
+    with pytest.raises(ValueError, match="rhs must be an argument of seamlib:broken, which has a, b; got 'w'"):
+        register_op("seamlib:broken", lhs="a", rhs="w")
+
+
+def test_removing_a_registration_ends_the_watching(library: Any) -> None:
+    with register_op("seamlib:anything", lhs=0, rhs="b"):
+        pass
+    assert [call.op for call in recorded(lambda: library.anything(A, b=B))] == ["aten::mm"]
+
+
+def test_a_layout_that_varies_needs_a_formula(library: Any) -> None:
+    def gemm(a: Any, b: Any, **_: Any) -> Any:
+        return 1, a[0], b[0], a[1]
+
+    with register_op("seamlib:anything", lhs=0, rhs="b", layout=None, gemm=lambda *args, **kw: gemm(*args, **kw)):
+        (call,) = recorded(lambda: library.anything(A, b=B))
+    assert call.gemm[:4] == (1, 2, 3, 3)
+
+
+def test_every_part_of_a_block_that_raises_leaves_the_function_as_it_was(library: Any) -> None:
+    original = library.mul
+
+    class Hook:
+        def enter(self) -> None:
+            raise OSError("full")
+
+        def post(self, call: Any) -> None: ...
+
+    with pytest.raises(OSError, match="full"), intercept(Hook()):
+        pass
+    assert library.mul is original
+    block = intercept()
+    with pytest.raises(OpInterceptError, match="must be left in the thread"):
+        block.__exit__(None, None, None)
+    assert library.mul is original
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_function_of_pybind_has_the_parameters_of_its_docstring(tmp_path: Path) -> None:
+    from torch.utils.cpp_extension import load_inline
+
+    module = load_inline(
+        "seam_pybind",
+        """
+        #include <ATen/ATen.h>
+        #include <torch/csrc/utils/pybind.h>
+        namespace py = pybind11;
+        at::Tensor mul(at::Tensor x, at::Tensor w, double scale) { return at::mm(x, w.t()) * scale; }
+        PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+          m.def("mul", &mul, py::arg("x"), py::arg("w"), py::arg("scale") = 1.0);
+        }
+        """,
+        build_directory=str(tmp_path),
+        extra_cflags=["-O0"],
+        no_implicit_headers=True,  # they take a minute to compile
+    )
+    x, w = torch.randn(2, 3), torch.randn(4, 3)
+    original = module.mul
+    sys.modules["seam_pybind"] = module
+    with pytest.raises(ValueError, match="must be an argument of seam_pybind:mul, which has x, w, scale; got 'b'"):
+        register_op("seam_pybind:mul", lhs="x", rhs="b")
+    with register_op("seam_pybind:mul", lhs="x", rhs="w", layout="nk"):
+        calls = recorded(lambda: [module.mul(x, w), module.mul(x=x, w=w, scale=2.0)])
+    assert [(call.op, call.gemm[:4]) for call in calls] == [("seam_pybind:mul", (1, 2, 4, 3))] * 2
+    assert module.mul is original
+    del sys.modules["seam_pybind"]

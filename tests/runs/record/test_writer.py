@@ -1,0 +1,334 @@
+"""The thread that writes runs: order, bounds, and what is left after the disk fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opintercept import CallRecord, OpInterceptError, runs
+from opintercept._core.place import NOWHERE
+from opintercept._core.record import Note, Summary
+from opintercept._core.tensors import TensorMeta
+from opintercept._engines import quiet
+from opintercept.runs import Values
+from opintercept.runs.record import writer
+from opintercept.runs.record.writer import Entry, Kept, Writer, leftovers, remove_leftovers, remove_run
+from opintercept.runs.store.run import RunInfo
+
+INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
+META = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
+SUMMARY = Summary(
+    op="aten::mm",
+    func="aten.mm.default",
+    lhs=META,
+    rhs=META,
+    bias=None,
+    output=META,
+    gemm=None,
+    flops=16,
+    bytes=48,
+    opaque=False,
+)
+
+
+class Known:
+    """Values that need no waiting."""
+
+    def __init__(self, hashed: str | None, **numbers: float | None) -> None:
+        self.values = Values(hashed, 4, 0, 0, **({"min": 0.0, "max": 1.0, "mean": 0.5, "rms": 0.5} | numbers))
+
+    def read(self) -> Values:
+        return self.values
+
+
+def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entry:
+    kept: list[Any] = [Kept(tensor, None, Known(hashed) if hashed else None, False) for tensor in tensors]
+    roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
+    note = Note(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 0, 0, 1e-6)
+    return Entry(note, {}, kept, roles, "{}", None, None)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Writer]:
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    yield thread
+    thread.close()
+    assert not thread.is_alive()
+
+
+def calls_in(folder: Path) -> list[runs.StoredCall]:
+    return list(runs.open_run(folder).calls())
+
+
+def test_the_kernel_engine_knows_that_the_thread_runs_no_operator(started: Writer) -> None:
+    assert getattr(started, quiet.RUNS_NO_OPERATOR)
+    assert started.daemon
+
+
+def test_a_line_holds_the_record(started: Writer, tmp_path: Path) -> None:
+    nasty = 'a"b\\\n\u2028\ud800\x00\x7f'
+    plain = entry(3)
+    plain.values = {
+        "lhs": Known(None, min=None, max=-0.0, mean=5e-324, rms=1.7976931348623157e308),
+        "output.1": Known("0" * 16),
+    }
+    plain.arguments = '{"alpha":1.5,"list":[1,null]}'
+    plain.given = {"args": [1, 2.5, None, True, {"list": [1]}], "kwargs": {nasty: nasty}}
+    plain.error = nasty
+    started.put(plain)
+    started.close()
+    (call,) = calls_in(tmp_path / "run")
+    assert call.record == plain.note.record()
+    assert type(call.record) is CallRecord
+    assert {role: value.read() for role, value in plain.values.items()} == call.values
+    assert call.arguments == {"alpha": 1.5, "list": [1, None]}
+    assert call.given == plain.given
+    assert call.error == nasty.replace("\ud800", "?")
+    text = (tmp_path / "run/calls.jsonl").read_text("ascii")
+    assert text.count("\n") == 1
+    assert json.loads(text)["values"]["lhs"]["max"] == 0.0
+
+
+def test_numbers_that_json_lacks_are_null(started: Writer, tmp_path: Path) -> None:
+    odd = entry(0)
+    odd.values = {"lhs": Known(None, min=-math.inf, max=math.inf, mean=math.nan)}
+    started.put(odd)
+    started.close()
+    (call,) = calls_in(tmp_path / "run")
+    assert (call.values["lhs"].min, call.values["lhs"].max, call.values["lhs"].mean) == (None, None, None)
+
+
+def test_calls_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "INTERVAL", 0.0005)  # intervals end while batches are handed over
+    monkeypatch.setattr(writer, "BATCH_CALLS", 7)
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    for index in range(3000):
+        thread.put(entry(index))
+    thread.close()
+    assert [call.record.index for call in calls_in(tmp_path / "run")] == list(range(3000))
+    assert thread.calls == 3000
+
+
+def test_calls_are_on_disk_after_an_interval(started: Writer, tmp_path: Path) -> None:
+    started.put(entry(0, torch.ones(2)))
+    end = time.monotonic() + 3 * writer.INTERVAL
+    while not calls_in(tmp_path / "run") and time.monotonic() < end:
+        time.sleep(0.05)
+    run = runs.open_run(tmp_path / "run")
+    (call,) = run.calls()
+    stored = run.tensor(call, "lhs")
+    assert stored is not None
+    assert torch.equal(stored, torch.ones(2))
+    assert not run.info.finished
+
+
+def test_a_full_batch_is_written_at_once(started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "INTERVAL", 60.0)
+    time.sleep(1.1)  # the thread may still wait for the old interval
+    for calls, tensors in ((1, [torch.empty(writer.BATCH_BYTES // 4)]), (writer.BATCH_CALLS, [])):
+        before = started.calls
+        for index in range(calls):
+            started.put(entry(index, *tensors))
+        end = time.monotonic() + 20
+        while started.calls < before + calls and time.monotonic() < end:
+            time.sleep(0.02)
+        assert started.calls == before + calls
+
+
+def test_a_slow_disk_bounds_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "BATCH_BYTES", 4000)
+    gate = threading.Event()
+    monkeypatch.setattr(Writer, "_save", lambda self, tensors: gate.wait(10))
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    done: list[int] = []
+
+    def put_entries() -> None:
+        for i in range(50):
+            done.append(i)
+            thread.put(entry(i, torch.ones(250)))
+
+    program = threading.Thread(target=put_entries)
+    program.start()
+    time.sleep(0.5)
+    assert program.is_alive()
+    assert len(done) <= 2 * 4 * writer.QUEUED_BATCHES + 1  # those being written, those waiting, the next
+    gate.set()
+    program.join(20)
+    assert not program.is_alive()
+    thread.close()
+    assert thread.calls == 50
+
+
+def test_a_dead_thread_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "BATCH_CALLS", 1)
+    monkeypatch.setattr(threading, "excepthook", lambda *args: None)
+
+    def die(self: Any, batch: Any) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(Writer, "_write", die)
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    for index in range(20):
+        thread.put(entry(index))
+    thread.close()
+    assert not thread.is_alive()
+
+
+def test_a_call_that_cannot_be_written_stops_the_recording(tmp_path: Path) -> None:
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    bad = entry(0)
+    bad.given = {"args": [object()], "kwargs": {}}
+    thread.put(bad)
+    thread.close()
+    assert thread.failure is not None
+    assert "not JSON serializable" in thread.failure
+    assert not runs.open_run(tmp_path / "run").info.finished
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 1000, 1500])
+def test_a_full_disk_keeps_whole_lines(room: int, tmp_path: Path) -> None:
+    class Disk:
+        """Writes a few bytes at a time until it is full."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, data: bytes) -> int:
+            size = min(len(data), 97, room - self.file.tell())
+            if not size:
+                raise OSError(28, "No space left on device")
+            return int(self.file.write(data[:size]))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> Disk:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.close()
+
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread._file = Disk(thread._file)  # type: ignore[assignment]
+    thread.start()
+    for index in range(5):
+        thread.put(entry(index))
+    thread.close()
+    assert thread.failure == "OSError: [Errno 28] No space left on device"
+    text = (tmp_path / "run/calls.jsonl").read_bytes()
+    assert len(text) <= room
+    assert not text or text.endswith(b"\n")
+    assert [call.record.index for call in calls_in(tmp_path / "run")] == list(range(thread.calls))
+    assert (thread.calls > 0) == (room >= 1000)
+
+
+def test_a_writer_continues_the_run_of_another(tmp_path: Path) -> None:
+    before = None
+    for index in range(3):
+        thread = Writer(tmp_path / "run", INFO, None, before)
+        thread.start()
+        thread.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
+        thread.put(entry(index, torch.zeros(2), hashed="0" * 16))
+        thread.close()
+        before = thread
+    run = runs.open_run(tmp_path / "run")
+    found = [run.tensor(call, "lhs") for call in run.calls()]
+    assert [tensor is not None and tensor[0].item() for tensor in found] == [0, 0, 1, 0, 2, 0]
+    assert len({call.tensors["lhs"] for call in run.calls()}) == 3
+    assert before is not None
+    assert before.calls == 6
+    size = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert before.nbytes - size == len("false") - len("true")  # in run.json
+
+
+def test_the_number_of_remembered_names_is_bounded(
+    started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAX_NAMES", 10)
+    for index in range(100):
+        started.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
+        if index % 7 == 0:
+            time.sleep(0.001)
+    started.close()
+    assert len(started.names) <= 100
+    run = runs.open_run(tmp_path / "run")
+    for call in run.calls():
+        stored = run.tensor(call, "lhs")
+        assert stored is not None
+        assert stored[0] == call.record.index
+
+
+def test_a_line_that_would_be_too_long_leaves_out_the_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAX_LINE", 5000)
+    thread = Writer(tmp_path / "run", INFO, None)
+    thread.start()
+    long = entry(0)
+    long.given = {"args": [0] * 5000, "kwargs": {}}
+    thread.put(long)
+    thread.close()
+    (call,) = calls_in(tmp_path / "run")
+    assert call.given is None
+
+
+def test_only_a_run_is_removed(tmp_path: Path) -> None:
+    for part in ("", "rank0", "rank1", "rankle"):
+        thread = Writer(tmp_path / "run" / part, INFO, None)
+        thread.start()
+        thread.put(entry(0, torch.ones(2)))
+        thread.close()
+    (tmp_path / "run/rank1/mine").write_text("")
+    remove_run(tmp_path / "run")
+    left = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert left == [
+        "rank1/mine",
+        *(f"rankle/{name}" for name in ("calls.jsonl", "run.json", "tensors/00000000.safetensors")),
+    ]
+    with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files than those of a run"):
+        remove_run(tmp_path / "run")
+
+
+def test_several_processes_remove_leftovers_at_once(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def remove(barrier: threading.Barrier, own: Path) -> None:
+        try:
+            barrier.wait()
+            remove_leftovers(tmp_path, 4)
+            assert leftovers(tmp_path, 4) == []
+            own.mkdir()
+            Writer(own, INFO, None)._file.close()
+        except BaseException as failure:
+            failures.append(failure)
+
+    for _ in range(20):
+        for part in ("", "rank4", "rank11"):
+            (tmp_path / part / "tensors").mkdir(parents=True, exist_ok=True)
+            Writer(tmp_path / part, INFO, None)._file.close()
+            for number in range(9):
+                (tmp_path / part / f"tensors/{number:08d}.safetensors").write_text("")
+        barrier = threading.Barrier(4)
+        threads = [threading.Thread(target=remove, args=(barrier, tmp_path / f"rank{rank}")) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+        assert left == [f"rank{rank}/{name}" for rank in range(4) for name in ("calls.jsonl", "run.json")]
+        remove_run(tmp_path)
+        assert list(tmp_path.iterdir()) == []

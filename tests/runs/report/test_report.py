@@ -1,0 +1,884 @@
+"""The report: its figures and its size, and in a real browser what it shows, and that no text of a run is executed."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import tempfile
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opintercept import OpInterceptError, intercept, runs
+from opintercept._core.record import CallRecord, Gemm
+from opintercept._core.tensors import TensorMeta
+from opintercept.cli import main
+from opintercept.runs import open_run
+from opintercept.runs.report import page as report
+from opintercept.runs.report import panels
+from opintercept.runs.store import columns
+
+pytestmark = pytest.mark.slow
+
+LHS, RHS, OUT = (TensorMeta(shape, "float32", "cpu", None, False) for shape in ((2, 3), (3, 4), (2, 4)))
+CALL = CallRecord(
+    index=0,
+    step=0,
+    op="aten::mm",
+    func="aten::mm.default",
+    phase="forward",
+    module="layer",
+    source="train.py:1 in forward",
+    forward=None,
+    grad_of=None,
+    lhs=LHS,
+    rhs=RHS,
+    bias=None,
+    output=OUT,
+    gemm=Gemm(1, 2, 4, 3, ("float32", "float32"), (False, False)),
+    flops=48,
+    bytes=104,
+    autocast=None,
+    opaque=False,
+    started=1_700_000_000_000_000_000,
+    thread=1,
+    elapsed=1e-6,
+)
+INFO: dict[str, Any] = {
+    "schema": 1,
+    "argv": ["train.py"],
+    "started": "2026-01-02T03:04:05",
+    "finished": True,
+    "tensors": "stats",
+    "rank": 0,
+    "world_size": 1,
+    "versions": {"torch": "2.13.0"},
+    "devices": [],
+    "flags": {},
+}
+
+
+def values(count: int = 8, nan: int = 0, inf: int = 0, **moments: float | None) -> dict[str, Any]:
+    known = {"min": -1.0, "max": 2.0, "mean": 0.5, "rms": 1.0} | moments
+    return {"hash": None, "count": count, "nan": nan, "inf": inf} | known
+
+
+def folder(path: Path, *calls: tuple[CallRecord, dict[str, Any]], **info: Any) -> Path:
+    """A run's folder with these calls, each with the values of its operands and output."""
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps(INFO | info))
+    lines = (json.dumps(record.as_dict() | {"values": kept}) for record, kept in calls)
+    (path / "calls.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_values_of_calls_in_one_cell_are_combined(tmp_path: Path) -> None:
+    calls = [
+        (CALL, {"output": values(8, min=-1.0, max=1.0, mean=0.5, rms=2.0)}),
+        (CALL, {"output": values(10, nan=1, inf=1, min=-3.0, max=0.5, mean=-0.25, rms=1.0)}),
+        (CALL, {"output": values(4, nan=4, min=None, max=None, mean=None, rms=None)}),
+    ]
+    heat = report.summary(open_run(folder(tmp_path / "run", *calls)))["heat"]
+    assert heat["modules"] == ["layer"]
+    assert heat["roles"] == ["output"]
+    # Of the root mean square, (8*4 + 8*1) / 16 = 2.5.
+    moments = {"count": [22], "nan": [5], "inf": [1], "min": [-3.0], "max": [1.0], "mean": [0.125], "rms": [1.581]}
+    work = {"row": [0], "column": [0], "calls": [3], "flops": [144], "seconds": [3e-6]}
+    assert heat["phases"] == {"forward": work | {"output": moments}}
+
+
+def test_cells_of_a_run_that_can_be_replayed_name_a_call(tmp_path: Path) -> None:
+    calls: list[Any] = [(replace(CALL, index=index, step=index // 4), {}) for index in range(8)]
+    heat = report.summary(open_run(folder(tmp_path / "run", *calls, tensors="full")))["heat"]
+    assert [heat["phases"]["forward"][name] for name in ("column", "rank", "index")] == [[0, 1], [0, 0], [0, 4]]
+
+
+def test_the_first_output_that_is_not_finite_is_named_with_its_cause(tmp_path: Path) -> None:
+    broken = replace(CALL, index=7, step=3, module="head", phase="backward")
+    calls = [
+        (CALL, {"lhs": values(nan=1), "output": values()}),
+        (broken, {"lhs": values(), "rhs": values(inf=2), "output": values(nan=3, inf=1)}),
+        (replace(broken, index=8), {"output": values(nan=8)}),
+    ]
+    totals = report.summary(open_run(folder(tmp_path / "run", *calls)))["totals"]
+    assert totals["nonfinite"] == 2
+    assert totals["steps"] == [0, 3]
+    found = totals["first"]
+    assert (found["index"], found["module"], found["phase"], found["step"]) == (7, "head", "backward", 3)
+    assert (found["nan"], found["inf"], found["count"], found["from"]) == (3, 1, 8, ["rhs"])
+
+
+def test_the_first_nan_of_several_ranks_is_that_of_the_first_step(tmp_path: Path) -> None:
+    """As in the map, whose columns are steps."""
+    (tmp_path / "run").mkdir()
+    for rank in range(2):
+        calls = [
+            (
+                replace(CALL, index=index, step=index // 16, module=f"m{rank}"),
+                {"output": values(nan=int(index >= (48, 32)[rank]))},
+            )
+            for index in range(64)
+        ]
+        folder(tmp_path / "run" / f"rank{rank}", *calls, rank=rank, world_size=2)
+    shown = report.summary(open_run(tmp_path / "run"))
+    found = shown["totals"]["first"]
+    assert (found["rank"], found["step"], found["index"], found["module"]) == (1, 2, 32, "m1")
+    cells = shown["heat"]["phases"]["forward"]
+    broken = zip(cells["column"], cells["row"], cells["output"]["nan"], strict=True)
+    column, row = min((column, row) for column, row, nan in broken if nan)
+    assert (shown["heat"]["modules"][row], shown["heat"]["steps"][column]) == ("m1", 2)
+    assert found["row"] == row
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    places=st.lists(
+        st.tuples(st.integers(0, 9), st.one_of(st.integers(0, 40), st.integers(0, 2**62)), st.booleans()), max_size=120
+    )
+)
+def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]]) -> None:
+    bounds = pytest.MonkeyPatch()
+    for name, bound in (("MODULES", 6), ("COLUMNS", 7)):
+        bounds.setattr(panels, name, bound)
+    with bounds.context():
+        calls: list[Any] = [
+            (replace(CALL, module=str(module), step=step, phase="forward" if forward else "backward"), {})
+            for module, step, forward in places
+        ]
+        with tempfile.TemporaryDirectory() as made:
+            run = open_run(folder(Path(made) / "run", *calls))
+            shown = panels.panels_of(run, 20)[0]["heat"]
+    bounds.undo()
+    cells = [
+        cell
+        for phase in shown["phases"].values()
+        for cell in zip(phase["row"], phase["column"], phase["calls"], strict=True)
+    ]
+    assert sum(cell[2] for cell in cells) + shown["left_out"] == len(places)
+    assert len(shown["modules"]) <= 6
+    assert len(shown["steps"]) <= 7
+    assert len(cells) <= 20 or len(shown["steps"]) == 1
+    assert {cell[1] for cell in cells} == set(range(len(shown["steps"])))
+    assert shown["modules"] == list(dict.fromkeys(str(module) for module, _, _ in places))[:6]
+    steps = {step for module, step, _ in places if str(module) in shown["modules"]}
+    assert {step // shown["width"] * shown["width"] for step in steps} == set(shown["steps"])
+
+
+def test_steps_far_apart_have_a_column_each(tmp_path: Path) -> None:
+    calls: list[Any] = [(replace(CALL, step=step), {}) for step in range(0, 15_000, 100)]
+    heat = report.summary(open_run(folder(tmp_path / "run", *calls)))["heat"]
+    assert heat["width"] == 1
+    assert heat["steps"] == list(range(0, 15_000, 100))
+
+
+def test_products_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panels, "PRODUCTS_ADDED_UP", 3)
+    monkeypatch.setattr(panels, "PRODUCTS", 2)
+    calls: list[Any] = [(replace(CALL, module=f"encoder.{i}.conv1.2d", elapsed=1.0), {}) for i in range(5)]
+    calls += [(replace(CALL, op=f"aten::{op}", elapsed=elapsed), {}) for op, elapsed in (("a", 0.5), ("b", 2.0))]
+    calls += [
+        (replace(CALL, op="aten::c", elapsed=elapsed, flops=None), {}) for elapsed in (math.nan, -1.0, None, 0.25)
+    ]
+    gemms = report.summary(open_run(folder(tmp_path / "run", *calls)))["gemms"]
+    assert gemms["rows"] == [
+        ["mm", "forward", "encoder.*.conv1.2d", "[2, 3] @ [3, 4]", "float32", "cpu", 5, 240, 520, 5.0],
+        ["b", "forward", "layer", "[2, 3] @ [3, 4]", "float32", "cpu", 1, 48, 104, 2.0],
+    ]
+    assert gemms["rest"] == [5, None, 520, 0.75]
+
+
+def test_a_long_run_makes_no_larger_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "PRODUCTS_ADDED_UP", 2_000)
+    draw = random.Random(0)
+    calls = (
+        (
+            replace(
+                CALL,
+                module=f"{'deep.' * 60}{i % 300}",
+                step=i // 300 * 100,
+                op=f"aten::{i % 2_400}",
+                elapsed=draw.random(),
+            ),
+            {role: values() | {name: draw.random() for name in columns.FIGURES} for role in panels.ROLES},
+        )
+        for i in range(11_000)
+    )
+    run = open_run(folder(tmp_path / "run", *calls))
+    assert len(report.page(run)) < 2e6
+    assert len(report.page(run, run)) < 2e6
+
+
+def hostile(path: Path, calls: int) -> Path:
+    """A run of lines of 60 kB, 1.4 MB as objects, each with its own module and operator and very long names."""
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps(INFO | {"tensors": "full"}))
+    nested = json.dumps([[]] * 20_000, separators=(",", ":"))
+    with (path / "calls.jsonl").open("w") as file:
+        for index in range(calls):
+            name = f"{index}{chr(0x1F600) * 4000}"
+            record = replace(CALL, index=index, module=name, op=name, source=name, gemm=None)
+            kept = {"values": {"output": values(rms=1.0 + index)}, "tensors": {"output": f"0/{index:016x}-0"}}
+            plain = record.as_dict() | kept | {"given": {"args": "@", "kwargs": {}}}
+            file.write(json.dumps(plain).replace('"@"', nested) + "\n")
+    return path
+
+
+def test_no_line_is_kept_however_large(tmp_path: Path) -> None:
+    run, other = open_run(hostile(tmp_path / "a", 10)), open_run(hostile(tmp_path / "b", 10))
+    lines = (tmp_path / "b" / "calls.jsonl").read_text()
+    (tmp_path / "b" / "calls.jsonl").write_text(lines.replace('"rms": ', '"rms": 1'))
+
+    def peak(made: Callable[[], Any]) -> int:
+        tracemalloc.start()
+        try:
+            made()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    # All lines of one run would take 14 MB; a comparison keeps 20 calls of each run.
+    assert peak(lambda: report.summary(run)) < 8 << 20
+    assert peak(lambda: report.divergence(run, other, panels.HeatMap())) < 12 << 20
+
+
+def data_of(text: str) -> Any:
+    (block,) = re.findall(r'<script type="application/json" id="data">"(.*?)"</script>', text)
+    return json.loads(zlib.decompress(base64.b64decode(block)))
+
+
+def test_numbers_that_json_lacks_are_left_out(tmp_path: Path) -> None:
+    broken = values(count=2**62, nan=2**62, min=math.nan, max=-math.inf, mean=1e308, rms=1e308)
+    big = values(count=2**62, min=-1e308, max=1e308, mean=-1e308, rms=1e308)
+    calls = [(replace(CALL, elapsed=math.inf), {"output": broken}), (CALL, {"output": big, "lhs": broken})]
+    data = data_of(report.page(open_run(folder(tmp_path / "run", *calls))))
+    found = data["runs"][0]["heat"]["phases"]["forward"]["output"]
+    assert [value for (value,) in found.values()] == [2**63, 2**62, 0, -1e308, 1e308, None, None]
+
+
+def test_a_page_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(folder(tmp_path / "run", (CALL, {})))
+    page = tmp_path / "page.html"
+    page.write_text("before")
+
+    def fails(*paths: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fails)
+        with pytest.raises(OpInterceptError, match=r"cannot write the page to .*page\.html'.*no space"):
+            report.write(page, run)
+    assert page.read_text() == "before"
+    with pytest.raises(OpInterceptError, match=r"cannot write the page to .*: .*No such file"):
+        report.write(tmp_path / "missing" / "page.html", run)
+    with pytest.raises(OpInterceptError, match=r"cannot write the page to '/dev/null', which is not a plain file"):
+        report.write("/dev/null", run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+    link = tmp_path / "link.html"
+    link.symlink_to(page)
+    report.write(link, run)
+    assert link.is_symlink()
+    assert page.read_text("utf-8") == report.page(run)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Callable[..., Path]:
+    """Records three layers forward and backward for some steps; `change` gives the second layer other weights."""
+    pytest.importorskip("safetensors")
+    torch = pytest.importorskip("torch")
+
+    def record(name: str, tensors: Any, steps: int = 1, change: float = 0.0) -> Path:
+        generator = torch.Generator().manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.normal_(generator=generator)
+            model[1].weight[0, 0] += change
+        with intercept(runs.RunRecorder(tmp_path / name, tensors=tensors)) as interceptor:
+            for _ in range(steps):
+                model(torch.randn(64, 32, generator=generator)).sum().backward()
+                interceptor.step()
+        return tmp_path / name
+
+    return record
+
+
+def test_histograms_show_the_recorded_values(recorded: Callable[..., Path]) -> None:
+    run = open_run(recorded("run", "full", steps=3))
+    shown = report.summary(run)["histograms"]
+    assert (shown["unread"], shown["left_out"], shown["sampled"]) == (0, 0, False)
+    assert len(shown["shown"]) == 6  # three modules, forward and backward
+    for each in shown["shown"]:
+        assert [one["steps"] for one in each["drawn"]] == [[0, 0], [1, 1], [2, 2]]
+    outputs = [call for call in run.calls() if call.record.module == "1" and call.record.phase == "forward"]
+    tensors: list[Any] = [run.tensor(call, "output") for call in outputs]
+    (drawn,) = (each for each in shown["shown"] if (each["module"], each["phase"]) == (1, "forward"))
+    low, high = drawn["edges"]
+    assert low == min(float(tensor.min()) for tensor in tensors)
+    assert high == max(float(tensor.max()) for tensor in tensors)
+    for one, tensor in zip(drawn["drawn"], tensors, strict=True):
+        bins = len(one["counts"])
+        assert bins == math.isqrt(tensor.numel()) == 45
+        # The last edge belongs to the last bin.
+        places = ((tensor.double() - low) / (high - low) * bins).long().clamp(max=bins - 1)
+        assert one["counts"] == places.flatten().bincount(minlength=bins).tolist()
+        assert (one["count"], one["nonfinite"]) == (2048, 0)
+
+
+def test_samples_of_several_calls_make_a_histogram(
+    recorded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(recorded("run", "sample", steps=20))
+    shown = report.summary(run)["histograms"]
+    assert shown["sampled"]
+    for each in shown["shown"]:
+        if each["phase"] == "backward" and each["module"]:  # two calls in a step; the first module has one
+            assert [one["steps"] for one in each["drawn"]] == [[step, step + 3] for step in range(0, 20, 4)]
+            continue
+        assert [one["steps"] for one in each["drawn"]] == [[0, 7], [8, 15], [16, 19]]
+        assert [sum(one["counts"]) for one in each["drawn"]] == [8 * 64, 8 * 64, 4 * 64]
+    monkeypatch.setattr(panels, "HISTOGRAMS", 2)
+    monkeypatch.setattr(panels, "TENSORS", 64 * 4 * 10)
+    shown = report.summary(run)["histograms"]
+    assert shown["left_out"] == 4
+    assert sum(one["calls"] for each in shown["shown"] for one in each["drawn"]) == 10
+    assert shown["unread"] == 2 * 20 - 10
+
+
+def test_histograms_are_spread_over_the_steps() -> None:
+    for size, calls in ((1, 1), (1, 3), (8, 2)):
+        spots = panels._Spots(size)
+        for step in range(1000):
+            for number in range(calls):
+                spots.add((0, step, f"{step}.{number}"))
+        for step in range(1000):
+            spots.add((1, step, f"other {step}"))
+        groups = spots.groups()
+        assert len(groups) in (panels.SPOTS - 1, panels.SPOTS, panels.SPOTS + 1)
+        firsts = [group[0][1] for group in groups]
+        assert firsts[0] == 0
+        assert groups[-1][-1][1] == 999
+        gaps = [later - earlier for earlier, later in itertools.pairwise(firsts[:-1])]
+        assert len(set(gaps)) == 1
+        assert all(len(group) == size for group in groups)
+
+
+def drifting(noise: float, fault: float, at: int) -> list[tuple[CallRecord, dict[str, Any]]]:
+    """Four layers for 40 steps, each output off by `noise`, and by `fault` in `layers.2` from a step on."""
+    calls = []
+    for index in range(160):
+        step, layer = divmod(index, 4)
+        off = fault if step >= at and layer == 2 else noise * (1 + layer)
+        kept = {"output": values(rms=1.0 + off) | {"hash": f"{hash((index, off)) & (1 << 64) - 1:016x}"}}
+        calls.append((replace(CALL, index=index, step=step, module=f"layers.{layer}"), kept))
+    return calls
+
+
+@pytest.mark.parametrize(("noise", "fault", "above"), [(0.0, 1e-4, 17), (1e-3, 0.5, 17), (1e-3, 2e-3, None)])
+def test_the_first_step_above_the_noise_is_found(
+    tmp_path: Path, noise: float, fault: float, above: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panels, "COLUMNS", 10)  # so that a column has several steps
+    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in
+            (("a", drifting(0.0, 0.0, 0)), ("b", drifting(noise, fault, 17))))  # fmt: skip
+    data = data_of(report.page(a, b))
+    drift = data["divergence"]["drift"]
+    # The largest value of the outputs is 2.
+    assert drift["noise"] == {"steps": 4, "usual": pytest.approx(noise * 2 / 2), "times": 10.0}
+    if above is None:
+        assert drift["above"] is None
+        return
+    found = drift["above"]
+    assert (found["step"], found["index"], found["module"], found["row"]) == (17, 70, "layers.2", 2)
+    assert found["error"] == pytest.approx(fault / 2, rel=1e-3)
+    assert found["noise"] == pytest.approx(noise * 3 / 2, rel=1e-3)
+    cells = drift["phases"]["forward"]
+    heat = data["runs"][0]["heat"]
+    assert heat["width"] == 4
+    largest = max(zip(cells["error"], cells["row"], cells["column"], cells["calls"], strict=True))
+    assert largest[1] == 2
+    assert heat["steps"][largest[2]] >= 16
+    assert largest[3] == 4 - (17 % 4 if heat["steps"][largest[2]] == 16 else 0)
+
+
+def test_runs_of_one_step_have_no_noise(tmp_path: Path) -> None:
+    a, b = (
+        open_run(folder(tmp_path / name, (CALL, {"output": values(rms=rms)}))) for name, rms in (("a", 1), ("b", 2))
+    )
+    drift = data_of(report.page(a, b))["divergence"]["drift"]
+    assert (drift["noise"], drift["above"]) == (None, None)
+    assert drift["phases"]["forward"]["error"] == [0.5]
+
+
+def test_an_infinite_error_does_not_hide_the_others(tmp_path: Path) -> None:
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for index in range(8):
+        record = replace(CALL, index=index, step=index // 4)
+        for side, calls in enumerate(sides):
+            calls.append((record, {"output": values(nan=side if index == 5 else 0, rms=1.0 + side * 0.2)}))
+    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in zip("ab", sides, strict=True))
+    cells = data_of(report.page(a, b))["divergence"]["drift"]["phases"]["forward"]
+    assert [cells[name] for name in ("column", "error", "calls", "inf")] == [[0, 1], [0.1, 0.1], [4, 4], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("values", "edges", "counts"),
+    [
+        ([], [0.0, 0.0], [0]),
+        ([math.nan, math.inf], [0.0, 0.0], [0]),
+        ([2.0, 2.0, math.nan], [2.0, 2.0], [2]),
+        ([-1.7e308, 1.7e308], [-1.7e308, 1.7e308], [2]),
+        ([3 + 4j, 0j], [0.0, 5.0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+        ([True, False], [0.0, 1.0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_histograms_of_odd_values(values: list[Any], edges: list[float], counts: list[int]) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor(values, dtype=torch.complex64 if 0j in values and 3 + 4j in values else None)
+    if tensor.is_floating_point():
+        tensor = torch.tensor(values, dtype=torch.float64)
+    found, (histogram,) = panels.histograms_of([[tensor]])
+    assert found == edges
+    assert histogram["counts"] == counts
+    assert histogram["nonfinite"] == len(values) - sum(counts)
+
+
+def test_two_runs_give_the_error_of_each_module_that_differs(recorded: Callable[..., Path]) -> None:
+    a, b = open_run(recorded("a", "full", steps=2)), open_run(recorded("b", "full", steps=2, change=0.5))
+    divergence = data_of(report.page(a, b))["divergence"]
+    first = divergence["first"]
+    assert (first["row"], first["module"], first["phase"], first["kind"]) == (1, "1", "forward", "changed operand")
+    assert (first["changed"], first["by"], first["step"]) == (["rhs"], "tensors", 0)
+    errors = {(row, phase): (kind, differ, size) for row, phase, kind, calls, differ, size in divergence["modules"]}
+    assert {key[0] for key in errors if key[1] == "forward"} == {1, 2}
+    assert errors[2, "forward"][:2] == ("inherited", 2)
+    assert errors[1, "forward"][2] >= first["relative"] > 0
+    assert not divergence["equal"]
+    same = data_of(report.page(a, a))["divergence"]
+    assert (same["equal"], same["first"], same["modules"], same["worst"]) == (True, None, [], [])
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """The page of a run of six modules and five steps, the last of which has NaN and Inf."""
+    calls: list[Any] = []
+    for step in range(5):
+        for layer in range(6):
+            forward = replace(CALL, index=len(calls), step=step, module=f"layers.{layer}", elapsed=1e-6 * (layer + 1))
+            kept = values(rms=2.0**layer, nan=int(step == 4 and layer > 2), inf=int(step == 4 and layer == 2))
+            calls.append((forward, {"lhs": values(), "rhs": values(), "output": kept}))
+            backward = replace(forward, phase="backward", op="aten::bmm", flops=96, elapsed=5e-5)
+            calls.append((backward, {"output": values()}))
+    path = tmp_path / "page.html"
+    report.write(path, open_run(folder(tmp_path / "run", *calls)))
+    return path
+
+
+CHOOSE = (
+    "((id, value) => {{ const field = document.getElementById(id); field.value = value;"
+    "field.dispatchEvent(new Event('{}')); }})"
+)
+NAMES = "[...document.querySelectorAll('#{}-plot .names .name')].map(each => each.textContent)"
+CELLS = (
+    "[...document.querySelectorAll('#gemms-table tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_fits_and_follows_the_colour_scheme(browser: Browser, page: Path, width: int) -> None:
+    grounds = []
+    for dark in (False, True):
+        browser.open(page, width, dark)
+        assert browser.complaints == []
+        assert [address for address in browser.requests if not address.startswith("data:")] == [page.as_uri()]
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        wide = browser.evaluate(
+            "[...document.querySelectorAll('svg, canvas')].map(each => each.getBoundingClientRect().right)"
+        )
+        assert len(wide) == 3
+        assert max(wide) <= width
+        grounds.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+        # Labels of the plots have the colour of the text.
+        ink = browser.evaluate("getComputedStyle(document.querySelector('#heat-plot .name')).color")
+        assert ink == browser.evaluate("getComputedStyle(document.body).color")
+    light, dark_ground = (sum(map(int, re.findall(r"\d+", ground))) for ground in grounds)
+    assert light > 3 * 200
+    assert dark_ground < 3 * 50
+
+
+def test_cells_that_are_not_finite_have_a_mark(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    key = "document.getElementById('heat-key').textContent"
+    assert browser.evaluate(key).startswith("✖ has NaN: 3 cells▲ has Inf, no NaN: 1 cell")
+    shown = "document.getElementById('first').textContent"
+    assert "Call 52 in step 4, forward: mm in layers.2" in browser.evaluate(shown)
+    choose = CHOOSE.format("change")
+    for statistic in ("absmax", "mean", "min", "max", "nonfinite"):
+        browser.evaluate(f"{choose}('heat-statistic', '{statistic}')")
+        assert "has NaN: 3 cells" in browser.evaluate(key)
+    for field, value in (("heat-role", "lhs"), ("heat-phase", "backward"), ("heat-statistic", "seconds")):
+        browser.evaluate(f"{choose}('{field}', '{value}')")
+        assert "has NaN" not in browser.evaluate(key)
+    browser.evaluate(f"{CHOOSE.format('input')}('heat-filter', 'LAYERS.3')")
+    assert browser.evaluate(NAMES.format("heat")) == ["layers.3"]
+    assert browser.complaints == []
+
+
+def press(browser: Browser, plot: str, *keys: str) -> None:
+    browser.evaluate(f"document.querySelector('#{plot}-plot canvas').focus()")
+    for key in keys:
+        browser.evaluate(
+            f"document.querySelector('#{plot}-plot canvas').dispatchEvent("
+            f"new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))"
+        )
+
+
+def test_a_cell_is_chosen_by_keys_and_kept_in_the_address(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    press(browser, "heat", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight")
+    told = "document.getElementById('heat-chosen').innerText"
+    shown = browser.evaluate(told)
+    assert shown.startswith(
+        "layers.1, forward, step 3\n1 call; 2 µs of host time; 48 FLOP; outputs: smallest -1, largest 2"
+    )
+    run = page.parent / "run"
+    commands = browser.evaluate("[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)")
+    assert commands == [
+        f"opintercept show {run} --module layers.1 --phase forward --step 3 --calls",
+        f"opintercept show {run} --module layers.1 --phase forward --over steps",
+    ]
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+    assert browser.evaluate("document.activeElement.tagName") == "CANVAS"
+    assert browser.evaluate("document.querySelector('#outputs-module').selectedOptions[0].text") == "layers.1, forward"
+    browser.evaluate(f"{CHOOSE.format('change')}('heat-colors', 'past')")
+    address = browser.evaluate("location.hash")
+    assert address == "#phase=forward&colors=past&step=3&module=layers.1&panel=heat"
+    # The same in another browser, and after a change of the address.
+    browser.evaluate("location.hash = ''")
+    browser.evaluate("new Promise(done => setTimeout(done, 50))")
+    assert browser.evaluate(told) == ""
+    browser.evaluate(f"location.hash = '{address}'")
+    browser.evaluate("new Promise(done => setTimeout(done, 50))")
+    assert browser.evaluate(told) == shown
+    assert browser.evaluate("document.getElementById('heat-colors').value") == "past"
+    assert "as before" in browser.evaluate("document.getElementById('heat-key').textContent")
+    assert browser.complaints == []
+
+
+def test_modules_fold_and_a_group_has_the_calls_below(browser: Browser, tmp_path: Path) -> None:
+    calls = []
+    for index in range(480):
+        module = f"model.layers.{index // 4 % 60}.{'qkvo'[index % 4]}"
+        nan = int(index == 281)
+        calls.append((replace(CALL, index=index, step=index // 240, module=module), {"output": values(nan=nan)}))
+    report.write(tmp_path / "page.html", open_run(folder(tmp_path / "run", *calls, tensors="full")))
+    browser.open(tmp_path / "page.html")
+    # Of 241 modules, only the way to the first NaN is open.
+    names = browser.evaluate(NAMES.format("heat"))
+    assert names == ["model.layers", *map(str, range(11)), *"qkvo", *map(str, range(11, 60))]
+    press(browser, "heat", "Home", "-")
+    assert browser.evaluate(NAMES.format("heat")) == ["model.layers"]
+    told = browser.evaluate("document.getElementById('heat-chosen').innerText")
+    assert told.startswith("model.layers.*, forward, step 0\n240 calls; ")
+    commands = browser.evaluate("[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)")
+    assert commands[0].endswith("/run --module 'model.layers.*' --phase forward --step 0 --calls")
+    assert commands[2] == f"opintercept replay {tmp_path / 'run'} 0"
+    button = "document.querySelector('#heat-plot button')"
+    assert browser.evaluate(f"{button}.getAttribute('aria-expanded')") == "false"
+    browser.evaluate(f"{button}.focus(), {button}.click()")
+    assert len(browser.evaluate(NAMES.format("heat"))) == 1 + 60 + 4
+    assert browser.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
+    browser.evaluate("document.getElementById('heat-open').click()")
+    assert len(browser.evaluate(NAMES.format("heat"))) == 1 + 60 * 5
+    browser.evaluate("document.getElementById('heat-fold').click()")
+    assert browser.evaluate(NAMES.format("heat")) == ["model.layers"]
+    assert browser.complaints == []
+
+
+def test_a_drift_stands_out_against_the_past(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    past = browser.evaluate("modules.againstPast([1, 2, null, 2, 8, 0], true)")
+    assert past == [0, 1, None, 1, 2, None]  # the medians are those of 1; of 1 and 2; and of 1, 2 and 2
+    assert browser.evaluate("modules.againstPast([0, 0, 1, -2, -2], false)") == [0, 0, 8, -8, -8]
+
+
+def test_products_are_sorted_and_filtered(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    rows = browser.evaluate(CELLS)
+    assert [row[:2] for row in rows] == [["bmm", "backward"], ["mm", "forward"]]
+    assert rows[1][2:] == [
+        "layers.*",
+        "[2, 3] @ [3, 4]",
+        "float32",
+        "30",
+        "1.44 k",
+        "105 µs",
+        "6.5 %",
+        "13.7 M",
+        "0.4615",
+    ]
+    sort = "document.querySelectorAll('#gemms-table th button')[{}].click()"
+    head = "[...document.querySelectorAll('#gemms-table th')].map(each => each.getAttribute('aria-sort'))"
+    for column, order in ((0, "ascending"), (0, "descending"), (9, "descending"), (9, "ascending")):
+        browser.evaluate(sort.format(column))
+        assert browser.evaluate(head)[column] == order
+        names = [row[0] for row in browser.evaluate(CELLS)]
+        assert names == (["mm", "bmm"] if order == "descending" else ["bmm", "mm"])
+    points = "document.querySelectorAll('#roofline .point').length"
+    assert browser.evaluate(points) == 2
+    browser.evaluate(f"{CHOOSE.format('change')}('gemms-op', 'mm')")
+    assert [row[0] for row in browser.evaluate(CELLS)] == ["mm"]
+    assert browser.evaluate(points) == 1
+    browser.evaluate(f"{CHOOSE.format('input')}('gemms-shape', '[9')")
+    assert browser.evaluate(CELLS) == []
+    assert browser.complaints == []
+
+
+def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    many = [(replace(CALL, module=f"layers.{i}", op=f"aten::{i}"), {"output": values(nan=i)}) for i in range(450)]
+    bounds: dict[str, list[Any]] = {
+        "empty": [],
+        "bare": [(replace(CALL, module=None, lhs=None, gemm=None, flops=None, bytes=None, elapsed=None), {})],
+        "work": [(replace(CALL, step=step), {}) for step in range(3)],
+        "long": [(replace(CALL, step=step), {"output": values(rms=0.0)}) for step in range(1000)],
+        "many": many,
+    }
+    told = {
+        "empty": "The run has no calls.",
+        "bare": "No values were recorded",
+        "work": "No values were recorded",
+        "long": "To fit, each column combines 8 steps.",
+        "many": "The map shows the first 400 modules and leaves out 50 calls of others.",
+    }
+    for name, calls in bounds.items():
+        report.write(tmp_path / "page.html", open_run(folder(tmp_path / name, *calls)))
+        browser.open(tmp_path / "page.html", 400)
+        assert browser.complaints == [], name
+        assert told[name] in browser.evaluate("document.body.innerText")
+        assert browser.evaluate("document.documentElement.scrollWidth") == 400
+        assert browser.evaluate("document.getElementById('heat-plot').childElementCount > 0") == bool(calls)
+
+
+def test_two_runs_are_compared_and_either_can_be_shown(
+    browser: Browser, recorded: Callable[..., Path], tmp_path: Path
+) -> None:
+    a, b = recorded("a", "sample", steps=2), recorded("b", "sample", steps=3, change=0.5)
+    path = tmp_path / "page.html"
+    report.write(path, open_run(a), open_run(b))
+    browser.open(path, 400)
+    told = "document.getElementById('divergence').innerText"
+    assert "First divergence: call 1 of A, 1 of B, in step 0, forward: addmm in 1" in browser.evaluate(told)
+    assert "Its rhs differs, and no earlier call explains that." in browser.evaluate(told)
+    assert browser.evaluate(NAMES.format("divergence")) == ["0", "1", "2"]
+    signs = "[...document.querySelectorAll('#divergence-plot .leaf')].map(each => each.textContent)"
+    assert browser.evaluate(signs) == ["0", "1■", "2"]
+    press(browser, "divergence", "ArrowDown", "ArrowDown", "ArrowRight")
+    chosen = browser.evaluate("document.getElementById('divergence-chosen').innerText")
+    assert chosen.startswith("2, forward, step 1\n")
+    for name in (a, b):
+        assert f"opintercept show {name} --module 2 --phase forward --step 1 --calls" in chosen
+    browser.evaluate(f"{CHOOSE.format('change')}('divergence-phase', 'backward')")
+    assert browser.evaluate("document.querySelectorAll('#histogram-plot .bin').length") >= 10
+    steps = "document.querySelectorAll('#heat-plot .steps div span').length"
+    assert browser.evaluate(steps) == 2
+    browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
+    assert browser.evaluate(steps) == 3
+    assert browser.evaluate("document.documentElement.scrollWidth") == 400
+    # Runs with nothing in common still make a page.
+    others: dict[str, list[Any]] = {
+        "No call has a counterpart, so nothing was compared.\n\nRank 0 has no calls in B and was not compared.": [],
+        "the runs have no calls in common: ": [(replace(CALL, phase="recompute", module="else"), {})],
+    }
+    for number, (text, calls) in enumerate(others.items()):
+        report.write(path, open_run(a), open_run(folder(tmp_path / f"other{number}", *calls)))
+        browser.open(path, 400)
+        assert text in browser.evaluate(told)
+        assert browser.evaluate("document.getElementById('divergence-plot').offsetHeight") == 0
+        assert browser.complaints == []
+
+
+def broken_runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs. The first is finite; the second has NaN and Inf from step 2 on, which both operands bring in."""
+    a, b = [], []
+    for index in range(40):
+        record = replace(CALL, index=index, step=index // 8, module=f"layers.{index % 8}")
+        a.append((record, {"lhs": values(), "rhs": values(), "output": values(rms=1.0 + index)}))
+        nan = {"nan": 3} if index >= 20 else {}
+        inf = {"inf": 2} if index >= 20 else {}
+        kept = {"lhs": values(**nan), "rhs": values(**inf), "output": values(rms=1.0 + index, **nan)}
+        b.append((record, kept))
+    return folder(tmp_path / "a", *a), folder(tmp_path / "b", *b)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_both_runs_and_their_alarms_come_first(browser: Browser, tmp_path: Path, width: int) -> None:
+    a, b = map(open_run, broken_runs(tmp_path))
+    path = tmp_path / "page.html"
+    cards = "[...document.querySelectorAll('#figures .figure')].map(each => each.textContent)"
+    alarms = "[...document.querySelectorAll('.alarm')].map(each => each.innerText)"
+    ends = "document.querySelector('{}').getBoundingClientRect().bottom"
+    for one, other, figures in ((a, b, "A0B20"), (b, a, "A20B0"), (b, b, "A20B20")):
+        report.write(path, one, other)
+        browser.open(path, width)
+        shown = browser.evaluate(cards)
+        assert shown[0] == "A40B40calls"
+        assert shown[5] == f"{figures}outputs with NaN or Inf"
+        bad = browser.evaluate("[...document.querySelectorAll('#figures .bad')].map(each => each.textContent)")
+        assert bad == ["20"] * figures.count("20")
+        told = browser.evaluate(alarms)
+        assert [text[:3] for text in told] == [f"{run}: " for run in "AB" if f"{run}20" in figures]
+        assert "Call 20 in step 2, forward: mm in layers.4, train.py:1 in forward, has 3 NaN" in told[0]
+        assert "Its lhs and rhs already had some." in told[0]
+        # They are on the first screen, above the divergence.
+        assert browser.evaluate(ends.format(".alarm:last-child")) < 900
+        assert browser.evaluate(ends.format(".alarm:last-child")) < browser.evaluate(ends.format("#divergence h2"))
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        # The run that is chosen below does not change them.
+        browser.evaluate(f"{CHOOSE.format('change')}('run', '1')")
+        assert browser.evaluate(cards) == shown
+        assert browser.complaints == []
+
+
+def test_the_first_divergence_is_shown_with_its_arguments_and_nan(browser: Browser, tmp_path: Path) -> None:
+    folders = broken_runs(tmp_path)
+    for path, causal in zip(folders, (True, False), strict=True):
+        lines = [json.loads(line) for line in (path / "calls.jsonl").read_text().splitlines()]
+        lines[20]["arguments"] = {"is_causal": causal, "name": "<b>" * (not causal)}
+        (path / "calls.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = tmp_path / "page.html"
+    report.write(page, *map(open_run, folders))
+    browser.open(page)
+    told = browser.evaluate("document.getElementById('divergence').innerText")
+    assert (
+        "Its argument is_causal was True in A and is False in B. Its argument name was '' in A and is '<b>' in B."
+        in told
+    )
+    assert "Its lhs and rhs differ, and no earlier call explains that." in told
+    assert (
+        "NaN and Inf: its lhs has none in A and 3 NaN in B, its rhs has none in A and 2 Inf in B, its output "
+        "has none in A and 3 NaN in B."
+    ) in told
+    assert len(browser.evaluate(NAMES.format("divergence"))) == 1 + 8
+    assert browser.complaints == []
+
+
+def test_a_rank_that_one_run_lacks_is_named(browser: Browser, tmp_path: Path) -> None:
+    for name, ranks in (("a", 4), ("b", 2)):
+        (tmp_path / name).mkdir()
+        for rank in range(ranks):
+            folder(tmp_path / name / f"rank{rank}", (CALL, {"output": values()}), rank=rank, world_size=ranks)
+    page = tmp_path / "page.html"
+    report.write(page, open_run(tmp_path / "a"), open_run(tmp_path / "b"))
+    browser.open(page)
+    told = browser.evaluate("document.getElementById('divergence').innerText")
+    assert "Ranks 2, 3 are missing in B and were not compared." in told
+    assert "No call differs" not in told
+
+
+HOSTILE = [
+    "<script>document.title='ran'</script>",
+    "</script><script>document.title='ran'</script>",
+    "<img src=x onerror=\"document.title='ran'\">",
+    "<a href=\"javascript:document.title='ran'\">a</a><b>b</b>",
+    "\"'><svg onload=document.title='ran'>`${document.title='ran'}`",
+    "--><!--<script>&lt;b&gt;&amp;%{x}$$x$$",
+    "@@script@@",
+    "__proto__",
+    "\x00\x07\x1b[31m\r\n\u2028",
+    "\u202e\u2066evil\u05d0\u0639",
+    "\ud800",
+    "huge " * 800,
+]
+
+
+@pytest.mark.parametrize("policy", [True, False], ids=["policy", "no policy"])
+def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, policy: bool) -> None:
+    calls = []
+    for i, text in enumerate(HOSTILE):
+        meta = replace(LHS, dtype=text, device=text)
+        gemm = Gemm(1, 2, 4, 3, (text, text), (False, False))
+        for step in (0, 1):
+            record = replace(
+                CALL, index=i, step=step, module=text, op=text, func=text, source=text, lhs=meta, gemm=gemm
+            )
+            calls.append((record, {"output": values(nan=1)}))
+        calls.append((replace(record, lhs=LHS), {}))
+    texts = {text: text for text in HOSTILE}
+    info = {"argv": HOSTILE, "started": HOSTILE[0], "versions": texts, "devices": HOSTILE, "flags": texts}
+    run = open_run(folder(tmp_path / HOSTILE[2].replace("/", ""), *calls, **info))
+    texts = {f"{text} ": f"{text} " for text in HOSTILE}
+    changed = [(record, kept | {"output": values(rms=i + 2.0, nan=1)}) for i, (record, kept) in enumerate(calls)]
+    other = open_run(folder(tmp_path / "other", *changed, **info | {"versions": texts, "flags": texts}))
+    path = tmp_path / "page.html"
+    report.write(path, run, other)
+    if not policy:  # the page must not rely on the policy
+        text, found = re.subn("<meta http-equiv[^>]*>", "", path.read_text("utf-8"))
+        assert found == 1
+        path.write_text(text, "utf-8")
+    browser.open(path)
+    assert browser.complaints == []
+    # The pointer over each row of both maps, and over each point of the roofline.
+    hover = (
+        "(async () => {{ const texts = []; const plot = document.querySelector('{}');"
+        "const box = plot.getBoundingClientRect();"
+        "for (let i = 0; i < {}; i++) {{ plot.dispatchEvent(new PointerEvent('pointermove', {{bubbles: true,"
+        "clientX: box.left + 5, clientY: box.top + 20 * i + 5}}));"
+        "texts.push(document.getElementById('tip').textContent); }} return texts; }})()"
+    )
+    browser.evaluate("['heat', 'divergence'].forEach(each => document.getElementById(each + '-open').click())")
+    names = [row[2] for row in browser.evaluate(CELLS)]
+    labels = browser.evaluate(NAMES.format("heat"))
+    over = {
+        plot: browser.evaluate(hover.format(f"#{plot}-plot canvas", len(labels))) for plot in ("heat", "divergence")
+    }
+    for text in HOSTILE:
+        shown = panels.shown_text(text.encode("utf-8", "replace").decode())  # half a surrogate pair cannot be encoded
+        assert shown in names
+        for plot, word in (("heat", "1 call"), ("divergence", "1 call of 1 differs")):
+            assert any(each.startswith(f"{shown}step 0, forward, {word}") for each in over[plot]), (plot, text)
+    points = "[...document.querySelectorAll('#roofline .point')].map(each => each.dataset.tip)"
+    assert any("<img" in text for text in browser.evaluate(points))
+    press(browser, "heat", "ArrowRight")
+    for row in range(len(labels)):
+        press(browser, "heat", "ArrowDown" if row else "ArrowUp")
+        for command in browser.evaluate(
+            "[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)"
+        ):
+            words = shlex.split(command)
+            assert words[:2] == ["opintercept", "show"]
+            options = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert options <= {"--module", "--phase", "--step", "--calls", "--over"}
+            assert 7 <= len(words) <= 10
+    browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert browser.evaluate("document.title") == "opintercept report"
+    assert browser.evaluate("document.querySelectorAll('script').length") == 1 + len(report.SCRIPTS)
+    assert browser.evaluate("document.querySelectorAll('img, svg a, main a, iframe, b b, p svg').length") == 0
+    everything = browser.evaluate("document.body.innerText")
+    assert not re.search("[\x00\x07\x1b\u202e\u2066\u2028]", everything)
+    assert browser.evaluate("document.documentElement.scrollWidth") == 1280
+    assert [address for address in browser.requests if not address.startswith("data:")] == [path.as_uri()]

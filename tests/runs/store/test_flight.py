@@ -1,0 +1,284 @@
+"""The flight recorder: what its file holds while the program runs, and after it was killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiler import ENGINES
+from native import reading
+
+from opintercept import NonFiniteError, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
+from opintercept.cli import main
+from opintercept.runs import open_run
+from opintercept.runs.store.codec import StoredCall, decode
+from opintercept.runs.store.flight import FLIGHT, HEAD, LINE, SLOT, Flight, places
+
+X = torch.tensor([[1.0, 2.0], [0.0, -4.5]])
+
+
+@pytest.fixture(autouse=True)
+def values_in_cpp(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With compiled kernels, both engines read values with the same code."""
+    natively = "compiled" in request.node.name
+    with reading(True) if natively else reading(False):
+        yield
+
+
+def calls_of(folder: Path) -> list[StoredCall]:
+    return list(open_run(folder).calls())
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+ENDLESS = """
+    import sys, torch
+    from opintercept import intercept, runs
+    x = torch.ones(2, 2)
+    with intercept(runs.RunRecorder(sys.argv[1], sys.argv[2], flight=16), engine=sys.argv[3]):
+        for number in range(1_000_000):
+            x @ x
+            if number == 100:
+                print("ready", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("tensors", ["none", "stats"])
+def test_the_last_calls_of_a_killed_program_are_read(engine: str, tensors: str, tmp_path: Path) -> None:
+    with start(ENDLESS, f"{tmp_path}/run", tensors, engine) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(signal.SIGKILL)
+    run = open_run(tmp_path / "run")
+    assert not run.info.finished
+    found = [call.record.index for call in run.calls()]
+    assert found[0] > 50
+    assert found == list(range(found[0], found[0] + len(found)))
+    assert len(found) in (15, 16)  # the last one may have been half written
+    if tensors == "stats":
+        assert {call.values["output"].max for call in run.calls()} == {2.0}
+    position, call = next(run.located(0))
+    assert run.at(0, position) == call
+
+
+def test_the_calls_of_a_program_that_runs_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", flight=4)):
+        for _ in range(9):
+            X @ X
+        assert main(["show", str(tmp_path / "run")]) == 0
+        assert [call.record.index for call in calls_of(tmp_path / "run")] == [5, 6, 7, 8]
+    assert "not finished: still running, or killed" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_that_ends_the_program_leaves_the_calls(tmp_path: Path) -> None:
+    with start(ENDLESS, f"{tmp_path}/run", "none", "kernel") as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        program.send_signal(signal.SIGTERM)
+    assert len(calls_of(tmp_path / "run")) in (15, 16)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_nan_leaves_the_calls_and_its_operands(engine: Any, tmp_path: Path) -> None:
+    recorder = runs.RunRecorder(tmp_path / "run", flight=3)
+    with (
+        pytest.raises(NonFiniteError, match="made by aten::mm"),
+        intercept([recorder, hooks.NonFinite()], engine=engine),
+    ):
+        for scale in (1.0, 1.0, 1.0, 1.0, math.inf, 1.0):
+            torch.mm(torch.tensor([[scale, -scale]]), torch.ones(2, 1))
+    found = calls_of(tmp_path / "run")
+    assert [call.record.index for call in found] == [2, 3, 4]
+    assert found[-1].values["output"].nan == 1
+    assert open_run(tmp_path / "run").info.finished
+    assert not (tmp_path / "run" / FLIGHT).exists()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("tensors", ["none", "stats"])
+def test_the_file_holds_what_a_whole_run_holds(engine: Any, tensors: Any, tmp_path: Path) -> None:
+    odd = torch.tensor([[math.inf, 1e-30], [-0.0, math.nan]])
+    empty = torch.zeros(2, 0)
+    layer = torch.nn.Linear(2, 2)
+
+    def program(recorder: Any) -> list[StoredCall]:
+        torch.manual_seed(0)
+        with intercept(recorder, engine=engine):
+            for _ in range(3):
+                for x in (X, odd, X * 1e300, X.double() * 1e300, X.to(torch.bfloat16), empty):
+                    x @ x.mT
+                layer(X).sum().backward()
+                torch.nn.functional.scaled_dot_product_attention(X[None, None], X[None, None], X[None, None])
+                with torch.autocast("cpu", torch.bfloat16):
+                    layer(X).sum().backward()
+            return calls_of(recorder.path) if recorder.flight else []
+
+    flight = program(runs.RunRecorder(tmp_path / "flight", tensors, flight=1000))
+    program(runs.RunRecorder(tmp_path / "whole", tensors))
+    whole = calls_of(tmp_path / "whole")
+    assert len(flight) == len(whole)
+    for one, other in zip(flight, whole, strict=True):
+        assert one.record.elapsed is not None
+        assert dataclasses.replace(one.record, started=0, elapsed=0.0) == dataclasses.replace(
+            other.record, started=0, elapsed=0.0
+        )
+        assert one.arguments == other.arguments
+        assert repr(one.values) == repr(other.values)
+
+
+def test_the_file_does_not_grow(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", "none", flight=8)):
+        size = (tmp_path / "run" / FLIGHT).stat().st_size
+        for rows in range(1, 500):
+            torch.ones(rows, 2) @ X
+        assert (tmp_path / "run" / FLIGHT).stat().st_size == size == HEAD.size + 8 * LINE
+        assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(("calls", "tensors"))] == []
+
+
+def test_a_folder_that_was_there_stays_empty(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path, flight=2)):
+        X @ X
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_folder_with_a_killed_run_is_refused_and_can_be_overwritten(tmp_path: Path) -> None:
+    with start(ENDLESS, f"{tmp_path}/run", "none", "kernel") as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        program.kill()
+    with pytest.raises(ValueError, match="already holds a run"):
+        runs.RunRecorder(tmp_path / "run", flight=2)
+    with (
+        pytest.raises(ZeroDivisionError, match="division"),
+        intercept(runs.RunRecorder(tmp_path / "run", flight=2, overwrite=True)),
+    ):
+        X @ X
+        _ = 1 / 0
+    assert len(calls_of(tmp_path / "run")) == 1
+
+
+def test_another_recorder_is_refused_while_one_flies(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", flight=2)):
+        with pytest.raises(ValueError, match="already holds a run"):
+            runs.RunRecorder(tmp_path / "run", flight=2)
+        with pytest.raises(OpInterceptError, match="is recording to"):
+            with intercept(runs.RunRecorder(tmp_path / "run", flight=2, overwrite=True)):
+                pass
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_forked_child_writes_nothing(engine: Any, tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", flight=9), engine=engine):
+        for _ in range(3):
+            X @ X
+        child = os.fork()
+        if not child:
+            for _ in range(3):
+                X @ X
+            os._exit(0)
+        os.waitpid(child, 0)
+        X @ X
+        assert [call.record.index for call in calls_of(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_a_line_without_room_is_counted(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", "none", flight=4)):
+        X @ X
+        torch.einsum(",".join("ab" for _ in range(2)), X, X)
+        flight = tmp_path / "run" / FLIGHT
+        whole = bytearray(flight.read_bytes())
+        SLOT.pack_into(whole, HEAD.size, 1, 0)  # as one that is too long
+        flight.write_bytes(whole)
+        with pytest.warns(OpInterceptWarning, match="skipped 1 unreadable call in .*flight.ring"):
+            found = calls_of(tmp_path / "run")
+        assert 0 not in [call.record.index for call in found]
+
+
+def test_a_long_line_is_left_out(tmp_path: Path) -> None:
+    flight = Flight(4, 100)
+    flight.open(tmp_path)
+    for line in (b"a" * 84, b"b" * 85, b"c\n"):
+        flight.put(line)
+    with open(tmp_path / FLIGHT, "rb") as file:
+        found, left_out = places(file)
+    assert (len(found), left_out) == (2, 1)
+    flight.close(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"x" * 10,
+        HEAD.pack(b"something else\n", 4, 64) + bytes(256),
+        HEAD.pack(b"opintercept flight recorder 1\n", 2**60, 2**40) + bytes(256),
+        HEAD.pack(b"opintercept flight recorder 1\n", 2**20, 64) + bytes(100),
+        HEAD.pack(b"opintercept flight recorder 1\n", 4, 0) + bytes(256),
+        HEAD.pack(b"opintercept flight recorder 1\n", 1, 64) + SLOT.pack(1, 2**40) + bytes(48),
+    ],
+    ids=["empty", "short", "other", "huge", "cut", "no size", "long line"],
+)
+def test_a_file_that_anyone_may_have_written_is_no_danger(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / FLIGHT).write_bytes(content)
+    with open(tmp_path / FLIGHT, "rb") as file:
+        found, _ = places(file)
+        for place in found:
+            file.seek(place)
+            assert decode(file.readline(1000), 0) is None
+    assert isinstance(file, io.BufferedReader)
+
+
+def test_a_block_can_be_entered_again(tmp_path: Path) -> None:
+    recorder = runs.RunRecorder(tmp_path / "run", flight=4)
+    block = intercept(recorder)
+    for _ in range(2):
+        with block:
+            X @ X
+            assert len(calls_of(tmp_path / "run")) == 1
+        assert not (tmp_path / "run").exists()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="division"), block:
+            X @ X
+            _ = 1 / 0
+    assert recorder.calls == 2
+    assert len(calls_of(tmp_path / "run")) == 2
+
+
+def test_a_full_recording_ends_later_blocks_without_an_error_of_its_own(tmp_path: Path) -> None:
+    recorder = runs.RunRecorder(tmp_path / "run", flight=64, max_bytes=1)
+    with pytest.warns(OpInterceptWarning, match="max_bytes"), pytest.raises(KeyError, match="first"):
+        with intercept(recorder):
+            X @ X
+            raise KeyError("first")
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        pytest.raises(KeyError, match="second"),
+        intercept(recorder),
+    ):
+        X @ X
+        raise KeyError("second")
+    assert not caught
+    assert recorder.calls == 0
