@@ -8,6 +8,8 @@ Importing the package does not import torch: each public name is loaded when it 
 
 from __future__ import annotations
 
+from opintercept._core.version import __version__ as __version__
+
 # Type checkers take this name to be true. Importing `typing` would take most of the time of importing this file.
 TYPE_CHECKING = False
 
@@ -23,22 +25,20 @@ if TYPE_CHECKING:
     from opintercept._core.errors import NonFiniteError as NonFiniteError
     from opintercept._core.errors import OpInterceptError as OpInterceptError
     from opintercept._core.errors import OpInterceptWarning as OpInterceptWarning
+    from opintercept._core.gemm import Gemm as Gemm
     from opintercept._core.hook import Handle as Handle
     from opintercept._core.hook import Hook as Hook
     from opintercept._core.hook import HookDeclaration as HookDeclaration
     from opintercept._core.record import CallRecord as CallRecord
-    from opintercept._core.record import Gemm as Gemm
     from opintercept._core.tensors import TensorMeta as TensorMeta
     from opintercept._engines.info import Info as Info
     from opintercept._engines.info import info as info
     from opintercept._ops.register import Registration as Registration
     from opintercept._ops.register import register_op as register_op
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "CallRecord": "_core.record",
-    "Gemm": "_core.record",
+    "Gemm": "_core.gemm",
     "Handle": "_core.hook",
     "Hook": "_core.hook",
     "HookDeclaration": "_core.hook",

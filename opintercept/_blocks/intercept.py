@@ -150,7 +150,7 @@ class Interceptor:
     @property
     def opaque(self) -> dict[str, int]:
         """How often operators ran that hide matmuls, by name: they were seen, but not what they did inside."""
-        self.watcher.pipeline.settle()
+        self.watcher.pipeline.flush()
         return dict(self.watcher.pipeline.opaque)
 
     @keep_out

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._core.gemm import Gemm
 from opintercept._core.place import NOWHERE, Place
-from opintercept._core.record import CallRecord, Gemm, Note, Phase, Summary, summary_of, taken_of
+from opintercept._core.record import CallRecord, PendingRecord, Phase, Summary, summary_of, taken_of
 from opintercept._core.tensors import describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
 
 if TYPE_CHECKING:
     import torch
-
-    from opintercept._ops.op import Op
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ class Origin(Protocol):
     def place(self, call: OpCall, read: str) -> Place: ...
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]: ...
     def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None: ...
-    def behind(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None: ...
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None: ...
 
 
 class NoOrigin:
@@ -56,7 +55,7 @@ class NoOrigin:
     def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> None:
         return None
 
-    def behind(self, operands: tuple[int, ...], lhs: int) -> None:
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> None:
         return None
 
 
@@ -67,6 +66,33 @@ class Owner(Protocol):
     steps: int
     origin: Origin
     look: Callable[..., Any]
+
+
+class Spec(Protocol):
+    """What a call uses of its operator's row of the table. `_ops.op.Op` implements it and says what each means."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def opaque(self) -> bool: ...
+    @property
+    def roles(self) -> Mapping[str, tuple[int, str]]: ...
+    @property
+    def scales(self) -> tuple[tuple[int, str], ...]: ...
+    @property
+    def dequantize(self) -> Mapping[str, Callable[..., Any]]: ...
+    def argument(self, role: str, args: Any, kwargs: Any, /) -> Any: ...
+    def arguments(self, func: Any, args: Any, kwargs: Any, /) -> dict[str, Any]: ...
+    def contraction_dim(self, role: str, /) -> int | None: ...
+    def dequantized(self, role: str, func: Any, args: Any, kwargs: Any, /) -> Any: ...
+    def flops(self, args: Any, kwargs: Any, /) -> int | None: ...
+    def gemm(self, args: Any, kwargs: Any, /) -> Gemm | None: ...
+    def operand(self, role: str, args: Any, kwargs: Any, /) -> Any: ...
+    def replaced(self, role: str, value: Any, args: Any, kwargs: Any, /) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def result(self, func: Any, args: Any, kwargs: Any, /) -> Any: ...
+    def returned(self, func: Any, args: Any, kwargs: Any, /) -> list[Any]: ...
+    def scale_tensors(self, args: Any, kwargs: Any, /) -> list[Any]: ...
+    def written(self, func: Any, args: Any, kwargs: Any, /) -> list[Any]: ...
 
 
 class OpCall:
@@ -115,7 +141,7 @@ class OpCall:
     def __init__(
         self,
         owner: Owner,
-        spec: Op,
+        spec: Spec,
         func: Any,
         phase: Phase,
         args: tuple[Any, ...],
@@ -204,7 +230,7 @@ class OpCall:
         values: torch.Tensor | None = self._spec.dequantized(role, self.func, self.args, self.kwargs)
         return codes if values is None else values
 
-    def coded(self, role: str) -> bool:
+    def is_quantized(self, role: str) -> bool:
         """Whether an operand holds codes, of which nobody has said how to compute the values: `dequantize` is missing.
 
         Args:
@@ -215,13 +241,13 @@ class OpCall:
             return False
         return not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
 
-    def summed(self, role: str) -> int | None:
+    def contraction_dim(self, role: str) -> int | None:
         """Return the dimension of an operand's matrices that the product sums over, or None if the operator fixes none.
 
         Args:
             role: `"lhs"`, for which `mm` has -1, or `"rhs"`, for which it has -2.
         """
-        return self._spec.summed(role)
+        return self._spec.contraction_dim(role)
 
     def replace(self, **operands: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with other operands, for a `pre` hook to return. The call itself does not change.
@@ -443,7 +469,7 @@ class OpCall:
         """
         return self.note().record()
 
-    def note(self) -> Note:
+    def note(self) -> PendingRecord:
         """Return what `record` needs, to put together later: a hook that keeps many records keeps notes instead.
 
         Raises:
@@ -451,7 +477,7 @@ class OpCall:
         """
         owner = self._live("record")
         forward, grad_of, _ = self._relation("record") if self.phase == "backward" else (None, None, False)
-        return Note(
+        return PendingRecord(
             summary_of(self, owner.look),
             self.index,
             self.step,

@@ -1,25 +1,20 @@
-"""`Rows`: the calls that compiled kernels have noted, of which the hooks of a pipeline have not been told yet.
+"""`NotedCalls`: the calls that compiled kernels have noted, of which the hooks of a pipeline have not been notified.
 
-Invariant: hooks are told of calls in the order in which they ended, and in Python of every call that is new to them:
-what they learn of it holds for all calls that look alike. Must not import torch.
+Invariant: hooks are notified of calls in the order in which they ended, and see in Python every call that is new to
+them: what they learn of it holds for all calls that look alike. Must not import torch or the pipeline.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from opintercept._core.errors import OpInterceptError
+from opintercept._core.call import OpCall
+from opintercept._core.hook import Handle
 from opintercept._core.place import Place
-from opintercept._core.record import Note
-
-if TYPE_CHECKING:
-    from opintercept._core.call import OpCall
-    from opintercept._core.hook import Handle
-    from opintercept._core.pipeline import Pipeline
+from opintercept._core.record import PendingRecord
 
 Found = tuple[tuple[int, int, int, int, int, int, float, float], float, float, int | None, None, None]
 """What a kernel reads of a tensor, as `_native.values.read` returns it."""
@@ -63,7 +58,7 @@ class InKernel(Protocol):
     def learn(self, call: OpCall) -> Any:
         """What holds for all calls that look like this one, for `noted`; None if the hook has to see such calls."""
 
-    def noted(self, note: Note, values: Mapping[str, Found], learned: Any) -> None:
+    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:
         """Take a call that has been noted.
 
         Args:
@@ -123,38 +118,38 @@ class Ring(Protocol):
     def forget_parent(self) -> None: ...
 
 
-class Rows:
-    """The rows of one pipeline. Kernels call the methods from `here` on.
+class NotedCalls:
+    """The calls that kernels have noted for one pipeline, in the order in which they ended.
 
     Args:
         ring: Where kernels put them.
-        pipeline: Owns the rows.
     """
 
-    __slots__ = ("__weakref__", "_failures", "_flight", "_hooks", "_lock", "_pipeline", "_teller", "ring")
+    __slots__ = ("_failures", "_flight", "_hooks", "_lock", "_notifier", "ring")
 
-    def __init__(self, ring: Ring, pipeline: Pipeline) -> None:
+    def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self._pipeline = weakref.ref(pipeline)
         # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
         self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
         self._flight: tuple[InKernel, FlightRecorder] | None = None
         self._lock: Any = threading.RLock()  # for `_is_owned`, which `Condition` uses too
-        self._teller: int | None = None  # the thread that tells hooks of rows
-        self._failures: list[_Failed] = []  # of hooks that were told where nobody could be told
-        ring.attach(weakref.ref(self))
-        _all.append(weakref.ref(self, _all.remove))
+        self._notifier: int | None = None  # the thread that notifies hooks
+        self._failures: list[Failure] = []  # of hooks that were notified where nobody could be told
 
-    def plan(self, handles: Sequence[Handle]) -> bool:
-        """Let kernels do the work of these hooks, and return whether they can. Those before get their rows."""
-        pipeline = self._pipeline()
+    def plan(self, handles: Sequence[Handle], links: Any, flush: Callable[[], None]) -> bool:
+        """Let kernels do the work of these hooks, and return whether they can.
+
+        Args:
+            handles: The hooks.
+            links: `Origin.links`.
+            flush: Notifies the hooks before of the calls that are theirs.
+        """
         self.ring.suspend()
-        self.settle()
+        flush()
         self._hooks, self._flight = (), None
         written: tuple[str, ...] = ()
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
-        links = None if pipeline is None else pipeline.links
         together = _together(works)
         if not works or links is None or together is None:
             return False
@@ -182,129 +177,86 @@ class Rows:
             written,
             checker,
         ):
-            self.settle()  # another thread has added one
+            flush()  # another thread has added one
         return True
 
-    def settle(self, only_if_free: bool = False) -> None:
-        """Tell the hooks of the calls that have been noted, and wait for a thread that is doing so.
+    def flush(self, notify: Notify, only_if_free: bool = False) -> Iterator[Failure]:
+        """Notify hooks of all noted calls, and wait for a thread that is doing so. Yields the failures of hooks.
 
         It waits for a second at most: that thread may wait for a lock of a hook, which the caller may hold.
 
         Args:
+            notify: Notifies the hooks of one call.
             only_if_free: Whether to leave it to that thread.
         """
         me = threading.get_ident()
-        while self._failures or not self.ring.empty() or self._teller not in (None, me):
-            if (only_if_free and self._teller not in (None, me)) or (found := self._failed()) is None:
+        while self._failures or not self.ring.empty() or self._notifier not in (None, me):
+            if (only_if_free and self._notifier not in (None, me)) or (failed := self._failed(notify)) is None:
                 return
-            for handle, note, failure in found:
-                try:
-                    if not self._owner().survives(handle, "post", note.record(), failure):
-                        raise failure
-                finally:
-                    del failure  # its traceback keeps this frame
+            yield from failed
 
-    def settle_quietly(self) -> None:
-        """The same where an exception would be lost. The next `settle` raises it."""
-        pipeline = self._pipeline()
-        goes_on = pipeline is not None and pipeline.on_error == "warn"
-        while pipeline is not None and not self.ring.empty() and (goes_on or not self._failures):
+    def flush_quietly(self, notify: Notify, goes_on: bool) -> None:
+        """The same where an exception would be lost. The next `flush` yields the failures.
+
+        Args:
+            notify: Notifies the hooks of one call.
+            goes_on: Whether to go on after a failure.
+        """
+        while not self.ring.empty() and (goes_on or not self._failures):
             before, self._failures = self._failures, []
-            found = self._failed()
-            self._failures = before + (found or [])
-            if found is None:
+            failed = self._failed(notify)
+            self._failures = before + (failed or [])
+            if failed is None:
                 return
 
-    def _failed(self) -> list[_Failed] | None:
-        """Tell hooks of calls until some fail with one; return these, or None if another thread is telling them."""
+    def _failed(self, notify: Notify) -> list[Failure] | None:
+        """Notify hooks of calls until some fail with one; return these, or None if another thread is notifying."""
         me = threading.get_ident()
-        if self._teller == me:  # a signal handler, or a hook that asks for its rows while it is told of one
-            return self._next_failures()
+        if self._notifier == me:  # a signal handler, or a hook that asks for its calls while it is told of one
+            return self._next_failures(notify)
         try:
-            # An interrupt may have kept this thread from setting the teller, or from releasing the lock.
+            # An interrupt may have kept this thread from setting the notifier, or from releasing the lock.
             if not (self._lock._is_owned() or self._lock.acquire(timeout=1)):
                 return None
-            self._teller = me
-            return self._next_failures()
+            self._notifier = me
+            return self._next_failures(notify)
         finally:
             if self._lock._is_owned():
-                self._teller = None
+                self._notifier = None
                 self._lock.release()
 
-    def _next_failures(self) -> list[_Failed]:
+    def _next_failures(self, notify: Notify) -> list[Failure]:
         failed, self._failures = self._failures, []
-        return failed or self._tell_until_one_fails()
-
-    def _tell_until_one_fails(self) -> list[_Failed]:
-        pipeline = self._owner()
-        failed: list[_Failed] = []
         take = self.ring.take
         while not failed and (row := take()) is not None:
-            note = Note._make((*row[0], None))
-            if note.summary.opaque:
-                pipeline.count_opaque(note.summary.op)
-            for reference, known in row[2]:
-                handle = reference()
-                if handle is None or handle.removed:
-                    continue
-                try:
-                    handle.hook.noted(note, row[1], known)
-                except Exception as exception:
-                    failed.append((handle, note, exception))
-                    if pipeline.on_error == "raise":
-                        break
-                    handle.removed = True  # now: others may be told of more calls before it is taken out
-                    exception.__traceback__ = None  # keeps the program's frames, and this one, which keeps it
+            failed = notify(PendingRecord._make((*row[0], None)), row[1], row[2])
         return failed
 
-    def learn(self, call: OpCall) -> tuple[Any, ...] | None:
-        """What holds for all calls that look like this one; None if kernels cannot note them."""
-        owner = call.owner
+    def learn(self, call: OpCall) -> tuple[tuple[Any, ...], bytes | None] | None:
+        """What hooks learn of calls that look like this one, and a line's text; None if kernels cannot note them."""
         learned = tuple((reference, hook.learn(call)) for reference, hook in self._hooks)
         text = None if self._flight is None else self._flight[0].learn(call)
-        if owner is None or any(known is None for _, known in learned) or (self._flight is not None and text is None):
+        if any(known is None for _, known in learned) or (self._flight is not None and text is None):
             return None
-        return call.summary, owner.origin.autocast(call), learned, text
+        return learned, text
 
     def text_of(self, place: Place) -> bytes:
         """What a line of the flight recorder says of a place."""
         return b"" if self._flight is None else self._flight[1].text_of(place)
 
-    def here(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None:
-        """The place of a call with this stack, if it is the same for all such calls."""
-        return self._owner().origin.lasting(module, root, code, instruction)
-
-    def note(self, row: Any, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Any) -> None:
-        """Remember a forward call that autograd records, see `_origin.links.Links`."""
-        links = self._owner().links
-        if links is not None:
-            links.add(row.name, index, operands, wanted, place)
-
-    def behind(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
-        """The place of the running backward call, its forward call and of which operand it computes the gradient.
-
-        None if only a look at the stack can tell.
-        """
-        return self._owner().origin.behind(operands, lhs)
-
-    def late(self, *call: Any) -> tuple[Any, ...] | None:
-        """See `Pipeline.late`."""
-        return self._owner().late(*call)
-
     def forget_parent(self) -> None:
         """In a forked child, drop what other threads of the parent have noted since: none will release its locks."""
         self._lock = threading.RLock()
-        self._teller = None
+        self._notifier = None
         self.ring.forget_parent()
 
-    def _owner(self) -> Pipeline:
-        pipeline = self._pipeline()
-        if pipeline is None:
-            raise OpInterceptError("a call must belong to an interceptor, but its interceptor is gone")
-        return pipeline
 
+Failure = tuple[Handle, PendingRecord, Exception]
+"""A hook that failed, the call of which it was notified, and what it raised."""
 
-_Failed = tuple["Handle", Note, Exception]  # a hook that failed, the call of which it was told, and why
+Notify = Callable[[PendingRecord, dict[str, Found], tuple[Any, ...]], list[Failure]]
+"""Notifies hooks of a call: takes what was noted and read of it, and pairs of a reference to a handle and of what its
+hook has learned."""
 
 
 def _is_in_kernel(hook: Any) -> bool:
@@ -332,7 +284,6 @@ def _together(works: Iterable[Work | None]) -> Work | None:
     return found
 
 
-_all: list[weakref.ref[Rows]] = []
 _forgets: list[Callable[[], Any]] = []
 
 
@@ -345,21 +296,3 @@ def forget() -> None:
     """Let kernels forget what calls look like and where they come from: rows of the table or names have changed."""
     for function in _forgets:
         function()
-
-
-def settle() -> None:
-    """Tell all hooks of this process of the calls that kernels have noted. Call it without a lock."""
-    for reference in tuple(_all):
-        rows = reference()
-        if rows is not None:
-            rows.settle()
-
-
-def _settle_quietly() -> None:
-    for reference in tuple(_all):
-        rows = reference()
-        if rows is not None:
-            rows.settle_quietly()
-
-
-os.register_at_fork(before=_settle_quietly)  # the child's copies of the hooks have what the parent's have

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import threading
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from time import perf_counter, time_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opintercept._core.call import NoOrigin, OpCall, Origin
+from opintercept._core.call import NoOrigin, OpCall, Origin, Spec
 from opintercept._core.errors import HookError, OpInterceptWarning
 from opintercept._core.exits import never_began, raised_here
 from opintercept._core.fork import in_child
 from opintercept._core.hook import Handle, Hook, Level, OnError
-from opintercept._core.noted import Ring, Rows
+from opintercept._core.noted import Failure, Found, NotedCalls, Ring
 from opintercept._core.place import Place
-from opintercept._core.record import CallRecord, Phase, look
+from opintercept._core.record import CallRecord, PendingRecord, Phase, look
 from opintercept._core.replace import check_alike, check_replacement, checked_inputs, written_back
 from opintercept._core.tensors import copy_into
-
-if TYPE_CHECKING:
-    from opintercept._ops.op import Op
 
 _ENTER, _EXIT, _FIRST = attrgetter("enter"), attrgetter("exit"), itemgetter(0)
 
@@ -52,7 +50,7 @@ class Pipeline:
 
     Attributes:
         steps: The number of the step that runs, from 0; the interceptor's `step` advances it.
-        rows: The calls that kernels have noted, if the engine has kernels that do.
+        queue: The calls that kernels have noted, if the engine has kernels that do.
         noted: The same; None while the hooks have to see each call.
         opaque: How many calls of each opaque operator have run, by name.
         pass_over: Counts a call of an operator that is not looked at.
@@ -83,7 +81,7 @@ class Pipeline:
         "pass_over",
         "post",
         "pre",
-        "rows",
+        "queue",
         "steps",
     )
 
@@ -97,8 +95,8 @@ class Pipeline:
         look: Callable[..., Any] = look,
         ring: Ring | None = None,
     ) -> None:
-        self.rows = None if ring is None else Rows(ring, self)
-        self.noted: Rows | None = None
+        self.queue = None if ring is None else NotedCalls(ring)
+        self.noted: NotedCalls | None = None
         self._tap = tap
         self.look = look
         self.level = level
@@ -122,6 +120,8 @@ class Pipeline:
         self.error: tuple[Handle, ...] = ()
         self.backward: tuple[Handle, ...] = ()
         self.end_step: tuple[Handle, ...] = ()
+        if ring is not None:
+            ring.attach(weakref.ref(self))
         for hook in hooks:
             self.register(hook)
         _remember(self)
@@ -129,7 +129,7 @@ class Pipeline:
     @property
     def calls(self) -> int:
         """How many calls there have been."""
-        return _read(self._count) if self.rows is None else self.rows.ring.calls()
+        return _read(self._count) if self.queue is None else self.queue.ring.calls()
 
     @property
     def passed(self) -> int:
@@ -144,8 +144,8 @@ class Pipeline:
     def next_step(self, number: int | None = None) -> None:
         """Count a step of the program, or set the number of the next one, and tell the hooks that a step has ended."""
         self.steps = self.steps + 1 if number is None else number
-        if self.rows is not None:
-            self.rows.ring.set_step(self.steps)
+        if self.queue is not None:
+            self.queue.ring.set_step(self.steps)
         for handle in self.end_step:
             if handle not in self._inside:
                 continue
@@ -155,10 +155,43 @@ class Pipeline:
                 if not self._survives(handle, f"the end_step of hook {handle.hook!r}", exception):
                     raise
 
-    def settle(self) -> None:
-        """Tell the hooks of the calls that kernels have noted."""
-        if self.noted is not None:
-            self.noted.settle()
+    def flush(self, only_if_free: bool = False) -> None:
+        """Notify the hooks of the calls that kernels have noted.
+
+        Args:
+            only_if_free: Whether to leave it to another thread that is doing so.
+        """
+        if self.queue is None:
+            return
+        for handle, note, failure in self.queue.flush(self._notify, only_if_free):
+            try:
+                if not self.survives(handle, "post", note.record(), failure):
+                    raise failure
+            finally:
+                del failure  # its traceback keeps this frame
+
+    def flush_quietly(self) -> None:
+        """The same where an exception would be lost. The next `flush` raises it."""
+        if self.queue is not None:
+            self.queue.flush_quietly(self._notify, self.on_error == "warn")
+
+    def _notify(self, note: PendingRecord, values: dict[str, Found], learned: tuple[Any, ...]) -> list[Failure]:
+        failed: list[Failure] = []
+        if note.summary.opaque:
+            self.count_opaque(note.summary.op)
+        for reference, known in learned:
+            handle = reference()
+            if handle is None or handle.removed:
+                continue
+            try:
+                handle.hook.noted(note, values, known)
+            except Exception as exception:
+                failed.append((handle, note, exception))
+                if self.on_error == "raise":
+                    break
+                handle.removed = True  # now: others may be notified of more calls before it is taken out
+                exception.__traceback__ = None  # keeps the program's frames, and this one, which keeps it
+        return failed
 
     def register(self, hook: Hook) -> Handle:
         """Append a hook. If the interceptor is active, the hook's `enter` runs at once."""
@@ -181,7 +214,7 @@ class Pipeline:
 
     def _take_out(self, handle: Handle) -> BaseException | None:
         if not handle.removed:
-            self.settle()
+            self.flush()
         with self._lock:
             handle.removed = True
             self._set(tuple(h for h in self._handles if h is not handle))
@@ -203,8 +236,8 @@ class Pipeline:
         if self.links is not None:
             self.links.wanted |= any(h.tracks for h in handles)
             self.links.names_all |= any(h.names_all for h in handles)
-        if self.rows is not None:
-            self.noted = self.rows if self.rows.plan(handles) else None
+        if self.queue is not None:
+            self.noted = self.queue if self.queue.plan(handles, self.links, self.flush) else None
 
     def enter(self, user: object) -> None:
         """Run the hooks' `enter` if this is the first block. `exit` undoes it, also if an `enter` has failed."""
@@ -235,7 +268,7 @@ class Pipeline:
         failures: list[BaseException] = []
         try:
             if self._entered_by <= {user}:
-                self.settle()
+                self.flush()
         except Exception as exception:
             failures.append(exception)
         with self._lock:
@@ -281,9 +314,9 @@ class Pipeline:
         handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
         return self._tap(self, call, handles) if handles and self._tap is not None else None
 
-    def late(
+    def after_kernel(
         self,
-        spec: Op,
+        spec: Spec,
         func: Any,
         phase: Phase,
         args: tuple[Any, ...],
@@ -297,7 +330,8 @@ class Pipeline:
     ) -> tuple[Any, ...] | None:
         """Run the hooks of a call whose operator has run already, in a kernel that could not note the call.
 
-        The operator writes to none of its arguments. Returns what `Rows.learn` does.
+        The operator writes to none of its arguments. Returns what holds for all calls that look like this one: their
+        summary, their autocast dtype, what hooks have learned, and a line's text; None if kernels cannot note them.
 
         Args:
             spec: As for `run`, as are func, phase, args and kwargs.
@@ -309,7 +343,7 @@ class Pipeline:
             elapsed: The operator's time.
         """
         began = perf_counter() - (time_ns() - started) / 1e9
-        self.settle()
+        self.flush()
         call = OpCall(self, spec, func, phase, args, kwargs, index)
         call.place = place
         try:
@@ -321,12 +355,35 @@ class Pipeline:
                 _report((self,), [call], exception)
                 return None
             call.output, call.elapsed = output, elapsed
-            learned = None if self.rows is None else self.rows.learn(call)
+            learned = None if self.queue is None else self.queue.learn(call)
+            shared = None if learned is None else (call.summary, self.origin.autocast(call), *learned)
             _after(self, call, spec, args, kwargs)
-            return learned
+            return shared
         finally:
             call.owner = None
             del call, args, kwargs, output, exception  # as in `run`
+
+    # Kernels in C++ call these four.
+
+    def text_of(self, place: Place) -> bytes:
+        """What a line of the flight recorder says of a place."""
+        return b"" if self.queue is None else self.queue.text_of(place)
+
+    def lasting_place(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None:
+        """The place of a call with this stack, if it is the same for all such calls."""
+        return self.origin.lasting(module, root, code, instruction)
+
+    def link(self, row: Any, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Any) -> None:
+        """Remember a forward call that autograd records, see `_origin.links.Links`."""
+        if self.links is not None:
+            self.links.add(row.name, index, operands, wanted, place)
+
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
+        """The place of the running backward call, its forward call and of which operand it computes the gradient.
+
+        None if only a look at the stack can tell.
+        """
+        return self.origin.forward_of(operands, lhs)
 
     def count_opaque(self, name: str) -> None:
         """Count a call of an opaque operator."""
@@ -363,7 +420,7 @@ class Pipeline:
 
 def run(
     pipelines: tuple[Pipeline, ...],
-    spec: Op,
+    spec: Spec,
     func: Any,
     phase: Phase,
     invoke: Callable[..., Any],
@@ -395,7 +452,7 @@ def run(
     (pipeline,) = pipelines
     given_args, given_kwargs = args, kwargs
     if pipeline.noted is not None:
-        pipeline.noted.settle()  # hooks see the calls in order
+        pipeline.flush()  # hooks see the calls in order
     call = OpCall(pipeline, spec, func, phase, args, kwargs)
     try:
         links = pipeline.links
@@ -434,7 +491,7 @@ def run(
 
 def _run_several(
     pipelines: tuple[Pipeline, ...],
-    spec: Op,
+    spec: Spec,
     func: Any,
     phase: Phase,
     invoke: Callable[..., Any],
@@ -446,7 +503,8 @@ def _run_several(
     calls: list[OpCall] = []
     try:
         for pipeline in pipelines:
-            pipeline.settle()
+            if pipeline.noted is not None:
+                pipeline.flush()
             call = OpCall(pipeline, spec, func, phase, given_args, given_kwargs)
             calls.append(call)
             if pipeline.links is not None and pipeline.links.wanted:
@@ -490,7 +548,7 @@ def _run_several(
 
 
 def _in_place_of(
-    spec: Op,
+    spec: Spec,
     func: Any,
     given_args: tuple[Any, ...],
     given_kwargs: dict[str, Any],
@@ -533,7 +591,7 @@ def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: 
 
 
 def _after(
-    pipeline: Pipeline, call: OpCall, spec: Op, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]
+    pipeline: Pipeline, call: OpCall, spec: Spec, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]
 ) -> Any:
     """Run the post hooks and return the output for the program."""
     for handle in pipeline.post:
@@ -596,12 +654,31 @@ def _remember(pipeline: Pipeline) -> None:
 @in_child
 def _forget_parent() -> None:
     # In a forked child no block of the parent is active, and no thread will release the parent's locks.
-    for reference in _pipelines:
+    for pipeline in _living():
+        pipeline._lock = threading.RLock()
+        pipeline._counting = threading.RLock()
+        pipeline._entered_by.clear()
+        pipeline._inside.clear()
+        if pipeline.queue is not None:
+            pipeline.queue.forget_parent()
+
+
+def flush() -> None:
+    """Notify all hooks of this process of the calls that kernels have noted. Call it without a lock."""
+    for pipeline in _living():
+        pipeline.flush()
+
+
+def _flush_quietly() -> None:
+    for pipeline in _living():
+        pipeline.flush_quietly()
+
+
+def _living() -> Iterator[Pipeline]:
+    for reference in tuple(_pipelines):
         pipeline = reference()
         if pipeline is not None:
-            pipeline._lock = threading.RLock()
-            pipeline._counting = threading.RLock()
-            pipeline._entered_by.clear()
-            pipeline._inside.clear()
-            if pipeline.rows is not None:
-                pipeline.rows.forget_parent()
+            yield pipeline
+
+
+os.register_at_fork(before=_flush_quietly)  # the child's copies of the hooks have what the parent's have

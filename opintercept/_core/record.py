@@ -1,6 +1,6 @@
 """`CallRecord`: what may be kept of a call, as plain data.
 
-Each field says how it is read from a call; `as_dict`, `Note` and the files of a run (`runs/store/codec.py`)
+Each field says how it is read from a call; `as_dict`, `PendingRecord` and the files of a run (`runs/store/codec.py`)
 follow that. Invariant: a record holds no tensor. Must not import torch: the pipeline is tested without it.
 """
 
@@ -12,58 +12,37 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from opintercept._core.gemm import Gemm
 from opintercept._core.place import Place
 from opintercept._core.tensors import TensorMeta, dtype_name
 
 if TYPE_CHECKING:
     import torch
 
-    from opintercept._core.call import OpCall
-
+Call = Any  # an `OpCall`, whose file imports this one
 Phase = Literal["forward", "backward", "recompute"]
 
 
-class Gemm(NamedTuple):
-    """The matrix product behind a call: `batch` times `[m, k] @ [k, n]`.
-
-    Of a convolution, `batch` are its groups, and lhs has a row with the patch of the input for each position.
-
-    `dtypes` and `transposes` are those of lhs and rhs. A transpose is true if, in the operand as the product reads it,
-    neighbours in a column are neighbours in memory, and not those in a row.
-    """
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    dtypes: tuple[str, str]
-    transposes: tuple[bool, bool]
-
-    def __str__(self) -> str:
-        batch = f"{self.batch}x" if self.batch != 1 else ""
-        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
-
-
-def shared(read: Callable[[OpCall], Any]) -> Mapping[str, Any]:
+def shared(read: Callable[[Call], Any]) -> Mapping[str, Any]:
     """Metadata of a field that is the same for calls that look alike: `read` takes it from the first of them."""
     return {"read": read}
 
 
 def noted(path: str) -> Mapping[str, Any]:
-    """Metadata of a field that is an attribute of the call's `Note`, or an attribute of one of those."""
+    """Metadata of a field that is an attribute of the call's `PendingRecord`, or an attribute of one of those."""
     return {"path": path}
 
 
-def taken(read: Callable[[OpCall], Any]) -> Mapping[str, Any]:
-    """Metadata of a field that no `Note` has yet: `read` takes it from every recorded call, and slows each down."""
+def taken(read: Callable[[Call], Any]) -> Mapping[str, Any]:
+    """Metadata of a field that no `PendingRecord` has yet: `read` takes it from each call, which costs time."""
     return {"read": read}
 
 
-def _func(call: OpCall) -> str:
+def _func(call: Call) -> str:
     return str(call.func) if hasattr(call.func, "_schema") else call.op
 
 
-def _output(call: OpCall) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
+def _output(call: Call) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
     values = call.output if isinstance(call.output, (list, tuple)) else (call.output,)
     outputs = [TensorMeta.of(value) for value in values]
     while outputs and outputs[-1] is None:
@@ -156,7 +135,7 @@ OWN = {name: marks.get("path", f"taken.{name}") for name, marks in _own.items()}
 _take = {name: marks["read"] for name, marks in _own.items() if "read" in marks}
 
 
-class Note(NamedTuple):
+class PendingRecord(NamedTuple):
     """What a record is made of, collected while the call runs."""
 
     summary: Summary
@@ -184,11 +163,13 @@ class Note(NamedTuple):
 
 # Compiled, as `dataclass` compiles `__init__`: a loop over the fields takes half as long again.
 _values = [f"{name}=note.{path}" for name, path in OWN.items()] + [f"{name}=summary.{name}" for name in SHARED]
-_record: Callable[[Note, Summary], CallRecord] = eval(f"lambda note, summary: CallRecord({', '.join(_values)})")
+_record: Callable[[PendingRecord, Summary], CallRecord] = eval(
+    f"lambda note, summary: CallRecord({', '.join(_values)})"
+)
 
 
-def taken_of(call: OpCall) -> SimpleNamespace | None:
-    """`Note.taken` of a call; None if no field needs it."""
+def taken_of(call: Call) -> SimpleNamespace | None:
+    """`PendingRecord.taken` of a call; None if no field needs it."""
     return SimpleNamespace(**{name: read(call) for name, read in _take.items()}) if _take else None
 
 
@@ -197,7 +178,7 @@ _MOST_SUMMARIES = 4096  # a program whose shapes never come again would add one 
 _PLAIN = frozenset((NoneType, bool, int, float, complex, str))
 
 
-def summary_of(call: OpCall, look: Callable[..., Any]) -> Summary:
+def summary_of(call: Call, look: Callable[..., Any]) -> Summary:
     """The shared fields of a call, worked out once for all calls that look alike: a model has few shapes.
 
     Args:
@@ -221,7 +202,7 @@ def forget_summaries() -> None:
     _summaries.clear()
 
 
-def _summarise(call: OpCall) -> Summary:
+def _summarise(call: Call) -> Summary:
     return Summary(**{name: read(call) for name, read in SHARED.items()})
 
 

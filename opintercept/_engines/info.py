@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from opintercept import __version__
+from opintercept._core.version import __version__
 from opintercept._engines import compiled
 from opintercept._native import build, library
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from opintercept._core.record import Gemm
+from opintercept._core.gemm import Gemm
 from opintercept._core.tensors import dtype_name, is_strided
 from opintercept._ops.op import Args, GemmRule, Kind, Kwargs, Op, passed
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from opintercept._core.errors import OpInterceptWarning
-from opintercept._core.record import Gemm
+from opintercept._core.gemm import Gemm
 from opintercept._core.tensors import describe, is_tensor, named_tensors
 
 Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "foreign", "convolution", "other"]
@@ -39,13 +39,13 @@ class GemmRule:
 
     Attributes:
         shape: Computes the product's shape from the arguments of a call; returns None if it is not a single product.
-        summed: The dimensions of a matrix in lhs and in rhs over which the product sums; None if they vary.
+        contraction: The dimensions of a matrix in lhs and in rhs over which the product sums; None if they vary.
         in_list: Whether the operands may come in one list instead of one by one.
-        sharing: Computes what `Op.sharing` returns, if it does not follow from `summed`.
+        sharing: Computes what `Op.sharing` returns, if it does not follow from `contraction`.
     """
 
     shape: Callable[[Op, Args, Kwargs], Gemm | None]
-    summed: tuple[int, int] | None = None
+    contraction: tuple[int, int] | None = None
     in_list: bool = False
     sharing: Callable[[Op, str, Args, Kwargs], tuple[int, ...]] | None = None
 
@@ -143,11 +143,11 @@ class Op:
         in_list = self.gemm_rule is not None and self.gemm_rule.in_list
         return in_list and len(args) == 2 and isinstance(args[1], (list, tuple))
 
-    def summed(self, role: str) -> int | None:
+    def contraction_dim(self, role: str) -> int | None:
         """Return the dimension of a matrix in `role`, lhs or rhs, over which the product sums; None if it varies."""
-        if self.gemm_rule is None or self.gemm_rule.summed is None:
+        if self.gemm_rule is None or self.gemm_rule.contraction is None:
             return None
-        return self.gemm_rule.summed[0 if role == "lhs" else 1]
+        return self.gemm_rule.contraction[0 if role == "lhs" else 1]
 
     def sharing(self, role: str, args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:
         """Return the dimensions of an operand over which a scale must be the same to factor out of the product.
@@ -157,7 +157,7 @@ class Op:
         rule, tensor = self.gemm_rule, self.operand(role, args, kwargs)
         if rule is not None and rule.sharing is not None:
             return rule.sharing(self, role, args, kwargs)
-        dim = self.summed(role)
+        dim = self.contraction_dim(role)
         return None if dim is None or tensor is None else (dim if tensor.dim() > 1 else -1,)
 
     def gemm(self, args: Args, kwargs: Kwargs) -> Gemm | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from opintercept._core.errors import OpInterceptWarning
-from opintercept._core.record import Gemm
+from opintercept._core.gemm import Gemm
 from opintercept._core.tensors import dtype_name, is_strided, is_tensor
 from opintercept._ops.op import Args, FlopsRule, GemmRule, Kwargs, Layout, Op, Parameter, bound
 
@@ -199,9 +199,9 @@ def lstm_layer_backward(op: Op, args: Args, kwargs: Kwargs) -> int | None:
     return None if forward is None else 2 * forward
 
 
-matmul = GemmRule(_matmul, summed=(-1, -2))
-linear = GemmRule(_linear, summed=(-1, -1))
-inner = GemmRule(_inner, summed=(-1, -1))
+matmul = GemmRule(_matmul, contraction=(-1, -2))
+linear = GemmRule(_linear, contraction=(-1, -1))
+inner = GemmRule(_inner, contraction=(-1, -1))
 vecdot = GemmRule(_vecdot)
 tensordot = GemmRule(_tensordot)
 einsum = GemmRule(_einsum, in_list=True)
@@ -221,7 +221,7 @@ def of_layout(layout: Layout) -> GemmRule:
         fits = lhs and rhs and lhs[-1] == rhs[SUMMED[layout][1] if len(rhs) > 1 else -1]
         return rule.shape(op, args, kwargs) if fits else None
 
-    return GemmRule(shape, summed=rule.summed)
+    return GemmRule(shape, contraction=rule.contraction)
 
 
 def gemm_formula(
@@ -234,7 +234,7 @@ def gemm_formula(
         sizes = compute(args, kwargs)
         return None if sizes is None else _shape(op, args, kwargs, *sizes, linear=layout == "nk")
 
-    return GemmRule(shape, summed=None if layout is None else SUMMED[layout])
+    return GemmRule(shape, contraction=None if layout is None else SUMMED[layout])
 
 
 def flops_formula(name: str, parameters: tuple[Parameter, ...], formula: Callable[..., Any]) -> FlopsRule:

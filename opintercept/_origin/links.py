@@ -255,8 +255,8 @@ class Links:
         links[number] = Link(index, op, self._round, operands, sure, needed, wanted, made)
         if place is not None:
             mine.places[number] = place
-        elif (behind := self.find()) is not None:
-            mine.places[number] = behind[1]
+        elif (found := self.find()) is not None:
+            mine.places[number] = found[1]
         return place
 
     def close(self) -> None:
@@ -466,4 +466,4 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
     on_the_left = left != 0 and left in (lhs, rhs)
     if lhs not in used:
         return "lhs", on_the_left
-    return "rhs", on_the_left if row.summed("rhs") == -1 else not on_the_left  # a weight of [n, k] is transposed
+    return "rhs", on_the_left if row.contraction_dim("rhs") == -1 else not on_the_left  # a weight of [n, k]

@@ -164,12 +164,10 @@ class Origin:
         """
         if call.phase != "backward":
             return self._stack.here(call.phase)
-        behind = self._behind(call, read)
-        if behind is None:
+        found = self._forward_of(call, read)
+        if found is None:
             return NOWHERE
-        return (
-            self._stack.in_backward_graph(behind[1]) if isinstance(behind[1], compiled_graphs.GraphPlace) else behind[1]
-        )
+        return self._stack.in_backward_graph(found[1]) if isinstance(found[1], compiled_graphs.GraphPlace) else found[1]
 
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]:
         """Return the index of the forward call whose gradient this one computes, of which operand, and how.
@@ -181,12 +179,12 @@ class Origin:
         Returns:
             The index, the operand's role, and whether the call computes the transposed gradient.
         """
-        behind = self._behind(call, read)
-        if behind is None or behind[2]:
+        found = self._forward_of(call, read)
+        if found is None or found[2]:
             return None, None, False
         operands = [address(value) for value in call.args if isinstance(value, torch.Tensor)]
         lhs = call.operand("lhs")
-        return behind[0].index, *grad_of(operands, 0 if lhs is None else address(lhs), behind[0])
+        return found[0].index, *grad_of(operands, 0 if lhs is None else address(lhs), found[0])
 
     def lasting(
         self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
@@ -194,7 +192,7 @@ class Origin:
         """Return the place of a forward call whose stack is known, if all such calls have the same; otherwise None."""
         return self._stack.lasting(module, root, code, instruction)
 
-    def behind(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
         """Return the place, the forward call and the operand of the running backward call.
 
         Args:
@@ -204,16 +202,16 @@ class Origin:
         Returns:
             As `place` and `forward`; None if the place depends on the stack.
         """
-        behind = None if self.links is None else self.links.find()
-        if behind is None:
+        found = None if self.links is None else self.links.find()
+        if found is None:
             return NOWHERE, None, None
-        if isinstance(behind[1], compiled_graphs.GraphPlace):
+        if isinstance(found[1], compiled_graphs.GraphPlace):
             return None
-        if behind[2]:
-            return behind[1], None, None
-        return behind[1], behind[0].index, grad_of(operands, lhs, behind[0])[0]
+        if found[2]:
+            return found[1], None, None
+        return found[1], found[0].index, grad_of(operands, lhs, found[0])[0]
 
-    def _behind(self, call: OpCall, read: str) -> tuple[Link, Place, bool] | None:
+    def _forward_of(self, call: OpCall, read: str) -> tuple[Link, Place, bool] | None:
         if self.links is None or call.phase != "backward":
             return None
         if not self.links.wanted:

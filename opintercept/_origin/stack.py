@@ -21,7 +21,7 @@ OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
 # The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-_RUN, _LATE = pipeline.run.__code__, pipeline.Pipeline.late.__code__
+_RUN, _LATE = pipeline.run.__code__, pipeline.Pipeline.after_kernel.__code__
 # The code that runs autograd's engine. Without it, as in a torch before 2.11, the walk goes on to the end of the stack.
 ENGINE: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _CHECKPOINT = torch.utils.checkpoint.__file__

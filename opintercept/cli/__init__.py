@@ -119,7 +119,7 @@ def _all_commands() -> argparse.ArgumentParser:
 
 def all_commands(configure: Callable[[str, argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
     """Return a parser that knows the commands by name, and those of their options that `configure` adds."""
-    from opintercept import __version__
+    from opintercept._core.version import __version__
 
     parser = _Parser(prog="opintercept", description="See every matmul that a PyTorch program runs.")
     parser.add_argument("--version", action="version", version=f"opintercept {__version__}")

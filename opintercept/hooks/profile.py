@@ -12,8 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.noted import Found, Work, settle
-from opintercept._core.record import Note
+from opintercept._core.noted import Found, Work
+from opintercept._core.pipeline import flush
+from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import dtype_name
 from opintercept._core.text import counted, write_csv
@@ -147,7 +148,7 @@ class Profile(Copyable, Table):
         dtype = ", ".join(dict.fromkeys(meta.dtype for meta in (lhs, summary.rhs) if meta is not None))
         return shape, dtype, _precision(call), summary.flops, summary.bytes
 
-    def noted(self, note: Note, values: Mapping[str, Found], learned: _Learned) -> None:
+    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: _Learned) -> None:
         """Add a call that a kernel has noted."""
         shape, dtype, precision, flops, size = learned
         key = (note.place.module, note.summary.op, shape, dtype, note.phase, note.autocast_name, precision)
@@ -198,7 +199,7 @@ class Profile(Copyable, Table):
 
     def rows(self) -> list[ProfileRow]:
         """The rows in the order of their first calls; waits for the device."""
-        settle()
+        flush()
         with self._lock:
             self._read_events()
             sums = list(self._sums.items())
@@ -263,7 +264,7 @@ class Profile(Copyable, Table):
         return list(dict.fromkeys(findings))
 
     def __getstate__(self) -> dict[str, Any]:
-        settle()
+        flush()
         with self._lock:
             self._read_events()  # events cannot leave the process
             return super().__getstate__()

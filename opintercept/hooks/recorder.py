@@ -8,8 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from opintercept._core.call import OpCall
-from opintercept._core.noted import Found, Work, settle
-from opintercept._core.record import CallRecord, Note
+from opintercept._core.noted import Found, Work
+from opintercept._core.pipeline import flush
+from opintercept._core.record import CallRecord, PendingRecord
 from opintercept._core.tables import Frames, Held
 from opintercept._core.text import counted
 
@@ -31,7 +32,7 @@ class Recorder(Held, Frames):
 
     def __init__(self) -> None:
         self._records: list[CallRecord] = []
-        self._notes: deque[Note] = deque()
+        self._notes: deque[PendingRecord] = deque()
 
     def post(self, call: OpCall) -> None:
         """Note what the call's record needs; `records` builds it later."""
@@ -45,7 +46,7 @@ class Recorder(Held, Frames):
         """There is nothing to learn."""
         return True
 
-    def noted(self, note: Note, values: Mapping[str, Found], learned: bool) -> None:
+    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: bool) -> None:
         """Keep the note of a call that a kernel has noted."""
         self._notes.append(note)
 
@@ -60,7 +61,7 @@ class Recorder(Held, Frames):
     @property
     def records(self) -> list[CallRecord]:
         """The records so far, in a list that you may sort and clear."""
-        settle()
+        flush()
         while True:
             try:
                 note = self._notes.popleft()

@@ -14,8 +14,9 @@ import torch
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import HookError, OpInterceptError
-from opintercept._core.noted import Found, Work, settle
-from opintercept._core.record import Note
+from opintercept._core.noted import Found, Work
+from opintercept._core.pipeline import flush
+from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import describe, dtype_name
 from opintercept._core.text import write_csv
@@ -200,7 +201,7 @@ class Stats(Copyable, Table):
         """The operator."""
         return call.op
 
-    def noted(self, note: Note, values: Mapping[str, Found], learned: str) -> None:
+    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: str) -> None:
         """Add the tensors of a call that a kernel has noted."""
         for operand in self._of:
             found = values.get(operand)
@@ -213,7 +214,7 @@ class Stats(Copyable, Table):
     def _see(self, call: OpCall, operand: str, tensor: Any) -> None:
         if tensor is None:
             return
-        shown = f"{operand} codes" if operand != "output" and call.coded(operand) else operand
+        shown = f"{operand} codes" if operand != "output" and call.is_quantized(operand) else operand
         key = _Key(call.module, call.op, shown, call.phase)
         try:
             entry = self._entry(key, tensor, operand == self._channels)
@@ -361,7 +362,7 @@ class Stats(Copyable, Table):
 
     def step(self) -> list[StatsRow]:
         """End a step: return the rows of the calls since the last step, and add them to the totals."""
-        settle()
+        flush()
         state = self._settle(True, lambda state: _State({}, 0, {}, _merged(state.totals, state.window)))
         return self._as_rows(state.window)
 
@@ -370,7 +371,7 @@ class Stats(Copyable, Table):
 
     def _all(self) -> dict[_Key, Cell]:
         """Totals and the running step together."""
-        settle()
+        flush()
         state = self._settle(True)
         return _merged(state.totals, state.window)
 
@@ -450,7 +451,7 @@ class Stats(Copyable, Table):
             )
         if torch.distributed.get_rank(group) < 0:
             return
-        settle()
+        flush()
         state = self._settle(True)
         mine = self._asked(), self.skipped, state.totals, state.window
         gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -464,7 +465,7 @@ class Stats(Copyable, Table):
         self.skipped = skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        settle()
+        flush()
         self._settle(True)
         state = super().__getstate__()
         state.pop("pre", None)

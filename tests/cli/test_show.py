@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from opintercept import runs
-from opintercept._core.record import CallRecord, Gemm
+from opintercept._core.gemm import Gemm
+from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
 from opintercept.cli import main
 

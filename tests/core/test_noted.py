@@ -23,7 +23,7 @@ from torch import nn
 from opintercept import CallRecord, NonFiniteError, OpCall, OpInterceptWarning, hooks, intercept, register_op, runs
 from opintercept._core import noted as _rows
 from opintercept._core.noted import Found, Work
-from opintercept._core.record import Note
+from opintercept._core.record import PendingRecord
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 MOST = 2048  # rows that a ring holds
@@ -278,7 +278,7 @@ class Failing(hooks.Recorder):
     def work(self) -> Work:
         return Work()
 
-    def noted(self, note: Note, values: Any, learned: Any) -> None:
+    def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
         if note.index == 2:
             raise ValueError("the third")
         super().noted(note, values, learned)
@@ -466,7 +466,7 @@ def test_a_reader_inside_a_hook_finds_all_calls_before(shown: Counter[str]) -> N
         def work(self) -> Work:
             return Work()
 
-        def noted(self, note: Note, values: Mapping[str, Found], learned: Any) -> None:
+        def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:
             counts.append(len(recorder.records))
 
     with intercept([recorder, Asks()], engine="compiled"):
@@ -558,7 +558,7 @@ def test_a_reader_waits_for_a_thread_that_tells_of_a_row() -> None:
         def work(self) -> Work:
             return Work()
 
-        def noted(self, note: Note, values: Any, learned: Any) -> None:
+        def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
             telling.set()
             go_on.wait(10)
             super().noted(note, values, learned)
@@ -582,7 +582,7 @@ def test_a_reader_does_not_wait_for_ever_for_a_hook_that_waits_for_it() -> None:
         def work(self) -> Work:
             return Work()
 
-        def noted(self, note: Note, values: Any, learned: Any) -> None:
+        def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
             telling.set()
             with lock:
                 super().noted(note, values, learned)
@@ -605,9 +605,9 @@ def test_an_interrupt_of_a_reader_leaves_no_lock() -> None:
     with intercept(recorder, engine="compiled") as interceptor:
         torch.mm(X, X)
         torch.mm(X, X)
-        rows = interceptor.watcher.pipeline.rows
-        assert rows is not None
-        rows._lock.acquire()  # noqa: SLF001 as an interrupt leaves it
+        queue = interceptor.watcher.pipeline.queue
+        assert queue is not None
+        queue._lock.acquire()  # noqa: SLF001 as an interrupt leaves it
         assert len(recorder.records) == 2
         torch.mm(X, X)
         found: list[int] = []
@@ -646,7 +646,7 @@ def test_a_call_that_is_shown_late_tells_when_it_started() -> None:
         def work(self) -> Work:
             return Work()
 
-        def noted(self, note: Note, values: Any, learned: Any) -> None:
+        def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
             time.sleep(delay)
 
     with intercept([recorder, Slow()], engine="compiled"):

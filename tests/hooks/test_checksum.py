@@ -344,7 +344,7 @@ def test_every_checks_that_share_of_the_calls_of_a_loop_in_turn() -> None:
     modules = nn.ModuleList(nn.Linear(4, 4) for _ in range(10))
     checked: set[str] = set()
 
-    class Note:
+    class PendingRecord:
         reads = ("module",)
 
         def post(self, call: OpCall) -> None:
@@ -354,7 +354,7 @@ def test_every_checks_that_share_of_the_calls_of_a_loop_in_turn() -> None:
 
     before = [0]
     checksum = hooks.Checksum(every=10)
-    with intercept([checksum, Note()]), torch.no_grad():
+    with intercept([checksum, PendingRecord()]), torch.no_grad():
         for _ in range(100):
             for module in modules:
                 module(torch.ones(2, 4))

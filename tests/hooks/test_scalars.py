@@ -64,7 +64,7 @@ def product(value: float, size: int = 2) -> Tensor:
 def call(output: Any = None, step: int = 0, **other: Any) -> Any:
     """The part of a call that `Scalars` reads."""
     known = {"module": "", "op": "aten::mm", "phase": "forward", "lhs": None}
-    return SimpleNamespace(**(known | other), coded=lambda role: False, output=output, step=step)
+    return SimpleNamespace(**(known | other), is_quantized=lambda role: False, output=output, step=step)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_hooks_get_the_values_of_a_dequantized_operand(engine: Engine) -> None:
     seen: list[Any] = []
 
     def look(call: OpCall) -> None:
-        seen.append((call.rhs, call.coded("rhs"), call.scales))
+        seen.append((call.rhs, call.is_quantized("rhs"), call.scales))
 
     roles: Any = {"lhs": "x", "rhs": "codes", "scales": "scale", "layout": "nk"}
     with register_op(INT8, **roles, dequantize=lambda codes, scale, **_: codes.float() * scale):

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, hooks, intercept, runs
 from opintercept._core.noted import Work
-from opintercept._core.record import Note
+from opintercept._core.record import PendingRecord
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64, torch.int64, torch.int8)
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "conj", "neg")
@@ -94,7 +94,7 @@ class Failing(hooks.Recorder):
         self._fail(call.index)
         super().post(call)
 
-    def noted(self, note: Note, values: Any, learned: Any) -> None:
+    def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
         self._fail(note.index)
         super().noted(note, values, learned)
 

@@ -16,7 +16,7 @@ import torch
 
 from opintercept._core import pipeline as _pipeline
 from opintercept._core import record
-from opintercept._core.noted import ROLES, Ring, Rows, on_forget
+from opintercept._core.noted import ROLES, Ring, on_forget
 from opintercept._core.place import NOWHERE
 from opintercept._engines import foreign, kernels, scope
 from opintercept._engines.dynamo import keep_out
@@ -45,8 +45,8 @@ class Extension:
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
         scope.state.told = extension.watch
         scope.state.tell()
-        for name in ("here", "note", "behind", "late", "settle", "text_of"):
-            setattr(Rows, name, keep_out(getattr(Rows, name)))
+        for name in ("after_kernel", "flush", "forward_of", "lasting_place", "link", "text_of"):
+            setattr(_pipeline.Pipeline, name, keep_out(getattr(_pipeline.Pipeline, name)))
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE, keep_out)
         on_forget(extension.forget_notes)
         self.ring: Callable[[], Ring] = extension.Ring
@@ -78,7 +78,7 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
     write to their arguments, which hooks have to read before.
     """
     row = watch.row
-    rings = tuple(pipeline.rows.ring for pipeline in watch.pipelines if pipeline.rows is not None)
+    rings = tuple(pipeline.queue.ring for pipeline in watch.pipelines if pipeline.queue is not None)
     if len(rings) != len(watch.pipelines) or watch.inner is not watch.hidden or overload._schema.is_mutable:
         return None
     if row.kind != "leaf" or row.scales or row.dequantize:

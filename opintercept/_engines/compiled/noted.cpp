@@ -540,11 +540,11 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   Py_INCREF(Ring::nowhere);
   Py_INCREF(Checker::keep_out);
   text_name = PyUnicode_InternFromString("text_of");
-  here_name = PyUnicode_InternFromString("here");
-  note_name = PyUnicode_InternFromString("note");
-  behind_name = PyUnicode_InternFromString("behind");
-  late_name = PyUnicode_InternFromString("late");
-  settle_name = PyUnicode_InternFromString("settle");
+  here_name = PyUnicode_InternFromString("lasting_place");
+  note_name = PyUnicode_InternFromString("link");
+  behind_name = PyUnicode_InternFromString("forward_of");
+  late_name = PyUnicode_InternFromString("after_kernel");
+  settle_name = PyUnicode_InternFromString("flush");
   NotesType.tp_basicsize = sizeof(Notes);
   NotesType.tp_flags = Py_TPFLAGS_DEFAULT;
   NotesType.tp_dealloc = free_notes;

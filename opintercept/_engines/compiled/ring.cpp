@@ -1,4 +1,4 @@
-// The ring of `ring.h`, and its type in Python, which `_rows.Rows` uses.
+// The ring of `ring.h`, and its type in Python, which `_core/noted.py` uses.
 //
 // Invariant: who holds a ring's mutex neither waits for the interpreter's lock nor runs Python code.
 

@@ -103,7 +103,7 @@ class Ring {
   bool set_plan(std::shared_ptr<const Plan> fresh); // false if there are rows
   PyObject* take(); // the oldest row in Python's terms; None if there is none
   bool empty();
-  PyObject* rows = nullptr; // a weak reference to the `_rows.Rows` of this ring
+  PyObject* rows = nullptr; // a weak reference to the pipeline of this ring
   void forget_parent(); // in a forked child
   ~Ring();
 

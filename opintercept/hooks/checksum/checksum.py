@@ -18,7 +18,7 @@ from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.hook import Read
 from opintercept._core.noted import Checker, Work
-from opintercept._core.record import Note
+from opintercept._core.record import PendingRecord
 from opintercept._core.tensors import dtype_name, share_memory
 from opintercept._core.text import aligned
 from opintercept._kit.findings import Finds
@@ -44,7 +44,7 @@ WAITING = 1024
 class _Waiting(NamedTuple):
     """The verdict on one product, which the device may still be computing."""
 
-    note: Note
+    note: PendingRecord
     verdict: torch.Tensor  # [6]: suspicion, verdict, flat row, column, and the error and its bound there
     values: torch.Tensor  # [2]: the element, and what it should be
     product: _Shape
@@ -159,7 +159,7 @@ class Checksum(Finds[WrongProduct]):
         self._kept: PerCall[Kept] = PerCall()
         self._memory = sums.Memory()
         self._waiting: list[_Waiting] = []
-        self._repeated: list[tuple[Note, torch.Tensor]] = []
+        self._repeated: list[tuple[PendingRecord, torch.Tensor]] = []
         self._twins = Twins() if recompute else None
         if estimate or recompute:
             self.reads = ("module", "record")
@@ -462,7 +462,7 @@ class Checksum(Finds[WrongProduct]):
         return "\n".join(lines)
 
 
-def _of_twin(note: Note, twin: int) -> WrongProduct:
+def _of_twin(note: PendingRecord, twin: int) -> WrongProduct:
     return WrongProduct(note.record(), (), (), 0, 0.0, 0.0, 0.0, 0.0, twin=twin)
 
 

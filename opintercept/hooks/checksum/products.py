@@ -386,7 +386,7 @@ def _declared(call: OpCall) -> list[Product]:
     """An operator that the program has declared: lhs times rhs, plus the bias, if no other argument has a say."""
     row = row_of(call.func)
     lhs, rhs = _sides(call)
-    if any(call.coded(role) for role in ("lhs", "rhs")):
+    if any(call.is_quantized(role) for role in ("lhs", "rhs")):
         raise NoProduct("nobody has said how to compute its operands: dequantize= is missing")
     scales = {keyword for _, keyword in row.scales} if row.dequantize else set()
     named = {keyword for _, keyword in row.roles.values()} | scales
@@ -397,7 +397,7 @@ def _declared(call: OpCall) -> list[Product]:
     gemm = call.gemm
     if gemm is None:
         raise NoProduct("its shape is not known")
-    if row.summed("rhs") == -1 and rhs.dim() > 1:
+    if row.contraction_dim("rhs") == -1 and rhs.dim() > 1:
         rhs = rhs.mT
     try:
         product = _product(lhs, rhs)

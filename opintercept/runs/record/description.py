@@ -46,7 +46,7 @@ def _launch() -> dict[str, str] | None:
 
 
 def _versions() -> dict[str, str]:
-    from opintercept import __version__
+    from opintercept._core.version import __version__
 
     found = {"opintercept": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})

@@ -25,7 +25,7 @@ from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.exits import uninterrupted
 from opintercept._core.noted import ROLES, Found, Work
-from opintercept._core.record import Note, Summary
+from opintercept._core.record import PendingRecord, Summary
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
 from opintercept._kit.per_call import PerCall
@@ -376,7 +376,7 @@ class RunRecorder:
             return None
         return arguments if self._flight is None else self._encoder.look(call.note(), arguments)
 
-    def noted(self, note: Note, values: Mapping[str, Found], learned: str) -> None:
+    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: str) -> None:
         """Record a call that a kernel has noted."""
         if self._may_record():
             contents: dict[str, Reading] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opintercept._core.errors import OpInterceptError
-from opintercept._core.record import Note
+from opintercept._core.record import PendingRecord
 from opintercept.runs.record.claim import Claim, end_others, this_process
 from opintercept.runs.store.codec import MAX_LINE, Encoder, Values
 from opintercept.runs.store.flight import FLIGHT
@@ -73,7 +73,7 @@ class Entry:
         error: What the call raised.
     """
 
-    note: Note
+    note: PendingRecord
     values: dict[str, Reading]
     kept: list[Kept | str]
     roles: dict[str, int]

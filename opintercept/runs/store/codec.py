@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, get_type_hints
 
 from opintercept._core.place import Place
-from opintercept._core.record import OWN, SHARED, CallRecord, Note, Summary, plain
+from opintercept._core.record import OWN, SHARED, CallRecord, PendingRecord, Summary, plain
 from opintercept.runs.store.untrusted import (
     MAX_TEXT,
     WRONG,
@@ -165,7 +165,7 @@ class Encoder:
 
     def line(
         self,
-        note: Note,
+        note: PendingRecord,
         arguments: str,
         values: Mapping[str, Values],
         tensors: Mapping[str, str],
@@ -195,7 +195,7 @@ class Encoder:
             line += f',"error":{compact(error)}'
         return f"{line}}}\n".encode()
 
-    def look(self, note: Note, arguments: str) -> bytes:
+    def look(self, note: PendingRecord, arguments: str) -> bytes:
         """The members of a line that calls share which look alike, for kernels that write the others."""
         shared = self._shared.get(id(note.summary)) or self._add(note.summary)
         return f'{_autocast_member(note)},{shared[1]},"arguments":{arguments}'.encode()

@@ -103,7 +103,7 @@ def test_hooks_get_the_values_of_the_weights(config: str, saved: Path) -> None:
             weight = original[f"{call.module}.weight"]
             assert call.rhs is not None
             assert call.rhs.shape == weight.shape
-            assert not call.coded("rhs")
+            assert not call.is_quantized("rhs")
             assert call.lhs is not None
             assert call.lhs.is_floating_point()
             far.append(float((call.rhs - weight).norm() / weight.norm()))

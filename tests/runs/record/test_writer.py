@@ -15,7 +15,7 @@ import torch
 
 from opintercept import CallRecord, OpInterceptError, runs
 from opintercept._core.place import NOWHERE
-from opintercept._core.record import Note, Summary
+from opintercept._core.record import PendingRecord, Summary
 from opintercept._core.tensors import TensorMeta
 from opintercept._engines import quiet
 from opintercept.runs import Values
@@ -52,7 +52,7 @@ class Known:
 def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entry:
     kept: list[Any] = [Kept(tensor, None, Known(hashed) if hashed else None, False) for tensor in tensors]
     roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
-    note = Note(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 0, 0, 1e-6)
+    note = PendingRecord(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 0, 0, 1e-6)
     return Entry(note, {}, kept, roles, "{}", None, None)
 
 

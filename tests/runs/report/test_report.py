@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opintercept import OpInterceptError, intercept, runs
-from opintercept._core.record import CallRecord, Gemm
+from opintercept._core.gemm import Gemm
+from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
 from opintercept.cli import main
 from opintercept.runs import open_run
