@@ -16,7 +16,8 @@ import torch
 from native import read_values
 from recorded import no_writer
 
-from opintercept._engines import choose, compiled, scope
+from opintercept._engines import choose, compiled
+from opintercept._engines.base import Watcher
 from opintercept._native import values
 from opintercept._native.library import SWITCH
 
@@ -73,7 +74,7 @@ def plain_tables() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def convolutions_told() -> None:
     """Take the process to have told of convolutions, which it does once, whichever test is the first to have some."""
-    scope.state.told_of_convolutions = True
+    Watcher.told_of_convolutions = True
 
 
 @pytest.fixture(autouse=True, scope="session")

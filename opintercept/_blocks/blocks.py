@@ -12,7 +12,7 @@ from opintercept._blocks import greenlets
 from opintercept._core import exits
 from opintercept._core.errors import OpInterceptError
 from opintercept._engines import scope as _scope
-from opintercept._engines.scope import Block, Watcher
+from opintercept._engines.base import Block, Watcher
 from opintercept._origin.links import graph_task
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from opintercept._blocks import outside
 from opintercept._blocks.blocks import Part, innermost
 from opintercept._core import exits
+from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.scope import Watcher
 
 
 def suspending(watcher: Watcher, function: Callable[..., Any]) -> Callable[..., Any] | None:

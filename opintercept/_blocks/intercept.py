@@ -24,10 +24,10 @@ from opintercept._core.hook import Handle, Hook, Level, OnError, check_hook, is_
 from opintercept._core.pipeline import Pipeline
 from opintercept._core.text import counted
 from opintercept._engines import scope as _scope
+from opintercept._engines.base import Block, Watcher
 from opintercept._engines.choose import EngineChoice, choose
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.gradients import Tap
-from opintercept._engines.scope import Block, Watcher
 from opintercept._origin.origin import Origin
 
 P = ParamSpec("P")
@@ -260,8 +260,8 @@ class _Stay:
 def _tell_of_convolutions(pipeline: Pipeline, before: int) -> None:
     """Tell once that a block has not looked at convolutions, so that totals of its hooks leave them out."""
     passed = pipeline.passed - before
-    if passed and pipeline.hooks and not _scope.state.told_of_convolutions:
-        _scope.state.told_of_convolutions = True
+    if passed and pipeline.hooks and not Watcher.told_of_convolutions:
+        Watcher.told_of_convolutions = True
         warnings.warn(
             f"{counted(passed, 'convolution')} ran in a block that looks at matrix products only; "
             'ops=("matmul", "convolution") shows them too',

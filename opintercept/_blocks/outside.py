@@ -6,7 +6,7 @@ Invariant: entering and leaving cost microseconds while no library of that kind 
 from __future__ import annotations
 
 from opintercept._engines import blind_spots, launches, seams
-from opintercept._engines.scope import Watcher
+from opintercept._engines.base import Watcher
 
 
 def enter(user: object, watcher: Watcher) -> None:

@@ -1,4 +1,4 @@
-"""What an engine is: how the calls that a program runs reach the blocks that watch them.
+"""What an engine is, and what it serves: an interceptor as a `Watcher`, and its blocks.
 
 A new engine is one file with a subclass of `Engine`; `choose.ENGINES` makes it known to `intercept`.
 """
@@ -6,21 +6,26 @@ A new engine is one file with a subclass of `Engine`; `choose.ENGINES` makes it 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
+import os
+import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
 from opintercept._core import record
 from opintercept._core.errors import OpInterceptError
+from opintercept._core.exits import Entry
 from opintercept._core.noted import Ring
+from opintercept._core.pipeline import Pipeline
+from opintercept._engines import foreign
 from opintercept._ops.seams import is_seam
-from opintercept._ops.select import split
+from opintercept._ops.select import seams_of, split
 from opintercept._ops.table import ROWS
 from opintercept._origin import stack
-
-if TYPE_CHECKING:
-    from opintercept._engines.scope import Block, Watcher
+from opintercept._origin.links import graph_task
 
 Keys: TypeAlias = Mapping[str, Any] | frozenset[Any] | None
 """What a block watches: overloads by name, or functions; None for everything."""
@@ -136,3 +141,134 @@ class Engine(Protocol):
 def _of_families(engine: Engine, families: tuple[str, ...], version: int) -> Any:
     # `version` is that of the rows. All blocks get the same object: kernels know by its identity what is installed.
     return engine.of_families(families)
+
+
+class Watcher:
+    """The part of an interceptor that engines know.
+
+    Attributes:
+        pipeline: Runs its hooks.
+        engine: Shows it calls.
+        ops: The argument of `intercept`.
+        keys: What it watches: overloads by name, or functions; None for everything.
+        seams: The functions that it watches beside what its engine shows, by name.
+        unknown: Operators of other libraries that look like matmuls and that nobody has declared.
+        passed: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
+            process has told of them, since passing over a call takes some microseconds.
+        shown: What its engine must show: `keys`, `unknown` and `passed`.
+        everywhere: Whether it watches all threads.
+        told_of_convolutions: Whether a block of this process has told of convolutions.
+    """
+
+    __slots__ = (
+        "_rows",
+        "_tells",
+        "engine",
+        "everywhere",
+        "keys",
+        "ops",
+        "passed",
+        "pipeline",
+        "seams",
+        "shown",
+        "unknown",
+    )
+
+    told_of_convolutions: ClassVar[bool] = False
+
+    def __init__(self, pipeline: Pipeline, engine: Engine, ops: Any, everywhere: bool = False) -> None:
+        self.pipeline = pipeline
+        self.engine = engine
+        self.ops = ops
+        self.everywhere = everywhere
+        self._tells: Pipeline | None = None
+        foreign.look()
+        self._rows = ROWS.version
+        self._choose()
+
+    def _choose(self) -> None:
+        keys: Any = self.engine.keys(self.ops)
+        families, entries = split(self.ops)
+        self.seams = seams_of(families, entries)
+        self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
+        self.passed: Any = frozenset()
+        if families == ("matmul",) and not entries and not Watcher.told_of_convolutions:
+            self.passed = self.engine.passed()
+        self.keys: Keys = keys
+        self.shown: Keys = keys
+        if keys is not None:
+            self.shown = _join(keys, self.passed, self.unknown)
+        if self.unknown and keys is not None:
+            self._tells = Pipeline((foreign.Tell(self.pipeline),), look=self.engine.look)
+
+    def renew(self) -> None:
+        """Watch what has come since: a library may register its operators after the interceptor was made."""
+        foreign.look()
+        if self._rows != ROWS.version or (self.passed and Watcher.told_of_convolutions):
+            self._rows = ROWS.version
+            self._choose()
+
+    def watched_by(self, key: Any) -> Pipeline | None:
+        """The pipeline for calls of `key`; None if nothing sees them."""
+        if self.watches(key):
+            return self.pipeline
+        return self._tells if key in self.unknown else None
+
+    def watches(self, key: Any) -> bool:
+        """Whether it watches `key`."""
+        return self.keys is None or key in self.keys or key in self.seams
+
+
+_joined: dict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = {}
+
+
+def _join(*parts: Any) -> Any:
+    """The union of dicts or sets, the same object for the same ones: kernels know by its identity what is installed."""
+    parts = tuple(filter(None, parts)) or parts[:1]
+    if len(parts) == 1:
+        return parts[0]
+    place = tuple(map(id, parts))
+    known = _joined.get(place)
+    if known is None:
+        if len(_joined) >= 32:
+            _joined.clear()
+        known = _joined[place] = parts, functools.reduce(operator.or_, parts)
+    return known[1]
+
+
+class Block:
+    """One `with` block of a watcher: entered, or paused.
+
+    Attributes:
+        order: Numbers the blocks of the process in the order in which they are made.
+        entry: Ends the block.
+        mode: The torch mode that shows the block its calls, if its engine uses one.
+        graph_task: The autograd graph task in which it was entered, -1 for none.
+        pid: The process that entered it. A forked child ignores its parent's blocks.
+        in_task: Whether a task of an event loop entered it. Then it belongs to the task.
+        left: Whether it is over, even if a scope still lists it.
+    """
+
+    __slots__ = ("entry", "graph_task", "in_task", "left", "mode", "order", "pauses", "pid", "watcher")
+
+    _orders = itertools.count()
+
+    def __init__(self, watcher: Watcher, entry: Entry, *, pauses: bool = False) -> None:
+        self.order = next(Block._orders)
+        self.watcher = watcher
+        self.entry = entry
+        self.pauses = pauses
+        self.mode: Any = None
+        self.graph_task: int = graph_task()
+        self.pid = os.getpid()
+        self.in_task = _in_task()
+        self.left = False
+
+
+def _in_task() -> bool:
+    """Whether an event loop is running in this thread: asyncio's, which anyio uses too, or trio's."""
+    running_loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # may be half imported
+    if running_loop is not None and running_loop() is not None:
+        return True
+    trio = sys.modules.get("trio.lowlevel")
+    return trio is not None and bool(trio.in_trio_run())

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opintercept._core.fork import in_child
 from opintercept._engines import foreign, overloads
 from opintercept._engines import scope as _scope
+from opintercept._engines.base import Block
 from opintercept._engines.dynamo import CAN_MARK, keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
-from opintercept._engines.scope import UNKNOWN, Block
+from opintercept._engines.scope import UNKNOWN
 from opintercept._ops.table import HIGHER_ORDER
 
 FEED = "dispatch mode"

@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from opintercept._core.errors import OpInterceptWarning
 from opintercept._engines import scope as _scope
+from opintercept._engines.base import Block
 from opintercept._engines.dynamo import keep_out, tracing
 from opintercept._engines.modes import ModeEngine, run_hooked
-from opintercept._engines.scope import UNKNOWN, Block
+from opintercept._engines.scope import UNKNOWN
 from opintercept._ops.select import of_families, select
 
 FEED = "function mode"

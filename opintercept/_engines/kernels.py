@@ -26,11 +26,11 @@ from opintercept._core.record import Phase
 from opintercept._engines import foreign
 from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import Engine
+from opintercept._engines.base import Block, Engine, Watcher
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_quiet
-from opintercept._engines.scope import KEY, UNKNOWN, Block, Watch, Watcher, state, take
+from opintercept._engines.scope import KEY, UNKNOWN, Watch, state, take
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase

@@ -14,8 +14,8 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import Engine
-from opintercept._engines.scope import KEY, Block, Scope, Watch, take
+from opintercept._engines.base import Block, Engine
+from opintercept._engines.scope import KEY, Scope, Watch, take
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
 

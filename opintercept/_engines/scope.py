@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
-import itertools
-import operator
 import os
 import sys
 import threading
@@ -23,16 +20,12 @@ from typing import Any
 
 import torch
 
-from opintercept._core.exits import Entry
 from opintercept._core.fork import in_child
 from opintercept._core.pipeline import Pipeline
-from opintercept._engines import foreign
-from opintercept._engines.base import Engine, Keys
+from opintercept._engines.base import Block, Watcher
 from opintercept._engines.quiet import native_threads
 from opintercept._ops.op import Op
-from opintercept._ops.select import seams_of, split
-from opintercept._ops.table import ROWS, row_of
-from opintercept._origin.links import graph_task
+from opintercept._ops.table import row_of
 
 # Torch's own thread-local state, which autograd carries into its threads. Private; every engine needs it.
 has: Any = getattr(torch._C, "_is_key_in_tls", None)
@@ -44,134 +37,6 @@ NEEDS: dict[str, Any] = {
     "torch._C._get_obj_in_tls": get,
     "torch._C._stash_obj_in_tls": stash,
 }
-
-
-class Watcher:
-    """The part of an interceptor that engines know.
-
-    Attributes:
-        pipeline: Runs its hooks.
-        engine: Shows it calls.
-        ops: The argument of `intercept`.
-        keys: What it watches: overloads by name, or functions; None for everything.
-        seams: The functions that it watches beside what its engine shows, by name.
-        unknown: Operators of other libraries that look like matmuls and that nobody has declared.
-        passed: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
-            process has told of them, since passing over a call takes some microseconds.
-        shown: What its engine must show: `keys`, `unknown` and `passed`.
-        everywhere: Whether it watches all threads.
-    """
-
-    __slots__ = (
-        "_rows",
-        "_tells",
-        "engine",
-        "everywhere",
-        "keys",
-        "ops",
-        "passed",
-        "pipeline",
-        "seams",
-        "shown",
-        "unknown",
-    )
-
-    def __init__(self, pipeline: Pipeline, engine: Engine, ops: Any, everywhere: bool = False) -> None:
-        self.pipeline = pipeline
-        self.engine = engine
-        self.ops = ops
-        self.everywhere = everywhere
-        self._tells: Pipeline | None = None
-        foreign.look()
-        self._rows = ROWS.version
-        self._choose()
-
-    def _choose(self) -> None:
-        keys: Any = self.engine.keys(self.ops)
-        families, entries = split(self.ops)
-        self.seams = seams_of(families, entries)
-        self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
-        self.passed: Any = frozenset()
-        if families == ("matmul",) and not entries and not state.told_of_convolutions:
-            self.passed = self.engine.passed()
-        self.keys: Keys = keys
-        self.shown: Keys = keys
-        if keys is not None:
-            self.shown = _join(keys, self.passed, self.unknown)
-        if self.unknown and keys is not None:
-            self._tells = Pipeline((foreign.Tell(self.pipeline),), look=self.engine.look)
-
-    def renew(self) -> None:
-        """Watch what has come since: a library may register its operators after the interceptor was made."""
-        foreign.look()
-        if self._rows != ROWS.version or (self.passed and state.told_of_convolutions):
-            self._rows = ROWS.version
-            self._choose()
-
-    def watched_by(self, key: Any) -> Pipeline | None:
-        """The pipeline for calls of `key`; None if nothing sees them."""
-        if self.watches(key):
-            return self.pipeline
-        return self._tells if key in self.unknown else None
-
-    def watches(self, key: Any) -> bool:
-        """Whether it watches `key`."""
-        return self.keys is None or key in self.keys or key in self.seams
-
-
-_joined: dict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = {}
-
-
-def _join(*parts: Any) -> Any:
-    """The union of dicts or sets, the same object for the same ones: kernels know by its identity what is installed."""
-    parts = tuple(filter(None, parts)) or parts[:1]
-    if len(parts) == 1:
-        return parts[0]
-    place = tuple(map(id, parts))
-    known = _joined.get(place)
-    if known is None:
-        if len(_joined) >= 32:
-            _joined.clear()
-        known = _joined[place] = parts, functools.reduce(operator.or_, parts)
-    return known[1]
-
-
-class Block:
-    """One `with` block of a watcher: entered, or paused.
-
-    Attributes:
-        order: Numbers the blocks of the process in the order in which they are made.
-        entry: Ends the block.
-        mode: The torch mode that shows the block its calls, if its engine uses one.
-        graph_task: The autograd graph task in which it was entered, -1 for none.
-        pid: The process that entered it. A forked child ignores its parent's blocks.
-        in_task: Whether a task of an event loop entered it. Then it belongs to the task.
-        left: Whether it is over, even if a scope still lists it.
-    """
-
-    __slots__ = ("entry", "graph_task", "in_task", "left", "mode", "order", "pauses", "pid", "watcher")
-
-    _orders = itertools.count()
-
-    def __init__(self, watcher: Watcher, entry: Entry, *, pauses: bool = False) -> None:
-        self.order = next(Block._orders)
-        self.watcher = watcher
-        self.entry = entry
-        self.pauses = pauses
-        self.mode: Any = None
-        self.graph_task: int = graph_task()
-        self.pid = state.everywhere.pid
-        self.in_task = _in_task()
-        self.left = False
-
-
-def _in_task() -> bool:
-    """Whether an event loop is running in this thread: asyncio's, which anyio uses too, or trio's."""
-    running_loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # may be half imported
-    if running_loop is not None and running_loop() is not None:
-        return True
-    trio = sys.modules.get("trio.lowlevel")
-    return trio is not None and bool(trio.in_trio_run())
 
 
 class Carried:
@@ -202,7 +67,7 @@ class Everywhere:
 
 
 class _State:
-    __slots__ = ("everywhere", "idle", "in_tasks", "told", "told_of_convolutions", "unseen", "unseen_by_compiled")
+    __slots__ = ("everywhere", "idle", "in_tasks", "told", "unseen", "unseen_by_compiled")
 
     everywhere: Everywhere
     idle: Scope  # the scope of a thread that has entered nothing
@@ -213,7 +78,6 @@ class _State:
     # How many calls of watched operators threads made that have entered nothing: at Python and at compiled kernels.
     unseen: int
     unseen_by_compiled: Callable[[], int]
-    told_of_convolutions: bool
 
     def watch_everywhere(self, blocks: tuple[Block, ...]) -> None:
         """Replace the blocks that watch all threads."""
@@ -231,7 +95,6 @@ state = _State()
 state.told = None
 state.in_tasks = set()
 state.unseen = 0
-state.told_of_convolutions = False
 state.unseen_by_compiled = int  # returns 0 until compiled kernels are loaded
 
 

@@ -17,8 +17,7 @@ from opintercept._native import values as native
 from opintercept._ranks.expectations import CONSTANT, key_of, mixed
 from opintercept._values import hash as _hash
 from opintercept._values.hash import WORDS
-from opintercept._values.read import in_memory
-from opintercept.hooks.checksum.memory import parameter_of, storage_ref
+from opintercept._values.read import in_memory, parameter_of, storage_ref
 
 REMEMBERED = 4096
 """How many weights have their hashes remembered."""

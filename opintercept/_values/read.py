@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from operator import mul
 from typing import Any, NamedTuple, TypeVar
@@ -271,3 +272,14 @@ def convolution_precision(device: torch.device) -> str:
     backend: Any = torch.backends.cudnn if device.type == "cuda" else torch.backends.mkldnn
     precision: str = backend.conv.fp32_precision
     return "highest" if precision in ("ieee", "none") else precision
+
+
+def parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
+    """The parameter that a tensor is or views; only parameters live long enough to be worth remembering."""
+    base = tensor if tensor._base is None else tensor._base
+    return base if isinstance(base, torch.nn.Parameter) and not base.is_inference() else None
+
+
+def storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
+    """A weak reference to the memory; `torch.utils.swap_tensors` would refuse a tensor that has one itself."""
+    return weakref.ref(tensor.untyped_storage())

@@ -16,7 +16,7 @@ from opintercept._core.tables import Held
 from opintercept._core.tensors import tensors_of
 from opintercept._core.text import counted
 from opintercept._kit.copyable import Copyable
-from opintercept.hooks.when import name_test
+from opintercept._kit.filter import name_test
 
 Function = Callable[[OpCall, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
 

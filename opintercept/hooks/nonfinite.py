@@ -23,6 +23,7 @@ from opintercept._core.tables import Shown
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
 from opintercept._kit.copyable import Copyable
+from opintercept._kit.filter import name_test
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import try_to_save
 from opintercept._native import values as native
@@ -31,7 +32,6 @@ from opintercept._ops.table import row_of
 from opintercept._values.copies import safetensors_for
 from opintercept._values.read import in_memory, leaves_out_captured, parts_of, stored_values
 from opintercept.hooks._scaling import Scaling
-from opintercept.hooks.when import name_test
 
 Action = Literal["raise", "warn", "record", "breakpoint"]
 

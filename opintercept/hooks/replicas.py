@@ -21,13 +21,13 @@ from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning, caller_level
 from opintercept._core.hook import Read
 from opintercept._core.text import counted
+from opintercept._kit.filter import CallFilter
 from opintercept._kit.findings import Finds
 from opintercept._kit.roles import checked_roles
 from opintercept._ranks.expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of, who_parted
 from opintercept._ranks.group import Ranks, ranks_of
 from opintercept._ranks.operand_hashes import Hash, OperandHashes, is_weight
 from opintercept._values.read import leaves_out_captured, without_graph
-from opintercept.hooks.when import CallFilter
 
 Action = Literal["raise", "warn", "record"]
 Modules = str | re.Pattern[str] | Callable[[str], bool]

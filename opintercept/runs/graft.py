@@ -19,8 +19,8 @@ from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.hook import reads_of
 from opintercept._core.tensors import describe
 from opintercept._kit.copyable import Copyable
+from opintercept._kit.filter import CallFilter
 from opintercept._ranks.rank import rank_and_world_size
-from opintercept.hooks.when import CallFilter
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import Run, open_run
 

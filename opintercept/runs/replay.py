@@ -21,7 +21,7 @@ from opintercept._core.tensors import TensorMeta, describe, tensors_of
 from opintercept._core.text import printable
 from opintercept._kit.repro import write_repro
 from opintercept._ops.table import functions, overloads, row_of
-from opintercept.hooks.reference import Errors
+from opintercept._values.errors import Errors
 from opintercept.runs.record import description
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import MAX_TENSOR, Run

@@ -23,9 +23,9 @@ from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import aligned
 from opintercept._engines.choose import EngineChoice
+from opintercept._kit.filter import CallFilter, checked_dtype
 from opintercept._ops.select import split, why_never
 from opintercept._values.read import all_finite, first_output
-from opintercept.hooks.when import CallFilter, checked_dtype
 from opintercept.testing.snapshot import Snapshots
 
 _MOST_CALLS = 10  # listed one by one in a failure

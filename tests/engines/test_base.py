@@ -11,9 +11,9 @@ import torch
 from opintercept import OpInterceptError, hooks, intercept
 from opintercept._engines import choose
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import Engine, Keys
+from opintercept._engines.base import Block, Engine, Keys
 from opintercept._engines.modes import run_hooked
-from opintercept._engines.scope import UNKNOWN, Block
+from opintercept._engines.scope import UNKNOWN
 
 A = torch.randn(4, 4)
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from opintercept import HookError, OpCall, OpInterceptWarning, hooks, intercept
 from opintercept._core.pipeline import Pipeline
+from opintercept._kit.filter import MOST_NAMES, CallFilter
 from opintercept._ops.table import row_of
-from opintercept.hooks.when import MOST_NAMES, CallFilter
 
 
 def mm(size: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:

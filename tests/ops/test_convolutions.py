@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
-from opintercept._engines import scope
+from opintercept._engines.base import Watcher
 from opintercept._ops import table
 from opintercept._ops.convolutions import ROWS
 from opintercept._ops.select import FAMILIES, why_never
@@ -630,7 +630,7 @@ def test_runs_of_convolutions_are_recorded_compared_and_replayed(tmp_path: Any) 
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget that convolutions were told of, which a process does once."""
-    monkeypatch.setattr(scope.state, "told_of_convolutions", False)
+    monkeypatch.setattr(Watcher, "told_of_convolutions", False)
 
 
 @pytest.mark.usefixtures("untold")

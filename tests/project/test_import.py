@@ -8,15 +8,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from sources import SOURCES, file_of, private
 
 import opintercept
-
-PACKAGE = Path(opintercept.__file__).parent
-SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-
 
 PRIVATE = re.compile(
     r"torch\._(?:C|dynamo|subclasses|guards|functorch|inductor)\b|_python_dispatch|from torch import _"
@@ -56,19 +52,6 @@ def imported(source: str, functions: bool = False) -> set[str]:
             inner = {f"{statement.module}.{alias.name}" for alias in statement.names}
             names.update({name if file_of(name) in SOURCES else str(statement.module) for name in inner})
     return {file_of(name) if name.partition(".")[0] == "opintercept" else name.partition(".")[0] for name in names}
-
-
-def file_of(module: str) -> str:
-    """The file of the package that a module, or a public name of the package, is in."""
-    parts = module.split(".")[1:]
-    if len(parts) == 1:
-        parts = [opintercept._HOMES.get(parts[0]) or parts[0]]
-    path = "/".join(parts)
-    return f"{path}.py" if f"{path}.py" in SOURCES else f"{path}/__init__.py".lstrip("/")
-
-
-def private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
 
 
 def is_self(node: ast.expr) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept, runs
-from opintercept._engines import scope
+from opintercept._engines.base import Watcher
 from opintercept.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -147,7 +147,7 @@ def test_every_message_of_the_page_has_a_program() -> None:
 @pytest.mark.filterwarnings("error::opintercept.OpInterceptWarning")
 def test_a_program_produces_the_message(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(scope.state, "told_of_convolutions", False)
+    monkeypatch.setattr(Watcher, "told_of_convolutions", False)
     kind, _, text = MESSAGES[title].partition(": ")
     pattern = ".*".join(map(re.escape, text.split("...")))
     noted = r"(\nopintercept: .*)?"  # which hook it was

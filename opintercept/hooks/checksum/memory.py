@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from opintercept._values.read import parameter_of, storage_ref
+
 REMEMBERED = 1024
 """How many weights and biases have their checksums remembered."""
 
@@ -50,17 +52,6 @@ class Memory:
         weight = parameter_of(tensor)
         if weight is not None:
             self._kept.pop(_key(weight, tensor, matrix), None)
-
-
-def parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """The parameter that a tensor is or views; only parameters live long enough to be worth remembering."""
-    base = tensor if tensor._base is None else tensor._base
-    return base if isinstance(base, torch.nn.Parameter) and not base.is_inference() else None
-
-
-def storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
-    """A weak reference to the memory; `torch.utils.swap_tensors` would refuse a tensor that has one itself."""
-    return weakref.ref(tensor.untyped_storage())
 
 
 def _key(weight: torch.Tensor, view: torch.Tensor, matrix: torch.Tensor) -> Any:

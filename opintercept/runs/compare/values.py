@@ -235,7 +235,7 @@ def _means_nothing(role: str, call: StoredCall) -> bool:
 def _errors(x: torch.Tensor, y: torch.Tensor) -> _Figures | None:
     import torch
 
-    from opintercept.hooks.reference import Errors
+    from opintercept._values.errors import Errors
 
     try:
         floating = all(t.is_floating_point() or t.is_complex() for t in (x, y))
