@@ -79,15 +79,15 @@ def _file(name: str) -> str:
     if shell is not None:
         # IPython names a cell after a hash of its text and keeps the number in this private attribute.
         number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(name)
-    if number is None and (found := _NUMBERED_CELL.search(name)):
+    if number is None and (found := re.search(_NUMBERED_CELL, name)):
         number = found[1]
     if number is not None:
         return f"<cell {number}>"
-    if (name.startswith("<") and name.endswith(">")) or _CELL.search(name):
+    if (name.startswith("<") and name.endswith(">")) or re.search(_CELL, name):
         return "<cell>"
     return os.path.basename(name).rpartition(">.")[2]  # torch.package has <torch_package_0>.net.py
 
 
-_CELL = re.compile(r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$")
-_NUMBERED_CELL = re.compile(r"(?:^<|[/\\])ipython-input-(\d+)-[^/\\]*$")
+_CELL = r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$"
+_NUMBERED_CELL = r"(?:^<|[/\\])ipython-input-(\d+)-[^/\\]*$"
 NOWHERE = Place((), None, -1)

@@ -212,7 +212,7 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) 
     Raises:
         Exception: How the call looks does not decide its summary, or cannot be read.
     """
-    return id(func), _look(args), _look(kwargs.items()), _look(output)
+    return id(func), _look(args), _look(tuple(kwargs.items())) if kwargs else (), _look(output)
 
 
 def _look(value: Any) -> Any:

@@ -53,7 +53,7 @@ _PLAIN = frozenset(sys.stdlib_module_names) | frozenset(
     )
     for word in words.split()
 )
-_LOOKS_LIKE = re.compile(r"gemm|gemv|matmul|linear|attn|attention|mm(?![a-z])")
+_LOOKS_LIKE = r"gemm|gemv|matmul|linear|attn|attention|mm(?![a-z])"
 
 _lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread looks
 _seen: tuple[int, ...] = (0, 0, 0, 0)
@@ -116,7 +116,7 @@ def _looks_like_one(name: str) -> bool:
     packet = name.partition(".")[0]
     if packet in ROWS or exact(name) in ROWS or packet in NOT_MATMUL:
         return False
-    return _LOOKS_LIKE.search(packet.partition("::")[2].lower()) is not None
+    return re.search(_LOOKS_LIKE, packet.partition("::")[2].lower()) is not None
 
 
 def has_changed(overload: Any, now: Any = None) -> bool:

@@ -14,7 +14,7 @@ from opintercept._core.fork import in_child
 from opintercept._engines import scope as _scope
 
 # Kernels of Inductor that multiply nothing: pointwise operators, reductions, scans and what it fuses of those.
-_PLAIN = re.compile(r"triton_(poi|red|per|spl|for|mix)_")
+_PLAIN = r"triton_(poi|red|per|spl|for|mix)_"
 
 _lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
 _users: set[object] = set()
@@ -51,7 +51,7 @@ def _launched(metadata: Any) -> None:
     if not watchers:
         return  # a hook, or an operator that is seen, has launched it
     name = str(metadata.get()["name"])
-    if not _PLAIN.match(name):
+    if not re.match(_PLAIN, name):
         for watcher in watchers:
             watcher.pipeline.count_opaque(f"triton::{name}")
 

@@ -328,7 +328,7 @@ def _documented(func: Any) -> tuple[Parameter, ...]:
 
     Their defaults are only there as text, and left out.
     """
-    head = _HEAD.match(getattr(func, "__doc__", None) or "")
+    head = re.match(_HEAD, getattr(func, "__doc__", None) or "")
     if head is None or head[1] != getattr(func, "__name__", None):
         return ()
     depth, parts = 0, [""]
@@ -342,4 +342,4 @@ def _documented(func: Any) -> tuple[Parameter, ...]:
     return tuple(map(Parameter, filter(str.isidentifier, names)))
 
 
-_HEAD = re.compile(r"(\w+)\((.*)\)(?: -> .*)?$", re.MULTILINE)
+_HEAD = r"(?m)(\w+)\((.*)\)(?: -> .*)?$"

@@ -26,8 +26,9 @@ Role: TypeAlias = str | int
 
 _programs: dict[str, Op] = {}  # the rows that the program has declared and not taken back
 _misfits: set[str] = set()  # what `recheck` has warned of
-_NAME = re.compile(r"\w+::\w+(\.\w+)?")
-_SEAM = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
+# Compiled when they are first used, and kept by `re`: importing the package should cost little.
+_NAME = r"\w+::\w+(\.\w+)?"
+_SEAM = r"\w+(\.\w+)*:\w+(\.\w+)*"
 
 
 class Registration:
@@ -259,9 +260,9 @@ def _key_of(target: Any) -> tuple[str, str]:
             f"register_op takes a name such as 'mylib::scaled_mm' or 'package.module:function', an operator of "
             f"torch.ops, what torch.library.custom_op returns, or a function, got {target!r}"
         )
-    if _SEAM.fullmatch(target):
+    if re.fullmatch(_SEAM, target):
         return target, target
-    if not _NAME.fullmatch(target):
+    if not re.fullmatch(_NAME, target):
         raise ValueError(
             f"an operator's name must have its namespace, as in 'mylib::scaled_mm', and a function's its module, as "
             f"in 'package.module:function', got {target!r}"

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     import torch
 
 _EVAL = "<eval_with_key>"  # the file of a GraphModule's forward, with the backends "eager" and "aot_eager"
-_INDUCTOR = re.compile(r"[/\\]c[a-z2-7]{40,}\.py$")  # the file of Inductor's wrapper, named by its hash
-_COMMENT = re.compile(r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
-_ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]+)? = ")
+# Compiled when they are first used, and kept by `re`: importing the package should cost little.
+_INDUCTOR = r"[/\\]c[a-z2-7]{40,}\.py$"  # the file of Inductor's wrapper, named by its hash
+_COMMENT = r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]"
+_ASSIGNED = r"\s*(\w+)(?:\s*:[^=]+)? = "
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LINE = re.compile(r'File "(.+?)", line (\d+), in (.+)')
-_LINE_COMMENT = re.compile(r"\s*# File: (.+):(\d+) in (.+?), code: ")
-_CALL = re.compile(r"\s*(\w+)(?:: [^=]*?)? = torch\.ops\.([\w.]+)\((.*)\)(?:;.*)?$")
-_ITEM = re.compile(r"\s*(\w+)(?:: [^=]*?)? = (\w+)\[\d+\](?:;.*)?$")
-_NAME = re.compile(r"\b[A-Za-z_]\w*\b")
-_BASE = re.compile(r"([LG])\['(\w+)'\]((?:\.\w+|\._modules\['\w+'\])*)$")
+_LINE = r'File "(.+?)", line (\d+), in (.+)'
+_LINE_COMMENT = r"\s*# File: (.+):(\d+) in (.+?), code: "
+_CALL = r"\s*(\w+)(?:: [^=]*?)? = torch\.ops\.([\w.]+)\((.*)\)(?:;.*)?$"
+_ITEM = r"\s*(\w+)(?:: [^=]*?)? = (\w+)\[\d+\](?:;.*)?$"
+_NAME = r"\b[A-Za-z_]\w*\b"
+_BASE = r"([LG])\['(\w+)'\]((?:\.\w+|\._modules\['\w+'\])*)$"
 
 # Functions that multiply, by their names in a graph of Dynamo or AOTAutograd.
-_PRODUCTS = re.compile(
+_PRODUCTS = (
     r"_?_?(?:r?matmul|linear|mm|bmm|mv|dot|vdot|inner|addmm|addbmm|baddbmm|addmv|einsum|tensordot|chain_matmul|multi_dot"
     r"|bilinear|cdist|scaled_mm|grouped_mm|multi_head_attention_forward|scaled_dot_product\w*|conv\w*"
     r"|_transformer_encoder_layer_fwd|_native_multi_head_attention|lstm\w*|gru\w*|rnn_\w+)(?:__|_)?$"
@@ -130,7 +131,7 @@ def is_generated(code: CodeType) -> bool:
     if known is None:
         if len(_generated) > 10_000:
             _generated.clear()
-        made = code.co_filename.startswith(_EVAL) or _INDUCTOR.search(code.co_filename) is not None
+        made = code.co_filename.startswith(_EVAL) or re.search(_INDUCTOR, code.co_filename) is not None
         known = _generated[id(code)] = (code, made)
     return known[1]
 
@@ -166,7 +167,7 @@ def _is_module(frame: FrameType) -> bool:
 def _in_module(frame: FrameType, graph: Graph | None) -> Trace:
     """Find the node of a GraphModule by the name to which the running line assigns."""
     nodes = getattr(getattr(frame.f_locals.get("self"), "graph", None), "nodes", ())
-    found = _ASSIGNED.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+    found = re.match(_ASSIGNED, linecache.getline(frame.f_code.co_filename, frame.f_lineno))
     name = None if found is None else found[1]
     return next((_trace(node) for node in nodes if node.name == name), UNKNOWN)
 
@@ -174,7 +175,7 @@ def _in_module(frame: FrameType, graph: Graph | None) -> Trace:
 def _trace(node: Any) -> Trace:
     meta = node.meta
     # Dynamo has inlined what replaces a function.
-    lines = [line for line in _LINE.findall(meta.get("stack_trace") or "") if not line[0].startswith(_HERE)]
+    lines = [line for line in re.findall(_LINE, meta.get("stack_trace") or "") if not line[0].startswith(_HERE)]
     line = (lines[-1][0], int(lines[-1][1]), lines[-1][2]) if lines else None
     in_backward = meta.get("autograd_backward") or meta.get("partitioner_tag") == "is_backward"
     key = "fwd_nn_module_stack" if in_backward and "nn_module_stack" not in meta else "nn_module_stack"
@@ -184,7 +185,7 @@ def _trace(node: Any) -> Trace:
     if not stack:
         return Trace("", (), "", line)
     written, kind = list(stack.values())[-1]
-    found = _BASE.match(str(written))
+    found = re.match(_BASE, str(written))
     if found is None:
         return UNKNOWN._replace(line=line)
     path = tuple(part for part in re.findall(r"\w+", found[3]) if part != "_modules")
@@ -238,7 +239,7 @@ def _read(nodes: Iterable[Any]) -> Graph:
 def _multiplies(target: Any) -> bool:
     if not _HIDING.isdisjoint(kind.__name__ for kind in type(target).__mro__):
         return True
-    return _PRODUCTS.match(target if isinstance(target, str) else getattr(target, "__name__", "")) is not None
+    return re.match(_PRODUCTS, target if isinstance(target, str) else getattr(target, "__name__", "")) is not None
 
 
 def _read_saved(graph: Graph, calls: dict[str, tuple[str, list[str]]]) -> None:
@@ -248,7 +249,7 @@ def _read_saved(graph: Graph, calls: dict[str, tuple[str, list[str]]]) -> None:
     for name, (called, arguments) in calls.items():
         bits = (reached.get(each, 1 << place if (place := _input(each)) is not None else 0) for each in arguments)
         reached[name] = functools.reduce(operator.or_, bits, 0)
-        if _PRODUCTS.match(called):
+        if re.match(_PRODUCTS, called):
             traces = graph.depending_on(reached[name])
             for each in (name, *arguments):
                 using.setdefault(_root(each, calls), set()).update(traces)
@@ -278,7 +279,7 @@ def _text(frame: FrameType) -> str | None:
 
 
 def _comment_above(frame: FrameType) -> tuple[list[str], list[str]] | None:
-    found = _COMMENT.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno - 1))
+    found = re.search(_COMMENT, linecache.getline(frame.f_code.co_filename, frame.f_lineno - 1))
     if found is None:
         return None
     return [name for name in found[1].split(", ") if name], found[2].split(", ")
@@ -332,13 +333,16 @@ def _parse(text: str) -> tuple[dict[str, tuple[str, list[str]]], dict[str, tuple
     returned: list[str] = []
     line: tuple[str, int, str] | None = None
     for row in text.splitlines():
-        if found := _LINE_COMMENT.match(row):
+        if found := re.match(_LINE_COMMENT, row):
             line = (found[1], int(found[2]), found[3])
         elif "# No stacktrace found" in row:
             line = None
-        elif found := _CALL.match(row) or _ITEM.match(row):
+        elif found := re.match(_CALL, row) or re.match(_ITEM, row):
             item = found.re is _ITEM
-            calls[found[1]] = ("getitem" if item else found[2].split(".")[1], _NAME.findall(found[2 if item else 3]))
+            calls[found[1]] = (
+                "getitem" if item else found[2].split(".")[1],
+                re.findall(_NAME, found[2 if item else 3]),
+            )
             if line is not None:
                 lines[found[1]] = line
         elif row.strip().startswith("return "):

@@ -55,7 +55,7 @@ class _Stack:
             return self._in_graph(phase, module, root, code)
         if module is None or root is None:
             return Place(("",), code, instruction)
-        if not all(issubclass(type(each), torch.nn.Module) for each in (module, root)):
+        if not (issubclass(type(module), torch.nn.Module) and issubclass(type(root), torch.nn.Module)):
             return Place((), code, instruction)  # a mock, which only says that it is a module
         again = self._labels.recomputed(module) if phase == "recompute" else None
         return Place(again or self._labels.names(root, module), code, instruction)

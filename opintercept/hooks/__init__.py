@@ -1,66 +1,85 @@
 """Ready-made hooks. Each is also an example of how to write one: begin with `recorder`, `print` and `log`.
 
-Each says in `reads` what it reads of its calls, and in `levels` where it works, if not everywhere.
+Each says in `reads` what it reads of its calls, and in `levels` where it works, if not everywhere. A hook is
+loaded when it is first named.
 """
 
 from __future__ import annotations
 
-from opintercept.hooks.attention import AttentionCall as AttentionCall
-from opintercept.hooks.attention import AttentionWeights as AttentionWeights
-from opintercept.hooks.capture import Capture as Capture
-from opintercept.hooks.capture import Captured as Captured
-from opintercept.hooks.checksum.checksum import Checksum as Checksum
-from opintercept.hooks.checksum.checksum import EstimatedError as EstimatedError
-from opintercept.hooks.checksum.checksum import WrongProduct as WrongProduct
-from opintercept.hooks.edits import BitFlip as BitFlip
-from opintercept.hooks.edits import FakeQuantize as FakeQuantize
-from opintercept.hooks.edits import Flip as Flip
-from opintercept.hooks.edits import Noise as Noise
-from opintercept.hooks.gradients import Gradient as Gradient
-from opintercept.hooks.gradients import Gradients as Gradients
-from opintercept.hooks.log import Log as Log
-from opintercept.hooks.nonfinite import Finding as Finding
-from opintercept.hooks.nonfinite import NonFinite as NonFinite
-from opintercept.hooks.print import Print as Print
-from opintercept.hooks.profile import Profile as Profile
-from opintercept.hooks.profile import ProfileRow as ProfileRow
-from opintercept.hooks.recorder import Recorder as Recorder
-from opintercept.hooks.reference import Reference as Reference
-from opintercept.hooks.reference import ReferenceRow as ReferenceRow
-from opintercept.hooks.replicas import Parting as Parting
-from opintercept.hooks.replicas import Replicas as Replicas
-from opintercept.hooks.scalars import Scalars as Scalars
-from opintercept.hooks.stats import Stats as Stats
-from opintercept.hooks.stats import StatsRow as StatsRow
-from opintercept.hooks.when import when as when
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AttentionCall",
-    "AttentionWeights",
-    "BitFlip",
-    "Capture",
-    "Captured",
-    "Checksum",
-    "EstimatedError",
-    "FakeQuantize",
-    "Finding",
-    "Flip",
-    "Gradient",
-    "Gradients",
-    "Log",
-    "Noise",
-    "NonFinite",
-    "Parting",
-    "Print",
-    "Profile",
-    "ProfileRow",
-    "Recorder",
-    "Reference",
-    "ReferenceRow",
-    "Replicas",
-    "Scalars",
-    "Stats",
-    "StatsRow",
-    "WrongProduct",
-    "when",
-]
+if TYPE_CHECKING:
+    from opintercept.hooks._when import when as when
+    from opintercept.hooks.attention import AttentionCall as AttentionCall
+    from opintercept.hooks.attention import AttentionWeights as AttentionWeights
+    from opintercept.hooks.capture import Capture as Capture
+    from opintercept.hooks.capture import Captured as Captured
+    from opintercept.hooks.checksum.checksum import Checksum as Checksum
+    from opintercept.hooks.checksum.checksum import EstimatedError as EstimatedError
+    from opintercept.hooks.checksum.checksum import WrongProduct as WrongProduct
+    from opintercept.hooks.edits import BitFlip as BitFlip
+    from opintercept.hooks.edits import FakeQuantize as FakeQuantize
+    from opintercept.hooks.edits import Flip as Flip
+    from opintercept.hooks.edits import Noise as Noise
+    from opintercept.hooks.gradients import Gradient as Gradient
+    from opintercept.hooks.gradients import Gradients as Gradients
+    from opintercept.hooks.log import Log as Log
+    from opintercept.hooks.nonfinite import Finding as Finding
+    from opintercept.hooks.nonfinite import NonFinite as NonFinite
+    from opintercept.hooks.print import Print as Print
+    from opintercept.hooks.profile import Profile as Profile
+    from opintercept.hooks.profile import ProfileRow as ProfileRow
+    from opintercept.hooks.recorder import Recorder as Recorder
+    from opintercept.hooks.reference import Reference as Reference
+    from opintercept.hooks.reference import ReferenceRow as ReferenceRow
+    from opintercept.hooks.replicas import Parting as Parting
+    from opintercept.hooks.replicas import Replicas as Replicas
+    from opintercept.hooks.scalars import Scalars as Scalars
+    from opintercept.hooks.stats import Stats as Stats
+    from opintercept.hooks.stats import StatsRow as StatsRow
+
+_HOMES = {
+    "AttentionCall": "attention",
+    "AttentionWeights": "attention",
+    "BitFlip": "edits",
+    "Capture": "capture",
+    "Captured": "capture",
+    "Checksum": "checksum.checksum",
+    "EstimatedError": "checksum.checksum",
+    "FakeQuantize": "edits",
+    "Finding": "nonfinite",
+    "Flip": "edits",
+    "Gradient": "gradients",
+    "Gradients": "gradients",
+    "Log": "log",
+    "Noise": "edits",
+    "NonFinite": "nonfinite",
+    "Parting": "replicas",
+    "Print": "print",
+    "Profile": "profile",
+    "ProfileRow": "profile",
+    "Recorder": "recorder",
+    "Reference": "reference",
+    "ReferenceRow": "reference",
+    "Replicas": "replicas",
+    "Scalars": "scalars",
+    "Stats": "stats",
+    "StatsRow": "stats",
+    "WrongProduct": "checksum.checksum",
+    "when": "_when",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604 - computed, so that each name is written once
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
