@@ -112,7 +112,9 @@ def test_importing_the_pytest_plugin_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import torch", "from opintercept import intercept", "from opintercept.hooks import Stats"], ids=lambda code: code
+    "code",
+    ["import torch", "from opintercept import intercept", "from opintercept.hooks import Stats"],
+    ids=lambda code: code,
 )
 @pytest.mark.slow
 def test_the_check_reports_code_that_imports_torch(code: str) -> None:
