@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from opintercept._core.hook import Handle as Handle
     from opintercept._core.hook import Hook as Hook
     from opintercept._core.hook import HookDeclaration as HookDeclaration
+    from opintercept._core.in_kernel import InKernel as InKernel
+    from opintercept._core.in_kernel import Work as Work
+    from opintercept._core.pipeline import flush as flush
     from opintercept._core.record import CallRecord as CallRecord
+    from opintercept._core.record import PendingRecord as PendingRecord
     from opintercept._core.tensors import TensorMeta as TensorMeta
     from opintercept._engines.info import Info as Info
     from opintercept._engines.info import info as info
@@ -43,14 +47,18 @@ _HOMES = {
     "Hook": "_core.hook",
     "HookDeclaration": "_core.hook",
     "HookError": "_core.errors",
+    "InKernel": "_core.in_kernel",
     "Info": "_engines.info",
     "Interceptor": "_blocks.intercept",
     "NonFiniteError": "_core.errors",
     "OpCall": "_core.call",
     "OpInterceptError": "_core.errors",
     "OpInterceptWarning": "_core.errors",
+    "PendingRecord": "_core.record",
     "Registration": "_ops.register",
     "TensorMeta": "_core.tensors",
+    "Work": "_core.in_kernel",
+    "flush": "_core.pipeline",
     "hooks": "",
     "info": "_engines.info",
     "intercept": "_blocks.intercept",

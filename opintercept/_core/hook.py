@@ -51,7 +51,9 @@ class BackwardHook(Protocol):
 class HookDeclaration(Protocol):
     """What a hook may declare. Everything here is optional, and a hook that declares nothing gets right answers.
 
-    A hook sets `reads` and `levels` on its class, on itself or, if it is a function, on the function.
+    A hook sets `reads` and `levels` on its class, on itself or, if it is a function, on the function. A hook that needs
+    no more of a call than its record and statistics of its tensors may be an `InKernel`, too: then compiled kernels do
+    its work.
 
     Attributes:
         reads: What the hook reads of its calls; everything, if it does not say. The words are

@@ -8,98 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from opintercept._core.call import OpCall
 from opintercept._core.hook import Handle
+from opintercept._core.in_kernel import ROLES, Checker, FlightRecorder, Found, InKernel, Sink, Work
 from opintercept._core.place import Place
 from opintercept._core.record import PendingRecord
-
-Found = tuple[tuple[int, int, int, int, int, int, float, float], float, float, int | None, None, None]
-"""What a kernel reads of a tensor, as `_native.values.read` returns it."""
-
-ROLES = ("lhs", "rhs", "bias", "value", "output", "output.1")
-
-
-class Work(NamedTuple):
-    """What a kernel does for a hook with each call, in place of calling it.
-
-    Attributes:
-        rows: Whether `noted` is to be called.
-        reads: The roles of the tensors whose values are read, some of `ROLES`.
-        hashed: Whether to hash them, too.
-        target: Counts values that become zero or are too large in another dtype, see `_native.values.Read`.
-        finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
-        settings: Whether `learn` depends on torch's settings for the precision of products.
-        flight: Where to write a line of each call. Then `learn` returns what a line says of calls that look alike.
-        checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
-    """
-
-    rows: bool = True
-    reads: tuple[str, ...] = ()
-    hashed: bool = False
-    target: tuple[float, float] | None = None
-    finite: bool = False
-    settings: bool = False
-    flight: FlightRecorder | None = None
-    checker: Checks | None = None
-
-
-class InKernel(Protocol):
-    """A hook that kernels can work for. It has the methods of other hooks as well, for the calls that they cannot note.
-
-    It does not hold for subclasses, which may change what the methods do.
-    """
-
-    def work(self) -> Work | None:
-        """What to do for this hook; None if it has to see each call."""
-
-    def learn(self, call: OpCall) -> Any:
-        """What holds for all calls that look like this one, for `noted`; None if the hook has to see such calls."""
-
-    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:
-        """Take a call that has been noted.
-
-        Args:
-            note: What its record is made of.
-            values: What was read, by role.
-            learned: What `learn` returned.
-        """
-
-
-class Sink(Protocol):
-    """The flight recorder in C++, see `_engines/compiled/flight.cpp`."""
-
-    def open(self, buffer: Any, first: int, slots: int, size: int, lines: int, /) -> None: ...
-    def put(self, line: bytes, /) -> None: ...
-    def close(self) -> None: ...
-    def forget_parent(self) -> None: ...
-
-
-class FlightRecorder(Protocol):
-    """Writes lines to a file. `runs.flight.Flight` implements it."""
-
-    def serve(self, sink: Sink) -> Sink: ...
-    def text_of(self, place: Place) -> bytes:
-        """What a line says of a place."""
-
-
-class Checker(Protocol):
-    """The checker in C++, see `_engines/compiled/checker.cpp`."""
-
-    def set_up(self, limit: float, exact: bool, every: int, signs_of: Any, form_of: Any, /) -> None: ...
-    def taken(self) -> tuple[Any, Any, bool] | None: ...
-    def forget(self, rhs: Any, wide: bool, /) -> None: ...
-    def counts(self) -> tuple[int, int, list[tuple[Any, int]]]: ...
-    def clear(self) -> None: ...
-
-
-class Checks(Protocol):
-    """Has products checked. `hooks.Checksum` implements it."""
-
-    def use(self, make: Callable[[], Checker]) -> Checker:
-        """Return the checker of this hook, made and set up if there is none."""
 
 
 class Ring(Protocol):

@@ -23,7 +23,8 @@ from opintercept._core.errors import HookError, OpInterceptWarning
 from opintercept._core.exits import never_began, raised_here
 from opintercept._core.fork import in_child
 from opintercept._core.hook import Handle, Hook, Level, OnError
-from opintercept._core.noted import Failure, Found, NotedCalls, Ring
+from opintercept._core.in_kernel import Found
+from opintercept._core.noted import Failure, NotedCalls, Ring
 from opintercept._core.place import Place
 from opintercept._core.record import CallRecord, PendingRecord, Phase, look
 from opintercept._core.replace import check_alike, check_replacement, checked_inputs, written_back
@@ -664,7 +665,10 @@ def _forget_parent() -> None:
 
 
 def flush() -> None:
-    """Notify all hooks of this process of the calls that kernels have noted. Call it without a lock."""
+    """Notify all hooks of this process of the calls that compiled kernels have noted.
+
+    A hook that is an `InKernel` calls it where a program reads its results inside a block. Call it without a lock.
+    """
     for pipeline in _living():
         pipeline.flush()
 

@@ -338,7 +338,7 @@ def _parse(text: str) -> tuple[dict[str, tuple[str, list[str]]], dict[str, tuple
         elif "# No stacktrace found" in row:
             line = None
         elif found := re.match(_CALL, row) or re.match(_ITEM, row):
-            item = found.re is _ITEM
+            item = found.re.pattern == _ITEM
             calls[found[1]] = (
                 "getitem" if item else found[2].split(".")[1],
                 re.findall(_NAME, found[2 if item else 3]),

@@ -17,7 +17,7 @@ import torch
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import NonFiniteError, OpInterceptWarning
-from opintercept._core.noted import Work
+from opintercept._core.in_kernel import Work
 from opintercept._core.record import CallRecord
 from opintercept._core.tables import Shown
 from opintercept._core.tensors import is_strided, share_memory

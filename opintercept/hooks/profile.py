@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.noted import Found, Work
+from opintercept._core.in_kernel import Found, Work
 from opintercept._core.pipeline import flush
 from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from opintercept._core.call import OpCall
-from opintercept._core.noted import Found, Work
+from opintercept._core.in_kernel import Found, Work
 from opintercept._core.pipeline import flush
 from opintercept._core.record import CallRecord, PendingRecord
 from opintercept._core.tables import Frames, Held

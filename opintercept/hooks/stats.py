@@ -14,7 +14,7 @@ import torch
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import HookError, OpInterceptError
-from opintercept._core.noted import Found, Work
+from opintercept._core.in_kernel import Found, Work
 from opintercept._core.pipeline import flush
 from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table

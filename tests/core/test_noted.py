@@ -22,7 +22,7 @@ from torch import nn
 
 from opintercept import CallRecord, NonFiniteError, OpCall, OpInterceptWarning, hooks, intercept, register_op, runs
 from opintercept._core import noted as _rows
-from opintercept._core.noted import Found, Work
+from opintercept._core.in_kernel import Found, Work
 from opintercept._core.record import PendingRecord
 
 pytestmark = [pytest.mark.slow, needs_compiler]

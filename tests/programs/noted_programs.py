@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, hooks, intercept, runs
-from opintercept._core.noted import Work
+from opintercept._core.in_kernel import Work
 from opintercept._core.record import PendingRecord
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64, torch.int64, torch.int8)

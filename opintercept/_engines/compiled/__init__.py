@@ -16,7 +16,8 @@ import torch
 
 from opintercept._core import pipeline as _pipeline
 from opintercept._core import record
-from opintercept._core.noted import ROLES, Ring, on_forget
+from opintercept._core.in_kernel import ROLES
+from opintercept._core.noted import Ring, on_forget
 from opintercept._core.place import NOWHERE
 from opintercept._engines import foreign, kernels, scope
 from opintercept._engines.dynamo import keep_out

@@ -17,7 +17,7 @@ from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.hook import Read
-from opintercept._core.noted import Checker, Work
+from opintercept._core.in_kernel import Checker, Work
 from opintercept._core.record import PendingRecord
 from opintercept._core.tensors import dtype_name, share_memory
 from opintercept._core.text import aligned

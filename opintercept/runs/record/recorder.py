@@ -24,7 +24,7 @@ from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.exits import uninterrupted
-from opintercept._core.noted import ROLES, Found, Work
+from opintercept._core.in_kernel import ROLES, Found, Work
 from opintercept._core.record import PendingRecord, Summary
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted

@@ -13,7 +13,7 @@ import struct
 from io import BufferedReader
 from pathlib import Path
 
-from opintercept._core.noted import Sink
+from opintercept._core.in_kernel import Sink
 from opintercept._core.place import Place
 from opintercept.runs.store.codec import place_members
 

@@ -1,0 +1,137 @@
+"""`InKernel`, the second door for hooks: what a hook declares that compiled kernels can work for.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from opintercept._core.call import OpCall
+from opintercept._core.place import Place
+from opintercept._core.record import PendingRecord
+
+Found = tuple[tuple[int, int, int, int, int, int, float, float], float, float, int | None, None, None]
+"""What a kernel reads of a tensor: sums, minus the smallest and the largest finite value, a hash, and two Nones.
+
+The sums are how many values there are, and how many are finite, NaN, not zero, and would become zero or too large in
+the target dtype; the total of the finite ones, and the sum of their squared distances from their mean.
+"""
+
+ROLES = ("lhs", "rhs", "bias", "value", "output", "output.1")
+
+
+class Work(NamedTuple):
+    """What a kernel does for a hook with each call, in place of calling it.
+
+    Attributes:
+        rows: Whether `noted` is to be called.
+        reads: The roles of the tensors whose values are read, some of `ROLES`.
+        hashed: Whether to hash them, too.
+        target: Counts values that become zero or are too large in another dtype, see `_native.values.Read`.
+        finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
+        settings: Whether `learn` depends on torch's settings for the precision of products.
+        flight: Where to write a line of each call. Then `learn` returns what a line says of calls that look alike.
+        checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
+    """
+
+    rows: bool = True
+    reads: tuple[str, ...] = ()
+    hashed: bool = False
+    target: tuple[float, float] | None = None
+    finite: bool = False
+    settings: bool = False
+    flight: FlightRecorder | None = None
+    checker: Checks | None = None
+
+
+class InKernel(Protocol):
+    """A hook that compiled kernels can work for, so that a call costs about a microsecond and needs no Python.
+
+    Kernels note its calls in C++, and the hook is notified of many at once: when it or another hook sees a call in
+    Python, when `flush` is called, and when the block ends. It has the methods of other hooks as well. They see the
+    first of the calls that look alike and come from one place, the calls that kernels cannot note, and all calls where
+    there are no compiled kernels. So both ways must lead to the same results. Kernels work for the hooks of an
+    interceptor if each of them has these methods.
+
+    Subclasses are excluded, since they may override the methods of other hooks. A subclass that defines `work` itself
+    is not.
+
+    Example:
+        >>> import torch
+        >>> from opintercept import Work, intercept
+        >>> class Largest:
+        ...     reads = ("module",)
+        ...     def __init__(self):
+        ...         self.largest = {}
+        ...     def post(self, call):
+        ...         self.add(call.module, float(call.output.max()))
+        ...     def add(self, module, value):
+        ...         self.largest[module] = max(value, self.largest.get(module, value))
+        ...     def work(self):
+        ...         return Work(reads=("output",))
+        ...     def learn(self, call):
+        ...         return True
+        ...     def noted(self, note, values, learned):
+        ...         _, _, highest, *_ = values["output"]
+        ...         self.add(note.place.module, highest)
+        >>> largest = Largest()
+        >>> with intercept(largest):
+        ...     for scale in (1.0, 3.0, 2.0):
+        ...         _ = torch.eye(2) @ torch.full((2, 2), scale)
+        >>> largest.largest
+        {'': 3.0}
+    """
+
+    def work(self) -> Work | None:
+        """What to do for this hook; None if it has to see each call."""
+
+    def learn(self, call: OpCall) -> Any:
+        """What holds for all calls that look like this one, for `noted`; None if the hook has to see such calls.
+
+        It is asked in Python, once for each kind of call, before `post` sees the call.
+        """
+
+    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:
+        """Take a call that has been noted.
+
+        Args:
+            note: What its record is made of; `note.record()` makes it.
+            values: What was read, by role. A tensor that cannot be read in C++ is not in it.
+            learned: What `learn` returned.
+        """
+
+
+class Sink(Protocol):
+    """The flight recorder in C++, see `_engines/compiled/flight.cpp`."""
+
+    def open(self, buffer: Any, first: int, slots: int, size: int, lines: int, /) -> None: ...
+    def put(self, line: bytes, /) -> None: ...
+    def close(self) -> None: ...
+    def forget_parent(self) -> None: ...
+
+
+class FlightRecorder(Protocol):
+    """Writes lines to a file. `runs.flight.Flight` implements it."""
+
+    def serve(self, sink: Sink) -> Sink: ...
+    def text_of(self, place: Place) -> bytes:
+        """What a line says of a place."""
+
+
+class Checker(Protocol):
+    """The checker in C++, see `_engines/compiled/checker.cpp`."""
+
+    def set_up(self, limit: float, exact: bool, every: int, signs_of: Any, form_of: Any, /) -> None: ...
+    def taken(self) -> tuple[Any, Any, bool] | None: ...
+    def forget(self, rhs: Any, wide: bool, /) -> None: ...
+    def counts(self) -> tuple[int, int, list[tuple[Any, int]]]: ...
+    def clear(self) -> None: ...
+
+
+class Checks(Protocol):
+    """Has products checked. `hooks.Checksum` implements it."""
+
+    def use(self, make: Callable[[], Checker]) -> Checker:
+        """Return the checker of this hook, made and set up if there is none."""
