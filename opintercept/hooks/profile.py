@@ -185,12 +185,8 @@ class Profile(Copyable, Table):
                 pending = self._pending.popleft()
             except IndexError:  # a signal handler has read the rest
                 return
-            try:
-                pending.ended.synchronize()
-                seconds = pending.started.elapsed_time(pending.ended) / 1e3
-            except BaseException:
-                self._pending.appendleft(pending)
-                raise
+            pending.ended.synchronize()
+            seconds = pending.started.elapsed_time(pending.ended) / 1e3
             self._add(pending.key, pending.flops, pending.bytes, seconds)
             self._pool += (pending.started, pending.ended)
 

@@ -67,12 +67,7 @@ class Recorder(Held, Frames):
                 note = self._notes.popleft()
             except IndexError:  # no note is left, or another thread took the last one
                 return self._records
-            try:
-                record = note.record()
-            except BaseException:
-                self._notes.appendleft(note)
-                raise
-            self._records.append(record)
+            self._records.append(note.record())
 
 
 def _plain(value: Any) -> Any:
