@@ -29,7 +29,7 @@ def suspending(watcher: Watcher, function: Callable[..., Any]) -> Callable[..., 
 
 def _generator(watcher: Watcher, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        with _Life(watcher):
+        with _Body(watcher):
             return (yield from _drive(watcher, function(*args, **kwargs)))
 
     return wrapper
@@ -37,7 +37,7 @@ def _generator(watcher: Watcher, function: Callable[..., Generator[Any, Any, Any
 
 def _coroutine(watcher: Watcher, function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _Life(watcher):
+        with _Body(watcher):
             return await _awaited(watcher, function(*args, **kwargs))
 
     return wrapper
@@ -45,7 +45,7 @@ def _coroutine(watcher: Watcher, function: Callable[..., Any]) -> Callable[..., 
 
 def _async_generator(watcher: Watcher, function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        with _Life(watcher):
+        with _Body(watcher):
             inner = function(*args, **kwargs)
             step = inner.asend(None)
             while True:
@@ -104,7 +104,7 @@ class _Active:
     __exit__ = exits.Exit(lambda self: innermost(self._watcher, pauses=False).entry)
 
 
-class _Life:
+class _Body:
     """Keeps hooks entered and kernels installed while a generator or coroutine is suspended."""
 
     def __init__(self, watcher: Watcher) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Origin(Protocol):
+class OriginReader(Protocol):
     """Tells where calls come from. `_origin.origin.Origin` implements it.
 
     `read` is what the hook reads, as in `HookDeclaration.reads`, for a warning if no hook declares it.
@@ -39,7 +39,7 @@ class Origin(Protocol):
 
 
 class NoOrigin:
-    """An `Origin` that knows nothing of any call."""
+    """An `OriginReader` that knows nothing of any call."""
 
     links = None
 
@@ -64,7 +64,7 @@ class Owner(Protocol):
 
     next_index: Callable[[], int]
     steps: int
-    origin: Origin
+    origin: OriginReader
     look: Callable[..., Any]
 
 

@@ -18,7 +18,7 @@ from operator import attrgetter, itemgetter
 from time import perf_counter, time_ns
 from typing import Any
 
-from opintercept._core.call import NoOrigin, OpCall, Origin, Spec
+from opintercept._core.call import NoOrigin, OpCall, OriginReader, Spec
 from opintercept._core.errors import HookError, OpInterceptWarning
 from opintercept._core.exits import never_began, raised_here
 from opintercept._core.fork import in_child
@@ -91,7 +91,7 @@ class Pipeline:
         hooks: Iterable[Hook],
         level: Level = "dispatch",
         on_error: OnError = "raise",
-        origin: Origin | None = None,
+        origin: OriginReader | None = None,
         tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
         look: Callable[..., Any] = look,
         ring: Ring | None = None,
@@ -102,7 +102,7 @@ class Pipeline:
         self.look = look
         self.level = level
         self.on_error = on_error
-        self.origin: Origin = origin or NoOrigin()
+        self.origin: OriginReader = origin or NoOrigin()
         self.links = self.origin.links
         self.steps = 0
         self._count = itertools.count()

@@ -15,7 +15,7 @@ import torch
 from opintercept._core.errors import OpInterceptWarning
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.patches import Patch, Patches
+from opintercept._engines.patches import Replaced, Replacements
 
 _MESSAGES = {
     "inductor::aoti_package": "an AOTInductor package ran in a block, and calls kernels without the dispatcher: none "
@@ -37,11 +37,11 @@ _ENTRIES = {
     "_CUDAGraph.replay": "cuda::graph_replay",
 }
 
-_patches: dict[tuple[Any, str], Patch] = {}
+_patches: dict[tuple[Any, str], Replaced] = {}
 _warned: set[str] = set()
 
 
-def _find() -> list[Patch]:
+def _find() -> list[Replaced]:
     found = []
     for owner, attribute, name in _owners():
         now = owner.__dict__.get(attribute)
@@ -50,7 +50,7 @@ def _find() -> list[Patch]:
             if now is None:
                 continue
             place = owner if isinstance(owner, type) else vars(owner)
-            patch = _patches[owner, attribute] = Patch(name, place, attribute, now, _telling(now, name))
+            patch = _patches[owner, attribute] = Replaced(name, place, attribute, now, _telling(now, name))
         found.append(patch)
     return found
 
@@ -87,5 +87,5 @@ def _tell(name: str) -> None:
         warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=3)
 
 
-PATCHES = Patches(_find, fixed=True)
+PATCHES = Replacements(_find, fixed=True)
 """The entry points, which are wrapped while a block is open."""

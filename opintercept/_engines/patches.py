@@ -1,4 +1,4 @@
-"""`Patches`: attributes of modules, classes and objects that are replaced while a block is open.
+"""`Replacements`: attributes of modules, classes and objects that are replaced while a block is open.
 
 Invariant: when the last user leaves, whatever still has our value has its own again.
 """
@@ -21,7 +21,7 @@ MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Patch:
+class Replaced:
     """One attribute and its two values. Whoever finds it again returns the same object.
 
     Attributes:
@@ -56,7 +56,7 @@ class Patch:
         return partial(operator.setitem, self.owner, self.attribute, value)
 
 
-class Patches:
+class Replacements:
     """Attributes that are replaced as long as they have users.
 
     Args:
@@ -69,9 +69,9 @@ class Patches:
 
     def __init__(
         self,
-        find: Callable[[], Iterable[Patch]],
-        copies: Callable[[], Iterable[Patch]] = tuple,
-        displaced: Callable[[Patch], None] | None = None,
+        find: Callable[[], Iterable[Replaced]],
+        copies: Callable[[], Iterable[Replaced]] = tuple,
+        displaced: Callable[[Replaced], None] | None = None,
         fixed: bool = False,
     ) -> None:
         self._fixed = fixed
@@ -80,7 +80,7 @@ class Patches:
         self._displaced = displaced
         self._lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
         self._users: set[object] = set()
-        self._in_place: list[Patch] = []
+        self._in_place: list[Replaced] = []
         in_child(self._forget_parent)
 
     def enter(self, user: object) -> None:

@@ -20,7 +20,7 @@ from opintercept._core.hook import Level
 from opintercept._engines import scope as _scope
 from opintercept._engines.dynamo import keep_out, keep_out_of_frame, tracing
 from opintercept._engines.modes import run_hooked
-from opintercept._engines.patches import MISSING, Patch, Patches
+from opintercept._engines.patches import MISSING, Replaced, Replacements
 from opintercept._engines.scope import UNKNOWN, Scope, Watch, state
 from opintercept._ops import seams
 from opintercept._ops.table import ROWS, row_of
@@ -38,13 +38,13 @@ _keys_of: Any = getattr(torch._C, "_dispatch_keys", None)
 
 _wrappers: dict[tuple[str, int], tuple[Any, Any]] = {}  # what was at the place of a name, and what we put there
 _ours: dict[int, tuple[str, Any, Any]] = {}  # the same with the name, by the identity of what we put there
-_patches: dict[tuple[int, str], Patch] = {}
-_last: dict[str, tuple[Any, list[Patch]]] = {}  # what `_in_modules` has found, and what tells whether it still holds
+_patches: dict[tuple[int, str], Replaced] = {}
+_last: dict[str, tuple[Any, list[Replaced]]] = {}  # what `_in_modules` has found, and what tells whether it still holds
 _told: set[str] = set()
 
 
-def _find() -> Iterable[Patch]:
-    found: list[Patch] = []
+def _find() -> Iterable[Replaced]:
+    found: list[Replaced] = []
     values: dict[int, tuple[str, Any, Any]] = {}  # by identity, what is put where
     nested = False
     for name in ROWS.seams:
@@ -64,19 +64,19 @@ def _find() -> Iterable[Patch]:
     return [*found, *_in_modules(values, "nested" if nested else "entering")]
 
 
-def _patch(name: str, owner: Any, attribute: str, original: Any, replacement: Any) -> Patch:
+def _patch(name: str, owner: Any, attribute: str, original: Any, replacement: Any) -> Replaced:
     """The patch of a place, the same as last time if it is the same."""
     patch = _patches.get((id(owner), attribute))
     if patch is None or patch.owner is not owner or patch.replacement is not replacement:
-        patch = _patches[id(owner), attribute] = Patch(name, owner, attribute, original, replacement)
+        patch = _patches[id(owner), attribute] = Replaced(name, owner, attribute, original, replacement)
     return patch
 
 
-def _copies() -> Iterable[Patch]:
+def _copies() -> Iterable[Replaced]:
     return _in_modules(_ours, "leaving")
 
 
-def _in_modules(values: dict[int, tuple[str, Any, Any]], when: str) -> list[Patch]:
+def _in_modules(values: dict[int, tuple[str, Any, Any]], when: str) -> list[Replaced]:
     """The places in modules where one of these values is, by identity.
 
     Looking through a process's 100,000 names takes 10 ms. It is left out if each module has as many names, each value
@@ -89,7 +89,7 @@ def _in_modules(values: dict[int, tuple[str, Any, Any]], when: str) -> list[Patc
     before, places = _last.get(when, (None, []))
     if before == (sizes, counts) and all(patch.is_known() for patch in places):
         return places
-    found: list[Patch] = []
+    found: list[Replaced] = []
     for namespace in spaces:
         if not values.keys().isdisjoint(map(id, namespace.values())):  # in C
             for attribute, value in tuple(namespace.items()):
@@ -233,7 +233,7 @@ def _values(arguments: Iterable[Any], depth: int = 3) -> Iterator[Any]:
             yield from _values(value, depth - 1)
 
 
-def _displaced(patch: Patch) -> None:
+def _displaced(patch: Replaced) -> None:
     seam = seams.locate(patch.name)
     if seam is None or not (patch.owner is seam.owner or patch.owner is seams.attributes(seam.owner)):
         return  # another variable, which happened to have the function
@@ -247,5 +247,5 @@ def _displaced(patch: Patch) -> None:
         )
 
 
-PATCHES = Patches(_find, _copies, _displaced)
+PATCHES = Replacements(_find, _copies, _displaced)
 """The functions that are declared, which are replaced while a block is open."""

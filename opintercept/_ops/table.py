@@ -20,7 +20,7 @@ from opintercept._ops import convolutions, seams, shapes
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
 
 
-class Table(dict[str, Op]):
+class OpTable(dict[str, Op]):
     """Rows by the name of a packet or, for a single overload, by its whole name, `"aten::mm.default"`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Table(dict[str, Op]):
         forget()
 
 
-ROWS = Table()
+ROWS = OpTable()
 """The rows of every operator that multiplies."""
 
 

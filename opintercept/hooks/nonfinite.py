@@ -52,7 +52,7 @@ _UPDATES = _named(["native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
 }
 
 
-class _Kind(NamedTuple):
+class _OperatorTraits(NamedTuple):
     """Properties of an operator, computed once."""
 
     func: Any  # keeps the operator alive, so that its id stays unique
@@ -62,10 +62,10 @@ class _Kind(NamedTuple):
     scales: bool  # whether it is one of a gradient scaler
 
 
-_kinds: dict[int, _Kind] = {}
+_kinds: dict[int, _OperatorTraits] = {}
 
 
-def _kind(call: OpCall) -> _Kind:
+def _kind(call: OpCall) -> _OperatorTraits:
     func = call.func
     known = _kinds.get(id(func))
     if known is None:
@@ -75,11 +75,13 @@ def _kind(call: OpCall) -> _Kind:
         scales = call.op in _SCALERS
         makes = not getattr(func, "is_view", False) and call.op not in _UNWRITTEN and not scales
         writes = schema is None or call.op in _UPDATES or any(a.alias_info is not None for a in schema.arguments)
-        known = _kinds[id(func)] = _Kind(func, makes, makes and writes, row_of(func).family == "other", scales)
+        known = _kinds[id(func)] = _OperatorTraits(
+            func, makes, makes and writes, row_of(func).family == "other", scales
+        )
     return known
 
 
-class Extent(NamedTuple):
+class ValueRange(NamedTuple):
     """The range of a tensor: NaN if it contains one, (0, 0) if it is empty."""
 
     min: float
@@ -120,8 +122,8 @@ class Finding:
 
     record: CallRecord
     kind: Literal["made", "came in"]
-    output: Extent
-    operands: dict[str, Extent]
+    output: ValueRange
+    operands: dict[str, ValueRange]
     seen_at: CallRecord | None = None
     saved: str | None = None
     unread: tuple[str, ...] = ()
@@ -183,11 +185,11 @@ class _Before(NamedTuple):
     copies: dict[str, torch.Tensor]  # of the same operands, for `save`
 
 
-class _Read(NamedTuple):
+class _InputRanges(NamedTuple):
     """The ranges of a call's inputs, by name; tensors stay on their device."""
 
     ranges: dict[str, torch.Tensor]
-    numbers: dict[str, Extent]
+    numbers: dict[str, ValueRange]
     unread: tuple[str, ...]
 
 
@@ -280,7 +282,7 @@ class NonFinite(Copyable, Shown):
         self._found: dict[tuple[str | None, str, str], Finding] = {}
         self._sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
         self._before: PerCall[_Before] = PerCall()
-        self._pending: deque[tuple[CallRecord, tuple[str, ...], _Read, torch.Tensor]] = deque()
+        self._pending: deque[tuple[CallRecord, tuple[str, ...], _InputRanges, torch.Tensor]] = deque()
         self._lock = threading.RLock()
 
     @property
@@ -340,7 +342,13 @@ class NonFinite(Copyable, Shown):
         return self._allow is not None and any(map(name_test(self._allow), call.aliases))
 
     def _judge(
-        self, record: CallRecord, output: Extent, operands: dict[str, Extent], found: _Read, *, running: bool = False
+        self,
+        record: CallRecord,
+        output: ValueRange,
+        operands: dict[str, ValueRange],
+        found: _InputRanges,
+        *,
+        running: bool = False,
     ) -> Finding | None:
         """Decide whether a call makes the values or passes them on; return the finding if it is new."""
         finding = Finding(
@@ -427,7 +435,7 @@ class NonFinite(Copyable, Shown):
         try:
             while pending:
                 record, names, found, spans = pending.popleft()
-                output, *rest = (Extent(*ends) for ends in spans.tolist())
+                output, *rest = (ValueRange(*ends) for ends in spans.tolist())
                 if not output.finite:
                     with self._lock:
                         finding = self._judge(record, output, dict(zip(names, rest, strict=True)), found)
@@ -483,10 +491,10 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
     return _Before(written, ranges, kept)
 
 
-def _operands(call: OpCall, before: _Before | None) -> _Read:
+def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
     """Compute the ranges of all inputs of the call."""
     ranges: dict[str, torch.Tensor] = {}
-    numbers: dict[str, Extent] = {}
+    numbers: dict[str, ValueRange] = {}
     unread: list[str] = []
     earlier = {} if before is None else before.ranges
     options = call.options
@@ -510,7 +518,7 @@ def _operands(call: OpCall, before: _Before | None) -> _Read:
                 ranges |= {part: span for part, span in spans.items() if span is not None}
         elif (extent := _worst(value)) is not None:
             numbers[name] = extent
-    return _Read(ranges, numbers, tuple(unread))
+    return _InputRanges(ranges, numbers, tuple(unread))
 
 
 def _may_hold(tensor: torch.Tensor) -> bool:
@@ -526,12 +534,12 @@ def _unpacked(packed: Any) -> tuple[Any, ...] | None:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _worst(value: Any) -> Extent | None:
+def _worst(value: Any) -> ValueRange | None:
     """The range of a number or a list of numbers if it is not finite; otherwise None."""
     if isinstance(value, complex):
         value = abs(value)
     if isinstance(value, float):
-        return None if math.isfinite(value) else Extent(value, value)
+        return None if math.isfinite(value) else ValueRange(value, value)
     if isinstance(value, (list, tuple)):
         found = [extent for extent in map(_worst, value) if extent is not None]
         return next((extent for extent in found if extent.nan), found[0] if found else None)
@@ -601,8 +609,8 @@ def _whole(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     return torch.stack([low.amin(), high.amax()])
 
 
-def _read(span: torch.Tensor | None) -> Extent | None:
+def _read(span: torch.Tensor | None) -> ValueRange | None:
     try:
-        return None if span is None else Extent(*span.tolist())
+        return None if span is None else ValueRange(*span.tolist())
     except RuntimeError:  # under vmap there is no single value to read for a whole batch
         return None

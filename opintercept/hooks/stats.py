@@ -92,7 +92,7 @@ class _Key(NamedTuple):
     phase: str
 
 
-class _Entry(NamedTuple):
+class _Addition(NamedTuple):
     """What one tensor adds to its row: a cell, sums alone, or small values, which wait for others of their size."""
 
     key: _Key
@@ -101,13 +101,13 @@ class _Entry(NamedTuple):
     read: Read | None = None
 
 
-class _State(NamedTuple):
+class _AllSums(NamedTuple):
     """All sums so far. The state is replaced as a whole, so an interrupt leaves either the old one or the new one.
 
     A cell in it never changes: a changed copy takes its place.
     """
 
-    waiting: dict[int, list[_Entry]]  # by number of values
+    waiting: dict[int, list[_Addition]]  # by number of values
     held: int  # how many values wait
     window: dict[_Key, Cell]
     totals: dict[_Key, Cell]
@@ -174,8 +174,8 @@ class Stats(Copyable, Table):
         self._channels = channels
         self._widths: dict[_Key, int] = {}
         # A call only appends an entry, which takes no lock. `_settle` moves the entries into the state.
-        self._inbox: list[_Entry] = []
-        self._state = _State({}, 0, {}, {})
+        self._inbox: list[_Addition] = []
+        self._state = _AllSums({}, 0, {}, {})
         # Reentrant, since a signal handler or a finalizer may call the hook from anywhere in the same thread.
         self._lock = threading.RLock()
         self._inputs = tuple(operand for operand in self._of if operand != "output")
@@ -207,7 +207,7 @@ class Stats(Copyable, Table):
             found = values.get(operand)
             if found is not None:
                 key = _Key(note.place.module, learned, operand, note.phase)
-                self._inbox.append(_Entry(key, None, None, found[:3]))
+                self._inbox.append(_Addition(key, None, None, found[:3]))
         if len(self._inbox) >= BATCH:
             self._settle()
 
@@ -228,24 +228,24 @@ class Stats(Copyable, Table):
         if len(self._inbox) >= BATCH:
             self._settle()
 
-    def _entry(self, key: _Key, tensor: Any, with_channels: bool) -> _Entry | None:
+    def _entry(self, key: _Key, tensor: Any, with_channels: bool) -> _Addition | None:
         """What a tensor adds to its row; None if it has no values."""
         with_channels = with_channels and tensor.dim() > 0
         found = self._reader.read_natively(tensor, with_channels)
         if found is not None:
             sums, low, high, _, counts, channels = found
             if not counts and not channels:
-                return _Entry(key, None, None, (sums, low, high))
+                return _Addition(key, None, None, (sums, low, high))
             if channels:
                 self._check_width(key, tensor.size(-1))
             part = Cell(1)
             part.add(sums, low, high)
             part.add_arrays(counts, channels)
-            return _Entry(key, part, None)
+            return _Addition(key, part, None)
         values = stored_values(tensor)
         if values is None or leaves_out_captured(values, self):
             return None
-        return _Entry(key, *self._read_or_wait(key, values, tensor.size(-1) if with_channels else None))
+        return _Addition(key, *self._read_or_wait(key, values, tensor.size(-1) if with_channels else None))
 
     def _check_width(self, key: _Key, width: int) -> None:
         check_width(width, self._widths.setdefault(key, width))
@@ -277,7 +277,7 @@ class Stats(Copyable, Table):
             add(values, part)
         return part, None
 
-    def _settle(self, everything: bool = False, then: Callable[[_State], _State] | None = None) -> _State:
+    def _settle(self, everything: bool = False, then: Callable[[_AllSums], _AllSums] | None = None) -> _AllSums:
         """Move the entries into the state and return it.
 
         Args:
@@ -297,11 +297,11 @@ class Stats(Copyable, Table):
                     self.skipped += unread
                     return settled
 
-    def _settled(self, old: _State, entries: list[_Entry], everything: bool) -> tuple[_State, int]:
+    def _settled(self, old: _AllSums, entries: list[_Addition], everything: bool) -> tuple[_AllSums, int]:
         """The state with these entries, and how many of their tensors could not be read."""
         waiting, held, unread = dict(old.waiting), old.held, 0
         cells: dict[_Key, Cell] = {}  # copies of the cells that change
-        sizes: dict[int, list[_Entry]] = {}
+        sizes: dict[int, list[_Addition]] = {}
         for entry in entries:
             cell = _own(cells, old.window, entry.key)  # keeps the order of the calls
             if entry.values is not None:
@@ -326,9 +326,9 @@ class Stats(Copyable, Table):
                     _own(cells, old.window, key)
             for cell in cells.values():
                 cell.read()
-        return _State(waiting, held, old.window | cells, old.totals), unread
+        return _AllSums(waiting, held, old.window | cells, old.totals), unread
 
-    def _read_lot(self, lot: list[_Entry], window: dict[_Key, Cell], cells: dict[_Key, Cell]) -> int:
+    def _read_lot(self, lot: list[_Addition], window: dict[_Key, Cell], cells: dict[_Key, Cell]) -> int:
         """Add entries that have waited; return how many could not be read."""
         unread = 0
         tensors = [entry.values for entry in lot if entry.values is not None]
@@ -363,7 +363,7 @@ class Stats(Copyable, Table):
     def step(self) -> list[StatsRow]:
         """End a step: return the rows of the calls since the last step, and add them to the totals."""
         flush()
-        state = self._settle(True, lambda state: _State({}, 0, {}, _merged(state.totals, state.window)))
+        state = self._settle(True, lambda state: _AllSums({}, 0, {}, _merged(state.totals, state.window)))
         return self._as_rows(state.window)
 
     def _as_rows(self, cells: dict[_Key, Cell]) -> list[StatsRow]:
@@ -461,7 +461,7 @@ class Stats(Copyable, Table):
         skipped = sum(skipped for _, skipped, _, _ in gathered)
         totals = _merged(*(totals for _, _, totals, _ in gathered))
         window = _merged(*(window for _, _, _, window in gathered))
-        self._settle(then=lambda _: _State({}, 0, window, totals))
+        self._settle(then=lambda _: _AllSums({}, 0, window, totals))
         self.skipped = skipped
 
     def __getstate__(self) -> dict[str, Any]:

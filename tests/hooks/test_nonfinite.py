@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from opintercept import NonFiniteError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
-from opintercept.hooks.nonfinite import Extent
+from opintercept.hooks.nonfinite import ValueRange
 
 pytestmark = pytest.mark.slow
 
@@ -617,7 +617,7 @@ def test_a_packed_weight_is_read_where_torch_unpacks_it(every: int) -> None:
 
 def test_a_weight_that_cannot_be_read_is_not_blamed() -> None:
     record = hooks_found(lambda: torch.full((1, 2), INF) @ torch.zeros(2, 1)).findings[0].record
-    finding = hooks.Finding(record, "came in", Extent(NAN, NAN), {}, unread=("weight",))
+    finding = hooks.Finding(record, "came in", ValueRange(NAN, NAN), {}, unread=("weight",))
     assert "it may have come in through weight, not readable" in str(finding)
     assert "weight could not be read" in str(finding)
 
