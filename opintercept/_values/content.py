@@ -1,4 +1,4 @@
-"""What a run keeps of a tensor's values: a content hash and statistics, in a few passes.
+"""Computes the statistics and the content hash that a run keeps of a tensor, in a few passes.
 
 Invariant: nothing here waits for a device before `Content.read`. The statistics are floating-point sums, whose last
 digits may differ from device to device.
@@ -20,7 +20,7 @@ from opintercept._native import values as native
 from opintercept._origin.links import graph_task
 from opintercept._values import hash as _hash
 from opintercept._values.read import moments, stored_values
-from opintercept.runs.store.codec import Values
+from opintercept._values.stats import Values
 
 # Values on these devices are read at once; on others, when the work queued there is done.
 HOST = ("cpu",)

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opintercept._values.stats import Values as Values
 from opintercept.runs.align.align import align as align
 from opintercept.runs.align.alignment import Aligned as Aligned
 from opintercept.runs.align.alignment import Alignment as Alignment
 from opintercept.runs.align.alignment import Apart as Apart
 from opintercept.runs.compare.diff import diff as diff
-from opintercept.runs.compare.diff import diff_ranks as diff_ranks
 from opintercept.runs.compare.difference import Absent as Absent
 from opintercept.runs.compare.difference import CallDifference as CallDifference
 from opintercept.runs.compare.difference import Difference as Difference
 from opintercept.runs.compare.difference import ModuleDifference as ModuleDifference
 from opintercept.runs.compare.difference import RoleDifference as RoleDifference
 from opintercept.runs.compare.difference import Unmatched as Unmatched
+from opintercept.runs.ranks.diff import diff_ranks as diff_ranks
 from opintercept.runs.ranks.difference import RankDifference as RankDifference
 from opintercept.runs.ranks.difference import RankFinding as RankFinding
 from opintercept.runs.store.codec import StoredCall as StoredCall
-from opintercept.runs.store.codec import Values as Values
 from opintercept.runs.store.run import Run as Run
 from opintercept.runs.store.run import RunInfo as RunInfo
 from opintercept.runs.store.run import open_run as open_run

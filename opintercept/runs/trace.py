@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._values.stats import Values
 from opintercept.runs.compare.pairing import module_name
-from opintercept.runs.store.codec import StoredCall, Values, compact, is_output
+from opintercept.runs.store.codec import StoredCall, compact, is_output
 from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns
 from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run

@@ -32,7 +32,7 @@ from opintercept.cli.terminal.progress import progress
 from opintercept.cli.terminal.style import styled
 from opintercept.runs.align.align import align
 from opintercept.runs.align.alignment import Alignment
-from opintercept.runs.compare.diff import compare_runs, diff_ranks
+from opintercept.runs.compare.diff import compare_runs
 from opintercept.runs.compare.difference import (
     KINDS,
     NOT_RECORDED,
@@ -44,6 +44,7 @@ from opintercept.runs.compare.difference import (
 )
 from opintercept.runs.compare.pairing import module_name, operator_name
 from opintercept.runs.compare.values import Comparer
+from opintercept.runs.ranks.diff import diff_ranks
 from opintercept.runs.ranks.difference import RankDifference, RankFinding
 from opintercept.runs.record.compaction import open_compacted
 from opintercept.runs.store.codec import is_output

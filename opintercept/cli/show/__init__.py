@@ -24,6 +24,7 @@ import numpy as np
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import counted, csv_cell, printable, short_name
+from opintercept._values.stats import Values
 from opintercept.cli.filters import NameFilter
 from opintercept.cli.options import add_module_and_phase, add_op, count, steps
 from opintercept.cli.show.over import BARS, COLUMNS, Series, sparkline
@@ -53,7 +54,7 @@ from opintercept.cli.terminal.output import (
 from opintercept.cli.terminal.progress import progress
 from opintercept.cli.terminal.style import styled
 from opintercept.runs.record.compaction import open_compacted
-from opintercept.runs.store.codec import StoredCall, Values, is_output
+from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run, RunInfo, is_run
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source", "run")

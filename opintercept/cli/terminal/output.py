@@ -17,9 +17,9 @@ from typing import Any
 
 from opintercept._core.errors import OpInterceptWarning
 from opintercept._core.text import aligned, printable
+from opintercept._values.stats import Values
 from opintercept.cli.terminal.progress import hide
 from opintercept.cli.terminal.style import styled
-from opintercept.runs.store.codec import Values
 from opintercept.runs.store.run import Run
 
 _COMMAND = 120  # characters of the command that made a run

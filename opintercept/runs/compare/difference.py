@@ -14,8 +14,9 @@ from opintercept._core.record import plain
 from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import counted
+from opintercept._values.stats import Values
 from opintercept.runs.compare.pairing import Pairing
-from opintercept.runs.store.codec import StoredCall, Values, is_output
+from opintercept.runs.store.codec import StoredCall, is_output
 
 Kind = Literal["equal", "added", "changed argument", "changed operand", "inherited", "unclear", "not compared"]
 KINDS: tuple[Kind, ...] = (

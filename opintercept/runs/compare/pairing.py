@@ -12,7 +12,8 @@ from typing import Any, Literal
 from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import short_name
-from opintercept.runs.store.codec import StoredCall, Values, is_output
+from opintercept._values.stats import Values
+from opintercept.runs.store.codec import StoredCall, is_output
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
 PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")

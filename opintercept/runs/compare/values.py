@@ -14,9 +14,10 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import short_name
 from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNWRITTEN
+from opintercept._values.stats import Values
 from opintercept.runs.compare.difference import NOT_RECORDED, By, RoleDifference
 from opintercept.runs.compare.pairing import metas, operator_name
-from opintercept.runs.store.codec import MAX_ROLES, StoredCall, Values, is_output
+from opintercept.runs.store.codec import MAX_ROLES, StoredCall, is_output
 from opintercept.runs.store.run import Run
 
 if TYPE_CHECKING:

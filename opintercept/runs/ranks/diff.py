@@ -1,323 +1,77 @@
-"""`compare`: where the ranks of one run part, by the hashes, the numbers and the statistics of their calls.
+"""`diff_ranks`: compares the ranks of one run.
 
-Invariant: what is kept from window to window grows with the places in the program, and not with the calls.
-Needs numpy. Must not import torch.
+Importing this needs neither numpy nor torch; the comparison needs numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-import numpy as np
-
-from opintercept._ranks.expectations import Entry, Group, by_value
-from opintercept.runs.compare.pairing import module_name
-from opintercept.runs.ranks.difference import RankDifference, RankFinding, What
-from opintercept.runs.ranks.rules import Alike, Counts, Rows, Streaks, grown
-from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, Windows
-from opintercept.runs.store.columns import Array
+from opintercept._core.checks import check_count
+from opintercept._core.errors import OpInterceptError, needs
+from opintercept._core.text import counted
+from opintercept.runs.ranks.difference import RankDifference
 from opintercept.runs.store.run import Run
 
-MOST_FINDINGS = 10_000
-"""The most findings that are kept; the others are counted."""
-_EDGE = (1 << BLOCK) - 1
 
+def diff_ranks(run: Run, *, limit: int = 100) -> RankDifference:
+    """Compare the ranks of one run, and find what parted first.
 
-class _Found(NamedTuple):
-    """A finding, by numbers."""
+    - A weight should stay equal on the ranks that have it in common when it first appears, so no layout of data,
+      tensor and pipeline parallelism has to be given. A weight that differs from that of most ranks from its beginning
+      is reported, too; sharded weights, which are equal on no two ranks, are not. Any other operand should stay equal
+      on the ranks that had it in common in two of its first four calls with different values. Constants do not count.
+      These are the rules of `hooks.Replicas`. A run does not say which tensors are parameters: the right operand of a
+      single product and a bias count as weights.
+    - Ranks that ever call an operator at one place of the program should do so equally often in each step, and ranks
+      that make the same calls should make them in one order.
+    - Outputs of the same shape should be of the same size on all ranks in a forward pass, whatever their data. One is
+      far off if its root mean square or largest magnitude is more than twice that of the median rank, or less than
+      half, and 16 times as far from it, in logarithms, as half of the outputs of its place are. A rank is an outlier
+      if five outputs in a row are, or one by a factor of 1000. This takes three ranks and 12 calls of a place. NaN and
+      infinities count where at most half of the ranks have them.
 
-    what: What
-    key: int
-    time: int
-    place: int  # in its step
-    process: int
-    number: int
-    parts: tuple[Group, ...]
-    numbers: tuple[float, ...] = ()
-    statistic: str | None = None
-    times: int = 1
-
-
-def compare(run: Run, limit: int, window: int = MOST) -> RankDifference:
-    """Compare the ranks of a run.
+    Needs numpy. What was recorded without hashes is compared by its calls only.
 
     Args:
-        run: A run of at least two processes.
+        run: A run of several processes.
         limit: The most findings to return.
-        window: How many calls to compare together.
+
+    Raises:
+        OpInterceptError: The run has calls of one rank only, or of none.
+        ValueError: The limit is below 1.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from opintercept import intercept, runs
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for rank in range(3):  # in practice, torchrun starts a process for each
+        ...         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
+        ...         model = torch.nn.Linear(2, 2)
+        ...         _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        ...         with intercept(runs.RunRecorder(folder)) as watch:
+        ...             for step in range(4):
+        ...                 if (rank, step) == (1, 2):
+        ...                     model.weight.data[0, 0] = 5.0
+        ...                 _ = model(torch.rand(3, 2))
+        ...                 watch.step()
+        ...     found = runs.diff_ranks(runs.open_run(folder)).first
+        >>> del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        >>> found.what, found.odd, found.step, found.operand
+        ('weight', (1,), 2, 'rhs')
     """
-    return _Comparison(run, Windows(run, window)).result(limit)
-
-
-class _Comparison:
-    def __init__(self, run: Run, windows: Windows) -> None:
-        self._run, self._windows = run, windows
-        size = len(windows.ranks)
-        self._operands = Alike(size, windows.weight)
-        self._found: dict[tuple[object, ...], tuple[_Found, int]] = {}
-        self._more = 0
-        self._carried: dict[tuple[str, int], Array] = {}
-        self._earlier: dict[tuple[int, int], tuple[int, int]] = {}
-        self._counts = Counts(size)
-        self._orders = Alike(size, self._counts.shared)
-        self._streaks = {"rms": Streaks(), "max": Streaks()}
-        infos = [run.infos[rank] for rank in windows.ranks]
-        # The last step of a process that was killed is not whole.
-        cut = [not info.finished for info in infos]
-        self._end = np.where(cut, windows.last, np.iinfo(np.int64).max)
-
-    def result(self, limit: int) -> RankDifference:
-        """Compare all windows."""
-        windows, infos = self._windows, self._run.infos
-        for window in windows:
-            if window.begins:
-                self._carried.clear()
-                self._earlier.clear()
-            found = [*self._parted(window), *self._uneven(window)]
-            if len(windows.ranks) > 2:
-                found += self._outliers(window)
-            found += self._not_finite(window)
-            self._keep(found)
-        every = sorted(self._found.values(), key=lambda kept: _when(kept[0]))
-        shared: dict[tuple[Group, ...], int] = {}
-        unshared = 0
-        for key, groups in self._operands.settled.items():
-            # Activation checkpointing shows a weight a second time, in a recompute.
-            if windows.weight[key] and windows.named(windows.operands.places[key])[0].phase == "forward":
-                shared[self._ranks(groups)] = shared.get(self._ranks(groups), 0) + bool(groups)
-                unshared += not groups
-        size = max(info.world_size for info in infos.values())
-        last = zip(windows.ranks, windows.last.tolist(), strict=True)
-        with_calls = tuple(rank for rank, time in last if time >= 0)
-        expected = {*range(min(size, 1 << 16)), *windows.ranks}
-        return RankDifference(
-            ranks=with_calls,
-            missing=tuple(sorted(expected - {*with_calls})),
-            unfinished={
-                rank: time & _EDGE
-                for rank, time in zip(windows.ranks, windows.last.tolist(), strict=True)
-                if not infos[rank].finished and time >= 0
-            },
-            calls=windows.size,
-            steps=windows.steps or (0, 0),
-            shared=tuple(sorted(((groups, number) for groups, number in shared.items() if groups), key=_by_number)),
-            unshared=unshared,
-            findings=tuple(self._finding(found, times) for found, times in every[:limit]),
-            found=len(every) + self._more,
-            outliers=len(windows.ranks) > 2,
+    check_count("limit", limit)
+    try:
+        from opintercept.runs.ranks.comparison import compare
+    except ImportError as missing:
+        raise needs("comparing ranks", "numpy", "'opintercept[cli]'") from missing
+    if len(run.ranks) < 2:
+        raise OpInterceptError(
+            f"comparing ranks needs a run of several, got one rank in {str(run.path)!r}; record a run under torchrun, "
+            "or compare two runs with `opintercept diff A B`"
         )
-
-    def _ranks(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        return tuple(tuple(self._windows.ranks[process] for process in group) for group in groups)
-
-    def _keep(self, found: list[_Found]) -> None:
-        """Keep the first finding of each sort at each place, and count the others."""
-        for each in sorted(found, key=_when):
-            odd = each.parts[1:] if each.what in ("calls", "outlier", "not finite") else ()
-            key = (each.what, each.key, odd)
-            known = self._found.get(key)
-            if known is not None:
-                self._found[key] = known[0], known[1] + each.times
-            elif len(self._found) < MOST_FINDINGS:
-                self._found[key] = each, each.times
-            else:
-                self._more += 1
-
-    def _finding(self, found: _Found, times: int) -> RankFinding:
-        windows = self._windows
-        if found.what in ("weight", "operand"):
-            place = windows.operands.places[found.key]
-            operand: str | None = windows.role[found.key]
-        elif found.what in ("calls", "order"):
-            place, operand = windows.calls.places[found.key], None
-        else:
-            place, operand = windows.outputs.places[found.key], "output"
-        site, record = windows.named(place)
-        return RankFinding(
-            what=found.what,
-            parts=self._ranks(found.parts),
-            step=found.time & _EDGE,
-            rank=windows.ranks[found.process],
-            index=found.number,
-            module=module_name(site.module),
-            op=record.op,
-            phase=site.phase,
-            source=site.source,
-            operand=operand,
-            numbers=found.numbers,
-            statistic=found.statistic,
-            times=times,
+    found = compare(run, limit)
+    if len(found.ranks) < 2:
+        raise OpInterceptError(
+            f"comparing ranks needs calls of several, got those of {counted(len(found.ranks), 'rank')} in "
+            f"{str(run.path)!r}; record them again"
         )
-
-    def _rows(self, what: str, window: Window, keys: list[Array]) -> Rows:
-        """Put calls together; -1 stands for one that has no such place."""
-        chosen = [np.flatnonzero(key >= 0) for key in keys]
-        times = np.unique(np.concatenate([part.time for part in window.parts]))
-        key = np.concatenate([keys[process][calls] for process, calls in enumerate(chosen)]).astype(np.int64)
-        time = np.concatenate([part.time[calls] for part, calls in zip(window.parts, chosen, strict=True)])
-        ordinal = np.concatenate(
-            [
-                self._ordinals((what, process), window, keys[process][calls], window.parts[process].time[calls])
-                for process, calls in enumerate(chosen)
-            ]
-        )
-        code = (key * len(times) + np.searchsorted(times, time)) * (1 + ordinal.max(initial=0)) + ordinal
-        order = np.argsort(code, kind="stable")
-        code = code[order]
-        firsts = np.flatnonzero(np.r_[len(code) > 0, code[1:] != code[:-1]])
-        process = np.repeat(np.arange(len(chosen)), [len(calls) for calls in chosen])[order]
-        starts = np.r_[firsts, len(code)]
-        at = order[firsts]
-        return Rows(key[at], time[at], starts, process, np.concatenate(chosen)[order], order)
-
-    def _ordinals(self, what: tuple[str, int], window: Window, key: Array, time: Array) -> Array:
-        """The number of each call among those of its place in its step."""
-        order = np.argsort(key, kind="stable")
-        keys, times = key[order], time[order]
-        new = np.r_[True, (keys[1:] != keys[:-1]) | (times[1:] != times[:-1])][: len(keys)]
-        numbers = np.arange(len(keys))
-        found = np.empty(len(keys), np.int64)
-        found[order] = numbers - np.maximum.accumulate(np.where(new, numbers, 0))
-        if not (window.begins and window.ends):
-            before = grown(self._carried.get(what, np.zeros(0, np.int64)), int(key.max(initial=-1)) + 1)
-            found += before[key]
-            self._carried[what] = before + np.bincount(key, minlength=len(before))
-        return found
-
-    def _parted(self, window: Window) -> Iterator[_Found]:
-        """Operands that were equal on several ranks, and are not."""
-        weight = self._windows.weight
-        for role in ROLES:
-            keys = []
-            for part in window.parts:
-                key = np.frombuffer(self._windows.operand[role], np.int32)[part.kind]
-                asked = (part.columns[f"{role}_hash"] != 0) & self._operands.asks(key)
-                keys.append(np.where(asked, key, -1))
-            rows = self._rows(role, window, keys)
-            value = _column(window, keys, f"{role}_hash")[rows.order]
-            constant = (_column(window, keys, f"{role}_min") == _column(window, keys, f"{role}_max"))[rows.order]
-            for row, parts in self._operands.parted(rows, value, constant):
-                what: What = "weight" if weight[rows.key[row]] else "operand"
-                yield _at(what, window, rows, row, parts)
-
-    def _uneven(self, window: Window) -> Iterator[_Found]:
-        """Steps in which ranks make different calls, or the same in another order."""
-        of_kinds = np.frombuffer(self._windows.call, np.int32)
-        keys = [of_kinds[part.kind].astype(np.int64) for part in window.parts]
-        if not window.ends:  # a step of very many calls, of which the last one at each place can be named
-            for process, (part, calls) in enumerate(zip(window.parts, keys, strict=True)):
-                places, last = np.unique(calls[::-1], return_index=True)
-                for where, call in zip(places.tolist(), (len(calls) - 1 - last).tolist(), strict=True):
-                    self._earlier[process, where] = int(part.place[call]), int(part.columns["index"][call])
-        uneven: set[int] = set()
-        told: set[tuple[int, tuple[Group, ...]]] = set()  # of which no call has to be named any more
-        for key, time, counts in self._counts.uneven(window, keys, self._end):
-            uneven.add(time)
-            parts = by_value(counts, {p: Entry(key, n) for p, n in counts.items()})
-            shown = tuple(float(counts[part[0]]) for part in parts)
-            if ("calls", key, parts[1:]) in self._found or (key, parts[1:]) in told:
-                yield _Found("calls", key, time, 0, 0, 0, parts, shown)
-                continue
-            told.add((key, parts[1:]))
-            # The first call that not all of them make, on a rank that makes it.
-            most = max(counts, key=lambda p: (counts[p], -p))
-            part = window.parts[most]
-            there = np.flatnonzero((keys[most] == key) & (part.time == time))
-            if len(there):
-                call = int(there[min(min(counts.values()), len(there) - 1)])
-                place, index = int(part.place[call]), int(part.columns["index"][call])
-            else:
-                place, index = self._earlier[most, key]
-            yield _Found("calls", key, time, place, most, index, parts, shown)
-        rows, value = self._counts.orders(window, keys, self._end, uneven)
-        for row, parts in self._orders.parted(rows, value, np.zeros(len(value), bool)):
-            yield self._misplaced(window, keys, int(rows.key[row]), int(rows.time[row]), parts)
-
-    def _misplaced(
-        self, window: Window, keys: list[Array], members: int, time: int, parts: tuple[Group, ...]
-    ) -> _Found:
-        """The first call of a step that another rank makes elsewhere in it."""
-        usual, odd = parts[0][0], parts[1][0]
-        here = [
-            np.flatnonzero((window.parts[process].time == time) & (self._counts.sets(keys[process]) == members))
-            for process in (usual, odd)
-        ]
-        size = min(map(len, here))
-        differs = np.flatnonzero(keys[usual][here[0][:size]] != keys[odd][here[1][:size]])
-        call = int(here[1][differs[0] if len(differs) else 0])
-        part = window.parts[odd]
-        index = int(part.columns["index"][call])
-        return _Found("order", int(keys[odd][call]), time, int(part.place[call]), odd, index, parts)
-
-    def _outliers(self, window: Window) -> Iterator[_Found]:
-        """Outputs of a rank that stay far smaller or larger than those of the others, or are so by a huge factor."""
-        backward = np.frombuffer(self._windows.backward, np.uint8).astype(bool)
-        output = np.frombuffer(self._windows.output, np.int32)
-        # The gradients of a batch can be any times smaller than those of another.
-        keys = [np.where(backward[output[part.kind]], -1, output[part.kind]) for part in window.parts]
-        rows = self._rows("output", window, keys)
-        high = np.abs(np.fmax(-_column(window, keys, "output_min"), _column(window, keys, "output_max")))
-        for statistic, values in (("rms", _column(window, keys, "output_rms")), ("max", high)):
-            for streak in self._streaks[statistic].of(rows, values[rows.order]):
-                if streak.first is not None:
-                    number = int(np.searchsorted(rows.starts, streak.first, "right")) - 1
-                    own = int(rows.process[streak.first])
-                    others = rows.process[rows.starts[number] : rows.starts[number + 1]].tolist()
-                    parts = tuple(sorted(process for process in others if process != own)), (own,)
-                    found = _at("outlier", window, rows, number, parts)
-                    streak.about = found._replace(numbers=(streak.usual, streak.value), statistic=statistic)
-                    streak.first = None
-                if streak.told:
-                    yield streak.about._replace(times=streak.told)
-
-    def _not_finite(self, window: Window) -> Iterator[_Found]:
-        """Outputs with NaN or infinities on fewer than half of the ranks."""
-        bad = []
-        for part in window.parts:
-            columns, key = part.columns, np.frombuffer(self._windows.output, np.int32)[part.kind]
-            scaled = np.frombuffer(self._windows.scaled, np.uint8).astype(bool)[key]
-            infinite = (columns["output_inf"] > 0) & (columns["bias_inf"] <= 0)  # a mask is added as a bias
-            bad.append(((columns["output_nan"] > 0) | infinite) & ~scaled)
-        if not any(each.any() for each in bad):
-            return
-        output = np.frombuffer(self._windows.output, np.int32)
-        keys = [output[part.kind] for part in window.parts]
-        rows = self._rows("every output", window, keys)
-        of_entries = np.concatenate([each[key >= 0] for each, key in zip(bad, keys, strict=True)])[rows.order]
-        numbers = rows.of_entries()
-        some = np.bincount(numbers[of_entries], minlength=len(rows.key))
-        for row in np.flatnonzero((some > 0) & (2 * some <= np.diff(rows.starts))).tolist():
-            entries = slice(rows.starts[row], rows.starts[row + 1])
-            is_bad = of_entries[entries]
-            processes = rows.process[entries]
-            parts = tuple(tuple(sorted(processes[which].tolist())) for which in (~is_bad, is_bad))
-            yield _at("not finite", window, rows, row, parts)
-
-
-def _when(found: _Found) -> tuple[int, int, int]:
-    """Where a finding is in the run; at one place, what decides the others comes first."""
-    return found.time, found.place, _WHATS.index(found.what)
-
-
-_WHATS: tuple[What, ...] = ("weight", "operand", "calls", "order", "not finite", "outlier")
-
-
-def _by_number(shared: tuple[tuple[Group, ...], int]) -> tuple[int, tuple[Group, ...]]:
-    return -shared[1], shared[0]
-
-
-def _at(what: What, window: Window, rows: Rows, row: int, parts: tuple[Group, ...]) -> _Found:
-    """A finding in a row, at the call of a process that has parted."""
-    entries = range(rows.starts[row], rows.starts[row + 1])
-    process, call = next(
-        (int(rows.process[each]), int(rows.call[each])) for each in entries if rows.process[each] == parts[-1][0]
-    )
-    place = min(int(window.parts[rows.process[each]].place[rows.call[each]]) for each in entries)
-    index = int(window.parts[process].columns["index"][call])
-    return _Found(what, int(rows.key[row]), int(rows.time[row]), place, process, index, parts)
-
-
-def _column(window: Window, keys: list[Array], name: str) -> Array:
-    """A column of the calls that have a place, process after process."""
-    return np.concatenate([part.columns[name][key >= 0] for part, key in zip(window.parts, keys, strict=True)])
+    return found

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import PendingRecord
+from opintercept._values.stats import Values
 from opintercept.runs.record.claim import Claim, end_others, this_process
-from opintercept.runs.store.codec import MAX_LINE, Encoder, Values
+from opintercept.runs.store.codec import MAX_LINE, Encoder
 from opintercept.runs.store.flight import FLIGHT
 from opintercept.runs.store.run import CALLS, COLUMNS, INFO, TENSORS, RunInfo, rank_folders, read_info
 

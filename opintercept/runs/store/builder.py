@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from opintercept._core.record import SHARED, CallRecord, plain
-from opintercept.runs.store.codec import HASH, TENSOR_NAME, StoredCall, Values, compact, decode
+from opintercept._values.stats import Values
+from opintercept.runs.store.codec import HASH, TENSOR_NAME, StoredCall, compact, decode
 from opintercept.runs.store.columns import (
     FIGURES,
     FLAGS,

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
-from opintercept.runs.store.codec import StoredCall, Values, shared_fields, stored_call
+from opintercept._values.stats import Values
+from opintercept.runs.store.codec import StoredCall, shared_fields, stored_call
 from opintercept.runs.store.untrusted import parsed
 
 Array = NDArray[Any]

@@ -17,7 +17,7 @@ import torch
 from made_runs import call, ranked, values, write
 
 from opintercept import OpInterceptError, runs
-from opintercept.runs.ranks.diff import compare
+from opintercept.runs.ranks.comparison import compare
 from opintercept.runs.ranks.difference import RankFinding
 
 Calls = list[dict[str, Any]]
