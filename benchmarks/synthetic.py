@@ -71,13 +71,13 @@ def _write(
     builder = Builder(rank)
     writer = StoreWriter(folder / COLUMNS, rank, builder)
     of = template.read((*NUMBERS, *FLAGS), 0, len(template))
-    looks = [template.look_text(number) for number in range(template.looks)]
-    sites = [template.site(number) for number in range(template.sites)]
+    signatures = [template.signature_text(number) for number in range(template.signatures)]
+    call_sites = [template.call_site(number) for number in range(template.call_sites)]
     texts = list(template.texts(np.flatnonzero(np.any([of[flag] for flag in FLAGS], axis=0))))
     for step in range(steps):
         builder.texts += [text._replace(call=text.call + step * len(template)) for text in texts]
         builder.size += sum(len(part) for text in texts for part in text[1:] if part is not None)
-        writer.add_columns(_step(of, step, rank, parts_at), *(() if step else (looks, sites)))
+        writer.add_columns(_step(of, step, rank, parts_at), *(() if step else (signatures, call_sites)))
     writer.close(skipped=0)
     plain = json.loads(info.read_text()) | {"schema": COMPACTED, "rank": rank, "world_size": ranks}
     (folder / INFO).write_text(json.dumps(plain))

@@ -1,4 +1,4 @@
-"""`Expectations`: which operands should be equal on which ranks, and which of them no longer are.
+"""`Expectations`: learns which operands should be equal on which ranks, and finds those that no longer are.
 
 Invariant: only tables that every rank has change it, so it is the same on every rank. Must not import torch.
 """
@@ -24,7 +24,7 @@ Group = tuple[int, ...]
 """Ranks in ascending order."""
 
 
-class Entry(NamedTuple):
+class RankOperand(NamedTuple):
     """What a rank says of one operand.
 
     Attributes:
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     flags: int = 0
 
 
-class Parted(NamedTuple):
+class DivergedOperand(NamedTuple):
     """Ranks whose operands should be equal and are not.
 
     Attributes:
@@ -96,7 +96,7 @@ class Expectations:
             return len(self._groups) + len(self._candidates) < MOST_KEYS or key in self._candidates
         return any(rank in group for group in groups)
 
-    def summed(self, rank: int, step: int, entries: Iterable[Entry]) -> tuple[int, int]:
+    def summed(self, rank: int, step: int, entries: Iterable[RankOperand]) -> tuple[int, int]:
         """What a rank contributes to the sum over all ranks.
 
         Args:
@@ -120,35 +120,35 @@ class Expectations:
                     total += (_mixed(key) | 1) * _share(group, rank) * _mixed(value)
         return total & _MASK, unknown
 
-    def judge(self, tables: Sequence[Sequence[Entry]]) -> list[Parted]:
+    def judge(self, tables: Sequence[Sequence[RankOperand]]) -> list[DivergedOperand]:
         """Compare the operands of all ranks in one step, and learn which of them should be equal.
 
-        Operands that only some ranks have are compared on those. Ranks that part are not expected to be equal again.
+        Operands that only some ranks have are compared on those. Ranks that diverge are not expected to be equal again.
 
         Args:
             tables: The operands of each rank, in the order of its calls.
 
         Returns:
-            Which operands have parted, in the order of the calls.
+            Which operands have diverged, in the order of the calls.
         """
-        found: dict[int, dict[int, Entry]] = {}
+        found: dict[int, dict[int, RankOperand]] = {}
         first: dict[int, int] = {}
         for rank, table in enumerate(tables):
             for place, entry in enumerate(table):
                 found.setdefault(entry.key, {})[rank] = entry
                 first[entry.key] = min(place, first.get(entry.key, place))
-        parted = []
+        diverged = []
         for key in sorted(found, key=lambda key: (first[key], key)):
             groups = self.of(key)
             if groups is None:
                 self._learn(key, found[key])
             elif len(classes := self._classes(groups, found[key])) > len(groups):
-                parted.append(Parted(key, self._apart(groups, found[key])))
+                diverged.append(DivergedOperand(key, self._apart(groups, found[key])))
                 self._groups[key] = tuple(group for group in classes if len(group) > 1)
         self.version = _digest(self.version, tables)
-        return parted
+        return diverged
 
-    def _classes(self, groups: tuple[Group, ...], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
+    def _classes(self, groups: tuple[Group, ...], entries: Mapping[int, RankOperand]) -> tuple[Group, ...]:
         """The groups, split by value. Ranks that did not make the call stay with the largest part."""
         found: list[Group] = []
         for group in groups:
@@ -158,11 +158,11 @@ class Expectations:
             found += [tuple(sorted(largest + absent)), *parts[1:]]
         return tuple(found)
 
-    def _apart(self, groups: tuple[Group, ...], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
-        """The parts of the first group that has parted."""
+    def _apart(self, groups: tuple[Group, ...], entries: Mapping[int, RankOperand]) -> tuple[Group, ...]:
+        """The parts of the first group that has diverged."""
         return next(parts for group in groups if len(parts := by_value(group, entries)) > 1)
 
-    def _learn(self, key: int, entries: Mapping[int, Entry]) -> None:
+    def _learn(self, key: int, entries: Mapping[int, RankOperand]) -> None:
         candidate = self._candidates.get(key)
         if candidate is None:
             if len(self._groups) + len(self._candidates) >= MOST_KEYS:
@@ -204,7 +204,7 @@ def mixed(value: int, *more: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def by_value(ranks: Iterable[int], entries: Mapping[int, Entry]) -> tuple[Group, ...]:
+def by_value(ranks: Iterable[int], entries: Mapping[int, RankOperand]) -> tuple[Group, ...]:
     """The ranks that have an entry, by its value: the largest group first, then the one with the lowest rank."""
 
     def value(rank: int) -> int:
@@ -227,12 +227,12 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
-def who_parted(parts: tuple[tuple[int, ...], ...]) -> str:
-    """Write which ranks have parted: `rank 1 parted from ranks 0, 2, 3`."""
+def who_diverged(parts: tuple[tuple[int, ...], ...]) -> str:
+    """Write which ranks have diverged: `rank 1 diverged from ranks 0, 2, 3`."""
     if len(parts) > 2 and len(parts[0]) == 1:
-        return f"{named_ranks(sorted(rank for part in parts for rank in part))} parted from each other"
+        return f"{named_ranks(sorted(rank for part in parts for rank in part))} diverged from each other"
     first, *others = map(named_ranks, parts)
-    return f"{' and '.join(others)} parted from {first}"
+    return f"{' and '.join(others)} diverged from {first}"
 
 
 @cache
@@ -243,7 +243,7 @@ def _share(group: Group, rank: int) -> int:
     return _mixed(rank + 2**32) | 1
 
 
-def _digest(version: int, tables: Sequence[Sequence[Entry]]) -> int:
+def _digest(version: int, tables: Sequence[Sequence[RankOperand]]) -> int:
     state = hashlib.blake2b(version.to_bytes(8, "big"), digest_size=7)
     for table in tables:
         state.update(len(table).to_bytes(8, "big"))

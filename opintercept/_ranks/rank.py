@@ -1,4 +1,4 @@
-"""The rank of this process among those of its program."""
+"""The rank of this process, and how many its program has."""
 
 from __future__ import annotations
 

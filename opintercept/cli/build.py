@@ -1,4 +1,4 @@
-"""`opintercept build`: builds the compiled engine once, and says where it is kept."""
+"""`opintercept build`: builds the compiled engine once and prints where it is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`opintercept completion`: a script by which a shell completes commands and options. Must not import torch."""
+"""`opintercept completion`: prints a script that makes a shell complete commands and options.
+
+Must not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`opintercept demo`: a training run on real text under `intercept`, in seconds and without a download."""
+"""`opintercept demo`: trains a small Transformer on real text under `intercept`, in seconds and without a download."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def command(arguments: argparse.Namespace) -> int:
     opaque = interceptor.opaque
     if opaque:
         print(
-            "opaque (products inside are not shown): " + ", ".join(f"{name} x{count}" for name, count in opaque.items())
+            "opaque (matmuls inside are not shown): " + ", ".join(f"{name} x{count}" for name, count in opaque.items())
         )
     print("\nNext, a program of your own: opintercept run train.py")
     return 0
@@ -76,7 +76,7 @@ def _decoder(alphabet: int, context: int) -> torch.nn.Module:
     import torch
     from torch import nn
 
-    class Block(nn.Module):
+    class DecoderBlock(nn.Module):
         def __init__(self, width: int, heads: int) -> None:
             super().__init__()
             self.heads = heads
@@ -96,7 +96,7 @@ def _decoder(alphabet: int, context: int) -> torch.nn.Module:
         def __init__(self, width: int = 96, depth: int = 3, heads: int = 4) -> None:
             super().__init__()
             self.tokens, self.places = nn.Embedding(alphabet, width), nn.Embedding(context, width)
-            self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+            self.blocks = nn.Sequential(*(DecoderBlock(width, heads) for _ in range(depth)))
             self.head = nn.Linear(width, alphabet)
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`opintercept export`: a run in the format of another program."""
+"""`opintercept export`: writes a run in the format of another program."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Filters by module and operator, which report a name that matches no call of a run.
 
-Invariant: however many names a run has, a filter keeps a bounded number of them.
-Must not import torch.
+Invariant: a filter keeps a bounded number of names, however many a run has. Must not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`opintercept info`: which engine a program takes on this machine, and why."""
+"""`opintercept info`: prints which engine a program gets on this machine, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`opintercept report`: one or two runs as an HTML page that needs no network."""
+"""`opintercept report`: writes one or two runs as an HTML page that needs no network."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from opintercept.hooks.recorder import Recorder as Recorder
     from opintercept.hooks.reference import Reference as Reference
     from opintercept.hooks.reference import ReferenceRow as ReferenceRow
-    from opintercept.hooks.replicas import Parting as Parting
+    from opintercept.hooks.replicas import Divergence as Divergence
     from opintercept.hooks.replicas import Replicas as Replicas
     from opintercept.hooks.scalars import Scalars as Scalars
     from opintercept.hooks.stats import Stats as Stats
@@ -54,7 +54,7 @@ _HOMES = {
     "Log": "log",
     "Noise": "edits",
     "NonFinite": "nonfinite",
-    "Parting": "replicas",
+    "Divergence": "replicas",
     "Print": "print",
     "Profile": "profile",
     "ProfileRow": "profile",

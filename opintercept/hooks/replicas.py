@@ -24,7 +24,16 @@ from opintercept._core.text import counted
 from opintercept._kit.filter import CallFilter
 from opintercept._kit.findings import Finds
 from opintercept._kit.roles import checked_roles
-from opintercept._ranks.expectations import MOST_KEYS, WEIGHT, Entry, Expectations, Group, Parted, key_of, who_parted
+from opintercept._ranks.expectations import (
+    MOST_KEYS,
+    WEIGHT,
+    DivergedOperand,
+    Expectations,
+    Group,
+    RankOperand,
+    key_of,
+    who_diverged,
+)
 from opintercept._ranks.group import Ranks, ranks_of
 from opintercept._ranks.operand_hashes import Hash, OperandHashes, is_weight
 from opintercept._values.read import leaves_out_captured, without_graph
@@ -48,7 +57,7 @@ class _Operand(NamedTuple):
     weight: bool
 
 
-class _Seen(NamedTuple):
+class _HashedOperand(NamedTuple):
     """An operand that was hashed in this step."""
 
     operand: _Operand
@@ -59,8 +68,8 @@ class _Seen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """The first call of a step in which ranks part that were equal before.
+class Divergence:
+    """The first call of a step in which ranks diverge that were equal before.
 
     Attributes:
         ranks: The global ranks with each value. Those with the most ranks come first.
@@ -72,7 +81,7 @@ class Parting:
         operand: `"lhs"`, `"rhs"`, `"bias"` or `"value"`.
         weight: Whether the operand is a parameter.
         source: The program's line; None if this rank did not make the call.
-        more: How many other operands have parted in the same step.
+        more: How many other operands have diverged in the same step.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -90,15 +99,15 @@ class Parting:
         call = "a call that this rank did not make" if self.index is None else f"call {self.index}"
         module = "an unknown module" if self.module is None else f"module {self.module or '-'}"
         text = (
-            f"{who_parted(self.ranks)} at step {self.step}, {call}, {module}, {self.operand}"
+            f"{who_diverged(self.ranks)} at step {self.step}, {call}, {module}, {self.operand}"
             f"{' (weight)' if self.weight else ''} of {self.op} in {self.phase}"
         )
         text += f", at {self.source}" if self.source else ""
-        return f"{text}; {counted(self.more, 'other operand')} parted in this step" if self.more else text
+        return f"{text}; {counted(self.more, 'other operand')} diverged in this step" if self.more else text
 
 
-class Replicas(Finds[Parting]):
-    """Compares operands that should be equal on several ranks of `torch.distributed`, and names the first that parts.
+class Replicas(Finds[Divergence]):
+    """Compares operands that should be equal on several ranks of `torch.distributed`, and names the first divergence.
 
     Each rank hashes the operands of its calls where they are, and no call waits for a device. When `step()` of the
     interceptor is called and when the block ends, one `all_reduce` of two integers says whether all ranks agree. Only
@@ -136,7 +145,7 @@ class Replicas(Finds[Parting]):
         TypeError: `modules` or `of` is of another type.
         ValueError: An operand or the action is unknown, `modules` is empty, or `every` is below 1.
 
-    `step()` or the end of the block raises `OpInterceptError` if ranks have parted, with `action="raise"`.
+    `step()` or the end of the block raises `OpInterceptError` if ranks have diverged, with `action="raise"`.
 
     Example:
         >>> import torch
@@ -196,7 +205,7 @@ class Replicas(Finds[Parting]):
         self._hashes = OperandHashes()
         self._operands: dict[tuple[Any, ...], _Operand | None] = {}
         self._plans: dict[tuple[Any, ...], tuple[_Operand, ...]] = {}
-        self._seen: list[_Seen] = []
+        self._seen: list[_HashedOperand] = []
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._expectations: Expectations | None = None
         self._ranks: Ranks | str = _NOT_ENTERED
@@ -205,7 +214,7 @@ class Replicas(Finds[Parting]):
         self._outside: BaseException | None = None
 
     @property
-    def findings(self) -> list[Parting]:
+    def findings(self) -> list[Divergence]:
         """At most one for each step, and 1000 in all."""
         return self._all_findings()
 
@@ -287,7 +296,7 @@ class Replicas(Finds[Parting]):
                     self._skipped[f"{call.op}: {reason}"] += 1
                 continue
             if hashed is not None:
-                seen = _Seen(operand, hashed, call.index, call.step, call.source)
+                seen = _HashedOperand(operand, hashed, call.index, call.step, call.source)
                 with self._lock:
                     self._seen.append(seen)
 
@@ -354,15 +363,17 @@ class Replicas(Finds[Parting]):
             self._begin()
         if reading and expectations is not None and isinstance(ranks, Ranks) and ranks.is_there():
             entries = [
-                Entry(each.operand.key, value, flags | WEIGHT * each.operand.weight)
+                RankOperand(each.operand.key, value, flags | WEIGHT * each.operand.weight)
                 for each, (value, flags) in zip(seen, hashes, strict=True)
             ]
-            parted = self._parted(ranks, expectations, step, entries)
+            diverged = self._diverged(ranks, expectations, step, entries)
             self.compared += 1
-            if parted:
-                self._tell(self._parting(ranks, parted, seen))
+            if diverged:
+                self._tell(self._divergence(ranks, diverged, seen))
 
-    def _parted(self, ranks: Ranks, expectations: Expectations, step: int, entries: list[Entry]) -> list[Parted]:
+    def _diverged(
+        self, ranks: Ranks, expectations: Expectations, step: int, entries: list[RankOperand]
+    ) -> list[DivergedOperand]:
         """Compare the entries of all ranks: first a sum, then one by one."""
         total, unknown = ranks.summed(expectations.summed(ranks.rank, step, entries))
         if not total and not unknown:
@@ -372,10 +383,10 @@ class Replicas(Finds[Parting]):
             self._out_of_step(ranks, [head[0] for head in heads])
             return []
         most = max(head[2] for head in heads)
-        padding = [0] * (len(Entry._fields) * (most - len(entries)))
+        padding = [0] * (len(RankOperand._fields) * (most - len(entries)))
         rows = ranks.gathered([number for entry in entries for number in entry] + padding)
         tables = [
-            [Entry(*row[place : place + 3]) for place in range(0, 3 * head[2], 3)]
+            [RankOperand(*row[place : place + 3]) for place in range(0, 3 * head[2], 3)]
             for row, head in zip(rows, heads, strict=True)
         ]
         with self._lock:
@@ -396,13 +407,13 @@ class Replicas(Finds[Parting]):
             self._told.add(("", "", "steps"))
             warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
 
-    def _parting(self, ranks: Ranks, parted: list[Parted], seen: list[_Seen]) -> Parting:
-        key = parted[0].key
+    def _divergence(self, ranks: Ranks, diverged: list[DivergedOperand], seen: list[_HashedOperand]) -> Divergence:
+        key = diverged[0].key
         here = next((each for each in seen if each.operand.key == key), None)
         known = (operand for operand in self._operands.values() if operand is not None and operand.key == key)
         operand = here.operand if here is not None else next(known, _Operand(key, None, "?", "?", "?", False))
-        return Parting(
-            ranks=tuple(_global(ranks, group) for group in parted[0].ranks),
+        return Divergence(
+            ranks=tuple(_global(ranks, group) for group in diverged[0].ranks),
             step=self._step if here is None else here.step,
             index=None if here is None else here.call,
             module=operand.module,
@@ -411,10 +422,10 @@ class Replicas(Finds[Parting]):
             operand=operand.role,
             weight=operand.weight,
             source=None if here is None else here.source,
-            more=len(parted) - 1,
+            more=len(diverged) - 1,
         )
 
-    def _tell(self, finding: Parting) -> None:
+    def _tell(self, finding: Divergence) -> None:
         new = self._keep(finding, (finding.module, finding.op, finding.phase))
         if self._action == "raise":
             raise OpInterceptError(str(finding))
@@ -433,7 +444,7 @@ class Replicas(Finds[Parting]):
             return f"nothing compared: {self._ranks}"
         lines = [
             f"{counted(self.compared, 'step')} compared, {counted(len(self.expected), 'operand')} expected to be "
-            f"equal, {counted(self._found(), 'step')} in which ranks parted"
+            f"equal, {counted(self._found(), 'step')} in which ranks diverged"
         ]
         lines += map(str, self.findings)
         lines += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]

@@ -1,4 +1,4 @@
-"""Doors to other programs: trainers and metrics servers. Each module needs the package that it is named after.
+"""Integrations with trainers, metrics servers and notebooks. Each module needs the package that it is named after.
 
 Imports nothing, so that no package is needed before its module is imported.
 """

@@ -1,4 +1,4 @@
-"""`InterceptCallback`: hooks, steps, curves and runs for the `Trainer` of Lightning.
+"""`InterceptCallback` and `LightningLog`: hooks, steps, curves and runs for the `Trainer` of Lightning.
 
 Invariant: nothing of the training changes, and its block is left however `fit` ends.
 """
@@ -23,7 +23,7 @@ except ImportError as missing:
     raise needs("opintercept.integrations.lightning", "lightning") from missing
 
 
-class TrainerLog(Held):
+class LightningLog(Held):
     """Writes figures to the loggers of a trainer. `hooks.Scalars` takes it as a writer.
 
     Args:
@@ -70,7 +70,7 @@ class InterceptCallback(Held, Callback):
         self,
         hooks: Hook | Iterable[Hook] = (),
         *,
-        scalars: Callable[[TrainerLog], Hook] | None = None,
+        scalars: Callable[[LightningLog], Hook] | None = None,
         run: str | os.PathLike[str] | None = None,
         recorder: Callable[[Path], Hook] = RunRecorder,
         evaluation: bool = False,
@@ -87,7 +87,7 @@ class InterceptCallback(Held, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the block."""
         self._steps = trainer.global_step
-        self._training.begin(self._steps, TrainerLog(trainer), trainer.strategy.broadcast)
+        self._training.begin(self._steps, LightningLog(trainer), trainer.strategy.broadcast)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Count a step, if the optimizer has made one for this batch."""

@@ -1,4 +1,4 @@
-"""`Exporter`: what hooks have counted, as metrics that Prometheus scrapes.
+"""`Exporter`: exports what hooks have counted as Prometheus metrics.
 
 Invariant: the hooks are read when a scrape asks for them, so calls pay nothing, and the number of series is bounded.
 """

@@ -1,4 +1,4 @@
-"""`InterceptCallback` and `TrainerLog`: hooks, steps, curves and runs for the `Trainer` of transformers.
+"""`InterceptCallback` and `TransformersLog`: hooks, steps, curves and runs for the `Trainer` of transformers.
 
 Invariant: nothing of the training changes, and its block is left even if `Trainer` does not call the callback again.
 """
@@ -35,7 +35,7 @@ except ImportError as missing:
 _PRINTERS = (PrinterCallback, ProgressCallback)
 
 
-class TrainerLog(Held):
+class TransformersLog(Held):
     """Writes figures to whatever a trainer reports to. `hooks.Scalars` takes it as a writer.
 
     That is each callback with an `on_log`, as for `trainer.log`, except those that print. The history of the trainer,
@@ -98,7 +98,7 @@ class InterceptCallback(Held, TrainerCallback):
         trainer: Trainer,
         hooks: Hook | Iterable[Hook] = (),
         *,
-        scalars: Callable[[TrainerLog], Hook] | None = None,
+        scalars: Callable[[TransformersLog], Hook] | None = None,
         run: str | os.PathLike[str] | None = None,
         recorder: Callable[[Path], Hook] = RunRecorder,
         evaluation: bool = False,
@@ -135,7 +135,7 @@ class InterceptCallback(Held, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Enter the block."""
-        self._training.begin(state.global_step, TrainerLog(self._trainer), _of_first_rank)
+        self._training.begin(state.global_step, TransformersLog(self._trainer), _of_first_rank)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count a step of the optimizer."""

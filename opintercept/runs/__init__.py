@@ -1,6 +1,6 @@
-"""Runs on disk: recorded, opened, compared, and fed into another program.
+"""Runs on disk: record, open, compare and replay them, or patch their outputs into another program.
 
-Importing this imports neither torch, which the two hooks need, nor numpy: such parts are loaded when first used.
+Importing this imports neither torch nor numpy: what needs them is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from opintercept.runs.store.run import RunInfo as RunInfo
 from opintercept.runs.store.run import open_run as open_run
 
 if TYPE_CHECKING:
-    from opintercept.runs.graft import Graft as Graft
+    from opintercept.runs.patch import Patch as Patch
     from opintercept.runs.record.compaction import compact as compact
     from opintercept.runs.record.recorder import RunRecorder as RunRecorder
 
@@ -39,8 +39,8 @@ __all__ = [
     "Apart",
     "CallDifference",
     "Difference",
-    "Graft",
     "ModuleDifference",
+    "Patch",
     "RankDifference",
     "RankFinding",
     "RoleDifference",
@@ -57,10 +57,12 @@ __all__ = [
     "open_run",
 ]
 
-_LATER = {"Graft": "graft", "RunRecorder": "record.recorder", "compact": "record.compaction"}
+_LATER = {"Patch": "patch", "RunRecorder": "record.recorder", "compact": "record.compaction"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Graft":
+        raise AttributeError(f"module {__name__!r} has no attribute 'Graft'; it is called Patch now")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

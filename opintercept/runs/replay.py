@@ -1,4 +1,4 @@
-"""Runs a recorded call again on its own, and compares its outputs with the recorded ones.
+"""`replay`: runs a recorded call again on its own, and compares its outputs with the recorded ones.
 
 Invariant: anyone may have written the run. Only operators of the op table are called, by names from this package, and
 their operands and outputs stay below a limit of memory.

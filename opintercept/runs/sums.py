@@ -1,4 +1,4 @@
-"""`Kinds` and `Grouping`: calls of a chunk, sorted into groups and added up.
+"""`CallKinds` and `Grouping`: sort the calls of a chunk into groups and add them up.
 
 Invariant: groups are in the order of their first calls. Needs numpy. Must not import torch.
 """
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from opintercept.runs.store.codec import is_output
-from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays, Columns, Look, Site
+from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.untrusted import parsed
 
 COUNTS = tuple(f"{slot}_{name}" for slot in SLOTS for name in ("nan", "inf"))
 
 
-class Kinds:
-    """Calls that look alike and come from one place are of one kind: numbers for these, from 0.
+class CallKinds:
+    """Numbers the distinct (call site, signature) pairs from 0; such a pair is the kind of a call.
 
     Args:
         columns: The calls.
@@ -31,18 +31,18 @@ class Kinds:
     def __len__(self) -> int:
         return len(self._codes)
 
-    def __getitem__(self, kind: int) -> tuple[Site, Look]:
-        site, look = divmod(self._codes[kind], self._columns.looks)
-        return self._columns.site(site), self._columns.look(look)
+    def __getitem__(self, kind: int) -> tuple[StoredCallSite, CallSignature]:
+        call_site, signature = divmod(self._codes[kind], self._columns.signatures)
+        return self._columns.call_site(call_site), self._columns.signature(signature)
 
     def numbers(self, kind: int) -> tuple[int, int]:
-        """The numbers of the site and the look."""
-        site, look = divmod(self._codes[kind], self._columns.looks)
-        return site, look
+        """The numbers of the call site and the signature."""
+        call_site, signature = divmod(self._codes[kind], self._columns.signatures)
+        return call_site, signature
 
     def of(self, chunk: Arrays) -> Array:
         """The kind of each call of a chunk, which has the columns `site` and `look`."""
-        groups = Grouping(chunk["site"].astype(np.int64) * self._columns.looks + chunk["look"])
+        groups = Grouping(chunk["site"].astype(np.int64) * self._columns.signatures + chunk["look"])
         kinds = np.empty(len(groups.codes), np.int32)
         for place, code in enumerate(groups.codes.tolist()):
             kind = self._known.get(code)
@@ -123,9 +123,9 @@ def _is_nonfinite(text: str, *, outputs: bool) -> bool:
     return any(isinstance(each, dict) and (each.get("nan") or each.get("inf")) for each in rows)
 
 
-def first_output(look: Look) -> str | None:
+def first_output(signature: CallSignature) -> str | None:
     """The slot of the first output of calls that look like this; None if it has none, or is in no column."""
-    role = next((role for role in look.roles if is_output(role)), None)
+    role = next((role for role in signature.roles if is_output(role)), None)
     return None if role is None else ROLES.get(role)
 
 
@@ -147,7 +147,7 @@ def ends_of(groups: Grouping, chunk: Arrays, kinds: Array, slots: Sequence[str |
     return groups.min(low), groups.max(high)
 
 
-class Moments:
+class SlotStatistics:
     """The statistics of one slot, added up for each group.
 
     Args:

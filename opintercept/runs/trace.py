@@ -1,4 +1,4 @@
-"""Writes a run as a trace in Chrome's JSON format, which Perfetto and chrome://tracing show.
+"""`trace`: writes a run as a trace in Chrome's JSON format, which Perfetto and chrome://tracing show.
 
 Invariant: in each thread, two slices lie one in the other or beside each other; viewers refuse all else.
 Needs numpy. Must not import torch.
@@ -159,7 +159,7 @@ class _Process:
         order = np.lexsort((-ends, all_["started"], all_["thread"]))
         self.numbers, self.threads = all_["number"][order], all_["thread"][order]
         self._index, self._forward = all_["index"][order], all_["forward"][order]
-        self._step, self._site = all_["step"][order], all_["site"][order]
+        self._step, self._call_site = all_["step"][order], all_["site"][order]
         self.starts, self.ends = _apart(self.threads, all_["started"][order], ends[order])
 
     def events(self, pid: int, base: int, run: Run) -> Iterator[Event]:
@@ -205,15 +205,15 @@ class _Process:
         path: tuple[str, ...] = ()
         paths: dict[int, tuple[str, ...]] = {}
         last, last_thread = 0, None
-        columns = (each.tolist() for each in (self.threads, self.starts, self.ends, self._step, self._site))
-        for thread, start, end, step, site in zip(*columns, strict=True):
+        columns = (each.tolist() for each in (self.threads, self.starts, self.ends, self._step, self._call_site))
+        for thread, start, end, step, call_site in zip(*columns, strict=True):
             if thread == last_thread and start < last:
                 continue  # inside another call
-            if site not in paths:
-                found = self._columns.site(site)
+            if call_site not in paths:
+                found = self._columns.call_site(call_site)
                 module = module_name(found.module)
-                paths[site] = (found.phase, *(module.split(".") if module else ()))
-            now = (f"step {step}", *paths[site])
+                paths[call_site] = (found.phase, *(module.split(".") if module else ()))
+            now = (f"step {step}", *paths[call_site])
             same = 0
             if thread == last_thread:
                 same = next((n for n, pair in enumerate(zip(path, now, strict=False)) if pair[0] != pair[1]), len(now))

@@ -1,4 +1,4 @@
-"""The calls of a test, and the expectations that a test may have of them.
+"""`OpCalls`: the calls of a test, and the expectations that a test may have of them.
 
 Invariant: recording calls does not change the program, and waits for a device only when a test asks about values.
 Imports torch, so `testing.plugin` imports this file only when it watches a test.
@@ -310,7 +310,7 @@ class OpCalls:
         return f"what ran: {_amount(records)}\n{_table(records, _MOST_ROWS)}".rstrip()
 
 
-class _Recorder(hooks.Recorder):
+class _FiniteRecorder(hooks.Recorder):
     """Also keeps whether outputs are finite, as tensors: reading them would wait for the device."""
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ class _Recorder(hooks.Recorder):
         super().post(call)
 
 
-class Totals:
+class CostProperties:
     """Adds up the cost of a test's calls, and stores it in the test's properties, which reports carry."""
 
     reads = ()
@@ -357,7 +357,7 @@ def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None
     finite, others = options.get("finite", False), options.get("hooks", ())
     if not isinstance(finite, bool):
         raise TypeError(f"finite must be True or False, got {finite!r}")
-    recorder = _Recorder()
+    recorder = _FiniteRecorder()
     plain: Any = {key: value for key, value in options.items() if key in ("level", "ops", "engine")}
     interceptor = intercept(recorder, **plain)
     # After the recorder, which then has the call at which one of them raises.

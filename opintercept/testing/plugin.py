@@ -63,7 +63,7 @@ def op_calls_factory(pytestconfig: pytest.Config) -> Callable[..., AbstractConte
     return OpCalls([], snapshots=lambda: pytestconfig.stash[_RUNNING].snapshots()).block
 
 
-class _Watch:
+class _TestWatch:
     """The interceptors of one test, which are active while its body runs, and the blocks that it leaves open."""
 
     def __init__(self, item: pytest.Item) -> None:
@@ -98,10 +98,10 @@ class _Watch:
         if not (option.opintercept or check):
             return
         from opintercept._blocks.intercept import intercept
-        from opintercept.testing.calls import Totals, finite_hook
+        from opintercept.testing.calls import CostProperties, finite_hook
 
         if option.opintercept:
-            totals = Totals(self._item.user_properties)
+            totals = CostProperties(self._item.user_properties)
             self._add(intercept(totals))
         if check:
             self._add(intercept(finite_hook()))
@@ -168,15 +168,15 @@ def _watching(interceptor: Interceptor) -> Iterator[None]:
             interceptor.__exit__(*sys.exc_info())
 
 
-def _watch(item: pytest.Item) -> _Watch:
+def _watch(item: pytest.Item) -> _TestWatch:
     watch = item.stash.get(_WATCH, None)
     if watch is None:
-        watch = item.stash[_WATCH] = _Watch(item)
+        watch = item.stash[_WATCH] = _TestWatch(item)
     return watch
 
 
-_WATCH = pytest.StashKey[_Watch]()
-_RUNNING = pytest.StashKey[_Watch]()
+_WATCH = pytest.StashKey[_TestWatch]()
+_RUNNING = pytest.StashKey[_TestWatch]()
 _HELD = pytest.StashKey[dict[Any, list[Any]]]()  # the blocks that each fixture has entered
 
 
@@ -200,7 +200,7 @@ def _forced_out(blocks: Iterable[Any]) -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Prepare to watch the test as its marker and the command line say."""
-    watch = item.stash[_WATCH] = item.config.stash[_RUNNING] = _Watch(item)  # a new one: a test may run again
+    watch = item.stash[_WATCH] = item.config.stash[_RUNNING] = _TestWatch(item)  # a new one: a test may run again
     if item.get_closest_marker("opintercept") is not None:
         watch.record()
     if item.config.option.opintercept or item.config.option.opintercept_finite:

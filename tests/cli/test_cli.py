@@ -37,7 +37,7 @@ def test_demo_shows_the_matmuls_of_a_training_run(capsys: pytest.CaptureFixture[
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", out, re.MULTILINE)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
-    opaque = next(line for line in lines if line.startswith("opaque (products inside are not shown): "))
+    opaque = next(line for line in lines if line.startswith("opaque (matmuls inside are not shown): "))
     assert "aten::_scaled_dot_product_flash_attention_for_cpu x6" in opaque
     assert lines[-1] == "Next, a program of your own: opintercept run train.py"
 

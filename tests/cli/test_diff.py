@@ -332,19 +332,19 @@ def test_ranks_that_agree_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixt
         "",
         "4 ranks, 64 calls in steps 0 to 7",
         "2 weights should be equal on ranks 0 to 3",
-        "nothing parted",
+        "nothing diverged",
     ]
     assert err == ""
 
 
-def test_the_rank_step_and_module_that_parted_first_are_named(
+def test_the_rank_step_and_module_that_diverged_first_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = replicas(tmp_path, up="'", down="'")
     assert main(["diff", "--ranks", run, "--limit", "1"]) == 1
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[4:]] == [
         "",
-        "first: rank 2 parted from ranks 0, 1, 3 at step 5, in the weight rhs",
+        "first: rank 2 diverged from ranks 0, 1, 3 at step 5, in the weight rhs",
         "call 10 of rank 2, forward: mm in up",
         "at train.py:7 in forward",
         "",
@@ -365,7 +365,7 @@ def test_the_rank_step_and_module_that_parted_first_are_named(
         ("calls", "first: ranks 0 to 2 make 1 call and rank 3 makes 0 calls at step 4"),
         (
             "order",
-            "first: rank 3 parted from ranks 0 to 2 at step 4: the same calls in another order, from this one on",
+            "first: rank 3 diverged from ranks 0 to 2 at step 4: the same calls in another order, from this one on",
         ),
         ("nan", "first: rank 3 has NaN or Inf at step 4 where ranks 0 to 2 have none"),
         ("huge", "first: rank 3 is an outlier at step 4: the output's root mean square is 1e+06, and 0."),
@@ -373,7 +373,7 @@ def test_the_rank_step_and_module_that_parted_first_are_named(
         ("empty", "rank 3 has no calls"),
     ],
 )
-def test_text_says_how_a_rank_parted(
+def test_text_says_how_a_rank_diverged(
     tmp_path: Path, change: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replicas(tmp_path)
@@ -404,7 +404,7 @@ def test_two_ranks_are_told_that_they_have_no_majority(tmp_path: Path, capsys: p
     ranked(tmp_path, one, other)
     assert main(["diff", "--ranks", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "first: rank 1 parted from rank 0 at step 2, in the weight rhs\n" in out
+    assert "first: rank 1 diverged from rank 0 at step 2, in the weight rhs\n" in out
     assert "  no majority of ranks agrees, which would say which of them are wrong\n" in out
     assert "statistics were not compared: two ranks have no majority that says which of them is the outlier\n" in out
 

@@ -320,7 +320,7 @@ def test_the_first_nan_is_looked_for_in_outputs_before_operands(
 def test_too_many_ranks_are_read_one_after_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show.MAX_OPEN", 2)
+    monkeypatch.setattr("opintercept.cli.show.calls.MAX_OPEN", 2)
     for rank in range(3):
         write(tmp_path / "run" / f"rank{rank}", [call(index) for index in range(3)], rank=rank, world_size=3)
     run = str(tmp_path / "run")

@@ -53,7 +53,7 @@ def make(name, folder):
         "Scalars": lambda: hooks.Scalars(Writer(), every),
         "AttentionWeights": hooks.AttentionWeights,
         "Gradients": hooks.Gradients,
-        "Graft": lambda: runs.Graft(f"{folder}/other", op="addmm"),
+        "Patch": lambda: runs.Patch(f"{folder}/other", op="addmm"),
         "Profile": hooks.Profile,
         "Recorder": hooks.Recorder,
         "none": lambda: lambda call: None,
@@ -130,7 +130,7 @@ print(json.dumps({name: in_a_fork(name) for name in names}))
 HOOKS = [
     *("Stats", "Capture", "Capture sample", "Capture disk", "RunRecorder", "RunRecorder sample", "RunRecorder full"),
     *("Reference", "FakeQuantize", "FakeQuantize channel", "Noise", "BitFlip", "NonFinite", "NonFinite every", "Print"),
-    *("Log", "Scalars", "AttentionWeights", "Gradients", "Graft", "Profile", "Recorder", "none"),
+    *("Log", "Scalars", "AttentionWeights", "Gradients", "Patch", "Profile", "Recorder", "none"),
 ]
 
 

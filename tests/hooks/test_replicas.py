@@ -1,4 +1,4 @@
-"""`Replicas`: ranks that part are found and named, and ranks that differ by right raise no alarm."""
+"""`Replicas`: ranks that diverge are found and named, and ranks that may differ raise no alarm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from opintercept import hooks, intercept
-from opintercept._ranks.expectations import CONSTANT, PATIENCE, WEIGHT, Entry, Expectations, Parted, mixed
+from opintercept._ranks.expectations import (
+    CONSTANT,
+    PATIENCE,
+    WEIGHT,
+    DivergedOperand,
+    Expectations,
+    RankOperand,
+    mixed,
+)
 from opintercept._ranks.operand_hashes import OperandHashes, is_weight
 
 needs_ranks = pytest.mark.skipif(
@@ -29,12 +37,12 @@ needs_ranks = pytest.mark.skipif(
 )
 
 
-def tables(*ranks: dict[int, int], flags: int = WEIGHT) -> list[list[Entry]]:
+def tables(*ranks: dict[int, int], flags: int = WEIGHT) -> list[list[RankOperand]]:
     """The table of each rank from its values by key, in the order of its calls."""
-    return [[Entry(key, value, flags) for key, value in rank.items()] for rank in ranks]
+    return [[RankOperand(key, value, flags) for key, value in rank.items()] for rank in ranks]
 
 
-def agree(expectations: Expectations, step: Sequence[Sequence[Entry]]) -> bool:
+def agree(expectations: Expectations, step: Sequence[Sequence[RankOperand]]) -> bool:
     """What the small exchange says."""
     sums = [expectations.summed(rank, 0, table) for rank, table in enumerate(step)]
     return not sum(total for total, _ in sums) % 2**64 and not sum(unknown for _, unknown in sums)
@@ -48,7 +56,7 @@ def test_a_weight_is_expected_to_stay_equal_on_the_ranks_that_have_it_in_common_
     assert agree(expectations, tables({1: 6, 2: 1}, {1: 6, 2: 2}, {1: 6, 2: 1}, {1: 6, 2: 2}))
     step = tables({1: 6, 2: 1}, {1: 6, 2: 2}, {1: 9, 2: 1}, {1: 6, 2: 3})
     assert not agree(expectations, step)
-    assert expectations.judge(step) == [Parted(1, ((0, 1, 3), (2,))), Parted(2, ((1,), (3,)))]
+    assert expectations.judge(step) == [DivergedOperand(1, ((0, 1, 3), (2,))), DivergedOperand(2, ((1,), (3,)))]
     assert expectations.judge(step) == []  # told once
     assert expectations.of(1) == ((0, 1, 3),)
     assert not expectations.wants(1, 2)
@@ -63,7 +71,7 @@ def test_an_activation_is_expected_to_be_equal_after_it_was_in_two_steps_with_di
     assert expectations.of(1) == ((0, 1),)
     assert expectations.of(2) is None  # equal, but always the same
     assert expectations.of(3) == ()  # not equal, so no longer hashed
-    assert expectations.judge(tables({1: 1, 2: 4}, {1: 2, 2: 4}, flags=0)) == [Parted(1, ((0,), (1,)))]
+    assert expectations.judge(tables({1: 1, 2: 4}, {1: 2, 2: 4}, flags=0)) == [DivergedOperand(1, ((0,), (1,)))]
     assert expectations.of(2) == ()
 
 
@@ -84,11 +92,11 @@ def test_ranks_without_a_call_are_not_compared_and_not_forgotten() -> None:
     step = tables({1: 6}, {2: 6}, {})
     assert not agree(expectations, step)  # so the ranks look
     assert expectations.judge(step) == []
-    assert expectations.judge(tables({1: 7}, {1: 8}, {})) == [Parted(1, ((0,), (1,)))]
+    assert expectations.judge(tables({1: 7}, {1: 8}, {})) == [DivergedOperand(1, ((0,), (1,)))]
     assert expectations.of(1) == ((0, 2),)
 
 
-def test_what_has_parted_comes_in_the_order_of_the_calls() -> None:
+def test_what_has_diverged_comes_in_the_order_of_the_calls() -> None:
     expectations = Expectations(2, all_equal=True)
     step = tables({9: 1, 4: 1, 7: 1}, {9: 1, 4: 2, 7: 2})
     assert [each.key for each in expectations.judge(step)] == [4, 7]
@@ -214,19 +222,21 @@ def test_a_wrong_argument_is_refused(options: dict[str, Any], message: str) -> N
         hooks.Replicas(**options)
 
 
-def test_a_finding_says_who_has_parted_and_where() -> None:
+def test_a_finding_says_who_has_diverged_and_where() -> None:
     place = ("layers.3.mlp", "aten::addmm", "forward", "rhs", True, "net.py:8 in forward", 0)
-    shown = str(hooks.Parting(((0, 2, 3), (1,)), 7, 12, *place))
+    shown = str(hooks.Divergence(((0, 2, 3), (1,)), 7, 12, *place))
     assert shown == (
-        "rank 1 parted from ranks 0, 2, 3 at step 7, call 12, module layers.3.mlp, rhs (weight) of aten::addmm in "
+        "rank 1 diverged from ranks 0, 2, 3 at step 7, call 12, module layers.3.mlp, rhs (weight) of aten::addmm in "
         "forward, at net.py:8 in forward"
     )
-    assert str(hooks.Parting(((0,), (1,), (2,)), 7, 12, *place)).startswith("ranks 0 to 2 parted from each other at")
+    assert str(hooks.Divergence(((0,), (1,), (2,)), 7, 12, *place)).startswith(
+        "ranks 0 to 2 diverged from each other at"
+    )
     parts = ((0, 1), (2, 3), (4,))
-    shown = str(hooks.Parting(parts, 7, None, None, "aten::mm", "backward", "lhs", False, None, 1))
+    shown = str(hooks.Divergence(parts, 7, None, None, "aten::mm", "backward", "lhs", False, None, 1))
     assert shown == (
-        "ranks 2, 3 and rank 4 parted from ranks 0, 1 at step 7, a call that this rank did not make, an unknown "
-        "module, lhs of aten::mm in backward; 1 other operand parted in this step"
+        "ranks 2, 3 and rank 4 diverged from ranks 0, 1 at step 7, a call that this rank did not make, an unknown "
+        "module, lhs of aten::mm in backward; 1 other operand diverged in this step"
     )
 
 
@@ -312,7 +322,7 @@ def test_one_flipped_bit_of_a_weight_is_named_with_its_ranks(four: Any) -> None:
         )
         assert (found["operand"], found["weight"], found["more"]) == ("rhs", True, 2)  # recomputed, and in backward
         assert (
-            "rank 1 parted from ranks 0, 2, 3 at step 3, call 51, module blocks.1.down, rhs (weight)"
+            "rank 1 diverged from ranks 0, 2, 3 at step 3, call 51, module blocks.1.down, rhs (weight)"
             in (rank["flipped"]["text"])
         )
 
@@ -352,10 +362,12 @@ def test_ranks_may_make_different_calls(two: Any) -> None:
 @slow
 def test_raise_raises_on_all_ranks_and_warn_warns_once(two: Any) -> None:
     for rank in two:
-        assert rank["raised"]["error"].startswith("rank 1 parted from rank 0 at step 3, call 51, module blocks.1.down")
+        assert rank["raised"]["error"].startswith(
+            "rank 1 diverged from rank 0 at step 3, call 51, module blocks.1.down"
+        )
         assert rank["raised"]["compared"] == 4
         (warning,) = rank["warned"]["warnings"]
-        assert warning.startswith("rank 1 parted from rank 0 at step 3, call 52, module head, rhs (weight)")
+        assert warning.startswith("rank 1 diverged from rank 0 at step 3, call 52, module head, rhs (weight)")
 
 
 @slow

@@ -182,11 +182,11 @@ def test_figures_reach_what_the_trainer_reports_to_and_not_the_console(
 def test_figures_of_any_callback_leave_the_logs_of_the_trainer_as_they_are(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
-    from opintercept.integrations.transformers import TrainerLog
+    from opintercept.integrations.transformers import TransformersLog
 
     class Writes(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            TrainerLog(trainer).log({"figure": 1.0})
+            TransformersLog(trainer).log({"figure": 1.0})
 
     trainer, log = trainings.transformers_trainer(tmp_path), Log()
     for callback in (Writes(), log):

@@ -81,10 +81,10 @@ def record_twice() -> None:
             SQUARE @ SQUARE
 
 
-def graft_statistics() -> None:
+def patch_statistics() -> None:
     with intercept(runs.RunRecorder("run")):
         SQUARE @ SQUARE
-    runs.Graft("run")
+    runs.Patch("run")
 
 
 def compare_other_products() -> None:
@@ -130,7 +130,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "A filter that matches no module": filter_by_an_unknown_module,
     "A backward call without a module": read_what_is_not_declared,
     "A folder that holds a run": record_twice,
-    "A run without values": graft_statistics,
+    "A run without values": patch_statistics,
     "Two runs without a call in common": compare_other_products,
     "A filter that matches nothing in a run": filter_a_run_by_an_unknown_module,
     "A package that is not installed": save_without_safetensors,

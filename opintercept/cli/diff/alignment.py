@@ -1,4 +1,4 @@
-"""What `opintercept diff --align weights` prints. Must not import torch."""
+"""The text of `opintercept diff --align weights`. Must not import torch."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def _first(pair: Aligned) -> list[str]:
         lines.append("  changed operand: the bias")
     if "lhs" in pair.changed:
         lines.append(
-            f"  changed operand: the left operand differs by {_number(pair.lhs)}, far more than all products before: "
+            f"  changed operand: the input differs by {_number(pair.lhs)}, far more than all matmuls before: "
             "the cause lies between them and this one"
         )
     if pair.kind == "added":
         for name, rounding in (("A", pair.rounding_a), ("B", pair.rounding_b)):
-            lines.append(f"  the product in {name} is wrong by {_number(rounding)} times its rounding")
+            lines.append(f"  the matmul in {name} is wrong by {_number(rounding)} times its rounding")
     if pair.output is not None:
         lines.append(
             f"  output: norm(b - a) / norm(a) is {_number(pair.output)}, max |b - a| {_number(pair.max_absolute)}"
@@ -82,7 +82,7 @@ def _first(pair: Aligned) -> list[str]:
 
 
 def _table(pairs: tuple[Aligned, ...]) -> str:
-    rows = [["A", "B", "joined by", "rows", "weight", "lhs", "output", ""]]
+    rows = [["A", "B", "joined by", "rows", "weight", "input", "output", ""]]
     for pair in pairs:
         others = list(dict.fromkeys(_module(each) for each in pair.b))
         rows.append(
@@ -95,7 +95,7 @@ def _table(pairs: tuple[Aligned, ...]) -> str:
                 pair.kind,
             ]
         )
-    return fitted(rows, left=3, last=["A", "B"], spare=["rows", "weight", "lhs"])
+    return fitted(rows, left=3, last=["A", "B"], spare=["rows", "weight", "input"])
 
 
 def _apart(apart: tuple[Apart, ...], limit: int) -> list[str]:

@@ -1,7 +1,7 @@
-"""`opintercept run`: an unmodified program, watched.
+"""`opintercept run`: runs an unmodified program and watches its calls.
 
 Invariant: the program's output, exceptions, input and exit status are those of a plain run; we write to stderr.
-Must not import torch, which the program imports when it has set what torch reads at its import.
+Must not import torch: the program may first set what torch reads at its import.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import get_args
 from opintercept._core.errors import OpInterceptError
 from opintercept.cli.options import add_module_and_phase, count, size, steps
 from opintercept.cli.run.program import after_import, prepare
-from opintercept.cli.run.watch import HOOKS, Watch
-from opintercept.runs.store.run import Kept
+from opintercept.cli.run.watch import HOOKS, ProgramWatch
+from opintercept.runs.store.run import TensorMode
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="record the run in FOLDER, which must not hold a run yet")
     parser.add_argument(
         "--tensors",
-        choices=get_args(Kept),
+        choices=get_args(TensorMode),
         help="what to record of tensors: nothing, statistics and a hash, some values, or all values (default stats)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the run in FOLDER")
@@ -91,7 +91,7 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     if arguments.out is not None:
         arguments.out = os.path.abspath(arguments.out)  # the program may change its directory
     program = prepare(name, rest, module=arguments.module_name)
-    watch = Watch(arguments)
+    watch = ProgramWatch(arguments)
 
     def run() -> int:
         # Registered before the program's own functions, so it runs after them, and after the program's threads.

@@ -1,4 +1,4 @@
-"""What `opintercept run` does beside the program: its interceptor, its hooks, and what it prints at the end.
+"""`ProgramWatch`: the interceptor and hooks of `opintercept run`, and what it prints at the end.
 
 Invariant: nothing here changes how the program ends, except for `--stop`.
 Imports torch in functions only, which run after the program has imported it.
@@ -34,7 +34,7 @@ _PROGRESS_SECONDS = 0.25
 _CHILDREN = "child processes are not watched, except for the ranks of `torchrun -m opintercept run ...`"
 
 
-class Watch:
+class ProgramWatch:
     """The interceptor of a program, from its import of torch until the interpreter exits."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -183,7 +183,7 @@ class Watch:
                 yield from _top(hook, chosen.top, self._stderr)
         opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
         if opaque:
-            yield f"opaque (products inside are not shown): {printable(opaque)}"
+            yield f"opaque (matmuls inside are not shown): {printable(opaque)}"
         if self._recording is not None:
             if self._recording.hook.calls:
                 yield self._recording.cost(time.perf_counter() - self._began)

@@ -1,6 +1,6 @@
-"""`Series`: what the outputs and the time of calls are over the steps of a run, for `show --over steps`.
+"""`Series`: the time and the outputs of calls by step, for `show --over steps`.
 
-Invariant: however many steps there are, memory is bounded, as steps are merged two by two. Must not import torch.
+Invariant: memory is bounded, since steps are merged two by two when there are too many. Must not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from opintercept.cli.filters import NameFilter
 from opintercept.cli.show.sums import Chosen, Row
 from opintercept.runs.store.columns import FIGURES, Columns
-from opintercept.runs.sums import COUNTS, Grouping, Moments, first_output, nonfinite
+from opintercept.runs.sums import COUNTS, Grouping, SlotStatistics, first_output, nonfinite
 
 _SLOTS = ("output", "output1")
 _READ = ("elapsed", "has_more", *COUNTS, *(f"{slot}_{name}" for slot in _SLOTS for name in FIGURES))
@@ -86,14 +86,17 @@ class Series:
             groups = Grouping(places)
             seconds = groups.sum(np.nan_to_num(chunk["elapsed"], posinf=0.0, neginf=0.0))
             bad = groups.sum(nonfinite(columns, start, chunk))
-            looks = [chosen.kinds[kind][1] for kind in range(len(chosen.kinds))]
-            slots = [first_output(look) for look in looks]
+            signatures = [chosen.kinds[kind][1] for kind in range(len(chosen.kinds))]
+            slots = [first_output(signature) for signature in signatures]
             moments = []
             for slot, role in zip(_SLOTS, ("output", "output.1"), strict=True):
-                sizes = [look.roles[role][0] if one == slot else -1 for one, look in zip(slots, looks, strict=True)]
+                sizes = [
+                    signature.roles[role][0] if one == slot else -1
+                    for one, signature in zip(slots, signatures, strict=True)
+                ]
                 counts = np.array(sizes, np.float64)[of]
                 if (counts >= 0).any():
-                    moments.append(Moments(groups, chunk, slot, counts))
+                    moments.append(SlotStatistics(groups, chunk, slot, counts))
             for number, place in enumerate(groups.codes.tolist()):
                 if place < 0:
                     continue

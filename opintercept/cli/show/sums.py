@@ -1,4 +1,4 @@
-"""`Groups`: calls of runs that share keys, added up; and which calls the options of `show` admit.
+"""`Groups`: adds up the calls of runs by the keys of `--by`; `Chosen` applies the filters of `show`.
 
 Invariant: columns are read piece by piece, and the memory of groups and of their keys is bounded.
 Must not import torch.
@@ -19,7 +19,7 @@ from opintercept._core.text import amount, counted, duration
 from opintercept.cli.filters import NameFilter
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import Array, Arrays, Columns
-from opintercept.runs.sums import COUNTS, Grouping, Kinds, ends_of, first_output, joined, nonfinite
+from opintercept.runs.sums import COUNTS, CallKinds, Grouping, ends_of, first_output, joined, nonfinite
 
 # A run may be made to fill the memory: beyond this many groups, or bytes of their keys, the rest share one group.
 MAX_GROUPS = 100_000
@@ -29,7 +29,7 @@ LONGEST = 200  # characters of a key
 Row = dict[str, Any]
 
 
-class Sum:
+class GroupTotals:
     """Totals over calls."""
 
     __slots__ = ("calls", "counted", "flops", "max", "min", "nonfinite", "raised", "seconds")
@@ -73,7 +73,7 @@ def rate(flops: int | None, seconds: float | None) -> float | None:
     return flops / seconds if flops and seconds and seconds > 0 else None
 
 
-class First:
+class FirstNonfinite:
     """The first call whose output has NaN or Inf; without one, the first call whose operands do."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Chosen:
     """
 
     def __init__(self, columns: Columns, arguments: argparse.Namespace, names: NameFilter) -> None:
-        self.kinds = Kinds(columns)
+        self.kinds = CallKinds(columns)
         self._columns, self._arguments, self._names = columns, arguments, names
         self._admitted: list[bool] = []
 
@@ -167,8 +167,8 @@ class Chosen:
         of = self.kinds.of(chunk)
         new = range(len(self._admitted), len(self.kinds))
         for kind in new:
-            site, look = self.kinds[kind]
-            record = look.record_at(site)
+            call_site, signature = self.kinds[kind]
+            record = signature.record_at(call_site)
             self._admitted.append(self._names(record) and self._arguments.phase in (None, record.phase))
         return of, new
 
@@ -218,7 +218,7 @@ class RunSums:
     """
 
     def __init__(self) -> None:
-        self.total, self.chosen, self.first = Sum(), Sum(), First()
+        self.total, self.chosen, self.first = GroupTotals(), GroupTotals(), FirstNonfinite()
 
 
 class Groups:
@@ -229,7 +229,7 @@ class Groups:
     """
 
     def __init__(self, arguments: argparse.Namespace, names: NameFilter) -> None:
-        self.groups: dict[tuple[Any, ...], Sum] = {}
+        self.groups: dict[tuple[Any, ...], GroupTotals] = {}
         self._arguments, self._names = arguments, names
         self._others = tuple(None if key in ("step", "rank", "run") else "(others)" for key in arguments.by)
         self._size = 0
@@ -243,9 +243,9 @@ class Groups:
         for start, chunk in columns.chunks(_SUMMED, steps=arguments.step):
             of, new = chosen.kinds_of(chunk)
             for kind in new:
-                site, look = chosen.kinds[kind]
-                record = look.record_at(site)
-                slots.append(first_output(look))
+                call_site, signature = chosen.kinds[kind]
+                record = signature.record_at(call_site)
+                slots.append(first_output(signature))
                 given = {"run": run, "step": None}
                 keys.append(
                     tuple(given[key] if key in given else key_of(record, columns.rank, key) for key in arguments.by)
@@ -269,8 +269,8 @@ class Groups:
                 if not in_steps[first]:
                     continue
                 kind = int(of[first])
-                _, look = chosen.kinds[kind]
-                added = (calls, look.record.flops, elapsed, int(not_finite), int(raised))
+                _, signature = chosen.kinds[kind]
+                added = (calls, signature.record.flops, elapsed, int(not_finite), int(raised))
                 sums.total.add(*added)
                 if not rows[first]:
                     continue
@@ -279,18 +279,18 @@ class Groups:
                 group.add(*added)
                 group.stretch(low[place], high[place])
 
-    def _group(self, key: tuple[Any, ...], step: int) -> Sum:
+    def _group(self, key: tuple[Any, ...], step: int) -> GroupTotals:
         if "step" in self._arguments.by:
             key = tuple(step if name == "step" else part for name, part in zip(self._arguments.by, key, strict=True))
         group = self.groups.get(key)
         if group is None:
             self._size += sum(map(sys.getsizeof, key))
             key = key if len(self.groups) < MAX_GROUPS and self._size < MAX_KEYS_SIZE else self._others
-            group = self.groups.setdefault(key, Sum())
+            group = self.groups.setdefault(key, GroupTotals())
         return group
 
 
-def _find_first(first: First, columns: Columns, start: int, chunk: Arrays, bad: Array) -> None:
+def _find_first(first: FirstNonfinite, columns: Columns, start: int, chunk: Arrays, bad: Array) -> None:
     if not bad.any():
         return
     rows = np.flatnonzero(bad)

@@ -1,1 +1,1 @@
-"""How commands print."""
+"""Output of commands to a terminal: tables, a progress bar, colours."""

@@ -1,4 +1,4 @@
-"""How commands print: tables as wide as the terminal, JSON without NaN, one line for each warning.
+"""Output of commands: tables as wide as the terminal, JSON without NaN, one line for each warning.
 
 Must not import torch.
 """

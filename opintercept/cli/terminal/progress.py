@@ -1,4 +1,4 @@
-"""A bar on a terminal for commands that take longer than a second.
+"""A progress bar for commands that take longer than a second.
 
 Invariant: it is gone before anything else is printed. Must not import torch.
 """

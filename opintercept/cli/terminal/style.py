@@ -1,6 +1,6 @@
-"""How commands set off the few lines that matter most, on a terminal that shows colours.
+"""Colours for the few lines that matter most.
 
-Invariant: a text that goes to a file or a pipe is plain. Must not import torch.
+Invariant: text that goes to a file or a pipe is plain. Must not import torch.
 """
 
 from __future__ import annotations

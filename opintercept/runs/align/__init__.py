@@ -1,1 +1,1 @@
-"""Two runs compared whose modules have other names."""
+"""Compares two runs whose modules have other names."""

@@ -1,7 +1,7 @@
-"""Comparing two runs whose modules have other names: `align` joins their products by the rows of their weights.
+"""`align`: compares two runs whose modules have other names, and joins their matmuls by the rows of their weights.
 
-`_joining` finds equal rows, `_linking` the calls that belong together, and `_aligning` compares these. `alignment` has
-what is reported. Imports torch only when it is called.
+`common_weights` finds equal rows, `common_calls` joins the calls, `judge` compares them, and `alignment` holds what is
+reported. Imports torch only when it is called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What `align` reports: `Alignment`, and the dataclasses that it is made of.
-
-Must not import torch.
-"""
+"""`Alignment`: the result of `align`, and the dataclasses in it. Must not import torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which calls of two runs belong together, once it is known which of their weights do.
+"""Joins the calls of two runs by the weights that they have in common.
 
-Invariant: a call is joined with another only if rows of their weights are, or if it stands between two pairs that are.
+Invariant: two calls are joined only if rows of their weights are, or if they stand between two joined pairs.
 Reads no tensor.
 """
 
@@ -20,7 +20,7 @@ from opintercept.runs.store.codec import StoredCall
 
 
 @dataclass(slots=True)
-class Links:
+class JoinedCalls:
     """The pairs of calls.
 
     Attributes:
@@ -43,9 +43,9 @@ class Links:
         self.of_b.add(b)
 
 
-def linked(joining: Joining) -> Links:
+def linked(joining: Joining) -> JoinedCalls:
     """Join the calls of two runs: by their weights, then those between them."""
-    links = Links()
+    links = JoinedCalls()
     for number, match in enumerate(joining.matches):
         one, other = joining.a.weights[match.a].calls, joining.b.weights[match.b].calls
         for rank_a, rank_b in _rank_pairs(joining, one, other):
@@ -62,7 +62,7 @@ def linked(joining: Joining) -> Links:
     return links
 
 
-def _add_terms(joining: Joining, links: Links, match: Match, term: Term) -> None:
+def _add_terms(joining: Joining, links: JoinedCalls, match: Match, term: Term) -> None:
     """Join the calls of a low-rank product with those of the weight that has it already."""
     side = joining.a if term.side == "a" else joining.b
     numbers = [n for each in (term.first, term.second) for calls in side.weights[each].calls.values() for n in calls]
@@ -86,7 +86,7 @@ def _rank_pairs(joining: Joining, one: Iterable[int], other: Iterable[int]) -> I
                 yield rank_a, rank_b
 
 
-def _in_order(joining: Joining, in_a: list[int], in_b: list[int], links: Links) -> Iterator[tuple[int, int]]:
+def _in_order(joining: Joining, in_a: list[int], in_b: list[int], links: JoinedCalls) -> Iterator[tuple[int, int]]:
     """The calls of two weights that belong together; if one has more, those with as many rows on the left."""
     if len(in_a) == len(in_b):
         yield from zip(in_a, in_b, strict=True)
@@ -105,7 +105,7 @@ def _in_order(joining: Joining, in_a: list[int], in_b: list[int], links: Links) 
                 links.reasons[name, number] = reason
 
 
-def _add_neighbours(joining: Joining, links: Links) -> None:
+def _add_neighbours(joining: Joining, links: JoinedCalls) -> None:
     """Join calls without a weight, as those of attention, that stand between the same two pairs in both runs."""
     of_a = {a: [b for b, _ in found] for a, found in links.of_a.items()}
     gaps = []
@@ -136,27 +136,29 @@ def _add_neighbours(joining: Joining, links: Links) -> None:
                     links.reasons[name, number] = "the other run has no product of its shape between the same two"
 
 
-def _pair_between(joining: Joining, links: Links, in_a: range, in_b: range) -> None:
-    for look in (_gemm_look, _output_look):
+def _pair_between(joining: Joining, links: JoinedCalls, in_a: range, in_b: range) -> None:
+    for signature in (_gemm_signature, _output_signature):
         # Another rank may have this call of A, too.
         done = {number for number in in_a if any(b in in_b for b, _ in links.of_a.get(number, ()))}
         left_a = [number for number in in_a if number not in done and _may_be_neighbour(joining.a, number)]
         done = {b for number in in_a for b, _ in links.of_a.get(number, ())}
         left_b = [number for number in in_b if number not in done and _may_be_neighbour(joining.b, number)]
-        looks_a = [look(joining.a.calls[number].record) for number in left_a]
-        looks_b = [look(joining.b.calls[number].record) for number in left_b]
-        # Where one product more of this look stands there, it is not known which of them belongs to which.
-        alone = {each for each in {*looks_a} & {*looks_b} if looks_a.count(each) == looks_b.count(each)}
-        chosen_a = [number for number, each in zip(left_a, looks_a, strict=True) if each in alone]
-        chosen_b = [number for number, each in zip(left_b, looks_b, strict=True) if each in alone]
-        one = [each for each in looks_a if each in alone]
-        other = [each for each in looks_b if each in alone]
+        signatures_a = [signature(joining.a.calls[number].record) for number in left_a]
+        signatures_b = [signature(joining.b.calls[number].record) for number in left_b]
+        # Where one product more of this signature stands there, it is not known which of them belongs to which.
+        alone = {
+            each for each in {*signatures_a} & {*signatures_b} if signatures_a.count(each) == signatures_b.count(each)
+        }
+        chosen_a = [number for number, each in zip(left_a, signatures_a, strict=True) if each in alone]
+        chosen_b = [number for number, each in zip(left_b, signatures_b, strict=True) if each in alone]
+        one = [each for each in signatures_a if each in alone]
+        other = [each for each in signatures_b if each in alone]
         for i, j, size in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
             for turn in range(size):
                 links.add(chosen_a[i + turn], chosen_b[j + turn], None)
 
 
-def _add_shards(joining: Joining, links: Links, gaps: list[tuple[range, range]]) -> None:
+def _add_shards(joining: Joining, links: JoinedCalls, gaps: list[tuple[range, range]]) -> None:
     """Join a call with those of several processes that make parts of its output, as of the heads of an attention."""
     ranks_a, ranks_b = len(joining.a.run.ranks), len(joining.b.run.ranks)
     if (ranks_a == 1) == (ranks_b == 1):
@@ -200,7 +202,7 @@ def _may_be_neighbour(side: Side, number: int) -> bool:
     return weight < 0 or side.weights[weight].shape[0] > 1 or rhs is None or not rhs.requires_grad
 
 
-def _add_inside(joining: Joining, links: Links, in_a: range, in_b: range) -> None:
+def _add_inside(joining: Joining, links: JoinedCalls, in_a: range, in_b: range) -> None:
     """Join the first product of an attention with a fused attention of the other run, which has that product inside."""
     for a in in_a:
         found = [b for b, match in links.of_a.get(a, ()) if match is None and b in in_b and a not in links.terms]
@@ -217,14 +219,14 @@ def _add_inside(joining: Joining, links: Links, in_a: range, in_b: range) -> Non
             links.of_b.add(b - 1)
 
 
-def _gemm_look(record: CallRecord) -> Any:
+def _gemm_signature(record: CallRecord) -> Any:
     gemm = record.gemm
     if gemm is None:
         return record.op, record.lhs and record.lhs.shape, record.rhs and record.rhs.shape
     return gemm.batch, gemm.k, *sorted((gemm.m, gemm.n))
 
 
-def _output_look(record: CallRecord) -> Any:
+def _output_signature(record: CallRecord) -> Any:
     """How many elements the output has: a fused attention has as many as its last product."""
     shape = _first_output(record)
     return None if shape is None else math.prod(shape)

@@ -1,4 +1,4 @@
-"""Which rows of the weights of one run are rows of those of another.
+"""Finds the rows of weights that two runs have in common.
 
 Invariant: names of modules are read only to follow a weight that training changes. Needs numpy. Imports torch.
 """
@@ -165,7 +165,7 @@ class Side:
         return found.reshape(-1, found.size(-1))
 
 
-class _Table:
+class _FingerprintTable:
     """Where each fingerprint occurs among the rows that are left."""
 
     def __init__(self, side: Side, fingerprint: Callable[[torch.Tensor], Array]) -> None:
@@ -264,7 +264,7 @@ class Joining:
         self.b.weights[match.b].left[match.rows_b] = False
 
     def _add_equal(self, by: By, fingerprint: Callable[[torch.Tensor], Array]) -> None:
-        table = _Table(self.b, fingerprint)
+        table = _FingerprintTable(self.b, fingerprint)
         found = []
         for a, weight in enumerate(self.a.weights):
             k = weight.shape[2]
@@ -288,7 +288,7 @@ class Joining:
     def _add_parts(self) -> None:
         """Find weights whose rows are cut, as those of a layer that several processes share."""
         for whole, parts, swapped in ((self.a, self.b, False), (self.b, self.a, True)):
-            table = _Table(parts, fingerprints)
+            table = _FingerprintTable(parts, fingerprints)
             found: list[Match] = []
             for number, weight in enumerate(whole.weights):
                 k = weight.shape[2]

@@ -1,6 +1,6 @@
-"""Compares the calls of two runs that `_joining` has joined: weights, left operands, outputs.
+"""Compares joined calls of two runs: weights, inputs, outputs.
 
-Invariant: what is compared is in float64, so that a difference is one of the runs'. Needs numpy. Imports torch.
+Invariant: the comparison is in float64, so that a difference comes from the runs. Needs numpy. Imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from opintercept._core.errors import OpInterceptError
 from opintercept.runs.align.alignment import CAUSES, Aligned
-from opintercept.runs.align.common_calls import Links, shared_dim
+from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
 from opintercept.runs.align.common_weights import Joining
 from opintercept.runs.align.weights import Factors, factors_of, tensor_of
 from opintercept.runs.store.codec import StoredCall
@@ -33,13 +33,13 @@ _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
 _TINY = torch.finfo(torch.float64).tiny
 
 
-def compared(joining: Joining, links: Links) -> list[Aligned]:
+def compared(joining: Joining, links: JoinedCalls) -> list[Aligned]:
     """Compare what is joined, in the order of A."""
     return list(_Comparing(joining, links).pairs())
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RowErrors:
     """How the rows of a match differ.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Rows:
     scaled: bool
 
     @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor) -> _Rows:
+    def of(cls, a: torch.Tensor, b: torch.Tensor) -> _RowErrors:
         """Compare rows, `float64[n, k]` each."""
         square = (a * a).sum(1).clamp_min(_TINY)
         scale = (a * b).sum(1) / square
@@ -68,7 +68,7 @@ class _Rows:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _OutputSum:
     """The outputs of calls of A that add up to that of a call of B, `[m, n]`, and how much of each row is there."""
 
     total: torch.Tensor
@@ -76,12 +76,12 @@ class _Sum:
 
 
 class _Comparing:
-    def __init__(self, joining: Joining, links: Links) -> None:
+    def __init__(self, joining: Joining, links: JoinedCalls) -> None:
         self._joining, self._links = joining, links
         self._a, self._b = joining.a, joining.b
-        self._rows = [_Rows.of(*joining.both(number)) for number in range(len(joining.matches))]
+        self._rows = [_RowErrors.of(*joining.both(number)) for number in range(len(joining.matches))]
         self._usual = self._usual_errors()
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[int, _OutputSum] = {}
         self._roundings: dict[int, float | None] = {}  # of calls of B, which several calls of A may share
         sides = {"a": self._a, "b": self._b}
 
@@ -233,7 +233,7 @@ class _Comparing:
         each = self._joining.matches[match]
         sum_ = self._sums.get(b)
         if sum_ is None:
-            sum_ = self._sums[b] = _Sum(torch.zeros_like(theirs), torch.zeros(theirs.size(1), dtype=torch.int64))
+            sum_ = self._sums[b] = _OutputSum(torch.zeros_like(theirs), torch.zeros(theirs.size(1), dtype=torch.int64))
         if len(mine) != len(theirs):
             return replace(pair, reason="its output is a part of a sum with another number of rows")
         columns = torch.from_numpy(each.rows_b)

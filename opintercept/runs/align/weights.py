@@ -1,4 +1,4 @@
-"""The weights of a recorded run as rows, one for each column of the output, and fingerprints of these rows.
+"""Reads the weights of a run as rows, one for each output channel, and fingerprints the rows.
 
 Invariant: equal rows have equal fingerprints, whatever the module, the layout and the dtype they are stored in, as long
 as their values round to the same bfloat16. Needs numpy. Imports torch to read tensors.

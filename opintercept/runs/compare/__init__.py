@@ -1,1 +1,1 @@
-"""Two runs compared: which call belongs to which, how they differ, and where the difference comes from."""
+"""Compares two runs: pairs their calls, compares each pair, and finds where a difference comes from."""

@@ -1,6 +1,6 @@
-"""Of which kind each pair of calls is: whether its difference is made there, changed from outside, or inherited.
+"""Classifies each pair: the call adds the difference, got a changed operand, or inherits it.
 
-Invariant: no operand counts as changed if a differing call before it can explain the change; memory is some tens of
+Invariant: no operand counts as changed if an earlier differing call can explain the change. Memory is some tens of
 bytes for each call. Needs numpy. Must not import torch.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from opintercept.runs.compare.columns import OPERANDS, OTHERS, Compared, Rules, operand
+from opintercept.runs.compare.columns import OPERANDS, OTHERS, Compared, RuleTable, operand
 from opintercept.runs.compare.difference import KINDS, CallDifference, ModuleDifference, RoleDifference, order
 from opintercept.runs.compare.histories import Differing, Histories
 from opintercept.runs.compare.index import Index, Pairs
-from opintercept.runs.compare.pairing import PAIRINGS, module_name, operator_name, outcome, whole
-from opintercept.runs.compare.totals import Totals
+from opintercept.runs.compare.pairing import PAIRINGS, fingerprint, module_name, operator_name, outcome
+from opintercept.runs.compare.totals import DiffTotals
 from opintercept.runs.compare.values import Comparer
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import CHUNK, FIGURES, SLOTS, Array, Arrays
@@ -24,7 +24,7 @@ from opintercept.runs.store.columns import CHUNK, FIGURES, SLOTS, Array, Arrays
 _COMPLETE = {"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"}
 _COMPLETE |= {"linear", "matmul", "inner", "tensordot", "__matmul__", "__rmatmul__", "__imatmul__"}
 _CHANCES = ("dropout_p", "dropout")
-_BY = ("nothing", "statistics", "hash", "tensors", "sample", "metadata")  # the first three as `_pairing.BY`
+_BY = ("nothing", "statistics", "hash", "tensors", "sample", "metadata")  # the first three as `pairing.BY`
 _HASHES = tuple(f"{slot}_hash" for slot in SLOTS)
 _EQUAL, _ADDED, _ARGUMENT, _OPERAND, _INHERITED, _UNCLEAR, _NOT_COMPARED = range(len(KINDS))
 
@@ -38,7 +38,7 @@ def _is_random(call: StoredCall) -> bool:
     return any(isinstance(given.get(name), (int, float)) and given[name] > 0 for name in names)
 
 
-class _Rows:
+class _PairTable:
     """Pairs of one chunk, and what is found of them.
 
     Attributes:
@@ -87,9 +87,12 @@ class ProcessPair:
         self._pairs = Pairs(a, b)
         a.forget_inputs()
         b.forget_inputs()
-        looks = (lambda number: a.columns.look(number).template, lambda number: b.columns.look(number).template)
-        self._rules = Rules(comparer, looks, _is_unclear, (a.only_looks, b.only_looks))
-        # As in `_Rows`, of each call of A; and a number for the modules of each pair.
+        signatures = (
+            lambda number: a.columns.signature(number).template,
+            lambda number: b.columns.signature(number).template,
+        )
+        self._rules = RuleTable(comparer, signatures, _is_unclear, (a.is_inference, b.is_inference))
+        # As in `_PairTable`, of each call of A; and a number for the modules of each pair.
         self._own_kind = np.zeros(len(a), np.uint8)
         self._differing = np.zeros(len(a), np.uint8)
         self._changed = np.zeros(len(a), np.uint8)
@@ -98,7 +101,7 @@ class ProcessPair:
         self._key_numbers: dict[int, int] = {}
         self._histories = Histories()
 
-    def compare(self, total: Totals) -> None:
+    def compare(self, total: DiffTotals) -> None:
         """Compare all pairs, then add to `total` what kind each is of."""
         for start in range(0, len(self._a), CHUNK):
             numbers = np.arange(start, min(start + CHUNK, len(self._a)))
@@ -110,11 +113,11 @@ class ProcessPair:
         total.add_unmatched("b", self._ranks[1], self._b, self._pairs.of_b)
         self._add_to(total)
 
-    def _compare_chunk(self, numbers: Array, total: Totals) -> None:
+    def _compare_chunk(self, numbers: Array, total: DiffTotals) -> None:
         a, b = self._a, self._b
         others = self._pairs.of_a[numbers].astype(np.int64)
         names = (*_HASHES, "has_more", "has_tensors", "has_error")
-        rows = _Rows(numbers, others, a.columns.gather(numbers, names), b.columns.gather(others, names))
+        rows = _PairTable(numbers, others, a.columns.gather(numbers, names), b.columns.gather(others, names))
         kind_a, kind_b = a.kind[numbers], b.kind[others]
         rows.by = np.minimum(a.by[kind_a], b.by[kind_b]).astype(np.uint8)
         rows.own_kind[rows.by == 0] = _NOT_COMPARED
@@ -122,9 +125,9 @@ class ProcessPair:
         known, inverse = np.unique(codes, return_inverse=True)
         ids = [self._key_numbers.setdefault(code, len(self._key_numbers)) for code in known.tolist()]
         self._keys[numbers] = np.array(ids, np.int32)[inverse]
-        left = np.flatnonzero(~self._same(rows, a.whole[kind_a] == b.whole[kind_b]))
+        left = np.flatnonzero(~self._same(rows, a.fingerprint[kind_a] == b.fingerprint[kind_b]))
         if len(left):
-            self._compare_rows(rows, left, self._rules.numbers(a.look[kind_a[left]], b.look[kind_b[left]]))
+            self._compare_rows(rows, left, self._rules.numbers(a.signature[kind_a[left]], b.signature[kind_b[left]]))
             self._remember(rows)
         self._own_kind[numbers], self._differing[numbers] = rows.own_kind, rows.differing
         self._changed[numbers], self._relative[numbers] = rows.changed, rows.relative
@@ -137,9 +140,9 @@ class ProcessPair:
             if count:
                 total.by[_BY[by]] += count
 
-    def _same(self, rows: _Rows, looks: Array) -> Array:
+    def _same(self, rows: _PairTable, signatures: Array) -> Array:
         """Which pairs are equal in everything that is compared; others may be, too."""
-        same = looks & ~rows.a["has_error"] & ~rows.b["has_error"] & (rows.a["has_more"] == rows.b["has_more"])
+        same = signatures & ~rows.a["has_error"] & ~rows.b["has_error"] & (rows.a["has_more"] == rows.b["has_more"])
         for name in _HASHES:
             same &= rows.a[name] == rows.b[name]
         a, b = self._a, self._b
@@ -155,7 +158,7 @@ class ProcessPair:
             same[more] = [one.more == other.more for one, other in pairs]
         return np.asarray(same)
 
-    def _compare_rows(self, rows: _Rows, left: Array, rules: Array) -> None:
+    def _compare_rows(self, rows: _PairTable, left: Array, rules: Array) -> None:
         table = self._rules.table()
         slow = (table["slow"][rules] > 0) | rows.a["has_error"][left] | rows.b["has_error"][left]
         if self._comparer.reads_tensors:
@@ -180,14 +183,14 @@ class ProcessPair:
         one_by_one = left[slow]
         pairs = self._calls(rows.numbers[one_by_one], rows.others[one_by_one])
         for row, (one, other) in zip(one_by_one.tolist(), pairs, strict=True):
-            if whole(one)[1] != whole(other)[1]:
+            if fingerprint(one)[1] != fingerprint(other)[1]:
                 self._compare_calls(rows, row, one, other)
 
     def _calls(self, numbers: Array, others: Array, *, given: bool = False) -> Iterator[tuple[StoredCall, StoredCall]]:
         a, b = self._a.columns, self._b.columns
         return zip(a.calls_at(numbers, given=given), b.calls_at(others, given=given), strict=True)
 
-    def _compare_calls(self, rows: _Rows, row: int, a: StoredCall, b: StoredCall) -> None:
+    def _compare_calls(self, rows: _PairTable, row: int, a: StoredCall, b: StoredCall) -> None:
         """Compare two calls of which not everything is equal, and not everything is in columns."""
         roles = self._comparer.roles(a, b)
         differing, changed, relative, metadata = 0, 0, -1.0, False
@@ -229,9 +232,9 @@ class ProcessPair:
 
     def _is_parameter(self, role: RoleDifference) -> bool:
         sides = ((role.a, self._a), (role.b, self._b))
-        return any(meta is not None and meta.requires_grad and index.only_looks for meta, index in sides)
+        return any(meta is not None and meta.requires_grad and index.is_inference for meta, index in sides)
 
-    def _remember(self, rows: _Rows) -> None:
+    def _remember(self, rows: _PairTable) -> None:
         """Keep what `_find_changed` needs of the pairs that differ."""
         which = rows.differs
         a, b = ({slot: side[f"{slot}_hash"][which] for slot in SLOTS} for side in (rows.a, rows.b))
@@ -259,7 +262,7 @@ class ProcessPair:
         kinds = np.where(self._changed > 0, np.uint8(_OPERAND), kinds)
         return np.where(self._own_kind == _ARGUMENT, np.uint8(_ARGUMENT), kinds)
 
-    def _add_to(self, total: Totals) -> None:
+    def _add_to(self, total: DiffTotals) -> None:
         a, b, of_a, of_b = self._a, self._b, self._pairs.of_a, self._pairs.of_b
         chosen = np.flatnonzero(of_a >= 0).astype(np.int32)
         chosen = chosen[a.chosen(chosen)]
@@ -291,14 +294,14 @@ class ProcessPair:
         places = a.columns.gather(firsts[: len(shown)], ("step", "index"))
         for place, number in enumerate(firsts[: len(shown)].tolist()):
             per_kind = counts[place * len(KINDS) : (place + 1) * len(KINDS)].tolist()
-            site = a.columns.site(int(a.site[a.kind[number]]))
-            other = b.columns.site(int(b.site[b.kind[of_a[number]]]))
+            call_site = a.columns.call_site(int(a.call_site[a.kind[number]]))
+            other = b.columns.call_site(int(b.call_site[b.kind[of_a[number]]]))
             step, index = int(places["step"][place]), int(places["index"][place])
             row = ModuleDifference(
                 ranks=self._ranks,
-                module=module_name(site.module),
+                module=module_name(call_site.module),
                 other=module_name(other.module),
-                phase=site.phase,
+                phase=call_site.phase,
                 calls=sum(per_kind),
                 kinds={kind: count for kind, count in zip(KINDS, per_kind, strict=True) if count},
                 relative=float(relative[place]) if relative[place] >= 0 else None,

@@ -1,7 +1,7 @@
-"""`Rules`: how calls of one look are compared with calls of another, and the comparison of their columns.
+"""`RuleTable`: compares the columns of calls, by a rule for each pair of signatures.
 
-Invariant: the verdicts are those of `Comparer.roles`, which is asked what the looks alone decide. What the columns lack
-is left to it as well. Needs numpy. Must not import torch.
+Invariant: the verdicts are those of `Comparer.roles`, which also decides what the signatures alone decide, and what
+the columns lack. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def operand(role: str) -> int:
     return 0 if is_output(role) else OPERANDS.get(role, OTHERS)
 
 
-class Rule(NamedTuple):
-    """What the looks of two calls decide.
+class SignaturePair(NamedTuple):
+    """What the signatures of two calls decide.
 
     Attributes:
         slow: Whether some tensors have statistics that are in no column.
@@ -54,12 +54,12 @@ class Rule(NamedTuple):
     alone: frozenset[str]
 
 
-class Rules:
-    """The rules for two processes.
+class RuleTable:
+    """The rules for the calls of two processes, one for each pair of signatures.
 
     Args:
         comparer: Compares two calls.
-        looks: Return a call that looks like those of a number, for each process.
+        signatures: For each process, a function that returns a call with the signature of a number.
         is_unclear: Whether an output can differ although all recorded operands are equal.
         only_looks: Whether a process trains nothing, for each.
     """
@@ -67,25 +67,30 @@ class Rules:
     def __init__(
         self,
         comparer: Comparer,
-        looks: tuple[Callable[[int], StoredCall], Callable[[int], StoredCall]],
+        signatures: tuple[Callable[[int], StoredCall], Callable[[int], StoredCall]],
         is_unclear: Callable[[StoredCall, StoredCall], bool],
-        only_looks: tuple[bool, bool],
+        is_inference: tuple[bool, bool],
     ) -> None:
-        self._comparer, self._looks, self._is_unclear, self._only_looks = comparer, looks, is_unclear, only_looks
+        self._comparer, self._signatures, self._is_unclear, self._is_inference = (
+            comparer,
+            signatures,
+            is_unclear,
+            is_inference,
+        )
         self._numbers: dict[tuple[int, int], int] = {}
         self._rules: list[tuple[int, ...]] = []
         self._table: Arrays | None = None
 
-    def numbers(self, look_a: Array, look_b: Array) -> Array:
-        """The rule of each pair of looks."""
-        codes, inverse = np.unique((look_a.astype(np.int64) << 32) | look_b, return_inverse=True)
+    def numbers(self, signature_a: Array, signature_b: Array) -> Array:
+        """The rule of each pair of signatures."""
+        codes, inverse = np.unique((signature_a.astype(np.int64) << 32) | signature_b, return_inverse=True)
         return np.array([self._number(code >> 32, code & 0xFFFFFFFF) for code in codes.tolist()], np.int32)[inverse]
 
-    def _number(self, look_a: int, look_b: int) -> int:
-        known = self._numbers.get((look_a, look_b))
+    def _number(self, signature_a: int, signature_b: int) -> int:
+        known = self._numbers.get((signature_a, signature_b))
         if known is None:
-            known = self._numbers[look_a, look_b] = len(self._rules)
-            self._rules.append(_packed(self._rule(self._looks[0](look_a), self._looks[1](look_b))))
+            known = self._numbers[signature_a, signature_b] = len(self._rules)
+            self._rules.append(_packed(self._rule(self._signatures[0](signature_a), self._signatures[1](signature_b))))
             self._table = None
         return known
 
@@ -95,7 +100,7 @@ class Rules:
             self._table = dict(zip(_PACKED, np.array(self._rules, np.int64).reshape(-1, len(_PACKED)).T, strict=True))
         return self._table
 
-    def _rule(self, a: StoredCall, b: StoredCall) -> Rule:
+    def _rule(self, a: StoredCall, b: StoredCall) -> SignaturePair:
         slow = metadata = adds = uncompared = False
         unclear = self._is_unclear(a, b)
         differing = changed = 0
@@ -105,8 +110,8 @@ class Rules:
             if one is not None and other is not None:
                 metadata |= one.shape != other.shape or one.dtype != other.dtype
             only_one = one is None or other is None
-            sides = zip((one, other), self._only_looks, strict=True)
-            is_parameter = any(meta is not None and meta.requires_grad and looks for meta, looks in sides)
+            sides = zip((one, other), self._is_inference, strict=True)
+            is_parameter = any(meta is not None and meta.requires_grad and inference for meta, inference in sides)
             if isinstance(basis, Basis):
                 if role not in ROLES:
                     slow = True
@@ -123,15 +128,17 @@ class Rules:
                 differing |= operand(role)
                 changed |= operand(role) if only_one or is_parameter else 0
         argument = bool(self._comparer.arguments(a, b))
-        return Rule(slow, metadata, argument, unclear, differing, changed, adds, uncompared, bases, frozenset(alone))
+        return SignaturePair(
+            slow, metadata, argument, unclear, differing, changed, adds, uncompared, bases, frozenset(alone)
+        )
 
 
-_FLAGS = Rule._fields[:8]
+_FLAGS = SignaturePair._fields[:8]
 _BITS = Basis._fields
 _PACKED = (*_FLAGS, *(f"{slot}_{bit}" for slot in _SLOTS for bit in ("valued", "alone", *_BITS)))
 
 
-def _packed(rule: Rule) -> tuple[int, ...]:
+def _packed(rule: SignaturePair) -> tuple[int, ...]:
     row = [int(getattr(rule, name)) for name in _FLAGS]
     for slot in _SLOTS:
         basis = rule.bases.get(slot)

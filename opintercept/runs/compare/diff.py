@@ -19,7 +19,7 @@ from opintercept.runs.compare.values import Comparer
 from opintercept.runs.store.run import Run
 
 if TYPE_CHECKING:
-    from opintercept.runs.compare.totals import Watch
+    from opintercept.runs.compare.totals import ErrorListener
 
 Select = Callable[[CallRecord], bool]
 
@@ -102,15 +102,15 @@ def compare_runs(
     limit: int,
     worst_limit: int,
     select: Select | None = None,
-    watch: Watch | None = None,
+    watch: ErrorListener | None = None,
 ) -> Difference:
     """`diff` with a limit of its own for `worst`, whose calls can be large, and `watch`, which gets all errors."""
     try:
         from opintercept.runs.compare.processes import compare_ranks
-        from opintercept.runs.compare.totals import Totals
+        from opintercept.runs.compare.totals import DiffTotals
     except ImportError as missing:
         raise needs("comparing runs", "numpy", "'opintercept[cli]'") from missing
-    total = Totals(limit, worst_limit, watch)
+    total = DiffTotals(limit, worst_limit, watch)
     for rank_a, rank_b in _rank_pairs(a, b):
         compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
     if not total.pairs and (not total.absent or (select and not any(total.unmatched_calls))):

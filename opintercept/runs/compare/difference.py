@@ -1,7 +1,4 @@
-"""What `diff` reports: `Difference`, and the dataclasses that it is made of.
-
-Must not import torch.
-"""
+"""`Difference`: the result of `diff`, and the dataclasses in it. Must not import torch."""
 
 from __future__ import annotations
 

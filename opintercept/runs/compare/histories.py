@@ -1,4 +1,4 @@
-"""`Histories`: what the differing calls of each module have in common, by which changed operands are found.
+"""`Histories`: tells changed operands from inherited ones by how they vary over the differing calls of a module.
 
 Invariant: memory is bounded, however many modules a run names. Needs numpy. Must not import torch.
 """

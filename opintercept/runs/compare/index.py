@@ -1,7 +1,7 @@
-"""`Index` and `Pairs`: which call of one run belongs to which call of another.
+"""`Index` and `Pairs`: pair each call of one run with its counterpart in another.
 
-Invariant: a call costs thirty bytes of memory here, whatever the run says of it, and every step takes about linear time
-except for one, which has a budget. Needs numpy. Must not import torch.
+Invariant: a call costs thirty bytes of memory, whatever the run says of it, and every step takes about linear time,
+except for one that has a budget. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, is_plain, module_name, operator_name, whole
+from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
 from opintercept.runs.store.columns import Array, Columns
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
@@ -28,8 +28,9 @@ _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
 class Index:
     """The calls of one process, in the order in which they ended.
 
-    Calls that look alike and come from one place are of one kind. `key`, `loose`, `module`, `phase`, `shape`, `look`,
-    `site`, `whole`, `by` and `chosen_kind` have a number for each kind, `kind` and `inputs` one for each call.
+    A kind is a distinct (call site, signature) pair. `key`, `loose`, `module`, `phase`, `shape`, `signature`,
+    `call_site`, `fingerprint`, `by` and `chosen_kind` have a number for each kind; `kind` and `inputs` have one for
+    each call.
 
     Args:
         columns: The calls; None for a process that the run does not have.
@@ -46,17 +47,17 @@ class Index:
         module: The module.
         phase: The phase.
         shape: Phase, family and the GEMM, or the operands' shapes if there is no GEMM.
-        look: The number of the look.
-        site: The number of the site.
+        signature: The number of the signature.
+        call_site: The number of the call site.
         whole: Everything that is compared except for values.
-        by: What there is of the outputs' values, as an index into `_pairing.BY`.
+        by: What there is of the outputs' values, as an index into `pairing.BY`.
         unhashed: Whether some tensors have no hash.
         only_looks: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
     """
 
     def __init__(self, columns: Columns | None, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
         self.names: set[str] = set()
-        self.only_looks = True
+        self.is_inference = True
         self._columns = columns
         self._ids = ids
         self._kinds: list[tuple[int, int]] = []
@@ -86,34 +87,36 @@ class Index:
         known: dict[int, int] = {}
         for start, chunk in columns.chunks(("site", "look", *_HASHES)):
             codes, inverse = np.unique(
-                chunk["site"].astype(np.int64) * columns.looks + chunk["look"], return_inverse=True
+                chunk["site"].astype(np.int64) * columns.signatures + chunk["look"], return_inverse=True
             )
             for code in codes.tolist():
                 if code not in known:
                     known[code] = len(known)
-                    self._add_kind(code // columns.looks, code % columns.looks, select)
+                    self._add_kind(code // columns.signatures, code % columns.signatures, select)
             kinds = np.array([known[code] for code in codes.tolist()], np.int32)[inverse]
             end = start + len(kinds)
             self.kind[start:end] = kinds
             shapes = np.array([shape for shape, _, _ in self._fixed], np.uint64)[kinds]
             self.inputs[start:end] = mixed(shapes, *(chunk[name] for name in _HASHES))
 
-    def _add_kind(self, site_number: int, look_number: int, select: Callable[[CallRecord], bool] | None) -> None:
-        site, look = self.columns.site(site_number), self.columns.look(look_number)
-        record = look.record
-        module = module_name(site.module)
+    def _add_kind(
+        self, call_site_number: int, signature_number: int, select: Callable[[CallRecord], bool] | None
+    ) -> None:
+        call_site, signature = self.columns.call_site(call_site_number), self.columns.signature(signature_number)
+        record = signature.record
+        module = module_name(call_site.module)
         if module and len(self.names) < _SOME:
             self.names.add(module[:_LONGEST])
         lhs, rhs = record.lhs, record.rhs
         shape: Any = record.gemm and record.gemm[:4]
         if shape is None:
             shape = (lhs and lhs.shape, rhs and rhs.shape)
-        by, known = whole(look.template)
-        self._kinds.append((site_number, look_number))
-        self._fixed.append((self._ids("shape", site.phase, family(record), shape), known, by))
-        if site.phase != "forward" or (lhs is not None and lhs.requires_grad):
-            self.only_looks = False
-        self._chosen_kinds.append(select is None or not self._by_name or select(look.record_at(site)))
+        by, known = fingerprint(signature.template)
+        self._kinds.append((call_site_number, signature_number))
+        self._fixed.append((self._ids("shape", call_site.phase, family(record), shape), known, by))
+        if call_site.phase != "forward" or (lhs is not None and lhs.requires_grad):
+            self.is_inference = False
+        self._chosen_kinds.append(select is None or not self._by_name or select(signature.record_at(call_site)))
 
     def number(self, model: str) -> None:
         """Number keys, families and modules.
@@ -123,22 +126,27 @@ class Index:
         """
         key, loose, modules, phases = array("I"), array("I"), array("I"), array("B")
         ids = self._ids
-        for site_number, look_number in self._kinds:
-            site, record = self.columns.site(site_number), self.columns.look(look_number).record
-            module = module_name(site.module)
+        for call_site_number, signature_number in self._kinds:
+            call_site, record = (
+                self.columns.call_site(call_site_number),
+                self.columns.signature(signature_number).record,
+            )
+            module = module_name(call_site.module)
             if model and module and is_plain(module):
                 module = f"{model}.{module}"
-            key.append(ids("key", module, operator_name(record.op), site.phase, site.grad_of))
-            loose.append(ids("loose", module, site.phase, family(record)))
+            key.append(ids("key", module, operator_name(record.op), call_site.phase, call_site.grad_of))
+            loose.append(ids("loose", module, call_site.phase, family(record)))
             modules.append(ids("module", module))
-            phases.append(_PHASES.index(site.phase))
+            phases.append(_PHASES.index(call_site.phase))
         self.key, self.loose, self.module, self.phase = map(np.asarray, (key, loose, modules, phases))
-        self.site = np.array([site for site, _ in self._kinds], np.int32)
-        self.look = np.array([look for _, look in self._kinds], np.int32)
+        self.call_site = np.array([call_site for call_site, _ in self._kinds], np.int32)
+        self.signature = np.array([signature for _, signature in self._kinds], np.int32)
         fixed = np.array(self._fixed, np.int64).reshape(-1, 3)
-        self.shape, self.whole, self.by = fixed.T
-        looks = (self.columns.look(look) for _, look in self._kinds)
-        self.unhashed = np.array([not all(hashed for _, hashed in look.roles.values()) for look in looks], bool)
+        self.shape, self.fingerprint, self.by = fixed.T
+        signatures = (self.columns.signature(signature) for _, signature in self._kinds)
+        self.unhashed = np.array(
+            [not all(hashed for _, hashed in signature.roles.values()) for signature in signatures], bool
+        )
 
     def forget_inputs(self) -> None:
         """Give back the memory of `inputs`."""

@@ -1,4 +1,4 @@
-"""What calls of two runs must have in common to be counterparts, and to be equal.
+"""The keys by which calls of two runs are paired, and the fingerprint by which they are equal.
 
 Must not import torch.
 """
@@ -105,7 +105,7 @@ def is_plain(name: str) -> bool:
 BY = ("nothing", "statistics", "hash")
 
 
-def whole(call: StoredCall) -> tuple[int, int]:
+def fingerprint(call: StoredCall) -> tuple[int, int]:
     """What is compared of a call.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`compare_ranks`: a process of one run and its counterpart in another, compared and added up.
+"""`compare_ranks`: compares a process of one run with its counterpart in another.
 
 Needs numpy. Must not import torch.
 """
@@ -14,13 +14,13 @@ from opintercept.runs.compare.blame import ProcessPair
 from opintercept.runs.compare.difference import Absent
 from opintercept.runs.compare.index import Index
 from opintercept.runs.compare.pairing import Ids, first_models
-from opintercept.runs.compare.totals import Totals
+from opintercept.runs.compare.totals import DiffTotals
 from opintercept.runs.compare.values import Comparer
 from opintercept.runs.store.run import Run
 
 
 def compare_ranks(
-    total: Totals,
+    total: DiffTotals,
     run_a: Run,
     rank_a: int | None,
     run_b: Run,
@@ -54,7 +54,7 @@ def compare_ranks(
         total.absent.append(Absent("b", _first(rank_b, rank_a), rank_b is not None, len(a)))
 
 
-def _add_alone(side: str, total: Totals, index: Index, rank: int | None) -> None:
+def _add_alone(side: str, total: DiffTotals, index: Index, rank: int | None) -> None:
     assert rank is not None
     total.add_unmatched("a" if side == "a" else "b", rank, index, np.full(len(index), -1))
 

@@ -1,4 +1,4 @@
-"""What the processes of two runs add up to: counts, the first difference, and the rows that are reported.
+"""`DiffTotals`: adds up the comparisons of processes: counts, the first difference, and the rows to report.
 
 Needs numpy. Must not import torch.
 """
@@ -27,11 +27,11 @@ from opintercept.runs.store.columns import Array
 
 # Takes the calls of a process that were compared: all calls of its run, the numbers of those, the relative errors of
 # their outputs, negative if unknown, which of them differ, and the ranks in both runs.
-Watch = Callable[[Index, Array, Array, Array, tuple[int, int]], None]
+ErrorListener = Callable[[Index, Array, Array, Array, tuple[int, int]], None]
 _Place = tuple[int, int, int]  # `StoredCall.place`
 
 
-class Totals:
+class DiffTotals:
     """Adds up what is found in each pair of processes.
 
     Args:
@@ -44,7 +44,7 @@ class Totals:
         watch: As for `compare_runs`.
     """
 
-    def __init__(self, limit: int, worst_limit: int, watch: Watch | None = None) -> None:
+    def __init__(self, limit: int, worst_limit: int, watch: ErrorListener | None = None) -> None:
         self.limit, self.worst_limit, self.watch = limit, worst_limit, watch
         self.calls, self.pairs, self.metadata = [0, 0], 0, 0
         self.kinds: Counter[Kind] = Counter()
@@ -73,7 +73,9 @@ class Totals:
         indexes = index.columns.gather(firsts, ("index",))["index"]
         for number, calls, at in zip(firsts.tolist(), counts.tolist(), indexes.tolist(), strict=True):
             kind = index.kind[number]
-            record = index.columns.look(int(index.look[kind])).record_at(index.columns.site(int(index.site[kind])))
+            record = index.columns.signature(int(index.signature[kind])).record_at(
+                index.columns.call_site(int(index.call_site[kind]))
+            )
             self._unmatched.append(
                 Unmatched(side, rank, record.module, record.op, record.phase, record.grad_of, calls, at)
             )

@@ -1,6 +1,6 @@
-"""How two calls are compared: their arguments, and each operand and output by hash, tensors or statistics.
+"""`Comparer`: compares two calls, their arguments and each operand and output, by hash, tensors or statistics.
 
-Invariant: a verdict rests on what both runs recorded, and nothing that they left out counts as a difference.
+Invariant: a verdict rests on what both runs recorded; what either left out is no difference.
 Imports torch only if both runs have tensors.
 """
 
@@ -117,7 +117,7 @@ class Comparer:
     def bases(
         self, a: StoredCall, b: StoredCall
     ) -> Iterator[tuple[str, TensorMeta | None, TensorMeta | None, Basis | Verdict]]:
-        """The operands and outputs to compare, and on what the verdict rests: on how both calls look.
+        """The operands and outputs to compare, and on what the verdict rests: on the signatures of both calls.
 
         Of statistics, only their counts and whether there are hashes is read.
         """

@@ -1,1 +1,1 @@
-"""The ranks of one run compared."""
+"""Compares the ranks of one run."""

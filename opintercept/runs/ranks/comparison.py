@@ -1,6 +1,6 @@
-"""`compare`: where the ranks of one run part, by the hashes, the numbers and the statistics of their calls.
+"""`compare`: finds where the ranks of one run diverge, by hashes, numbers and statistics of their calls.
 
-Invariant: what is kept from window to window grows with the places in the program, and not with the calls.
+Invariant: what is kept from window to window grows with the places in the program, not with the calls.
 Needs numpy. Must not import torch.
 """
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opintercept._ranks.expectations import Entry, Group, by_value
+from opintercept._ranks.expectations import Group, RankOperand, by_value
 from opintercept.runs.compare.pairing import module_name
 from opintercept.runs.ranks.difference import RankDifference, RankFinding, What
-from opintercept.runs.ranks.rules import Alike, Counts, Rows, Streaks, grown
-from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, Windows
+from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFinder, grown
+from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, WindowReader
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
 
@@ -47,11 +47,11 @@ def compare(run: Run, limit: int, window: int = MOST) -> RankDifference:
         limit: The most findings to return.
         window: How many calls to compare together.
     """
-    return _Comparison(run, Windows(run, window)).result(limit)
+    return _Comparison(run, WindowReader(run, window)).result(limit)
 
 
 class _Comparison:
-    def __init__(self, run: Run, windows: Windows) -> None:
+    def __init__(self, run: Run, windows: WindowReader) -> None:
         self._run, self._windows = run, windows
         size = len(windows.ranks)
         self._operands = Alike(size, windows.weight)
@@ -61,7 +61,7 @@ class _Comparison:
         self._earlier: dict[tuple[int, int], tuple[int, int]] = {}
         self._counts = Counts(size)
         self._orders = Alike(size, self._counts.shared)
-        self._streaks = {"rms": Streaks(), "max": Streaks()}
+        self._streaks = {"rms": OutlierFinder(), "max": OutlierFinder()}
         infos = [run.infos[rank] for rank in windows.ranks]
         # The last step of a process that was killed is not whole.
         cut = [not info.finished for info in infos]
@@ -74,7 +74,7 @@ class _Comparison:
             if window.begins:
                 self._carried.clear()
                 self._earlier.clear()
-            found = [*self._parted(window), *self._uneven(window)]
+            found = [*self._diverged(window), *self._uneven(window)]
             if len(windows.ranks) > 2:
                 found += self._outliers(window)
             found += self._not_finite(window)
@@ -133,24 +133,24 @@ class _Comparison:
             place, operand = windows.calls.places[found.key], None
         else:
             place, operand = windows.outputs.places[found.key], "output"
-        site, record = windows.named(place)
+        call_site, record = windows.named(place)
         return RankFinding(
             what=found.what,
             parts=self._ranks(found.parts),
             step=found.time & _EDGE,
             rank=windows.ranks[found.process],
             index=found.number,
-            module=module_name(site.module),
+            module=module_name(call_site.module),
             op=record.op,
-            phase=site.phase,
-            source=site.source,
+            phase=call_site.phase,
+            source=call_site.source,
             operand=operand,
             numbers=found.numbers,
             statistic=found.statistic,
             times=times,
         )
 
-    def _rows(self, what: str, window: Window, keys: list[Array]) -> Rows:
+    def _rows(self, what: str, window: Window, keys: list[Array]) -> MatchedCalls:
         """Put calls together; -1 stands for one that has no such place."""
         chosen = [np.flatnonzero(key >= 0) for key in keys]
         times = np.unique(np.concatenate([part.time for part in window.parts]))
@@ -169,7 +169,7 @@ class _Comparison:
         process = np.repeat(np.arange(len(chosen)), [len(calls) for calls in chosen])[order]
         starts = np.r_[firsts, len(code)]
         at = order[firsts]
-        return Rows(key[at], time[at], starts, process, np.concatenate(chosen)[order], order)
+        return MatchedCalls(key[at], time[at], starts, process, np.concatenate(chosen)[order], order)
 
     def _ordinals(self, what: tuple[str, int], window: Window, key: Array, time: Array) -> Array:
         """The number of each call among those of its place in its step."""
@@ -185,7 +185,7 @@ class _Comparison:
             self._carried[what] = before + np.bincount(key, minlength=len(before))
         return found
 
-    def _parted(self, window: Window) -> Iterator[_Found]:
+    def _diverged(self, window: Window) -> Iterator[_Found]:
         """Operands that were equal on several ranks, and are not."""
         weight = self._windows.weight
         for role in ROLES:
@@ -197,7 +197,7 @@ class _Comparison:
             rows = self._rows(role, window, keys)
             value = _column(window, keys, f"{role}_hash")[rows.order]
             constant = (_column(window, keys, f"{role}_min") == _column(window, keys, f"{role}_max"))[rows.order]
-            for row, parts in self._operands.parted(rows, value, constant):
+            for row, parts in self._operands.diverged(rows, value, constant):
                 what: What = "weight" if weight[rows.key[row]] else "operand"
                 yield _at(what, window, rows, row, parts)
 
@@ -214,7 +214,7 @@ class _Comparison:
         told: set[tuple[int, tuple[Group, ...]]] = set()  # of which no call has to be named any more
         for key, time, counts in self._counts.uneven(window, keys, self._end):
             uneven.add(time)
-            parts = by_value(counts, {p: Entry(key, n) for p, n in counts.items()})
+            parts = by_value(counts, {p: RankOperand(key, n) for p, n in counts.items()})
             shown = tuple(float(counts[part[0]]) for part in parts)
             if ("calls", key, parts[1:]) in self._found or (key, parts[1:]) in told:
                 yield _Found("calls", key, time, 0, 0, 0, parts, shown)
@@ -231,7 +231,7 @@ class _Comparison:
                 place, index = self._earlier[most, key]
             yield _Found("calls", key, time, place, most, index, parts, shown)
         rows, value = self._counts.orders(window, keys, self._end, uneven)
-        for row, parts in self._orders.parted(rows, value, np.zeros(len(value), bool)):
+        for row, parts in self._orders.diverged(rows, value, np.zeros(len(value), bool)):
             yield self._misplaced(window, keys, int(rows.key[row]), int(rows.time[row]), parts)
 
     def _misplaced(
@@ -307,8 +307,8 @@ def _by_number(shared: tuple[tuple[Group, ...], int]) -> tuple[int, tuple[Group,
     return -shared[1], shared[0]
 
 
-def _at(what: What, window: Window, rows: Rows, row: int, parts: tuple[Group, ...]) -> _Found:
-    """A finding in a row, at the call of a process that has parted."""
+def _at(what: What, window: Window, rows: MatchedCalls, row: int, parts: tuple[Group, ...]) -> _Found:
+    """A finding in a row, at the call of a process that has diverged."""
     entries = range(rows.starts[row], rows.starts[row + 1])
     process, call = next(
         (int(rows.process[each]), int(rows.call[each])) for each in entries if rows.process[each] == parts[-1][0]

@@ -13,7 +13,7 @@ from opintercept.runs.store.run import Run
 
 
 def diff_ranks(run: Run, *, limit: int = 100) -> RankDifference:
-    """Compare the ranks of one run, and find what parted first.
+    """Compare the ranks of one run, and find what diverged first.
 
     - A weight should stay equal on the ranks that have it in common when it first appears, so no layout of data,
       tensor and pipeline parallelism has to be given. A weight that differs from that of most ranks from its beginning

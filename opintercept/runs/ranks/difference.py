@@ -1,7 +1,4 @@
-"""What `diff_ranks` reports: `RankDifference`, and the findings in it.
-
-Must not import torch or numpy.
-"""
+"""`RankDifference`: the result of `diff_ranks`, and the findings in it. Must not import torch or numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ What = Literal["weight", "operand", "calls", "order", "outlier", "not finite"]
 
 @dataclass(frozen=True, slots=True)
 class RankFinding:
-    """Where ranks first part that should be alike.
+    """Where ranks first diverge that should agree.
 
     Attributes:
         what: `"weight"` and `"operand"`: its hash differs between ranks on which it was equal before, or, for a weight,
@@ -24,8 +21,8 @@ class RankFinding:
             `"order"`: they make the same calls in another order. `"outlier"`: the output of a rank is far smaller or
             larger than those of the others. `"not finite"`: a rank has NaN or infinities where most have none.
         parts: The ranks that agree, the largest group first. The ranks of an outlier come last.
-        step: The step in which they first part.
-        rank: A rank that made the call; one that parted if it did.
+        step: The step in which they first diverge.
+        rank: A rank that made the call; one that diverged if it did.
         index: `CallRecord.index` of the call on that rank.
         module: The module's name; None if it is unknown.
         op: The operator.
@@ -36,7 +33,7 @@ class RankFinding:
             output, that of the median rank first. Empty for hashes, order, and what is not finite.
         statistic: `"rms"` or `"max"` for an outlier, else None.
         times: In how many calls, or steps for calls and their order, this was found. A hash is not expected to be equal
-            again once it has parted.
+            again once it has diverged.
     """
 
     what: What
@@ -81,7 +78,7 @@ class RankDifference:
         steps: The first and the last step.
         shared: The groups of ranks that should have equal weights, each with the number of places of such weights.
         unshared: How many places of weights are on several ranks and equal on no two of them, as sharded weights are.
-        findings: What parted: the first one first. At most `limit`.
+        findings: What diverged: the first one first. At most `limit`.
         found: How many findings there are.
         outliers: Whether statistics were compared, which takes three ranks.
     """
@@ -99,12 +96,12 @@ class RankDifference:
 
     @property
     def first(self) -> RankFinding | None:
-        """What parted first; None if nothing did. What follows may come from it."""
+        """What diverged first; None if nothing did. What follows may come from it."""
         return self.findings[0] if self.findings else None
 
     @property
     def equal(self) -> bool:
-        """Whether nothing parted and no rank is missing."""
+        """Whether nothing diverged and no rank is missing."""
         return not self.findings and not self.missing
 
     def as_dict(self) -> dict[str, Any]:

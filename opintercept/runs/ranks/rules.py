@@ -1,7 +1,7 @@
-"""What calls of the ranks of one run have in common, and the rules by which they part: `Alike`, `Counts`, `Streaks`.
+"""The rules by which ranks of one run diverge: `Alike` by hashes, `Counts` by calls, `OutlierFinder` by statistics.
 
-Invariant: the work is sorting and adding up columns, and looks at single calls only where something is not yet known
-or has parted. Needs numpy. Must not import torch.
+Invariant: the work is sorting and adding up columns. A single call is read only where the expectation is not known
+yet, or where ranks diverge. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Entry, Expectations, Group, by_value
+from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Expectations, Group, RankOperand, by_value
 from opintercept.runs.ranks.windows import Window
 from opintercept.runs.store.columns import Array
 
@@ -27,7 +27,7 @@ _CELLS = 1 << 22  # of a table of calls by processes
 _TINY = 1e-30  # stands for 0, which has no logarithm
 
 
-class Rows(NamedTuple):
+class MatchedCalls(NamedTuple):
     """Calls of several processes that belong together: the same place, step and number in that step.
 
     Attributes:
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 class Alike:
-    """What should be equal on which processes, and where it parts.
+    """What should be equal on which processes, and where they diverge.
 
     Args:
         size: How many processes there are.
@@ -81,8 +81,8 @@ class Alike:
         found[known] = self._pattern[key[known]] != 0
         return found
 
-    def parted(self, rows: Rows, value: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
-        """The rows in which processes part that were equal before, and the processes with each value."""
+    def diverged(self, rows: MatchedCalls, value: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
+        """The rows in which processes diverge that were equal before, and the processes with each value."""
         step = max(1, _CELLS // self._size)
         for low in range(0, len(rows.key), step):
             starts = rows.starts[low : low + step + 1]
@@ -126,9 +126,9 @@ class Alike:
     def _judge(self, key: int, values: Array, constant: bool) -> tuple[Group, ...]:
         flags = WEIGHT * self._weight[key] | CONSTANT * constant
         signed = values.view(np.int64).tolist()
-        tables = [[Entry(key, value, flags)] if value else [] for value in signed]
+        tables = [[RankOperand(key, value, flags)] if value else [] for value in signed]
         new = self._pattern[key] < 0
-        parted = self._expected.judge(tables)
+        diverged = self._expected.judge(tables)
         groups = self._expected.of(key)
         if groups is None:
             return ()
@@ -137,7 +137,7 @@ class Alike:
             self._groups.append(groups)
         self._pattern[key] = self._numbers[groups]
         if not new:
-            return parted[0].ranks if parted else ()
+            return diverged[0].ranks if diverged else ()
         there = {process: table[0] for process, table in enumerate(tables) if table}
         if len(there) > 1:
             self.settled[key] = groups
@@ -225,7 +225,7 @@ class Counts:
         self.shared.extend([1] * (len(self._sets) - len(self.shared)))
         return np.array(found, np.int64)[places]
 
-    def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[Rows, Array]:
+    def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[MatchedCalls, Array]:
         """A row for each step and set of processes, with a number for the order of the calls that all of them make."""
         if window.begins:
             self._sums.clear()
@@ -258,7 +258,7 @@ class Counts:
         firsts = np.flatnonzero(new)
         places = np.zeros(len(table), np.int64)
         sets, times, processes = table.T
-        made = Rows(sets[firsts], times[firsts], np.r_[firsts, len(table)], processes, places, places)
+        made = MatchedCalls(sets[firsts], times[firsts], np.r_[firsts, len(table)], processes, places, places)
         return made, np.array([row[3] | 1 for row in sorted(rows)], np.uint64)
 
 
@@ -283,13 +283,13 @@ class Streak:
     about: Any = None
 
 
-class Streaks:
+class OutlierFinder:
     """Finds processes whose outputs are outliers, by one statistic."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], tuple[int, Streak]] = {}  # by place and process, with the side
 
-    def of(self, rows: Rows, values: Array) -> list[Streak]:
+    def of(self, rows: MatchedCalls, values: Array) -> list[Streak]:
         """Streaks that begin or go on in these rows.
 
         Args:

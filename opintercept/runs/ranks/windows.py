@@ -1,4 +1,4 @@
-"""`Windows`: the calls of all processes of a run, a few steps at a time, with numbers that the processes share.
+"""`WindowReader`: reads the calls of all processes of a run a few steps at a time, with numbers that they share.
 
 Invariant: at most `MOST` calls are held, and no more files are open than `Run` opens, however many processes and calls
 there are. Needs numpy. Must not import torch.
@@ -14,7 +14,7 @@ import numpy as np
 
 from opintercept._core.record import CallRecord
 from opintercept.runs.compare.pairing import Ids, metas, module_name, operator_name
-from opintercept.runs.store.columns import Array, Arrays, Columns, Site, dtype_of
+from opintercept.runs.store.columns import Array, Arrays, Columns, StoredCallSite, dtype_of
 from opintercept.runs.store.run import Run
 
 ROLES = ("lhs", "rhs", "bias", "value")
@@ -26,20 +26,11 @@ _KEPT = 1 << 18  # calls that are kept as columns if they are lines on disk
 BLOCK = 40  # bits of a time that are its step
 
 
-class Place(NamedTuple):
-    """Where an operand, an output or a call was first seen, so that it can be named."""
-
-    rank: int
-    site: int
-    look: int
-    role: str
-
-
-class Part(NamedTuple):
+class ProcessCalls(NamedTuple):
     """The calls of one process in a window, in order.
 
     Attributes:
-        kind: Which of `Windows` kinds each is of.
+        kind: The kind of each, see `WindowReader`.
         time: Block and step, which never decrease.
         place: The place of each call in its step.
         columns: What was recorded of values.
@@ -55,12 +46,12 @@ class Window(NamedTuple):
     """Calls of the same steps.
 
     Attributes:
-        parts: One for each process, in the order of `Windows.ranks`.
+        parts: One for each process, in the order of `WindowReader.ranks`.
         begins: Whether the first step begins here.
         ends: Whether the last step ends here; only a window of a single step may not.
     """
 
-    parts: list[Part]
+    parts: list[ProcessCalls]
     begins: bool
     ends: bool
 
@@ -75,19 +66,19 @@ class Numbers:
     def __len__(self) -> int:
         return len(self.places)
 
-    def __call__(self, rank: int, site: int, look: int, *parts: object) -> int:
+    def __call__(self, rank: int, call_site: int, signature: int, *parts: object) -> int:
         number = self._ids(*parts) - 1
         if number == len(self.places):
-            self.places.append((rank, site, look))
+            self.places.append((rank, call_site, signature))
         return number
 
 
-class Windows:
+class WindowReader:
     """Reads a run of several processes.
 
-    A kind is a look at a site. `operand[role]`, `output` and `call` have, for each kind, the number of the place that
-    calls of several processes share. A place is a module, a line, an operator, a phase, and what tensor it is about
-    with its shape: so a last batch of another size is another place for activations, and the same for weights.
+    A kind is a distinct (call site, signature) pair of one process. `operand[role]`, `output` and `call` hold, for each
+    kind, the number of a place, which processes share. A place is a module, a line, an operator, a phase, and a tensor
+    with its shape. So a last batch of another size is another place for activations, and the same place for weights.
 
     Args:
         run: The run.
@@ -143,11 +134,11 @@ class Windows:
             self._room -= len(self._latest)
         return self._latest
 
-    def named(self, place: tuple[int, int, int]) -> tuple[Site, CallRecord]:
+    def named(self, place: tuple[int, int, int]) -> tuple[StoredCallSite, CallRecord]:
         """Where a place is in the program, and a record that looks like its calls."""
-        rank, site, look = place
+        rank, call_site, signature = place
         columns = self.columns(rank)
-        return columns.site(site), columns.look(look).record
+        return columns.call_site(call_site), columns.signature(signature).record
 
     def __iter__(self) -> Iterator[Window]:
         times, inverse = np.unique(np.concatenate(self._times), return_inverse=True)
@@ -178,37 +169,39 @@ class Windows:
                 parts.append(self._part(process, low, min(low + size, end)))
             yield Window(parts, offset == 0, offset + size >= longest)
 
-    def _part(self, process: int, first: int, end: int) -> Part:
+    def _part(self, process: int, first: int, end: int) -> ProcessCalls:
         numbers = np.arange(first, end)
         which = np.searchsorted(self._starts[process], numbers, "right") - 1
         time = self._times[process][which] if first < end else np.empty(0, np.int64)
         place = numbers - self._starts[process][which]
         if first == end:
             empty = np.empty(0, np.int64)
-            return Part(empty, time, empty, {name: np.empty(0, dtype_of(name)) for name in _COLUMNS})
+            return ProcessCalls(empty, time, empty, {name: np.empty(0, dtype_of(name)) for name in _COLUMNS})
         columns = self.columns(self.ranks[process])
         read = columns.read(_COLUMNS, first, end)
-        codes, inverse = np.unique(read["site"].astype(np.int64) * columns.looks + read["look"], return_inverse=True)
+        codes, inverse = np.unique(
+            read["site"].astype(np.int64) * columns.signatures + read["look"], return_inverse=True
+        )
         known = self._kinds[process]
         for code in codes.tolist():
             if code not in known:
-                known[code] = self._add(columns, code // columns.looks, code % columns.looks)
+                known[code] = self._add(columns, code // columns.signatures, code % columns.signatures)
         kinds = np.array([known[code] for code in codes.tolist()], np.int64)
-        return Part(kinds[inverse], time, place, read)
+        return ProcessCalls(kinds[inverse], time, place, read)
 
-    def _add(self, columns: Columns, site_number: int, look_number: int) -> int:
+    def _add(self, columns: Columns, call_site_number: int, signature_number: int) -> int:
         """A new kind."""
-        site, template = columns.site(site_number), columns.look(look_number).template
+        call_site, template = columns.call_site(call_site_number), columns.signature(signature_number).template
         record, found = template.record, metas(template)
-        seen = columns.rank, site_number, look_number
-        place = module_name(site.module), site.source, site.phase, operator_name(record.op)
+        seen = columns.rank, call_site_number, signature_number
+        place = module_name(call_site.module), call_site.source, call_site.phase, operator_name(record.op)
         self.call.append(self.calls(*seen, *place))
         output = found.get("output")
-        looks = None if output is None else (output.shape, output.dtype)
-        self.output.append(self.outputs(*seen, *place, looks))
+        signatures = None if output is None else (output.shape, output.dtype)
+        self.output.append(self.outputs(*seen, *place, signatures))
         if len(self.backward) < len(self.outputs):
-            self.backward.append(site.phase == "backward")
-            self.scaled.append(looks is not None and looks[1] == "float16" and site.phase == "backward")
+            self.backward.append(call_site.phase == "backward")
+            self.scaled.append(signatures is not None and signatures[1] == "float16" and call_site.phase == "backward")
         for role in ROLES:
             meta = found.get(role)
             if meta is None:
@@ -217,7 +210,7 @@ class Windows:
             self.operand[role].append(self.operands(*seen, *place, role, meta.shape, meta.dtype))
             if len(self.weight) < len(self.operands):
                 self.role.append(role)
-                self.weight.append(is_weight(record, site.phase, role))
+                self.weight.append(is_weight(record, call_site.phase, role))
         return len(self.call) - 1
 
 

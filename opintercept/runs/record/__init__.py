@@ -1,1 +1,1 @@
-"""Recording: the hook, the thread that writes, and the claim on a folder."""
+"""Records a run: the hook, the thread that writes, and the claim on a folder."""

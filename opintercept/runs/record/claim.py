@@ -1,8 +1,7 @@
-"""`Claim`: one recorder at a time writes to a run's folder, where a file names its process.
+"""`Claim`: lets one recorder at a time write to a run's folder, by a file there that names its process.
 
-Invariant: creating that file makes the claim, which only one of several processes and threads can do, on any file
-system. If a process has died with its claim, the next one on the same machine takes over.
-Must not import torch.
+Invariant: on any file system, only one of several processes and threads can create that file. If a process has died
+with its claim, the next one on the same machine takes over. Must not import torch.
 """
 
 from __future__ import annotations

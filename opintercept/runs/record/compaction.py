@@ -1,7 +1,7 @@
-"""`compact`: puts the calls of a run, which a recorder has written as lines, into columns.
+"""`compact`: rewrites the calls of a run from lines to columns.
 
-Invariant: whatever ends the process, and whenever, the lines or the columns are there, whole: the columns are made
-beside, take their name in one step, and only then the lines are deleted. Must not import torch.
+Invariant: whenever the process ends, the lines or the columns are complete: the columns are written under another name
+and renamed in one step, and only then the lines are deleted. Must not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`described`: what `run.json` says of a program, its machine, and the settings by which products are computed."""
+"""`described`: the content of `run.json`: the program, its machine, and the settings that affect matmuls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from opintercept.runs.store.run import STARTED, Kept, RunInfo
+from opintercept.runs.store.run import STARTED, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
 
-def described(tensors: Kept, rank: int, world_size: int) -> RunInfo:
+def described(tensors: TensorMode, rank: int, world_size: int) -> RunInfo:
     """The description of a run that begins now.
 
     Args:

@@ -37,8 +37,8 @@ from opintercept._values.read import leaves_out_captured
 from opintercept.runs.record.claim import LOCK, Claim
 from opintercept.runs.record.description import described
 from opintercept.runs.record.writer import (
-    Entry,
-    Kept,
+    QueuedCall,
+    QueuedTensor,
     Reading,
     Writer,
     key_of,
@@ -49,8 +49,7 @@ from opintercept.runs.record.writer import (
 )
 from opintercept.runs.store.codec import Encoder, writes_as_kernels
 from opintercept.runs.store.flight import FLIGHT, LINE, LINE_WITH_VALUES, Flight
-from opintercept.runs.store.run import CALLS, INFO, RunInfo
-from opintercept.runs.store.run import Kept as Keep
+from opintercept.runs.store.run import CALLS, INFO, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
 _OPERANDS = ("lhs", "rhs", "bias", "value")
@@ -113,16 +112,16 @@ class RunRecorder:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        tensors: Keep = "stats",
+        tensors: TensorMode = "stats",
         *,
         overwrite: bool = False,
         sample: int = 64,
         flight: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        check_choice("tensors", tensors, get_args(Keep))
+        check_choice("tensors", tensors, get_args(TensorMode))
         self.path = Path(path)
-        self.tensors: Keep = tensors
+        self.tensors: TensorMode = tensors
         self.sample = check_count("sample", sample)
         self.flight = None if flight is None else check_count("flight", flight)
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
@@ -137,8 +136,8 @@ class RunRecorder:
         self._entered = 0
         # With `flight`: the file; the entries with their tensors, if those are kept; the last one that raised.
         self._flight = None if flight is None else Flight(flight, LINE if tensors == "none" else LINE_WITH_VALUES)
-        self._last: deque[Entry] = deque(maxlen=self.flight)
-        self._failed: Entry | None = None
+        self._last: deque[QueuedCall] = deque(maxlen=self.flight)
+        self._failed: QueuedCall | None = None
         self._encoder = Encoder()
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
@@ -287,7 +286,7 @@ class RunRecorder:
 
     def _land(self, flight: Flight, *, failed: bool) -> None:
         """Remove the file of the last calls; write them if the block has failed."""
-        lines: list[Entry | bytes] = []
+        lines: list[QueuedCall | bytes] = []
         try:
             lines += flight.close(self._folder)
         finally:
@@ -374,7 +373,7 @@ class RunRecorder:
         outputs = call.output if isinstance(call.output, (tuple, list)) else ()
         if self.tensors == "stats" and (has_more or len(outputs) > 2):
             return None
-        return arguments if self._flight is None else self._encoder.look(call.note(), arguments)
+        return arguments if self._flight is None else self._encoder.signature(call.note(), arguments)
 
     def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: str) -> None:
         """Record a call that a kernel has noted."""
@@ -382,7 +381,7 @@ class RunRecorder:
             contents: dict[str, Reading] = {}
             if self.tensors == "stats":
                 contents = {role: content_found(found) for role, found in values.items()}
-            self._put(Entry(note, contents, [], {}, learned, None, None))
+            self._put(QueuedCall(note, contents, [], {}, learned, None, None))
 
     def post(self, call: OpCall) -> None:
         """Record the call."""
@@ -402,7 +401,7 @@ class RunRecorder:
         error = None if exception is None else f"{type(exception).__name__}: {exception}"[:MAX_TEXT]
         note = call.note()
         arguments, has_more = self._arguments(call, note.summary)
-        entry = Entry(note, {}, [], {}, arguments, None, error)
+        entry = QueuedCall(note, {}, [], {}, arguments, None, error)
         if self.tensors != "none" or (error and self.flight is not None):
             self._add_values(call, entry, before, has_more)
         self._put(entry)
@@ -416,7 +415,7 @@ class RunRecorder:
             return False
         return True
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: QueuedCall) -> None:
         if self._writer is not None:
             self._writer.put(entry)
         elif self._flight is not None:
@@ -442,7 +441,7 @@ class RunRecorder:
         return known[1:]
 
     def _add_values(
-        self, call: OpCall, entry: Entry, before: dict[str, tuple[Content | None, torch.Tensor]], has_more: bool
+        self, call: OpCall, entry: QueuedCall, before: dict[str, tuple[Content | None, torch.Tensor]], has_more: bool
     ) -> None:
         failed = entry.error is not None
         full = self.tensors == "full" or (failed and self.flight is not None)
@@ -483,7 +482,7 @@ class RunRecorder:
             except TypeError:  # the call cannot be run again
                 entry.given = None
 
-    def _kept(self, tensor: torch.Tensor, content: Content, full: bool) -> Kept | str | None:
+    def _kept(self, tensor: torch.Tensor, content: Content, full: bool) -> QueuedTensor | str | None:
         """The tensor to be written; its name if it is written already; None if it cannot be written."""
         if not is_strided(tensor) or tensor.is_quantized or not can_store(tensor.dtype):
             return None
@@ -499,7 +498,7 @@ class RunRecorder:
             if writer is not None and (name := writer.names.get(key)) is not None:
                 return name
             if (clone := self._clones.get(key)) is not None:
-                return Kept(clone, None, content, not full)
+                return QueuedTensor(clone, None, content, not full)
         if full and tensor.device.type == "cpu":
             clone, ready = tensor.clone(memory_format=torch.contiguous_format), None
         else:
@@ -510,7 +509,7 @@ class RunRecorder:
             return None
         if key is not None:
             self._clones[key] = clone
-        return Kept(clone, ready, content, not full)
+        return QueuedTensor(clone, ready, content, not full)
 
     def _sampled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Some values, at places that depend only on the number of elements."""

@@ -1,4 +1,4 @@
-"""Writes the folder of a run, in a thread with a bounded queue: if the queue is full, the program waits.
+"""`Writer`: a thread that writes the folder of a run. If its bounded queue is full, the program waits.
 
 Invariant: a line is written whole, and after the tensors that it names, so that the run of a killed program can be
 read. A failure to write stops the recording, never the program.
@@ -44,7 +44,7 @@ class Reading(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class QueuedTensor:
     """A tensor to be written.
 
     Attributes:
@@ -61,7 +61,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Entry:
+class QueuedCall:
     """A call to be written.
 
     Attributes:
@@ -70,13 +70,13 @@ class Entry:
         kept: Tensors, or the names of tensors that have been written already.
         roles: The place in `kept` of the tensor in each role.
         arguments: JSON text of an object: every argument that is not a tensor, by the name of its parameter.
-        given: All arguments as `_repro.plain_arguments` makes them, with places in `kept` for tensors.
+        given: All arguments as `_kit.repro.plain_arguments` makes them, with places in `kept` for tensors.
         error: What the call raised.
     """
 
     note: PendingRecord
     values: dict[str, Reading]
-    kept: list[Kept | str]
+    kept: list[QueuedTensor | str]
     roles: dict[str, int]
     arguments: str
     given: dict[str, Any] | None
@@ -85,7 +85,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """The bytes of its tensors."""
-        return sum(k.tensor.numel() * k.tensor.element_size() for k in self.kept if isinstance(k, Kept))
+        return sum(k.tensor.numel() * k.tensor.element_size() for k in self.kept if isinstance(k, QueuedTensor))
 
 
 class Writer(threading.Thread):
@@ -133,7 +133,7 @@ class Writer(threading.Thread):
         # `_changed`: an interrupt between `Condition.__enter__` and its block would leave the lock held.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._waiting: list[Entry | bytes] = []
+        self._waiting: list[QueuedCall | bytes] = []
         self._size = 0  # bytes of the waiting tensors
         self._closing = self._done = False
         self._claim = claim
@@ -142,12 +142,12 @@ class Writer(threading.Thread):
         self._write_info(finished=False)
         self._file = open(folder / CALLS, "ab", buffering=0)  # noqa: SIM115 - closed by the thread
 
-    def put(self, entry: Entry | bytes) -> None:
+    def put(self, entry: QueuedCall | bytes) -> None:
         """Take a call to be written, or its line; waits if the queue is full."""
         while not self._takes(entry):
             time.sleep(_PAUSE)  # not `Condition.wait`, which an interrupt may leave without the lock
 
-    def _takes(self, entry: Entry | bytes) -> bool:
+    def _takes(self, entry: QueuedCall | bytes) -> bool:
         with self._mutex:
             if self._is_full(QUEUED_BATCHES) and self.is_alive():
                 return False
@@ -170,7 +170,7 @@ class Writer(threading.Thread):
     def _is_full(self, times: int) -> bool:
         return len(self._waiting) >= times * BATCH_CALLS or self._size >= times * BATCH_BYTES
 
-    def _next(self) -> list[Entry | bytes]:
+    def _next(self) -> list[QueuedCall | bytes]:
         """The waiting calls, after an interval or when they make a full batch; empty when all are written."""
         with self._mutex:
             while True:
@@ -236,7 +236,7 @@ class Writer(threading.Thread):
         if not self.nbytes:
             self.nbytes = (self._folder / INFO).stat().st_size
 
-    def _write(self, batch: list[Entry | bytes]) -> None:
+    def _write(self, batch: list[QueuedCall | bytes]) -> None:
         tensors: dict[str, Any] = {}
         new: dict[Any, str] = {}
         lines: list[bytes] = []
@@ -269,7 +269,7 @@ class Writer(threading.Thread):
                 "keep less of each tensor"
             )
 
-    def _named(self, kept: Kept, own: dict[str, Any], new: dict[Any, str]) -> str:
+    def _named(self, kept: QueuedTensor, own: dict[str, Any], new: dict[Any, str]) -> str:
         """The name of a written tensor with this content, or a new name, under which the tensor goes into `own`."""
         digits = None if kept.content is None else kept.content.read().hash
         key = None if digits is None else key_of(digits, str(kept.tensor.dtype), tuple(kept.tensor.shape), kept.sample)
@@ -315,7 +315,7 @@ class Writer(threading.Thread):
             self.nbytes += whole
             self.calls += text.count(b"\n", 0, whole)
 
-    def _line(self, entry: Entry, names: list[str]) -> bytes:
+    def _line(self, entry: QueuedCall, names: list[str]) -> bytes:
         return self._encoder.line(
             entry.note,
             entry.arguments,

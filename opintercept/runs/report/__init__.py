@@ -1,1 +1,1 @@
-"""The report: one HTML page about one or two runs."""
+"""Writes the report: one HTML page about one or two runs."""

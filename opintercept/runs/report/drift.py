@@ -1,7 +1,7 @@
-"""`Drift`: the error of each module of one run against another over the steps, and where it leaves the runs' own noise.
+"""`Drift`: the error of each module between two runs over the steps, and the first step where it exceeds their noise.
 
-Invariant: the cells are those of a map whose size is bounded; the first step above the noise is exact, however many
-steps a column of the map has. Needs numpy. Must not import torch.
+Invariant: the map has a bounded size; the first step above the noise is exact, however many steps a column of the map
+has. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Drift:
             return
         kinds = index.kind[numbers]
         steps = index.columns.gather(numbers, ("step",))["step"]
-        rows = [self._heat.modules.get(index.columns.site(site).module, -1) for site in index.site.tolist()]
+        rows = [
+            self._heat.modules.get(index.columns.call_site(call_site).module, -1)
+            for call_site in index.call_site.tolist()
+        ]
         place = np.array(rows, np.int64) * len(PHASES) + index.phase
         for start in range(0, len(kinds), _TOGETHER):
             some = slice(start, start + _TOGETHER)
@@ -72,7 +75,7 @@ class Drift:
         step, number = int(steps[at]), int(indexes[first])
         if self._above is not None and self._above[0] <= (step, number, ranks[0]):
             return
-        site = index.columns.site(int(index.site[kinds[at]]))
+        call_site = index.columns.call_site(int(index.call_site[kinds[at]]))
         error = float(relative[at])
         self._above = (
             (step, number, ranks[0]),
@@ -80,9 +83,9 @@ class Drift:
                 "step": step,
                 "index": number,
                 "rank": ranks[0],
-                "phase": site.phase,
-                "module": module_label(site.module),
-                "row": self._heat.modules.get(site.module),
+                "phase": call_site.phase,
+                "module": module_label(call_site.module),
+                "row": self._heat.modules.get(call_site.module),
                 "error": "inf" if np.isinf(error) else rounded(error),
                 "noise": rounded(float(noise[kinds[at]])),
             },

@@ -1,4 +1,4 @@
-"""Writes one run, or two, as an HTML page that opens offline; `_panels` has what it shows of each run.
+"""Writes one run, or two, as an HTML page that opens offline; `panels` has what it shows of each run.
 
 Invariant: texts of a run reach the page only as JSON, in a block that no browser executes, and the scripts show them
 as text. However long a run is, memory and the page stay bounded. Must not import torch, except to read tensors.

@@ -1,6 +1,6 @@
-"""What a report shows of one run: totals, a map of modules over steps, a table of products, histograms of outputs.
+"""The panels of a report on one run: totals, a map of modules over steps, a table of matmuls, histograms of outputs.
 
-Invariant: each panel adds up groups of calls, and its size is bounded however long the run is; it counts what it leaves
+Invariant: each panel adds up groups of calls. Its size is bounded however long the run is, and it counts what it leaves
 out. Needs numpy. Must not import torch, except to read tensors.
 """
 
@@ -18,9 +18,9 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
 from opintercept._core.text import printable
 from opintercept.runs.store.codec import StoredCall, is_output
-from opintercept.runs.store.columns import FIGURES, Array, Columns, Look, Site
+from opintercept.runs.store.columns import FIGURES, Array, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.run import Run
-from opintercept.runs.sums import Grouping, Kinds, Moments, joined
+from opintercept.runs.sums import CallKinds, Grouping, SlotStatistics, joined
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
     lines = {rank: run.columns(rank) for rank in run.ranks if not run.in_columns(rank)}  # which are not read twice
     for rank in run.ranks:
         heat.lay_out(lines[rank] if rank in lines else run.columns(rank))
-    totals, products, histograms = Totals(), Products(), Histograms()
+    totals, products, histograms = RunTotals(), MatmulTable(), Histograms()
     for rank in run.ranks:
         _add_up(lines.pop(rank) if rank in lines else run.columns(rank), totals, heat, products, histograms)
     path = str(run.path)
@@ -81,13 +81,13 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
     return shown, heat
 
 
-def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products, histograms: Histograms) -> None:
+def _add_up(columns: Columns, totals: RunTotals, heat: HeatMap, products: MatmulTable, histograms: Histograms) -> None:
     """Add the calls of a process to the panels, group by group: call by call takes a hundred times as long."""
-    kinds = Kinds(columns)
-    known: list[_Kind] = []
+    kinds = CallKinds(columns)
+    known: list[_KindCost] = []
     for start, chunk in columns.chunks(_READ):
         of = kinds.of(chunk)
-        known += [_Kind(*kinds[kind], heat) for kind in range(len(known), len(kinds))]
+        known += [_KindCost(*kinds[kind], heat) for kind in range(len(known), len(kinds))]
         elapsed = chunk["elapsed"]
         elapsed = np.where((elapsed >= 0) & np.isfinite(elapsed), elapsed, 0.0)
         column = chunk["step"] // heat.width
@@ -96,14 +96,14 @@ def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products,
         seconds = groups.sum(elapsed).tolist()
         moments = {}
         for role in ROLES:
-            counts = np.array([kind.look.roles.get(role, (-1,))[0] for kind in known], np.float64)[of]
+            counts = np.array([kind.signature.roles.get(role, (-1,))[0] for kind in known], np.float64)[of]
             if (counts >= 0).any():
-                moments[role] = Moments(groups, chunk, role, counts)
+                moments[role] = SlotStatistics(groups, chunk, role, counts)
         for place, (first, calls) in enumerate(zip(groups.firsts.tolist(), groups.counts.tolist(), strict=True)):
-            cell = _Cell(calls, int(flops[place]), seconds[place], (columns.rank, int(chunk["index"][first])))
+            cell = _HeatCell(calls, int(flops[place]), seconds[place], (columns.rank, int(chunk["index"][first])))
             for role, each in moments.items():
                 if each.calls[place]:
-                    cell.roles[role] = _Moments.of(each, place)
+                    cell.roles[role] = _CellValues.of(each, place)
             heat.add_cell(known[int(of[first])].spot, int(column[first]), cell)
         for kind, calls, time in zip(
             known,
@@ -127,24 +127,24 @@ def _add_up(columns: Columns, totals: Totals, heat: HeatMap, products: Products,
                 histograms.add(row_of, call)
     for kind in known:
         totals.add(kind.calls, kind.flops * kind.calls, kind.seconds)
-        products.add(kind.look.record_at(kind.site), kind.calls, kind.seconds)
+        products.add(kind.signature.record_at(kind.call_site), kind.calls, kind.seconds)
 
 
-class _Kind:
-    """What calls that look alike and come from one place add up to.
+class _KindCost:
+    """The cost of the calls with one call site and one signature.
 
     Args:
-        site: Their place.
-        look: Their look.
+        call_site: Their call site.
+        signature: Their signature.
         heat: The map that shows them.
     """
 
-    __slots__ = ("calls", "flops", "look", "seconds", "site", "spot")
+    __slots__ = ("call_site", "calls", "flops", "seconds", "signature", "spot")
 
-    def __init__(self, site: Site, look: Look, heat: HeatMap) -> None:
-        self.site, self.look = site, look
-        self.spot = heat.spot(site)
-        self.flops = look.record.flops or 0  # of one call
+    def __init__(self, call_site: StoredCallSite, signature: CallSignature, heat: HeatMap) -> None:
+        self.call_site, self.signature = call_site, signature
+        self.spot = heat.spot(call_site)
+        self.flops = signature.record.flops or 0  # of one call
         self.calls, self.seconds = 0, 0.0
 
 
@@ -174,7 +174,7 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}")
 
 
-class Totals:
+class RunTotals:
     """Counts over all calls, and the first output that is not finite, by step and index over all processes."""
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class Totals:
         }
 
 
-class _Moments:
+class _CellValues:
     """The `Values` of several tensors, combined."""
 
     __slots__ = ("count", "finite", "inf", "max", "min", "nan", "square", "sum")
@@ -240,7 +240,7 @@ class _Moments:
         self.min, self.max = math.inf, -math.inf
 
     @classmethod
-    def of(cls, moments: Moments, group: int) -> _Moments:
+    def of(cls, moments: SlotStatistics, group: int) -> _CellValues:
         """Those of a group of calls."""
         made = cls()
         made.count, made.nan, made.inf, made.finite = (
@@ -250,7 +250,7 @@ class _Moments:
         made.min, made.max = float(moments.min[group]), float(moments.max[group])
         return made
 
-    def merge(self, other: _Moments) -> None:
+    def merge(self, other: _CellValues) -> None:
         for name in ("count", "nan", "inf", "finite", "sum", "square"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.min, self.max = min(self.min, other.min), max(self.max, other.max)
@@ -268,7 +268,7 @@ class _Moments:
         ]
 
 
-class _Cell:
+class _HeatCell:
     """The calls of one module, in one phase and the steps of one column."""
 
     __slots__ = ("call", "calls", "flops", "roles", "seconds")
@@ -276,15 +276,15 @@ class _Cell:
     def __init__(self, calls: int, flops: int, seconds: float, call: tuple[int, int]) -> None:
         self.calls, self.flops, self.seconds = calls, flops, seconds
         self.call = call  # rank and index of one of them
-        self.roles: dict[str, _Moments] = {}
+        self.roles: dict[str, _CellValues] = {}
 
-    def merge(self, other: _Cell) -> None:
+    def merge(self, other: _HeatCell) -> None:
         self.calls += other.calls
         self.flops += other.flops
         self.seconds += other.seconds
         self.call = min(self.call, other.call)
         for role, moments in other.roles.items():
-            self.roles.setdefault(role, _Moments()).merge(moments)
+            self.roles.setdefault(role, _CellValues()).merge(moments)
 
 
 class HeatMap:
@@ -306,20 +306,20 @@ class HeatMap:
         self.modules: dict[str | None, int] = {}
         self.calls_left_out = 0
         self.width = 1
-        self.cells: dict[tuple[str, int, int], _Cell] = {}
+        self.cells: dict[tuple[str, int, int], _HeatCell] = {}
         self._filled = np.empty((0, 2), np.int64)  # phase and row, and column of each cell that there will be
 
     def lay_out(self, columns: Columns) -> None:
         """Make room for the calls of a process: give the modules rows, and the columns a width."""
         rows: list[int] = []
-        kinds = Kinds(columns)
+        kinds = CallKinds(columns)
         for _, chunk in columns.chunks(("site", "look", "step")):
             of = kinds.of(chunk)
             for kind in range(len(rows), len(kinds)):
-                site, _ = kinds[kind]
-                if site.module not in self.modules and len(self.modules) < MODULES:
-                    self.modules[site.module] = len(self.modules)
-                rows.append(self.spot(site))
+                call_site, _ = kinds[kind]
+                if call_site.module not in self.modules and len(self.modules) < MODULES:
+                    self.modules[call_site.module] = len(self.modules)
+                rows.append(self.spot(call_site))
             self._fill(np.array(rows, np.int64)[of], chunk["step"])
 
     def _fill(self, rows: Array, steps: Array) -> None:
@@ -333,12 +333,12 @@ class HeatMap:
             self._filled[:, 1] //= 2
             self._filled = np.unique(self._filled, axis=0)
 
-    def spot(self, site: Site) -> int:
+    def spot(self, call_site: StoredCallSite) -> int:
         """The row of a module and the number of a phase as one number; -1 if there is no row for the module."""
-        row = self.modules.get(site.module)
-        return -1 if row is None else row * len(PHASES) + PHASES.index(site.phase)
+        row = self.modules.get(call_site.module)
+        return -1 if row is None else row * len(PHASES) + PHASES.index(call_site.phase)
 
-    def add_cell(self, spot: int, column: int, cell: _Cell) -> None:
+    def add_cell(self, spot: int, column: int, cell: _HeatCell) -> None:
         """Add calls of one module in one phase, and in the steps of one column."""
         if spot < 0:
             self.calls_left_out += cell.calls
@@ -390,7 +390,7 @@ class HeatMap:
         return lists
 
 
-class _Product:
+class _MatmulCost:
     """What the calls of one row of the table add up to."""
 
     __slots__ = ("bytes", "calls", "flops", "seconds")
@@ -408,12 +408,12 @@ class _Product:
         self.seconds += seconds
 
 
-class Products:
+class MatmulTable:
     """Calls, work and time by operator, phase, group of modules, shape, dtype and kind of device."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, ...], _Product] = {}
-        self.rest, self.rest_rows = _Product(), 0
+        self.rows: dict[tuple[str, ...], _MatmulCost] = {}
+        self.rest, self.rest_rows = _MatmulCost(), 0
 
     def add(self, record: CallRecord, calls: int, seconds: float) -> None:
         lhs, gemm = record.lhs, record.gemm
@@ -435,13 +435,13 @@ class Products:
             if len(self.rows) == PRODUCTS_ADDED_UP:
                 row = self.rest
             else:
-                row = self.rows[key] = _Product()
+                row = self.rows[key] = _MatmulCost()
         flops, size = (None if each is None else each * calls for each in (record.flops, record.bytes))
         row.add(calls, flops, size, seconds)
 
     def as_dict(self) -> dict[str, Any]:
         rows = sorted(self.rows.items(), key=lambda item: (-item[1].seconds, -(item[1].flops or 0)))
-        rest = _Product()
+        rest = _MatmulCost()
         for row in (self.rest, *(row for _, row in rows[PRODUCTS:])):
             rest.add(row.calls, row.flops, row.bytes, row.seconds)
         return {
@@ -458,7 +458,7 @@ class Products:
         yield from map(shown_text, (shape, dtype, device))
 
 
-def _work(row: _Product) -> list[Any]:
+def _work(row: _MatmulCost) -> list[Any]:
     return [row.calls, row.flops, row.bytes, rounded(row.seconds)]
 
 

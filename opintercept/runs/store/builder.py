@@ -1,7 +1,7 @@
-"""`Builder`: makes columns of calls, and of the lines that a recorder has written of them.
+"""`Builder`: makes columns from calls, or from the lines that a recorder has written.
 
-Invariant: a line makes the same columns as its call, also where it is read without making the call, as is possible if
-it differs from known lines in numbers only. Needs numpy. Must not import torch.
+Invariant: a line makes the same columns as its call. Lines that differ from known ones only in numbers are read without
+making the call. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from opintercept.runs.store.columns import (
     Array,
     Arrays,
     Columns,
-    Site,
+    StoredCallSite,
     Texts,
     dtype_of,
 )
 from opintercept.runs.store.untrusted import MAX_TEXT, WRONG, parsed
 
-_MOST_FOUND = 1 << 16  # looks and sites that are remembered while columns are made
+_MOST_FOUND = 1 << 16  # signatures and call sites that are remembered while columns are made
 _MOST_LEARNT = 1 << 13  # the same of pieces of lines
-_SHORT = 1 << 14  # characters of a look that is remembered
+_SHORT = 1 << 14  # characters of a signature that is remembered
 # Bits that a mean and a root mean square keep: a hundred times what two kernels agree on (`comparer.SUM_ERROR`). The
 # others cannot be compressed, and would take a fifth of a store.
 _KEPT = 26
@@ -57,14 +57,14 @@ _OWN = re.compile(
     re.ASCII,
 )
 _VALUES, _TENSORS, _END = ',"values":', ',"tensors":', "}\n"
-_LOOKS = {*SHARED, "arguments"}
+_SIGNATURE_FIELDS = {*SHARED, "arguments"}
 _MEMBERS = tuple(Values.__slots__)
 _FIGURE = (float, NoneType)
 _TYPES = frozenset(product((str, NoneType), (int,), (int,), (int,), _FIGURE, _FIGURE, _FIGURE, _FIGURE))
 _parse = json.JSONDecoder().raw_decode
 
 
-def look_text(call: StoredCall) -> str:
+def signature_text(call: StoredCall) -> str:
     """What a call shares with those that look alike, as JSON."""
     record = call.record
     own = {name: plain(getattr(record, name)) for name in SHARED}
@@ -79,25 +79,25 @@ class Builder:
         rank: The rank of the process that made the calls.
 
     Attributes:
-        looks: The texts of the looks that were not taken yet, by number in order.
-        sites: The same of the sites.
+        signatures: The texts of the signatures that were not taken yet, by number in order.
+        call_sites: The same of the call sites.
         texts: The texts of calls that have any, which were not taken yet.
         size: The characters of all these.
     """
 
     def __init__(self, rank: int) -> None:
-        self.looks: list[str] = []
-        self.sites: list[Site] = []
+        self.signatures: list[str] = []
+        self.call_sites: list[StoredCallSite] = []
         self.texts: list[Texts] = []
         self.size = 0
         self._rank = rank
-        self._calls = self._looks = self._sites = 0
+        self._calls = self._signatures = self._call_sites = 0
         self._look_ids: dict[Any, tuple[int, Any]] = {}
         self._text_ids: dict[str, int] = {}
-        self._site_ids: dict[Site, int] = {}
-        # The numbers of sites and looks by the pieces of lines that say them.
-        self._sites_of: dict[Any, int] = {}
-        self._looks_of: dict[Any, int] = {}
+        self._call_site_ids: dict[StoredCallSite, int] = {}
+        # The numbers of call sites and signatures by the pieces of lines that say them.
+        self._call_sites_of: dict[Any, int] = {}
+        self._signatures_of: dict[Any, int] = {}
         # Of the calls that were not taken yet: `PLACES` and `FLAGS`, one call after the other; and for each slot the
         # number among these calls, the hash and the other values. A tuple for each would be one for Python's collector.
         self._rows: list[Any] = []
@@ -109,7 +109,7 @@ class Builder:
     def add(self, call: StoredCall) -> None:
         """Add a call."""
         record, values = call.record, call.values
-        row = [record.index, record.step, self._site(record), self._look(call)]
+        row = [record.index, record.step, self._call_site(record), self._signature(call)]
         row += [-1 if n is None else n for n in (record.forward, record.started, record.thread)]
         for role, each in values.items():
             if (slot := ROLES.get(role)) is not None:
@@ -144,28 +144,31 @@ class Builder:
         if read is None:
             return self._add_decoded(line)
         (index, step, place, forward, grad_of, autocast, started, thread, elapsed), shared, values, tensors = read
-        site = (place, grad_of)
-        look = (shared, autocast, *[(slot, count, digits is None) for slot, (count, digits, *_) in values])
-        site_number, look_number = self._sites_of.get(site), self._looks_of.get(look)
-        if site_number is None or look_number is None:
-            return self._add_decoded(line, site, look)
+        call_site = (place, grad_of)
+        signature = (shared, autocast, *[(slot, count, digits is None) for slot, (count, digits, *_) in values])
+        call_site_number, signature_number = self._call_sites_of.get(call_site), self._signatures_of.get(signature)
+        if call_site_number is None or signature_number is None:
+            return self._add_decoded(line, call_site, signature)
         for slot, (_, digits, *numbers) in values:
             self._values[slot] += (len(self), int(digits or "0", 16), *numbers)
-        row = [int(index), int(step), site_number, look_number]
+        row = [int(index), int(step), call_site_number, signature_number]
         row += [-1 if n is None else int(n) for n in (forward, started, thread)]
         self._add(row, float(elapsed or "nan"), Texts(self._calls, None, tensors, None, None))
         return self._calls - 1
 
-    def _add_decoded(self, line: bytes, site: tuple[Any, ...] = (), look: tuple[Any, ...] = ()) -> int | None:
+    def _add_decoded(self, line: bytes, call_site: tuple[Any, ...] = (), signature: tuple[Any, ...] = ()) -> int | None:
         """Add the call of a line, and learn what the pieces of it that are given say."""
         call = decode(line, self._rank)
         if call is None:
             return None
         self.add(call)
         # Further members would change others: in JSON, the last one of a name counts.
-        if look and call.given is None and (parsed(f"{{{look[0]}}}") or {}).keys() == _LOOKS:
-            _, _, site_number, look_number, *_ = self._rows[-len(_OF_CALL) :]
-            for known, key, number in (self._sites_of, site, site_number), (self._looks_of, look, look_number):
+        if signature and call.given is None and (parsed(f"{{{signature[0]}}}") or {}).keys() == _SIGNATURE_FIELDS:
+            _, _, call_site_number, signature_number, *_ = self._rows[-len(_OF_CALL) :]
+            for known, key, number in (
+                (self._call_sites_of, call_site, call_site_number),
+                (self._signatures_of, signature, signature_number),
+            ):
                 if len(known) >= _MOST_LEARNT:
                     known.clear()
                 if len(key[0]) <= MAX_TEXT:
@@ -188,19 +191,19 @@ class Builder:
         self._rows.clear()
         return {name: made[name] for name in (*NUMBERS, *FLAGS)}
 
-    def _site(self, record: CallRecord) -> int:
-        site = Site(record.module, record.source, record.phase, record.grad_of)
-        known = self._site_ids.get(site)
+    def _call_site(self, record: CallRecord) -> int:
+        call_site = StoredCallSite(record.module, record.source, record.phase, record.grad_of)
+        known = self._call_site_ids.get(call_site)
         if known is None:
-            if len(self._site_ids) >= _MOST_FOUND:
-                self._site_ids.clear()
-            known = self._site_ids[site] = self._sites
-            self.sites.append(site)
-            self.size += sum(len(text) for text in site if text is not None)
-            self._sites += 1
+            if len(self._call_site_ids) >= _MOST_FOUND:
+                self._call_site_ids.clear()
+            known = self._call_site_ids[call_site] = self._call_sites
+            self.call_sites.append(call_site)
+            self.size += sum(len(text) for text in call_site if text is not None)
+            self._call_sites += 1
         return known
 
-    def _look(self, call: StoredCall) -> int:
+    def _signature(self, call: StoredCall) -> int:
         record = call.record
         # Calls whose lines share a piece of text share what is read of it, so that identity is enough.
         parts = (record.lhs, record.rhs, record.bias, record.output, record.gemm)
@@ -210,16 +213,16 @@ class Builder:
         key = (*map(id, parts), *own, roles)
         known = self._look_ids.get(key)
         if known is None:
-            text = look_text(call)
+            text = signature_text(call)
             number = self._text_ids.get(text)
             if len(self._look_ids) >= _MOST_FOUND or len(self._text_ids) >= _MOST_FOUND:
                 self._look_ids.clear()
                 self._text_ids.clear()
             if number is None:
-                number = self._text_ids[text] = self._looks
-                self.looks.append(text)
+                number = self._text_ids[text] = self._signatures
+                self.signatures.append(text)
                 self.size += len(text)
-                self._looks += 1
+                self._signatures += 1
             if len(text) > _SHORT:
                 del self._text_ids[text]
                 return number
@@ -278,20 +281,20 @@ class MemoryColumns(Columns):
     Args:
         rank: The rank of the process.
         pieces: What `Builder.take` has returned, one after the other.
-        builder: Has the looks, sites and texts.
+        builder: Has the signatures, call sites and texts.
     """
 
     def __init__(self, rank: int, pieces: Sequence[Arrays], builder: Builder) -> None:
         self._builder = builder
         self._places = {texts.call: place for place, texts in enumerate(builder.texts)}
         self._columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in (*NUMBERS, *FLAGS)}
-        super().__init__(rank, len(self._columns["index"]), len(builder.looks), len(builder.sites))
+        super().__init__(rank, len(self._columns["index"]), len(builder.signatures), len(builder.call_sites))
 
-    def look_text(self, number: int) -> str:
-        return self._builder.looks[number]
+    def signature_text(self, number: int) -> str:
+        return self._builder.signatures[number]
 
-    def site(self, number: int) -> Site:
-        return self._builder.sites[number]
+    def call_site(self, number: int) -> StoredCallSite:
+        return self._builder.call_sites[number]
 
     def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
         return {name: self._columns[name][first:end] for name in names}

@@ -1,8 +1,7 @@
-"""One call as a line of `calls.jsonl`: how it is written, and how it is read from a file that anyone may have written.
+"""`Encoder` and `decode`: write a call as a line of `calls.jsonl`, and read a line that anyone may have written.
 
 Both follow from the fields of `CallRecord`, so that a new field is written and read without a change here.
-Invariant: what calls that look alike share is one piece of text, which is made once and read once.
-Must not import torch: a run without tensors is read without it.
+Invariant: the text of a signature is made once and read once for all its calls. Must not import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class StoredCall:
         arguments: The arguments that are not tensors, by the name of their parameter, defaults included: `"alpha"`,
             `"is_causal"`. NaN and infinities, complex numbers, dtypes, devices and layouts are strings. None in runs
             of 0.1, which did not record them.
-        given: With `tensors="full"`, all arguments as `hooks._repro.plain_arguments` makes them: `{"args": [...],
+        given: With `tensors="full"`, all arguments as `_kit.repro.plain_arguments` makes them: `{"args": [...],
             "kwargs": {...}}`.
         error: What the call raised, `"RuntimeError: ..."`; None if it returned.
     """
@@ -160,7 +159,7 @@ class Encoder:
             line += f',"error":{compact(error)}'
         return f"{line}}}\n".encode()
 
-    def look(self, note: PendingRecord, arguments: str) -> bytes:
+    def signature(self, note: PendingRecord, arguments: str) -> bytes:
         """The members of a line that calls share which look alike, for kernels that write the others."""
         shared = self._shared.get(id(note.summary)) or self._add(note.summary)
         return f'{_autocast_member(note)},{shared[1]},"arguments":{arguments}'.encode()

@@ -1,8 +1,8 @@
 """The calls of one process as columns of numbers: what a store keeps on disk, and what is read of it in bulk.
 
-Calls that look alike share a `Look`, and calls from one place of the program a `Site`; a column has their numbers.
-Invariant: a call that is put into columns is read back as it was, but for the last digits of means and root mean
-squares, see `_builder.py`. Needs numpy. Must not import torch.
+Calls with the same operator and operand types share a `CallSignature`, and calls from one line of the program a
+`StoredCallSite`; columns hold their numbers. Invariant: a call is read back as it was written, except the last digits
+of means and root mean squares, see `builder.py`. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NUMBERS = (*PLACES, *VALUES)
 TEXTS = ("more", "tensors", "given", "error")
 FLAGS = tuple(f"has_{name}" for name in TEXTS)
 CHUNK = 1 << 16  # calls that are read together
-_KNOWN = 1 << 12  # looks that are remembered
+_KNOWN = 1 << 12  # signatures that are remembered
 _BATCH = 256  # calls that are made together
-_SHORT = 1 << 14  # characters of a look that is remembered
+_SHORT = 1 << 14  # characters of a signature that is remembered
 
 
 def dtype_of(name: str) -> Any:
@@ -65,7 +65,7 @@ class Texts(NamedTuple):
 _NO_TEXTS = Texts(-1, None, None, None, None)
 
 
-class Site(NamedTuple):
+class StoredCallSite(NamedTuple):
     """Where in a program calls come from."""
 
     module: str | None
@@ -74,11 +74,11 @@ class Site(NamedTuple):
     grad_of: str | None
 
 
-class Look:
+class CallSignature:
     """What calls that look alike share.
 
     Args:
-        text: As `look_text` makes it; anyone may have written it.
+        text: As `signature_text` makes it; anyone may have written it.
 
     Attributes:
         shared: The fields of their records.
@@ -87,7 +87,7 @@ class Look:
         template: A call that looks like them, with statistics of zeros.
 
     Raises:
-        OpInterceptError: The text is not that of a look.
+        OpInterceptError: The text is not that of a signature.
     """
 
     __slots__ = ("arguments", "autocast", "roles", "shared", "template")
@@ -110,7 +110,7 @@ class Look:
             except (AttributeError, KeyError, TypeError, IndexError):
                 call = None
         if shared is None or call is None:
-            raise OpInterceptError("the store is damaged: a look is not that of a call")
+            raise OpInterceptError("the store is damaged: a signature is not that of a call")
         self.shared = shared
         self.roles = roles
         self.template = call
@@ -122,10 +122,10 @@ class Look:
         """The record of the template."""
         return self.template.record
 
-    def record_at(self, site: Site) -> CallRecord:
-        """The record of the template, with the place of a site."""
-        places: dict[str, Any] = {"module": site.module, "source": site.source, "phase": site.phase}
-        return replace(self.template.record, **places, grad_of=site.grad_of)  # type: ignore[arg-type]
+    def record_at(self, call_site: StoredCallSite) -> CallRecord:
+        """The record of the template, with the place of a call site."""
+        places: dict[str, Any] = {"module": call_site.module, "source": call_site.source, "phase": call_site.phase}
+        return replace(self.template.record, **places, grad_of=call_site.grad_of)  # type: ignore[arg-type]
 
 
 class Columns(ABC):
@@ -134,26 +134,26 @@ class Columns(ABC):
     Args:
         rank: The rank of the process.
         size: How many calls there are.
-        looks: How many looks.
-        sites: How many sites.
+        signatures: How many signatures.
+        call_sites: How many call sites.
     """
 
-    def __init__(self, rank: int, size: int, looks: int, sites: int) -> None:
+    def __init__(self, rank: int, size: int, signatures: int, call_sites: int) -> None:
         self.rank = rank
-        self.looks, self.sites = looks, sites
+        self.signatures, self.call_sites = signatures, call_sites
         self._size = size
-        self._looks: OrderedDict[int, Look] = OrderedDict()
+        self._signatures: OrderedDict[int, CallSignature] = OrderedDict()
 
     def __len__(self) -> int:
         return self._size
 
     @abstractmethod
-    def look_text(self, number: int) -> str:
-        """The text of a look."""
+    def signature_text(self, number: int) -> str:
+        """The text of a signature."""
 
     @abstractmethod
-    def site(self, number: int) -> Site:
-        """A site by its number."""
+    def call_site(self, number: int) -> StoredCallSite:
+        """A call site by its number."""
 
     @abstractmethod
     def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
@@ -163,17 +163,17 @@ class Columns(ABC):
     def texts(self, numbers: Array) -> Iterator[Texts]:
         """The texts of calls that have any, one after the other."""
 
-    def look(self, number: int) -> Look:
-        """A look by its number."""
-        look = self._looks.get(number)
-        if look is None:
-            text = self.look_text(number)
-            look = Look(text)
+    def signature(self, number: int) -> CallSignature:
+        """A signature by its number."""
+        signature = self._signatures.get(number)
+        if signature is None:
+            text = self.signature_text(number)
+            signature = CallSignature(text)
             if len(text) <= _SHORT:
-                self._looks[number] = look
-                if len(self._looks) > _KNOWN:
-                    self._looks.popitem(last=False)
-        return look
+                self._signatures[number] = signature
+                if len(self._signatures) > _KNOWN:
+                    self._signatures.popitem(last=False)
+        return signature
 
     def spans(self, steps: range) -> Iterator[tuple[int, int]]:
         """Stretches of calls that may be of these steps, as first number and end; no call outside of them is."""
@@ -238,43 +238,43 @@ class Columns(ABC):
             yield self._call(place, dict(zip(slots, values, strict=True)), own if given else own._replace(given=None))
 
     def _call(self, place: tuple[Any, ...], values: dict[str, Any], texts: Texts) -> StoredCall:
-        index, step, site_number, look_number, forward, started, thread, elapsed = place
-        look, site = self.look(look_number), self.site(site_number)
+        index, step, call_site_number, signature_number, forward, started, thread, elapsed = place
+        signature, call_site = self.signature(signature_number), self.call_site(call_site_number)
         record = CallRecord(
             index=index,
             step=step,
-            phase=site.phase,  # type: ignore[arg-type]
-            module=site.module,
-            source=site.source,
+            phase=call_site.phase,  # type: ignore[arg-type]
+            module=call_site.module,
+            source=call_site.source,
             forward=None if forward < 0 else forward,
-            grad_of=site.grad_of,  # type: ignore[arg-type]
-            autocast=look.autocast,
+            grad_of=call_site.grad_of,  # type: ignore[arg-type]
+            autocast=signature.autocast,
             started=None if started < 0 else started,
             thread=None if thread < 0 else thread,
             elapsed=None if elapsed != elapsed else elapsed,
-            **look.shared,
+            **signature.shared,
         )
         _, more, tensors, given, error = texts
         rest: StoredCall | None = None
         if more is not None or tensors is not None or given is not None:
             members = {"values": _parsed(more, {}), "tensors": _parsed(tensors, {}), "given": _parsed(given, None)}
             own = {"index": index, "step": step, "phase": "forward", "arguments": {}}
-            rest = stored_call(own | members, look.shared, self.rank)
+            rest = stored_call(own | members, signature.shared, self.rank)
         in_texts = {} if rest is None else rest.values
         found: dict[str, Values] = {}
-        for role, kept in look.roles.items():
+        for role, kept in signature.roles.items():
             if role in values:
                 found[role] = _values(kept, values[role])
             elif role in in_texts:
                 found[role] = in_texts[role]
             else:
-                raise OpInterceptError("the store is damaged: a call lacks statistics that its look promises")
+                raise OpInterceptError("the store is damaged: a call lacks statistics that its signature promises")
         return StoredCall(
             record,
             self.rank,
             found,
             {} if rest is None else rest.tensors,
-            look.arguments,
+            signature.arguments,
             None if rest is None else rest.given,
             error,
         )

@@ -1,7 +1,4 @@
-"""`replaced`: a file that appears whole or not at all.
-
-Must not import torch.
-"""
+"""`replaced`: writes a file so that it appears whole or not at all. Must not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Flight`: the last calls of a run in a mapped file of fixed size, which can be read after its process was killed.
+"""`Flight`: keeps the last calls of a run in a mapped file of fixed size, which can be read after a kill.
 
 Invariant: a slot that is being written has the number 0, so that a reader never takes a part of a line for a call.
 Must not import torch.

@@ -1,4 +1,4 @@
-"""`StoreColumns` and `StoreWriter`: the columns of a process as Parquet files, which DuckDB reads and writes.
+"""`StoreColumns` and `StoreWriter`: read and write the columns of a process as Parquet files, with DuckDB.
 
 Invariant: anyone may have written the files. DuckDB gets their exact names, may open nothing else, has a limit of
 memory and loads no extension; what it reads is checked. Must not import torch.
@@ -24,7 +24,18 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.record import Phase
 from opintercept.runs.store.builder import Builder, MemoryColumns
-from opintercept.runs.store.columns import CHUNK, FLAGS, VALUES, Array, Arrays, Columns, Look, Site, Texts, dtype_of
+from opintercept.runs.store.columns import (
+    CHUNK,
+    FLAGS,
+    VALUES,
+    Array,
+    Arrays,
+    CallSignature,
+    Columns,
+    StoredCallSite,
+    Texts,
+    dtype_of,
+)
 from opintercept.runs.store.progress import report
 from opintercept.runs.store.untrusted import MAX_TEXT, count, parsed
 
@@ -36,13 +47,13 @@ ABOUT = "store.json"
 FILE = 2 * CHUNK  # calls of a file
 IN_MEMORY, IN_MEMORY_TEXTS = 1 << 17, 1 << 23  # calls and characters that need no file
 ROWS = 1 << 12  # calls of which columns are made together
-BLOCK = 1 << 22  # characters of looks, sites and texts that are written together
+BLOCK = 1 << 22  # characters of signatures, call sites and texts that are written together
 MEMORY = "300MB"  # that DuckDB may take
 MAX_ABOUT = 1 << 20  # bytes of `store.json`
 _FORM = f"(FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 9, PARQUET_VERSION v1, ROW_GROUP_SIZE {CHUNK})"
-MOST_ROWS = 1 << 18  # of a file of looks, sites or texts, ten times as many as any has that was written
+MOST_ROWS = 1 << 18  # of a file of signatures, call sites or texts, ten times as many as any has that was written
 MOST_BYTES = 1 << 26  # that the texts of such a file may take
-_LOADED = 8  # files of looks, sites and texts that are remembered
+_LOADED = 8  # files of signatures, call sites and texts that are remembered
 _META = ("shape", "dtype", "device")
 
 
@@ -115,7 +126,7 @@ class StoreWriter:
         self._builder = Builder(rank) if builder is None else builder
         self._pieces: list[Arrays] = []
         self._blocks: dict[str, list[int]] = {"looks": [], "sites": [], "texts": []}  # the first number in each file
-        self._waiting = self._calls = self._looks = self._sites = 0
+        self._waiting = self._calls = self._signatures = self._call_sites = 0
 
     def add_line(self, line: bytes) -> int | None:
         """Add the call of a line, as `Builder.add_line` does."""
@@ -128,10 +139,12 @@ class StoreWriter:
         if len(self._builder) >= ROWS or self._builder.size >= BLOCK:
             self.add_columns(self._builder.take())
 
-    def add_columns(self, columns: Arrays, looks: Sequence[str] = (), sites: Sequence[Site] = ()) -> None:
-        """Add calls as columns, with the looks and sites that are new in them."""
-        self._builder.looks += looks
-        self._builder.sites += sites
+    def add_columns(
+        self, columns: Arrays, signatures: Sequence[str] = (), call_sites: Sequence[StoredCallSite] = ()
+    ) -> None:
+        """Add calls as columns, with the signatures and call sites that are new in them."""
+        self._builder.signatures += signatures
+        self._builder.call_sites += call_sites
         self._pieces.append(columns)
         self._waiting += len(columns["index"])
         if self._builder.size >= BLOCK:
@@ -146,8 +159,8 @@ class StoreWriter:
         if self._waiting:
             self._write_calls(self._waiting)
         self._connection.close()
-        plain = {"schema": SCHEMA, "rank": self._rank, "calls": self._calls, "looks": self._looks}
-        text = json.dumps(plain | {"sites": self._sites, "blocks": self._blocks} | about)
+        plain = {"schema": SCHEMA, "rank": self._rank, "calls": self._calls, "looks": self._signatures}
+        text = json.dumps(plain | {"sites": self._call_sites, "blocks": self._blocks} | about)
         with open(self._folder / ABOUT, "w", encoding="ascii") as file:
             file.write(f"{text}\n")
             file.flush()
@@ -173,13 +186,17 @@ class StoreWriter:
 
     def _write_shared(self) -> None:
         builder = self._builder
-        texts, builder.looks = builder.looks, []
-        rows = [(self._looks + number, *_described(text), text) for number, text in enumerate(texts)]
-        self._write_rows("looks", _LOOK, rows)
-        self._looks += len(texts)
-        sites, builder.sites = builder.sites, []
-        self._write_rows("sites", _SITE, [(self._sites + number, *site) for number, site in enumerate(sites)])
-        self._sites += len(sites)
+        texts, builder.signatures = builder.signatures, []
+        rows = [(self._signatures + number, *_described(text), text) for number, text in enumerate(texts)]
+        self._write_rows("looks", _SIGNATURE, rows)
+        self._signatures += len(texts)
+        call_sites, builder.call_sites = builder.call_sites, []
+        self._write_rows(
+            "sites",
+            _CALL_SITE,
+            [(self._call_sites + number, *call_site) for number, call_site in enumerate(call_sites)],
+        )
+        self._call_sites += len(call_sites)
         self._write_rows("texts", Texts._fields, builder.texts)
         builder.texts, builder.size = [], 0
 
@@ -211,17 +228,17 @@ class StoreWriter:
             os.fsync(file.fileno())
 
 
-_BLOCKS = {"looks": ("look", "text"), "sites": ("site", *Site._fields), "texts": Texts._fields}
-_SITE = ("site", *Site._fields)
-_LOOK = [*("look", "op", "func", "autocast", "flops", "bytes", "opaque", "batch", "m", "n", "k")]
-_LOOK += [f"{role}_{name}" for role in ("lhs", "rhs", "bias", "output") for name in _META]
-_LOOK += ["arguments", "text"]
+_BLOCKS = {"looks": ("look", "text"), "sites": ("site", *StoredCallSite._fields), "texts": Texts._fields}
+_CALL_SITE = ("site", *StoredCallSite._fields)
+_SIGNATURE = [*("look", "op", "func", "autocast", "flops", "bytes", "opaque", "batch", "m", "n", "k")]
+_SIGNATURE += [f"{role}_{name}" for role in ("lhs", "rhs", "bias", "output") for name in _META]
+_SIGNATURE += ["arguments", "text"]
 _WHOLE = frozenset(("call", "site", "look", "flops", "bytes", "batch", "m", "n", "k"))
 
 
 def _described(text: str) -> list[Any]:
-    """What is in the columns of a look, for other programs; `text` alone has everything."""
-    record = Look(text).record
+    """What is in the columns of a signature, for other programs; `text` alone has everything."""
+    record = CallSignature(text).record
     row: list[Any] = [record.op, record.func, record.autocast, record.flops, record.bytes, record.opaque]
     row += [None] * 4 if record.gemm is None else record.gemm[:4]
     output = record.output[0] if isinstance(record.output, tuple) and record.output else record.output
@@ -258,29 +275,29 @@ class StoreColumns(Columns):
                 numbers.append(count(about.get(name)))
             except ValueError:
                 raise OpInterceptError(f"{folder / ABOUT} must have a count {name!r}") from None
-        size, looks, sites, self.skipped = numbers
+        size, signatures, call_sites, self.skipped = numbers
         blocks = about.get("blocks")
         self._firsts = {kind: _firsts(blocks, kind, folder) for kind in _BLOCKS}
         self._loaded: OrderedDict[tuple[str, int], dict[int, tuple[Any, ...]]] = OrderedDict()
         self._checked: set[tuple[str, int]] = set()  # files whose number of rows is right
         self._connection = connect(folder)
-        super().__init__(rank, size, looks, sites)
+        super().__init__(rank, size, signatures, call_sites)
 
-    def look_text(self, number: int) -> str:
+    def signature_text(self, number: int) -> str:
         (text,) = self._row("looks", number)
         return str(text)
 
-    def site(self, number: int) -> Site:
-        site = Site(*(text and text[:MAX_TEXT] for text in self._row("sites", number)))
-        if site.phase not in get_args(Phase) or site.grad_of not in (None, "lhs", "rhs"):
-            raise self._damaged("a site has an unknown phase")
-        return site
+    def call_site(self, number: int) -> StoredCallSite:
+        call_site = StoredCallSite(*(text and text[:MAX_TEXT] for text in self._row("sites", number)))
+        if call_site.phase not in get_args(Phase) or call_site.grad_of not in (None, "lhs", "rhs"):
+            raise self._damaged("a call site has an unknown phase")
+        return call_site
 
     def texts(self, numbers: Array) -> Iterator[Texts]:
         return (Texts(number, *self._row("texts", number)) for number in numbers.tolist())
 
     def _row(self, kind: str, number: int) -> tuple[Any, ...]:
-        """A look, a site or the texts of a call, out of the file that has it."""
+        """A signature, a call site or the texts of a call, out of the file that has it."""
         block = bisect_right(self._firsts[kind], number) - 1
         rows = self._loaded.get((kind, block))
         if rows is None:
@@ -336,7 +353,7 @@ class StoreColumns(Columns):
                     joined.setdefault(name, np.empty(end - first, piece.dtype))[low - first : high - first] = piece
         if not joined:
             return {name: np.empty(0, dtype_of(name)) for name in names}
-        for name, most in (("site", self.sites), ("look", self.looks)):
+        for name, most in (("site", self.call_sites), ("look", self.signatures)):
             if name in joined and not ((joined[name] >= 0) & (joined[name] < most)).all():
                 raise self._damaged(f"a call has an unknown {name}")
         return joined
@@ -401,7 +418,7 @@ def _may_have(low: str | None, high: str | None, steps: range) -> bool:
 
 
 def _firsts(blocks: Any, kind: str, folder: Path) -> list[int]:
-    """The first number in each file of looks, sites or texts."""
+    """The first number in each file of signatures, call sites or texts."""
     try:
         firsts = [count(number) for number in blocks[kind]]
     except (KeyError, TypeError, ValueError):

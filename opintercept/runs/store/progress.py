@@ -1,4 +1,4 @@
-"""How far a reader of runs has come, for whoever wants to show it.
+"""Reports how far a reader of runs has come.
 
 Invariant: costs next to nothing if nobody watches. Must not import torch or numpy.
 """

@@ -48,7 +48,7 @@ MAX_INFO = 1 << 20  # bytes of `run.json`
 MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 
-Kept = Literal["none", "stats", "sample", "full"]
+TensorMode = Literal["none", "stats", "sample", "full"]
 T = TypeVar("T")
 
 
@@ -72,7 +72,7 @@ class RunInfo:
     argv: tuple[str, ...]
     started: str
     finished: bool
-    tensors: Kept
+    tensors: TensorMode
     rank: int
     world_size: int
     versions: Mapping[str, str]
@@ -254,7 +254,7 @@ class Run(Frames):
 
     def _columns(self) -> Mapping[str, Any]:
         processes = [self.columns(rank) for rank in self.ranks]
-        from opintercept.runs.store.frame import frame_of
+        from opintercept.runs.store.data_frame import frame_of
 
         return frame_of(processes)
 

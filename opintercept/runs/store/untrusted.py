@@ -1,4 +1,4 @@
-"""Checks of JSON that anyone may have written: its types, and that nothing in it is larger than it may be.
+"""Checks JSON that anyone may have written: its types, and that nothing in it is larger than it may be.
 
 Each check returns the value, or raises one of `WRONG`. `checks_of` derives the checks of a type from its annotations.
 Must not import torch.

@@ -1,4 +1,4 @@
-"""`runs.diff_ranks`: what parts between the ranks of one run, and what may differ."""
+"""`runs.diff_ranks`: what diverges between the ranks of one run, and what may differ."""
 
 from __future__ import annotations
 

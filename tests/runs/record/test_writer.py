@@ -20,7 +20,7 @@ from opintercept._core.tensors import TensorMeta
 from opintercept._engines import quiet
 from opintercept.runs import Values
 from opintercept.runs.record import writer
-from opintercept.runs.record.writer import Entry, Kept, Writer, leftovers, remove_leftovers, remove_run
+from opintercept.runs.record.writer import QueuedCall, QueuedTensor, Writer, leftovers, remove_leftovers, remove_run
 from opintercept.runs.store.run import RunInfo
 
 INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
@@ -49,11 +49,11 @@ class Known:
         return self.values
 
 
-def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Entry:
-    kept: list[Any] = [Kept(tensor, None, Known(hashed) if hashed else None, False) for tensor in tensors]
+def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> QueuedCall:
+    kept: list[Any] = [QueuedTensor(tensor, None, Known(hashed) if hashed else None, False) for tensor in tensors]
     roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
     note = PendingRecord(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 0, 0, 1e-6)
-    return Entry(note, {}, kept, roles, "{}", None, None)
+    return QueuedCall(note, {}, kept, roles, "{}", None, None)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def recorded(folder: Path, tensors: runs.Kept) -> list[bytes]:
 
 def made(builder: Builder) -> tuple[Any, ...]:
     columns = {name: (column.dtype, column.tobytes()) for name, column in builder.take().items()}
-    return columns, builder.looks, builder.sites, builder.texts
+    return columns, builder.signatures, builder.call_sites, builder.texts
 
 
 def assert_same_as_decoded(lines: Iterable[bytes]) -> None:
@@ -145,4 +145,4 @@ def test_what_is_learnt_of_lines_is_bounded(tmp_path: Path, monkeypatch: pytest.
     builder = Builder(0)
     for each in lines:
         builder.add_line(each)
-    assert max(len(builder._sites_of), len(builder._looks_of)) <= 3
+    assert max(len(builder._call_sites_of), len(builder._signatures_of)) <= 3

@@ -1,4 +1,4 @@
-"""`Graft`: replaces outputs by those of a recorded run, to find where an error is added."""
+"""`Patch`: replaces outputs by those of a recorded run, to find where an error is added."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from opintercept.runs.store.run import Run, open_run
 _Key = tuple[str | None, str, str, str | None]
 
 
-class Graft(Copyable):
+class Patch(Copyable):
     """Replaces the outputs of chosen calls by those that the same calls had in a recorded run.
 
     The counterpart of a call has the same module, operator and phase, and the same number among the calls that share
-    these. `Graft` counts all calls for that: choose calls with its arguments and not with `when`. If a graft removes
+    these. `Patch` counts all calls for that: choose calls with its arguments and not with `when`. If a patch removes
     an error, the error was added by the chosen calls or before them; if the error stays, it was added after them. As
     with any replaced output, autograd differentiates the operator that ran, not the output that replaces it.
 
@@ -47,7 +47,7 @@ class Graft(Copyable):
         predicate: Any test of the call.
 
     Attributes:
-        grafted: How many calls got a recorded output.
+        patched: How many calls got a recorded output.
         missing: How many chosen calls have no counterpart in the run; the first of them warns.
 
     Raises:
@@ -63,7 +63,7 @@ class Graft(Copyable):
         ...     with intercept(runs.RunRecorder(f"{folder}/run", tensors="full")):
         ...         before = layer(torch.ones(1, 2))
         ...     _ = torch.nn.init.zeros_(layer.weight)
-        ...     with intercept(runs.Graft(f"{folder}/run")):
+        ...     with intercept(runs.Patch(f"{folder}/run")):
         ...         after = layer(torch.ones(1, 2))
         >>> torch.equal(before, after)
         True
@@ -94,7 +94,7 @@ class Graft(Copyable):
             self._places[_key(call)].append(place)
         self._seen: dict[_Key, int] = defaultdict(int)
         self._lock = threading.RLock()
-        self.grafted = 0
+        self.patched = 0
         self.missing = 0
 
     def post(self, call: OpCall) -> Any:
@@ -120,7 +120,7 @@ class Graft(Copyable):
             self._miss(call)
             return None
         with self._lock:
-            self.grafted += 1
+            self.patched += 1
         return type(call.output)(outputs) if isinstance(call.output, (tuple, list)) else outputs[0]
 
     def _recorded(self, then: StoredCall, role: str, output: torch.Tensor, call: OpCall) -> torch.Tensor | None:
@@ -129,7 +129,7 @@ class Graft(Copyable):
             return None
         if recorded.shape != output.shape:
             raise OpInterceptError(
-                f"a grafted output must have the shape of the output that it replaces, got {describe(recorded)} of "
+                f"a patched output must have the shape of the output that it replaces, got {describe(recorded)} of "
                 f"call {then.record.index} for {describe(output)} of {call.op} in {call.module!r}; choose calls that "
                 "are the same in both runs"
             )
@@ -148,7 +148,7 @@ class Graft(Copyable):
             )
 
     def __repr__(self) -> str:
-        return f"Graft({str(self.run.path)!r}, grafted={self.grafted}, missing={self.missing})"
+        return f"Patch({str(self.run.path)!r}, patched={self.patched}, missing={self.missing})"
 
 
 def _key(call: StoredCall) -> _Key:

@@ -1,0 +1,23 @@
+"""How the texts of `opintercept diff` write a module, an operator and a number. Must not import torch."""
+
+from __future__ import annotations
+
+from opintercept._core.text import printable
+from opintercept.runs.compare.pairing import module_name
+
+WIDTH = 60  # characters of a name or a value
+
+
+def module_text(name: str | None) -> str:
+    """Write the name of a module without wrappers."""
+    return "(unknown module)" if name is None else printable(module_name(name) or "(outermost)", WIDTH)
+
+
+def short_op(op: str) -> str:
+    """Write an operator without `aten::`."""
+    return printable(op.removeprefix("aten::"), WIDTH)
+
+
+def number_text(value: float | None) -> str:
+    """Write a number with three digits, and `-` for None."""
+    return "-" if value is None else "0" if value == 0 else f"{value:.3g}"
