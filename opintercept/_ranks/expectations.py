@@ -25,7 +25,7 @@ Group = tuple[int, ...]
 
 
 class RankOperand(NamedTuple):
-    """What a rank says of one operand.
+    """One operand of a rank, by its hash.
 
     Attributes:
         key: The place of the operand, from `key_of`.
@@ -51,7 +51,7 @@ class DivergedOperand(NamedTuple):
 
 
 class _Candidate:
-    """An operand of which it is not known yet whether its ranks should be equal."""
+    """An operand that may turn out to be equal on several ranks."""
 
     __slots__ = ("seen", "values")
 
@@ -97,7 +97,7 @@ class Expectations:
         return any(rank in group for group in groups)
 
     def summed(self, rank: int, step: int, entries: Iterable[RankOperand]) -> tuple[int, int]:
-        """What a rank contributes to the sum over all ranks.
+        """Return what a rank contributes to the sum over all ranks.
 
         Args:
             rank: The rank.
@@ -159,7 +159,7 @@ class Expectations:
         return tuple(found)
 
     def _apart(self, groups: tuple[Group, ...], entries: Mapping[int, RankOperand]) -> tuple[Group, ...]:
-        """The parts of the first group that has diverged."""
+        """Return the parts of the first group that has diverged."""
         return next(parts for group in groups if len(parts := by_value(group, entries)) > 1)
 
     def _learn(self, key: int, entries: Mapping[int, RankOperand]) -> None:

@@ -1,4 +1,4 @@
-"""`opintercept replay RUN INDEX`: runs a recorded call again, on another device, in another dtype or with other flags."""
+"""`opintercept replay`: runs a recorded call again, in another dtype, on another device or with other flags."""
 
 from __future__ import annotations
 

@@ -91,13 +91,13 @@ class Grouping:
 
 
 def joined(few: Array, many: Array) -> Array:
-    """A code for each pair of numbers, of which the first are small and neither is negative."""
+    """Return a code for each pair of numbers. The first are small, and neither is negative."""
     found, codes = np.unique(many, return_inverse=True)
     return np.asarray(few.astype(np.int64) * max(len(found), 1) + codes)
 
 
 def nonfinite(columns: Columns, start: int, chunk: Arrays, *, outputs: bool = False) -> Array:
-    """Which calls have NaN or Inf in a tensor, or in an output.
+    """Return which calls have NaN or Inf in a tensor, or in an output.
 
     Args:
         columns: All calls.
@@ -124,7 +124,7 @@ def _is_nonfinite(text: str, *, outputs: bool) -> bool:
 
 
 def first_output(signature: CallSignature) -> str | None:
-    """The slot of the first output of calls that look like this; None if it has none, or is in no column."""
+    """Return the slot of a signature's first output; None if it has no output, or none in columns."""
     role = next((role for role in signature.roles if is_output(role)), None)
     return None if role is None else ROLES.get(role)
 

@@ -245,7 +245,7 @@ class _Process:
 
 
 def _apart(threads: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
-    """Times of which none overlap in part: two clocks tell when a call started and how long it took."""
+    """Trim times that overlap in part, as they may, since two clocks measure start and duration."""
     new_starts, new_ends = [], []
     opened: list[int] = []
     last_thread = None

@@ -346,7 +346,7 @@ def _write(stderr: TextIO, text: str) -> None:
 
 
 def _top(hook: Any, top: int, file: TextIO) -> Iterator[str]:
-    """Yield the first `top` rows of what a hook has to say, for this file."""
+    """Yield the first `top` rows of a hook's table."""
     rows = getattr(hook, "findings", None) or []
     found = bool(rows)
     if not found:

@@ -53,7 +53,7 @@ class _Figures:
 
 
 class Series:
-    """Figures over steps of the calls that the options admit: of the finite values of their first outputs.
+    """Figures by step of the calls that the options admit, over the finite values of their first outputs.
 
     Args:
         arguments: The options.

@@ -42,7 +42,7 @@ class GroupTotals:
         self.max: float | None = None
 
     def add(self, calls: int, flops: int | None, seconds: float, nonfinite: int, raised: int) -> None:
-        """Add calls that look alike, each of so many FLOP."""
+        """Add calls of one signature, each of so many FLOP."""
         self.calls += calls
         if flops is not None:
             self.flops += flops * calls
@@ -118,7 +118,7 @@ def key_of(record: CallRecord, rank: int, name: str) -> Any:
 
 
 def shape_of(record: CallRecord) -> str:
-    """The product, or the shape of the first operand."""
+    """The GEMM, or the shape of the first operand."""
     if record.gemm is not None:
         return str(record.gemm)
     return "" if record.lhs is None else str(list(record.lhs.shape))[:LONGEST]
@@ -146,7 +146,7 @@ def call_filter(arguments: argparse.Namespace, names: NameFilter) -> Callable[[S
 
 
 class Chosen:
-    """Which calls of a process the options admit, in columns.
+    """Applies the options to the calls of a process, in columns.
 
     Args:
         columns: The calls.
@@ -184,7 +184,7 @@ class Chosen:
         return np.asarray((chunk["step"] >= steps.start) & (chunk["step"] < steps.stop))
 
     def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, Arrays, Array, Array]]:
-        """Stretches of calls that begin and end with one that is admitted; nothing else is read but where calls are.
+        """Yield stretches of calls that begin and end with an admitted one, reading only call sites for the others.
 
         Yields:
             The number of the first call, its columns of these names, the kinds, and which of the calls are admitted.
@@ -209,7 +209,7 @@ _SUMMED += ("output_min", "output_max", "output1_min", "output1_max")
 
 
 class RunSums:
-    """What the calls of one run add up to.
+    """The totals of one run.
 
     Attributes:
         total: All calls of the steps and the process that are asked for.
@@ -222,7 +222,7 @@ class RunSums:
 
 
 class Groups:
-    """Calls that share the keys, added up over runs.
+    """Adds up the calls of runs by the keys.
 
     Attributes:
         groups: The sums by the values of the keys.

@@ -48,7 +48,7 @@ def hide() -> None:
 
 
 class Bar:
-    """Draws what `runs._progress` reports."""
+    """Draws what `runs.store.progress` reports."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + AFTER

@@ -12,7 +12,7 @@ from opintercept.runs.store.run import Run
 
 
 def align(a: Run, b: Run) -> Alignment:
-    """Compare the forward products of two runs whose modules have other names, as a trainer and an inference engine.
+    """Compare the forward matmuls of two runs whose modules have other names, as a trainer and an inference engine.
 
     The rows of the weights say which products belong together: fused, split, permuted and transposed projections,
     copies in another dtype, quantised ones, and layers that several processes share. Products without a weight are

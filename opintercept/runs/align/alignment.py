@@ -17,7 +17,7 @@ By = Literal["rows", "parts", "permuted", "values", "sum", "neighbours"]
 
 @dataclass(frozen=True, slots=True)
 class Aligned(Plain):
-    """A product of the first run and what it corresponds to in the second.
+    """A matmul of the first run, and the calls of the second that compute the same.
 
     Attributes:
         a: The call of the first run.
@@ -92,7 +92,7 @@ _PAIR = ("by", "rows", "of", "kind", "weight", "lhs", "output", "max_absolute", 
 
 @dataclass(frozen=True, slots=True)
 class Alignment(Plain, Table):
-    """What `align` returns. As a table and as a data frame, it has the pairs.
+    """The result of `align`. Its table and its data frame have a row for each pair.
 
     Attributes:
         calls: How many forward calls each run has.

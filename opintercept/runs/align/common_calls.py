@@ -87,7 +87,7 @@ def _rank_pairs(joining: Joining, one: Iterable[int], other: Iterable[int]) -> I
 
 
 def _in_order(joining: Joining, in_a: list[int], in_b: list[int], links: JoinedCalls) -> Iterator[tuple[int, int]]:
-    """The calls of two weights that belong together; if one has more, those with as many rows on the left."""
+    """Pair the calls of two weights in order. If one weight has more calls, pair those with as many input rows."""
     if len(in_a) == len(in_b):
         yield from zip(in_a, in_b, strict=True)
         return
@@ -186,7 +186,7 @@ def _add_shards(joining: Joining, links: JoinedCalls, gaps: list[tuple[range, ra
 
 
 def shared_dim(whole: StoredCall, parts: Sequence[StoredCall]) -> int | None:
-    """The dimension in which the outputs of some calls make up that of another."""
+    """Return the dimension in which the outputs of some calls are concatenated to that of another."""
     one, *others = (_first_output(call.record) for call in (whole, *parts))
     if one is None or any(each is None or len(each) != len(one) or each != others[0] for each in others):
         return None
@@ -197,7 +197,7 @@ def shared_dim(whole: StoredCall, parts: Sequence[StoredCall]) -> int | None:
 
 
 def _may_be_neighbour(side: Side, number: int) -> bool:
-    """Whether the right operand of a call is no parameter. Where none is marked as one, this is not known."""
+    """Return whether the right operand may be no parameter, which is unknown where no operand requires a gradient."""
     weight, rhs = side.weight[number], side.calls[number].record.rhs
     return weight < 0 or side.weights[weight].shape[0] > 1 or rhs is None or not rhs.requires_grad
 

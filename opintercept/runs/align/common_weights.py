@@ -31,7 +31,7 @@ _SHORTEST = 16  # elements of a row that is found whatever their order: shorter 
 
 @dataclass(slots=True)
 class Weight:
-    """A right operand, and the calls that multiply by it.
+    """A weight, and the calls that multiply by it.
 
     Attributes:
         shape: Groups, rows and elements of a row.
@@ -74,7 +74,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A low-rank product that one side adds to what it computes with a weight: `factor * (x @ first.mT) @ second.mT`.
+    """A low-rank term that one side adds to what it computes with a weight: `factor * (x @ first.mT) @ second.mT`.
 
     Attributes:
         side: `"a"` or `"b"`.
@@ -127,7 +127,7 @@ class Side:
         return side
 
     def _add(self, call: StoredCall, number: int, known: dict[Any, int], seen: Counter[Any]) -> None:
-        """Find the weight of a call: the one with its content, or the one that training has changed since."""
+        """Find the weight of a call by its content, or by its module if training has changed it since."""
         record, rhs = call.record, call.values.get("rhs")
         content = rhs and (rhs.hash, record.rhs and record.rhs.dtype, record.gemm and record.gemm[:4:2])
         place = (call.rank, record.module, record.op, record.rhs and record.rhs.shape)
@@ -187,7 +187,7 @@ class _FingerprintTable:
         return list(self._by_k)
 
     def find(self, found: Array, k: int, like: int) -> dict[int, tuple[Array, Array]]:
-        """By weight: which of these rows it has, and where.
+        """Find these rows: for each weight that has some, which ones and where.
 
         Rows that occur once decide which weights come into question. Where there are none, as of a weight of zeros, it
         is the weight with the most of the rows, and of those the one whose number is nearest to `like`.
@@ -335,7 +335,7 @@ class Joining:
                         break
 
     def _factors(self, side: str) -> set[int]:
-        """The weights of low-rank products, which have no counterpart."""
+        """Return the weights of low-rank terms, which have no counterpart."""
         return {each for term in self.terms.values() if term.side == side for each in (term.first, term.second)}
 
     def _add_close(self) -> None:
@@ -368,7 +368,7 @@ class Joining:
                 taken[match.b].update(match.rows_b[mine_left].tolist())
 
     def _resembling(self, mine: torch.Tensor, others: dict[int, torch.Tensor]) -> set[int]:
-        """The weights of B that have the rows most like some of these."""
+        """Find the weights of B whose rows are most similar to some of these."""
         some = mine[torch.linspace(0, len(mine) - 1, min(_SAMPLED, len(mine))).long()]
         best = torch.stack([(some @ sketch.T).amax(1) for sketch in others.values()])
         value, which = best.max(0)
@@ -425,7 +425,7 @@ def _low_rank(side: Side, weight: int) -> list[tuple[int, int]]:
 def _product(
     side: Side, pairs: list[tuple[int, int]], missing: torch.Tensor, rows: Array
 ) -> tuple[int, int, float] | None:
-    """The pair of weights whose product, in these rows and times a factor, is what another weight misses."""
+    """Find the pair of weights whose scaled product is the difference of two others in these rows."""
     for first, second in pairs:
         low = side.rows(second)[rows].double() @ side.rows(first).double()
         square = float(low.square().sum())
@@ -445,7 +445,7 @@ def _part(whole: int, rows: Array, cut: tuple[int, int], part: int, others: Arra
 def _close_rest(
     rows: torch.Tensor, known: Array, others: torch.Tensor, known_others: Array
 ) -> tuple[Array, Array] | None:
-    """Which of the rows that two weights do not have in common are close to each other, and to which."""
+    """Pair the rows that two weights do not have in common by their distance."""
     left = np.setdiff1d(np.arange(len(rows)), known)
     left_others = np.setdiff1d(np.arange(len(others)), known_others)
     if not len(left) or not len(left_others):
@@ -458,7 +458,7 @@ def _close_rest(
 
 
 def _mutual(cosines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row the column that is most like it, and whether it is also the row most like that column."""
+    """Return for each row the most similar column, and whether that is mutual."""
     best, back = cosines.argmax(1), cosines.argmax(0)
     return best, back[best] == torch.arange(len(cosines))
 

@@ -192,7 +192,7 @@ class _Comparing:
         return largest, sorted(changed)
 
     def _compare(self, pair: Aligned, number: int, matched: list[tuple[int, int]]) -> Aligned:
-        """Compare left operands, biases and outputs."""
+        """Compare inputs, biases and outputs."""
         a = self._factors("a", number)
         found = [(match, b, self._factors("b", b)) for b, match in matched]
         if any(each.x.is_floating_point() != a.x.is_floating_point() for _, _, each in found):
@@ -245,7 +245,7 @@ class _Comparing:
         return _with_output(pair, sum_.total, theirs, sum_.filled == k, None)
 
     def _terms(self, side_name: Literal["a", "b"], number: int, match: int) -> torch.Tensor | float:
-        """What low-rank products add to the output of a call."""
+        """Compute what low-rank terms add to the output of a call."""
         term = self._joining.terms.get(match)
         if term is None or term.side != side_name:
             return 0.0
@@ -266,7 +266,7 @@ class _Comparing:
         return False
 
     def _tokens(self, a: Factors, first: tuple[int, int, Factors]) -> tuple[Array, Array] | None:
-        """Which rows of the left operands belong together; None if all do, in their order.
+        """Find which rows of the inputs are of the same token; None if all are, in their order.
 
         Raises:
             OpInterceptError: They have different numbers of rows, and it is not known which belong together.
@@ -312,7 +312,7 @@ class _Comparing:
 
 
 def _made_up(parts: list[torch.Tensor], dim: int) -> Iterator[torch.Tensor]:
-    """The tensors that parts may make up: a first dimension may be one of batches and heads, of which heads are cut."""
+    """Yield the tensors that shards may form: a first dimension of batches and heads may be cut by heads."""
     yield torch.cat(parts, dim)
     if dim == 0:
         size = len(parts[0])
@@ -349,7 +349,7 @@ def _judged(pair: Aligned, worst: float, caused: bool) -> Aligned:
 
 
 def _rounding(f: Factors) -> float | None:
-    """How far an output is from the product of its operands in float64, in units of the rounding it may have.
+    """Measure how far an output is from the float64 product of its operands, in units of its allowed rounding.
 
     A sum of k products in any order has an error of at most about `eps * norm(x) * norm(w)`, see N. Higham, "Accuracy
     and Stability of Numerical Algorithms", 2002, section 3.1; and the output is rounded to its dtype.
@@ -372,7 +372,7 @@ def _rounding(f: Factors) -> float | None:
 
 
 def _elements(factors: Factors, part: tuple[int, int], order: Array | None) -> torch.Tensor:
-    """The left operand's elements that a match is about, `float64[g * m, k]`."""
+    """Return the input's elements that a match is about, `float64[g * m, k]`."""
     x = factors.x.reshape(-1, factors.x.size(2))[:, slice(*part)].double()
     return x if order is None else x[:, order]
 

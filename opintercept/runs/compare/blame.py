@@ -39,7 +39,7 @@ def _is_random(call: StoredCall) -> bool:
 
 
 class _PairTable:
-    """Pairs of one chunk, and what is found of them.
+    """The pairs of one chunk, and the verdicts on them.
 
     Attributes:
         numbers: The calls of the first run.
@@ -102,7 +102,7 @@ class ProcessPair:
         self._histories = Histories()
 
     def compare(self, total: DiffTotals) -> None:
-        """Compare all pairs, then add to `total` what kind each is of."""
+        """Compare all pairs, classify them, and add them to `total`."""
         for start in range(0, len(self._a), CHUNK):
             numbers = np.arange(start, min(start + CHUNK, len(self._a)))
             numbers = numbers[self._pairs.of_a[numbers] >= 0]
@@ -141,7 +141,7 @@ class ProcessPair:
                 total.by[_BY[by]] += count
 
     def _same(self, rows: _PairTable, signatures: Array) -> Array:
-        """Which pairs are equal in everything that is compared; others may be, too."""
+        """Find pairs that are equal in all that is compared. It may miss some, which are then compared one by one."""
         same = signatures & ~rows.a["has_error"] & ~rows.b["has_error"] & (rows.a["has_more"] == rows.b["has_more"])
         for name in _HASHES:
             same &= rows.a[name] == rows.b[name]
@@ -191,7 +191,7 @@ class ProcessPair:
         return zip(a.calls_at(numbers, given=given), b.calls_at(others, given=given), strict=True)
 
     def _compare_calls(self, rows: _PairTable, row: int, a: StoredCall, b: StoredCall) -> None:
-        """Compare two calls of which not everything is equal, and not everything is in columns."""
+        """Compare two calls that differ in something which columns do not hold."""
         roles = self._comparer.roles(a, b)
         differing, changed, relative, metadata = 0, 0, -1.0, False
         output_differs, compared = outcome(a.error) != outcome(b.error), True
@@ -242,7 +242,7 @@ class ProcessPair:
         self._histories.add(Differing(keys, a, b, rows.differing[which], rows.more[which]))
 
     def _find_changed(self) -> None:
-        """Leave in `_changed` the operands of each call that no differing call before it explains."""
+        """Set `_changed` to the operands of each call that no earlier differing call explains."""
         own = self._own_kind
         differs = np.flatnonzero((self._differing > 0) | ((own != _EQUAL) & (own != _NOT_COMPARED)))
         if not len(differs):
@@ -371,7 +371,7 @@ class ProcessPair:
 
 
 def _is_unclear(a: StoredCall, b: StoredCall) -> bool:
-    """Whether an output can differ although all recorded operands are equal."""
+    """Return whether an output can differ although all recorded operands are equal."""
     if a.arguments is None or b.arguments is None:
         return not {operator_name(a.record.op), operator_name(b.record.op)} <= _COMPLETE
     return _is_random(a) or _is_random(b)

@@ -27,7 +27,7 @@ def operand(role: str) -> int:
 
 
 class SignaturePair(NamedTuple):
-    """What the signatures of two calls decide.
+    """The part of a comparison that the signatures of two calls decide.
 
     Attributes:
         slow: Whether some tensors have statistics that are in no column.
@@ -147,7 +147,7 @@ def _packed(rule: SignaturePair) -> tuple[int, ...]:
 
 
 class Compared:
-    """The calls of a chunk, compared by their columns. Rows of slow rules mean nothing.
+    """Compares the calls of a chunk by their columns. Rows with slow rules are undefined.
 
     Args:
         comparer: Has the tolerances.

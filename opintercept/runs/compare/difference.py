@@ -31,7 +31,7 @@ NOT_RECORDED = "(not recorded)"
 
 
 class Plain:
-    """A dataclass whose fields can be had as plain data."""
+    """A dataclass with `as_dict`."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class RoleDifference(Plain):
 
 
 def order(relative: float | None) -> float:
-    """A relative error to compare with others: one that is unknown is the smallest."""
+    """Return a relative error as a sort key; an unknown one is the smallest."""
     return -1.0 if relative is None or math.isnan(relative) else relative
 
 
@@ -148,7 +148,7 @@ class CallDifference:
 
 
 def identity(call: StoredCall) -> dict[str, Any]:
-    """Which call it is, as plain data."""
+    """Return what identifies a call, as plain data."""
     record = call.record
     names = ("index", "step", "op", "phase", "module", "source", "grad_of")
     return {"rank": call.rank} | {name: getattr(record, name) for name in names} | {"error": call.error}
@@ -226,7 +226,7 @@ _MODULE = ("module", "other", "phase", "calls", "relative", "index")
 
 @dataclass(frozen=True, slots=True)
 class Difference(Table):
-    """What `diff` found. As a table and as a data frame, it has the modules that differ.
+    """The result of `diff`. Its table and its data frame have a row for each module that differs.
 
     Attributes:
         settings: In what the descriptions of the two runs differ: name, value in the first, value in the second; flags
@@ -303,7 +303,7 @@ class Difference(Table):
 
     @property
     def verdict(self) -> str:
-        """What `equal` says in words, no more than was compared."""
+        """The value of `equal` in words, limited to what was compared."""
         uncompared = self.kinds.get("not compared", 0)
         if self.pairs == uncompared:
             return "no values were compared"

@@ -104,7 +104,7 @@ class Histories:
                 history.add_operand(OTHERS, found, found)
 
     def constant(self, order: list[int], calls: Array) -> dict[int, int]:
-        """Operands that are the same in every call of a module, while all outputs that differed before it varied.
+        """Find operands that stay the same over a module's calls while all outputs that differed before it varied.
 
         Args:
             order: The modules in the order in which they first differ.

@@ -149,11 +149,11 @@ class Index:
         )
 
     def forget_inputs(self) -> None:
-        """Give back the memory of `inputs`."""
+        """Free the memory of `inputs`."""
         self.inputs = np.empty(0, np.int64)
 
     def chosen(self, numbers: Array) -> Array:
-        """Whether the caller asks for these calls."""
+        """Return which of these calls the caller selects."""
         if self._chosen is not None:
             return np.asarray(self._chosen[numbers])
         return np.asarray(self._chosen_kinds, bool)[self.kind[numbers]]
@@ -238,7 +238,7 @@ class Pairs:
             self.of_a[i], self.of_b[j], self.how[i] = j, i, how
 
     def _may_be_renamed(self, i: int, j: int) -> bool:
-        """A module that both runs have is not taken for another."""
+        """Return whether two modules may be one under two names: a module that both runs have is not."""
         in_a, in_b = self._a.module[self._a.kind[i]], self._b.module[self._b.kind[j]]
         return bool(in_a == in_b or in_a not in self._modules[1] or in_b not in self._modules[0])
 

@@ -41,7 +41,7 @@ def operator_name(op: str) -> str:
 
 
 def family(record: CallRecord) -> str:
-    """What operators for the same job have in common: `"gemm"`, `"attention"`, or the operator's own name."""
+    """Return the family of interchangeable operators: `"gemm"`, `"attention"`, or the operator's own name."""
     if record.gemm is not None:
         return "gemm"
     return "attention" if "attention" in record.op else operator_name(record.op)
@@ -106,10 +106,10 @@ BY = ("nothing", "statistics", "hash")
 
 
 def fingerprint(call: StoredCall) -> tuple[int, int]:
-    """What is compared of a call.
+    """Return one number for all that is compared of a call, and what it rests on.
 
     Returns:
-        What there is of the outputs' values, as an index into `BY`, and a number that equal calls share.
+        What is known of the outputs' values, as an index into `BY`, and the fingerprint, equal for equal calls.
     """
     found = metas(call)
     parts: list[Any] = [outcome(call.error)]

@@ -95,7 +95,7 @@ class DiffTotals:
         self._modules = modules[: self.limit]
 
     def difference(self, settings: tuple[tuple[str, str, str], ...]) -> Difference:
-        """What was found in all processes."""
+        """Return the result for all processes."""
         return Difference(
             settings=settings,
             ranks=tuple(self.ranks),

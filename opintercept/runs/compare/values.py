@@ -33,7 +33,7 @@ SUM_ERROR = 1e-6
 
 
 class Verdict(NamedTuple):
-    """What is known of an operand or output without its values, as in `RoleDifference`."""
+    """The verdict on an operand or output without its values, as in `RoleDifference`."""
 
     equal: bool | None
     by: By | None
@@ -111,7 +111,7 @@ class Comparer:
         return bool(x == y)
 
     def roles(self, a: StoredCall, b: StoredCall) -> tuple[RoleDifference, ...]:
-        """The operands and outputs, compared; without those that one run did not record."""
+        """Compare the operands and outputs, except those that one run did not record."""
         return tuple(self._role(*basis, a, b) for basis in self.bases(a, b))
 
     def bases(
@@ -225,7 +225,7 @@ class Comparer:
 
 
 def _means_nothing(role: str, call: StoredCall) -> bool:
-    """Whether a tensor is a kernel's own memory, is no result but for a backward kernel, or is only overwritten."""
+    """Return whether a tensor's values do not matter: scratch memory, or an operand that is only overwritten."""
     if is_output(role):
         place = role.removeprefix("output.")
         return place.isdecimal() and int(place) >= FOR_PROGRAM.get(call.record.op, MAX_ROLES)

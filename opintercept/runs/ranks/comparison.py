@@ -151,7 +151,7 @@ class _Comparison:
         )
 
     def _rows(self, what: str, window: Window, keys: list[Array]) -> MatchedCalls:
-        """Put calls together; -1 stands for one that has no such place."""
+        """Match the calls of all processes by place, step and number; a key of -1 leaves a call out."""
         chosen = [np.flatnonzero(key >= 0) for key in keys]
         times = np.unique(np.concatenate([part.time for part in window.parts]))
         key = np.concatenate([keys[process][calls] for process, calls in enumerate(chosen)]).astype(np.int64)
@@ -237,7 +237,7 @@ class _Comparison:
     def _misplaced(
         self, window: Window, keys: list[Array], members: int, time: int, parts: tuple[Group, ...]
     ) -> _Found:
-        """The first call of a step that another rank makes elsewhere in it."""
+        """Find the first call that another rank makes at another point of the step."""
         usual, odd = parts[0][0], parts[1][0]
         here = [
             np.flatnonzero((window.parts[process].time == time) & (self._counts.sets(keys[process]) == members))

@@ -13,7 +13,7 @@ What = Literal["weight", "operand", "calls", "order", "outlier", "not finite"]
 
 @dataclass(frozen=True, slots=True)
 class RankFinding:
-    """Where ranks first diverge that should agree.
+    """A divergence of ranks that should agree.
 
     Attributes:
         what: `"weight"` and `"operand"`: its hash differs between ranks on which it was equal before, or, for a weight,
@@ -52,7 +52,7 @@ class RankFinding:
 
     @property
     def majority(self) -> bool:
-        """Whether the largest part is more than half of the ranks, so that the others are those in the wrong."""
+        """Whether the largest group has more than half of the ranks, so that the others are in the wrong."""
         return 2 * len(self.parts[0]) > sum(map(len, self.parts))
 
     @property
@@ -68,7 +68,7 @@ class RankFinding:
 
 @dataclass(frozen=True, slots=True)
 class RankDifference:
-    """What `diff_ranks` found.
+    """The result of `diff_ranks`.
 
     Attributes:
         ranks: The ranks that were compared.

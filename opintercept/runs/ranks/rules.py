@@ -28,7 +28,7 @@ _TINY = 1e-30  # stands for 0, which has no logarithm
 
 
 class MatchedCalls(NamedTuple):
-    """Calls of several processes that belong together: the same place, step and number in that step.
+    """Calls of several processes with the same place, step and number in that step.
 
     Attributes:
         key: The place of each row. Rows are in its order, then in that of time.
@@ -52,7 +52,7 @@ class MatchedCalls(NamedTuple):
 
 
 class Alike:
-    """What should be equal on which processes, and where they diverge.
+    """Learns what should be equal on which processes, and finds where they diverge.
 
     Args:
         size: How many processes there are.
@@ -82,7 +82,7 @@ class Alike:
         return found
 
     def diverged(self, rows: MatchedCalls, value: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
-        """The rows in which processes diverge that were equal before, and the processes with each value."""
+        """Yield the rows in which processes diverge that were equal before, and the processes with each value."""
         step = max(1, _CELLS // self._size)
         for low in range(0, len(rows.key), step):
             starts = rows.starts[low : low + step + 1]
@@ -112,7 +112,7 @@ class Alike:
             rows = np.concatenate([np.arange(row + 1, end) for row, end in zip(firsts, later, strict=True)])
 
     def _unexpected(self, pattern: Array, table: Array, rows: Array) -> Array:
-        """Whether processes differ in rows that should be equal, or it is not known what should be."""
+        """Return which rows need a closer look: processes differ, or it is not known yet which should be equal."""
         found = pattern < 0
         for number in np.unique(pattern[pattern > 0]).tolist():
             which = np.flatnonzero(pattern == number)
@@ -148,7 +148,7 @@ class Alike:
 
 
 class Counts:
-    """How many calls of each place the processes make in each step, and in which order.
+    """Compares how many calls of each place the processes make in each step, and in which order.
 
     Args:
         size: How many processes there are.
@@ -264,7 +264,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Streak:
-    """Outputs of one process at one place that are far off on one side, one after the other.
+    """Consecutive outputs of one process at one place that are all far too large, or all far too small.
 
     Attributes:
         first: The entry of the first output, until the caller has taken it; None from then on.

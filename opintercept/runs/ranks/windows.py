@@ -57,7 +57,7 @@ class Window(NamedTuple):
 
 
 class Numbers:
-    """Numbers from 0 for equal things of all processes, and where each was first seen."""
+    """Numbers distinct things of all processes from 0, and keeps where each was first seen."""
 
     def __init__(self) -> None:
         self._ids = Ids()
@@ -123,7 +123,7 @@ class WindowReader:
         self.steps = (int(every.min()), int(every.max())) if len(every) else None
 
     def columns(self, rank: int) -> Columns:
-        """The calls of a process; lines that are few are read once."""
+        """Return the calls of a process; a small file of lines is read only once."""
         if rank in self._kept:
             return self._kept[rank]
         if self._latest is None or self._latest.rank != rank:
@@ -135,7 +135,7 @@ class WindowReader:
         return self._latest
 
     def named(self, place: tuple[int, int, int]) -> tuple[StoredCallSite, CallRecord]:
-        """Where a place is in the program, and a record that looks like its calls."""
+        """Return the call site of a place, and a record with the signature of its calls."""
         rank, call_site, signature = place
         columns = self.columns(rank)
         return columns.call_site(call_site), columns.signature(signature).record

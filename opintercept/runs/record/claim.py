@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _is_over(other: dict[str, object]) -> bool:
-    """Whether the process, which is on this machine, has ended, or was interrupted as it made the claim."""
+    """Return whether the process, which is on this machine, has ended, or was interrupted while making the claim."""
     pid = other.get("pid")
     if not isinstance(pid, int) or pid <= 0:
         return True
@@ -166,7 +166,7 @@ def _link(part: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Keep other processes of this machine from looking at a claim that is ended and made anew, if the system can."""
+    """Keep other processes of this machine away from a claim while it is replaced, if the system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # After that the file alone decides. A signal handler may run this while its own thread holds the lock.

@@ -57,7 +57,7 @@ def compact(path: str | os.PathLike[str]) -> None:
 
 
 def open_compacted(path: str | os.PathLike[str], least: int | None = None) -> Run:
-    """`open_run`, after `compact` of those processes that have many lines, where that is possible.
+    """Open a run, after compacting the processes that have many lines, where that is possible.
 
     While the process that recorded them runs, its recorder may go on in a further block, for which it needs the lines.
 

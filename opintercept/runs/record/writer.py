@@ -335,7 +335,7 @@ def write_info(folder: Path, info: RunInfo, *, finished: bool) -> None:
 
 
 def key_of(digits: str, dtype: str, shape: tuple[int, ...], sample: bool) -> Any:
-    """What two tensors have in common if only one of them is written."""
+    """Return the key by which equal tensors are written only once."""
     return digits, dtype, shape, sample
 
 
@@ -370,7 +370,7 @@ def remove_run(folder: Path, claimed: bool = False) -> None:
 
 
 def leftovers(folder: Path, world_size: int) -> list[Path]:
-    """Parts of an older run that readers would take for parts of a new one, which has several processes.
+    """Return the folders of an older run that readers would take for processes of a new one.
 
     These are a run of one process, which readers prefer, and ranks from `world_size` on. No process of the new run
     writes them, so each may refuse or remove them at any time.

@@ -65,7 +65,7 @@ _parse = json.JSONDecoder().raw_decode
 
 
 def signature_text(call: StoredCall) -> str:
-    """What a call shares with those that look alike, as JSON."""
+    """Return the signature of a call as JSON."""
     record = call.record
     own = {name: plain(getattr(record, name)) for name in SHARED}
     roles = {role: (values.count, values.hash is not None) for role, values in call.values.items()}

@@ -160,7 +160,7 @@ class Encoder:
         return f"{line}}}\n".encode()
 
     def signature(self, note: PendingRecord, arguments: str) -> bytes:
-        """The members of a line that calls share which look alike, for kernels that write the others."""
+        """Return the members of a line that are the same for all calls of a signature; kernels write the others."""
         shared = self._shared.get(id(note.summary)) or self._add(note.summary)
         return f'{_autocast_member(note)},{shared[1]},"arguments":{arguments}'.encode()
 
@@ -178,7 +178,7 @@ def place_members(place: Place) -> bytes:
 
 
 def writes_as_kernels() -> bool:
-    """Whether kernels know all fields of a record: one that somebody has added is read in Python."""
+    """Return whether kernels write all fields of a record; a field that was added is written in Python only."""
     return {*_BY_KERNELS, "module", "source", "autocast"} == OWN.keys()
 
 
@@ -223,7 +223,7 @@ def decode(line: bytes, rank: int) -> StoredCall | None:
 
 
 def shared_fields(members: Any) -> dict[str, Any] | None:
-    """The checked fields that a record shares with those of calls that look alike; None if they are not a call's."""
+    """Return the checked fields of a signature; None if they are not a call's."""
     try:
         return _shared_fields(members)  # type: ignore[no-any-return]
     except WRONG:

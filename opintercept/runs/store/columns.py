@@ -53,7 +53,7 @@ def dtype_of(name: str) -> Any:
 
 
 class Texts(NamedTuple):
-    """What a call has that is in no column of numbers, as JSON."""
+    """The rest of a call, which is in no column of numbers, as JSON."""
 
     call: int
     more: str | None
@@ -66,7 +66,7 @@ _NO_TEXTS = Texts(-1, None, None, None, None)
 
 
 class StoredCallSite(NamedTuple):
-    """Where in a program calls come from."""
+    """The module, line, phase and gradient that calls come from."""
 
     module: str | None
     source: str | None
@@ -75,7 +75,7 @@ class StoredCallSite(NamedTuple):
 
 
 class CallSignature:
-    """What calls that look alike share.
+    """The operator, operand types and arguments that calls have in common.
 
     Args:
         text: As `signature_text` makes it; anyone may have written it.

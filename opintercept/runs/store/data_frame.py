@@ -17,7 +17,7 @@ _GEMM = ("batch", "m", "n", "k")
 
 
 def frame_of(processes: Sequence[Columns]) -> dict[str, Any]:
-    """The columns, with a row for each call, process by process.
+    """Return the columns, with a row for each call, process by process.
 
     `started` is a time. `forward` and `thread` are -1 where there is none, and figures NaN. The statistics are those of
     all tensors of which any call has some.
@@ -51,7 +51,7 @@ def _frame(columns: Columns, signatures: list[CallSignature], slots: list[str]) 
 
 
 def _each(numbers: Array, values: Iterable[Any]) -> Array:
-    """What each call has of what calls share."""
+    """Repeats a signature's field for each of its calls."""
     listed = list(values)
     shared = np.empty(len(listed), object)
     shared[:] = listed

@@ -11,7 +11,7 @@ from opintercept._core.errors import OpInterceptError
 
 @contextmanager
 def replaced(path: str | os.PathLike[str], what: str) -> Iterator[str]:
-    """A name to write to; the file replaces `path` when the block ends. If the block fails, `path` stays as it was.
+    """Yield a name to write to; the file replaces `path` when the block ends, unless the block fails.
 
     Args:
         path: A plain file, if it exists.

@@ -76,7 +76,7 @@ class Flight:
         self._open_sink()
 
     def put(self, line: bytes) -> None:
-        """Write a line over the oldest one; nothing outside of a block and in a forked child."""
+        """Write a line over the oldest one. Outside of a block and in a forked child, do nothing."""
         if self._map is None or self._pid != os.getpid():
             return
         if self.sink is not None:
@@ -91,7 +91,7 @@ class Flight:
         self._map[start : start + 8] = struct.pack("<Q", number)
 
     def text_of(self, place: Place) -> bytes:
-        """What a line says of a place."""
+        """Return the part of a line that names a call site."""
         return place_members(place)
 
     def close(self, folder: Path) -> list[bytes]:
@@ -118,7 +118,7 @@ class Flight:
 
 
 def places(file: BufferedReader) -> tuple[list[int], int]:
-    """Where the lines of a file begin, in the order in which they were written, and how many lines are left out.
+    """Return where the lines of a file begin, in the order in which they were written, and how many are left out.
 
     Anyone may have written the file: what it says of its size is checked.
     """

@@ -135,7 +135,7 @@ class StoreWriter:
         return added
 
     def write_full(self) -> None:
-        """Write what the builder has, if it is much."""
+        """Write what the builder has if it fills a file."""
         if len(self._builder) >= ROWS or self._builder.size >= BLOCK:
             self.add_columns(self._builder.take())
 

@@ -147,12 +147,12 @@ def _launch(info: RunInfo, name: str) -> str | None:
 
 
 def _differ(info: RunInfo, other: RunInfo, name: str) -> bool:
-    """Whether both say something of their launch, and not the same."""
+    """Return whether both name a launch and these differ."""
     return None not in (_launch(info, name), _launch(other, name)) and _launch(info, name) != _launch(other, name)
 
 
 def _written(part: Path) -> float:
-    """When a process last wrote to its folder, as far as is known; a copy makes that later."""
+    """Return when a process last wrote to its folder, as far as is known; copying makes that later."""
     times = []
     for name in (INFO, CALLS):
         with suppress(OSError):
@@ -239,7 +239,7 @@ class Run(Frames):
         yield from self._read(rank, partial(decode, rank=rank))
 
     def columns(self, rank: int) -> Columns:
-        """The calls of one process as columns. Those that are not on disk are made of the lines, each time.
+        """Return the calls of one process as columns, made from its lines each time if they are not on disk.
 
         Raises:
             ImportError: numpy is not installed; or the run is compacted, and DuckDB is not installed.
@@ -289,7 +289,7 @@ class Run(Frames):
         return self._stores[rank]
 
     def _read(self, rank: int, take: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
-        """What a function makes of the lines of a process, each with its position; None for those that are no calls."""
+        """Apply a function to the lines of a process; it returns None for a line that is not a call."""
         skipped = 0
         for position, line in self._lines(rank):
             taken = take(line)
@@ -322,7 +322,7 @@ class Run(Frames):
                 report(shown, position, end)
 
     def written_to(self, rank: int, take: Callable[[bytes], object]) -> int:
-        """Give the lines of a process to a function, and return of how many it makes nothing."""
+        """Pass the lines of a process to a function, and return how many it rejects."""
         return sum(take(line) is None for _, line in self._lines(rank))
 
     def _in_flight(self, rank: int, take: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
