@@ -157,4 +157,4 @@ def test_lost_tensors_are_a_hook_error_that_names_the_file(tmp_path: Path) -> No
 
 def test_the_former_name_names_the_new_one() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Graft'; it is called Patch now$"):
-        _ = runs.Graft  # type: ignore[attr-defined]
+        _ = runs.Graft

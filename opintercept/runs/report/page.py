@@ -38,7 +38,20 @@ from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
 
 WORST = 10
-SCRIPTS = ("plots", "modules", "parts", "products", "page")
+SCRIPTS = (
+    "plots",
+    "modules",
+    "parts",
+    "state",
+    "commands",
+    "maps",
+    "overview",
+    "heat",
+    "products",
+    "outputs",
+    "divergence",
+    "page",
+)
 WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited")
 
 

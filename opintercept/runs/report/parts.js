@@ -24,6 +24,9 @@ const parts = (() => {
     const size = Math.abs(value);
     return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   }
+  function nonfinite([nan, inf]) {
+    return [nan && counted(nan, "NaN", "NaN"), inf && counted(inf, "Inf", "Inf")].filter(Boolean).join(" and ");
+  }
   // Shortens "encoder.layer.11.attention.query" to "e.l.11.a.query": the last part and the numbers say most.
   function short(text, most) {
     const parts = text.split(".");
@@ -50,5 +53,5 @@ const parts = (() => {
   // A long array is too many arguments for Math.min.
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
   const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
-  return { byId, cell, clear, counted, figure, fill, least, most, name, notes, on, plain, short, time };
+  return { byId, cell, clear, counted, figure, fill, least, most, name, nonfinite, notes, on, plain, short, time };
 })();

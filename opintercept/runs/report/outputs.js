@@ -1,0 +1,91 @@
+"use strict";
+// The panel of a module's outputs over steps: their range, and histograms.
+const outputs = (() => {
+  const { element, narrow, shape } = plots;
+  const { byId, clear, counted, fill, least, most, nonfinite, notes, plain, short } = parts;
+  const { columnOf, stepText } = maps;
+  const { chosen } = state;
+
+  let drawable = [];
+  function outputsOptions() {
+    const { run } = state;
+    const { histograms, heat } = run;
+    const drawn = new Map(histograms.shown.map((each) => [`${each.module},${each.phase}`, each]));
+    drawable = Object.entries(heat.phases).flatMap(([phase, cells]) => [...modules.index(heat.roles.includes("output") ? cells : null)]
+      .filter(([row, list]) => list.some((cell) => cells.output.count[cell] !== null) || drawn.has(`${row},${phase}`))
+      .map(([row]) => ({ row, phase, histogram: drawn.get(`${row},${phase}`) })));
+    byId("outputs").hidden = !drawable.length && !histograms.unread;
+    const wide = narrow() ? 34 : 70;
+    fill(byId("outputs-module"), drawable.map(({ row, phase }, number) => [number, `${short(heat.modules[row], wide)}, ${phase}`]));
+    byId("outputs-controls").hidden = !drawable.length;
+    byId("outputs-text").textContent = `The finite values of a module's outputs in each step.${!histograms.shown.length ? " Record with tensors=\"sample\" or \"full\" to see how they are distributed."
+      : histograms.sampled ? " The histograms are of samples of a few calls each." : " The histograms are of single calls."}`;
+    notes("outputs-notes", [
+      histograms.unread && `${counted(histograms.unread, "tensor")} could not be read, or are too large for this page.`,
+      histograms.left_out && `The page has the histograms of the first ${histograms.shown.length} modules and passes, and leaves out ${histograms.left_out.toLocaleString("en")}.`,
+    ]);
+  }
+  // Shows the module that is chosen in a map, if it has outputs.
+  function outputsFollow() {
+    const { run } = state;
+    const number = drawable.findIndex(({ row, phase }) => run.heat.modules[row] === chosen.get("module") && phase === (chosen.get("phase") || phase));
+    if (number >= 0) byId("outputs-module").value = String(number);
+    outputsDraw();
+  }
+  function outputsDraw() {
+    const { run } = state;
+    const { heat } = run;
+    const one = drawable[byId("outputs-module").value || 0];
+    ["outputs-plot", "outputs-key", "histogram-plot"].forEach(clear);
+    byId("outputs-bins").hidden = !one?.histogram;
+    if (!one) return;
+    const cells = heat.phases[one.phase];
+    const sums = modules.sums(cells, modules.index(cells), [one.row], heat.steps.length, "output");
+    const ends = sums.flatMap((sum) => (sum && sum.min !== null && sum.max !== null ? [sum.min, sum.max] : []));
+    if (heat.steps.length > 1 && ends.length) {
+      const [low, high] = [Math.min(0, least(ends)), Math.max(0, most(ends))];
+      const column = chosen.has("step") ? columnOf(heat, Number(chosen.get("step"))) : -1;
+      plots.chart(byId("outputs-plot"), {
+        label: `Smallest, largest, mean and root mean square of the outputs of ${heat.modules[one.row]} by step`, height: 240,
+        x: { title: "step", low: 0, high: heat.steps.length - 1, format: (value) => (Number.isInteger(value) ? `${heat.steps[value]}` : "") },
+        y: { title: "value", low, high: high > low ? high : low + 1, format: plain },
+        draw: (x, y, { top, bottom }) => {
+          const line = (key) => plots.path(sums.map((sum, number) => (sum && sum[key] !== null ? [x(number), y(sum[key])] : null)));
+          const wide = x(1) - x(0);
+          return [
+            ...sums.map((sum, number) => (sum && sum.min !== null ? shape("rect", { class: "band", x: x(number) - wide / 2, width: wide, y: y(sum.max), height: Math.max(y(sum.min) - y(sum.max), 1) }) : "")),
+            column >= 0 ? shape("line", { class: "here", x1: x(column), x2: x(column), y1: top, y2: bottom }) : "",
+            shape("path", { class: "line mean", d: line("mean") }), shape("path", { class: "line rms", d: line("rms") }),
+            ...sums.map((sum, number) => (sum && sum.values ? shape("rect", {
+              class: "hit", x: x(number) - wide / 2, width: wide, y: top, height: bottom - top,
+              "data-tip": [`step ${stepText(heat, number)}`, `smallest ${plain(sum.min)}, largest ${plain(sum.max)}`, `mean ${plain(sum.mean)}, root mean square ${plain(sum.rms)}`, nonfinite([sum.nan, sum.inf])].filter(Boolean).join("\n"),
+            }) : "")),
+          ];
+        },
+      });
+      byId("outputs-key").replaceChildren(...[["band", "■ smallest to largest"], ["mean", "— mean"], ["rms", "┄ root mean square"]].map(([kind, text]) => element("span", { class: kind }, text)));
+    }
+    if (one.histogram) histogramDraw(one.histogram, heat.modules[one.row]);
+  }
+  // A histogram stands upright at each step, its bins as wide as their counts.
+  function histogramDraw({ edges: [low, high], drawn }, module) {
+    const log = byId("outputs-scale").value === "log";
+    const size = (count) => (log ? Math.log1p(count) : count);
+    const widest = most(drawn.flatMap((each) => each.counts.map(size))) || 1;
+    const steps = drawn.map(({ steps: [first, last] }) => (first === last ? `${first}` : `${first}–${last}`));
+    const [bottom, top] = high > low ? [low, high] : [low - 0.5, high + 0.5];
+    plots.chart(byId("histogram-plot"), {
+      label: `Histograms of the outputs of ${module} at ${counted(drawn.length, "place")} of the run`, height: 260,
+      x: { title: "step", low: 0, high: drawn.length, ticks: drawn.map((_, number) => number + 0.5), format: (value) => (narrow() && drawn.length > 4 && Math.floor(value) % 2 ? "" : steps[Math.floor(value)] || "") },
+      y: { title: "value", low: bottom, high: top, format: plain },
+      draw: (x, y) => drawn.flatMap((each, number) => each.counts.map((count, bin) => {
+        const [from, to] = [bin, bin + 1].map((edge) => bottom + edge * (top / each.counts.length - bottom / each.counts.length));
+        return count ? shape("rect", {
+          class: "bin", x: x(number) + 1, width: Math.max(1, (x(1) - x(0) - 6) * size(count) / widest), y: y(to), height: Math.max(y(from) - y(to) - 0.5, 0.5),
+          "data-tip": [`step ${steps[number]}, ${counted(each.calls, "call")}`, high > low ? `${counted(count, "value")} from ${plain(from)} to ${plain(to)}` : `${counted(count, "value")}, all ${plain(low)}`, ...(each.nonfinite ? [`✖ ${each.nonfinite} of ${each.count} not finite`] : [])].join("\n"),
+        }) : "";
+      })),
+    });
+  }
+  return { draw: outputsDraw, follow: outputsFollow, options: outputsOptions };
+})();
