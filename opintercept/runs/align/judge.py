@@ -29,7 +29,7 @@ _JUMP = 10.0  # times the error of all products before that does not come from t
 _OUTLIER = 8.0  # times the median error of rows that is more than rounding or quantising
 _SCALED = 0.25  # the median error of factors from which they are no error
 _TOKENS = 1 << 22  # pairs of tokens that are compared to find which belong together
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
+_MATMULS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -303,7 +303,7 @@ class _Comparing:
     def _rounding(self, side: Literal["a", "b"], number: int) -> float | None:
         """`_rounding` of a call; None if it is no plain product of two matrices."""
         call = (self._a if side == "a" else self._b).calls[number]
-        if call.record.op.rpartition("::")[2].partition(".")[0] not in _PRODUCTS:
+        if call.record.op.rpartition("::")[2].partition(".")[0] not in _MATMULS:
             return None
         try:
             return _rounding(self._factors(side, number))

@@ -14,13 +14,13 @@
   function drawAll() {
     divergence.draw();
     heat.draw();
-    products.draw();
+    matmuls.draw();
     outputs.draw();
   }
   function choose() {
     state.run = data.runs[Number(byId("run").value) || 0];
     heat.options();
-    products.choose(state.run);
+    matmuls.choose(state.run);
     outputs.options();
   }
   // Puts what is chosen into the fields.
@@ -35,7 +35,7 @@
       if (field.tagName === "SELECT" && field.selectedIndex < 0) field.value = before;
     }
     heat.draw();
-    products.draw();
+    matmuls.draw();
     outputs.follow();
   }
   state.showChosen = showChosen;

@@ -47,7 +47,7 @@ SCRIPTS = (
     "maps",
     "overview",
     "heat",
-    "products",
+    "matmuls",
     "outputs",
     "divergence",
     "page",

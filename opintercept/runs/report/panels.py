@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MODULES = 400  # rows of the map
 COLUMNS = 200  # of the map; steps are merged two by two until it fits
 CELLS = 24_000  # of the maps of a page
-PRODUCTS = 1000  # rows of the table
-PRODUCTS_ADDED_UP = 10_000  # rows that are told apart before the table is cut
+MATMULS = 1000  # rows of the table
+MATMULS_ADDED_UP = 10_000  # rows that are told apart before the table is cut
 NAME = 200  # characters of a name
 NAMED = 16  # operands, arguments and processes that a sentence names
 PAIRS = 64  # versions, devices and flags
@@ -53,9 +53,9 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
     lines = {rank: run.columns(rank) for rank in run.ranks if not run.in_columns(rank)}  # which are not read twice
     for rank in run.ranks:
         heat.lay_out(lines[rank] if rank in lines else run.columns(rank))
-    totals, products, histograms = RunTotals(), MatmulTable(), Histograms()
+    totals, matmuls, histograms = RunTotals(), MatmulTable(), Histograms()
     for rank in run.ranks:
-        _add_up(lines.pop(rank) if rank in lines else run.columns(rank), totals, heat, products, histograms)
+        _add_up(lines.pop(rank) if rank in lines else run.columns(rank), totals, heat, matmuls, histograms)
     path = str(run.path)
     shown = {
         "path": shown_text(path, 4 * NAME),
@@ -73,7 +73,7 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
         },
         "totals": totals.as_dict() | {"modules": len(heat.modules), "more_modules": heat.calls_left_out > 0},
         "heat": heat.as_dict(),
-        "gemms": products.as_dict(),
+        "gemms": matmuls.as_dict(),
         "histograms": histograms.as_dict(run),
     }
     if totals.first is not None:
@@ -81,7 +81,7 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
     return shown, heat
 
 
-def _add_up(columns: Columns, totals: RunTotals, heat: HeatMap, products: MatmulTable, histograms: Histograms) -> None:
+def _add_up(columns: Columns, totals: RunTotals, heat: HeatMap, matmuls: MatmulTable, histograms: Histograms) -> None:
     """Add the calls of a process to the panels, group by group: call by call takes a hundred times as long."""
     kinds = CallKinds(columns)
     known: list[_KindCost] = []
@@ -127,7 +127,7 @@ def _add_up(columns: Columns, totals: RunTotals, heat: HeatMap, products: Matmul
                 histograms.add(row_of, call)
     for kind in known:
         totals.add(kind.calls, kind.flops * kind.calls, kind.seconds)
-        products.add(kind.signature.record_at(kind.call_site), kind.calls, kind.seconds)
+        matmuls.add(kind.signature.record_at(kind.call_site), kind.calls, kind.seconds)
 
 
 class _KindCost:
@@ -432,7 +432,7 @@ class MatmulTable:
         key = tuple(map(_ends, texts))
         row = self.rows.get(key)
         if row is None:
-            if len(self.rows) == PRODUCTS_ADDED_UP:
+            if len(self.rows) == MATMULS_ADDED_UP:
                 row = self.rest
             else:
                 row = self.rows[key] = _MatmulCost()
@@ -442,10 +442,10 @@ class MatmulTable:
     def as_dict(self) -> dict[str, Any]:
         rows = sorted(self.rows.items(), key=lambda item: (-item[1].seconds, -(item[1].flops or 0)))
         rest = _MatmulCost()
-        for row in (self.rest, *(row for _, row in rows[PRODUCTS:])):
+        for row in (self.rest, *(row for _, row in rows[MATMULS:])):
             rest.add(row.calls, row.flops, row.bytes, row.seconds)
         return {
-            "rows": [[*self._names(key), *_work(row)] for key, row in rows[:PRODUCTS]],
+            "rows": [[*self._names(key), *_work(row)] for key, row in rows[:MATMULS]],
             "rest": _work(rest) if rest.calls else None,
         }
 

@@ -186,11 +186,11 @@ def test_steps_far_apart_have_a_column_each(tmp_path: Path) -> None:
     assert heat["steps"] == list(range(0, 15_000, 100))
 
 
-def test_products_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
+def test_matmuls_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(panels, "PRODUCTS_ADDED_UP", 3)
-    monkeypatch.setattr(panels, "PRODUCTS", 2)
+    monkeypatch.setattr(panels, "MATMULS_ADDED_UP", 3)
+    monkeypatch.setattr(panels, "MATMULS", 2)
     calls: list[Any] = [(replace(CALL, module=f"encoder.{i}.conv1.2d", elapsed=1.0), {}) for i in range(5)]
     calls += [(replace(CALL, op=f"aten::{op}", elapsed=elapsed), {}) for op, elapsed in (("a", 0.5), ("b", 2.0))]
     calls += [
@@ -205,7 +205,7 @@ def test_products_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
 
 
 def test_a_long_run_makes_no_larger_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "PRODUCTS_ADDED_UP", 2_000)
+    monkeypatch.setattr(panels, "MATMULS_ADDED_UP", 2_000)
     draw = random.Random(0)
     calls = (
         (
@@ -628,7 +628,7 @@ def test_a_drift_stands_out_against_the_past(browser: Browser, page: Path) -> No
     assert browser.evaluate("modules.againstPast([0, 0, 1, -2, -2], false)") == [0, 0, 8, -8, -8]
 
 
-def test_products_are_sorted_and_filtered(browser: Browser, page: Path) -> None:
+def test_matmuls_are_sorted_and_filtered(browser: Browser, page: Path) -> None:
     browser.open(page)
     rows = browser.evaluate(CELLS)
     assert [row[:2] for row in rows] == [["bmm", "backward"], ["mm", "forward"]]

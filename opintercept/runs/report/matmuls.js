@@ -1,6 +1,6 @@
 "use strict";
-// The panel of products: a table that sorts and filters, and the roofline of its rows.
-const products = (() => {
+// The panel of matmuls: a table that sorts and filters, and the roofline of its rows.
+const matmuls = (() => {
   const { element, narrow, shape } = plots;
   const { byId, cell, clear, counted, figure, fill, least, most, notes, on, plain, short, time } = parts;
   const shownRows = 25;
@@ -81,7 +81,7 @@ const products = (() => {
   function roofline(rows) {
     const drawn = rows.filter((row) => row.rate && row.intensity);
     if (!drawn.length) return clear("roofline");
-    // The roof is the highest rate of this run, over all its products and not only those shown.
+    // The roof is the highest rate of this run, over all its matmuls and not only those shown.
     const measured = rowsOfRun.filter((row) => row.rate && row.intensity);
     const work = most(measured.map((row) => row.rate));
     const memory = most(measured.map((row) => row.rate / row.intensity));
