@@ -308,7 +308,7 @@ class _Tally:
 
     def post(self, call: OpCall) -> None:
         """Count the call."""
-        flops = call.summary.flops or 0  # computed once for calls that look alike
+        flops = call.summary.flops or 0  # computed once for the calls of a signature
         with self._lock:
             self.calls += 1
             self.flops += flops

@@ -29,15 +29,15 @@ class Aligned(Plain):
         rows: How many rows of A's weight were found; 0 if it has no weight.
         of: How many rows it has.
         kind: `"equal"`: the outputs are equal. `"changed operand"`: the weight or the bias differs by more than other
-            weights of these dtypes do; or the left operand differs by far more than all products before, so that the
-            cause lies between two products. `"added"`: one of the products is wrong by more than the rounding of its
-            own operands; or the outputs of neighbours differ by far more than all products before. `"inherited"`: the
+            weights of these dtypes do; or the input differs by far more than all matmuls before, so that the
+            cause lies between two matmuls. `"added"`: one of the matmuls is wrong by more than the rounding of its
+            own operands; or the outputs of neighbours differ by far more than all matmuls before. `"inherited"`: the
             outputs differ, and a pair before is of one of these two kinds. `"close"`: they differ, and none is.
             `"not compared"`: not all values of the outputs have a counterpart.
         changed: The operands that `"changed operand"` means.
         changed_rows: The first rows of A's weight that differ by more than other weights do.
         weight: The largest relative error of a row of the weight.
-        lhs: The relative error of the left operand, `norm(b - a) / norm(a)`.
+        lhs: The relative error of the input, `norm(b - a) / norm(a)`.
         output: That of the output.
         max_absolute: The largest modulus of a difference of outputs.
         rounding_a: How far A's output is from the product of its operands in float64, in units of the rounding that it

@@ -133,7 +133,7 @@ def _add_neighbours(joining: Joining, links: JoinedCalls) -> None:
         ):
             for number in numbers:
                 if number not in done and _may_be_neighbour(side, number):
-                    links.reasons[name, number] = "the other run has no product of its shape between the same two"
+                    links.reasons[name, number] = "the other run has no matmul of its shape between the same two"
 
 
 def _pair_between(joining: Joining, links: JoinedCalls, in_a: range, in_b: range) -> None:

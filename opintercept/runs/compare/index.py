@@ -52,7 +52,7 @@ class Index:
         whole: Everything that is compared except for values.
         by: What there is of the outputs' values, as an index into `pairing.BY`.
         unhashed: Whether some tensors have no hash.
-        only_looks: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
+        is_inference: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
     """
 
     def __init__(self, columns: Columns | None, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:

@@ -429,7 +429,7 @@ class RunRecorder:
     def _arguments(self, call: OpCall, summary: Summary) -> tuple[str, bool]:
         """The options as JSON, and whether the call has tensors besides its operands.
 
-        Both are found once for all calls that look alike.
+        Both are found once for all calls of a signature.
         """
         known = self._options.get(id(summary))
         if known is None:

@@ -234,7 +234,7 @@ def _read(line: str) -> tuple[Any, ...] | None:
     """The parts of a line that has the usual members, each of the usual type; None for any other.
 
     Returns:
-        The members that each call has, as text; those that calls which look alike share, as text; for each slot the
+        The members that each call has, as text; those of its signature, as text; for each slot the
         count, the hash and the other values; and the tensors as text. What is not text was checked.
     """
     own = _OWN.match(line)

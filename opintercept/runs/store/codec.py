@@ -182,7 +182,7 @@ def writes_as_kernels() -> bool:
     return {*_BY_KERNELS, "module", "source", "autocast"} == OWN.keys()
 
 
-# Where the members that calls which look alike share begin and end in a line.
+# Where the members of a signature begin and end in a line.
 _FIRST, *_, _LAST = (f',"{name}":' for name in SHARED)
 _checks = field_checks(CallRecord)
 assert _checks.keys().isdisjoint(StoredCall.__slots__), "a line has other members of these names"
