@@ -1,4 +1,4 @@
-"""Trains a small GPT on a text, and records every matrix product of the training.
+"""Trains a small GPT on a text, and records every matmul of the training.
 
     python examples/train_gpt.py runs/a
     python examples/train_gpt.py runs/b --round 1.attention

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 PATIENCE = 4
-"""In how many steps an operand may appear before it is settled whether its ranks should be equal."""
+"""In how many steps an operand may appear before it is decided whether its ranks should be equal."""
 MOST_KEYS = 1 << 17
 """How many operands are known at most. Later ones are not compared."""
 CONSTANT, WEIGHT = 1, 2

@@ -315,8 +315,8 @@ class Replicas(Finds[Divergence]):
         return tuple(plan)
 
     def _admits(self, call: OpCall, filters: list[CallFilter]) -> bool:
-        passed = [each.admits(call) for each in filters]  # all of them, since each notes which names it has seen
-        return any(passed)
+        admitted = [each.admits(call) for each in filters]  # all of them, since each notes which names it has seen
+        return any(admitted)
 
     def _place(self, place: tuple[Any, ...], tensor: Any) -> _Operand | None:
         """Name an operand when it first appears; None if it is not to be looked at."""
@@ -369,7 +369,7 @@ class Replicas(Finds[Divergence]):
             diverged = self._diverged(ranks, expectations, step, entries)
             self.compared += 1
             if diverged:
-                self._tell(self._divergence(ranks, diverged, seen))
+                self._notify(self._divergence(ranks, diverged, seen))
 
     def _diverged(
         self, ranks: Ranks, expectations: Expectations, step: int, entries: list[RankOperand]
@@ -425,7 +425,7 @@ class Replicas(Finds[Divergence]):
             more=len(diverged) - 1,
         )
 
-    def _tell(self, finding: Divergence) -> None:
+    def _notify(self, finding: Divergence) -> None:
         new = self._keep(finding, (finding.module, finding.op, finding.phase))
         if self._action == "raise":
             raise OpInterceptError(str(finding))

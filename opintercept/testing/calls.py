@@ -62,13 +62,13 @@ class OpCalls:
     Example:
         >>> import torch
         >>> from opintercept.testing.plugin import OpCalls
-        >>> def test_a_product_and_its_gradient(op_calls):
+        >>> def test_a_matmul_and_its_gradient(op_calls):
         ...     x = torch.ones(2, 3, requires_grad=True)
         ...     (x @ torch.ones(3, 4)).sum().backward()
         ...     op_calls.expect(op="mm", count=2, finite=True)
 
         >>> with OpCalls([]).block() as op_calls:
-        ...     test_a_product_and_its_gradient(op_calls)
+        ...     test_a_matmul_and_its_gradient(op_calls)
         >>> op_calls.count, op_calls.flops, op_calls.dtypes, op_calls.modules
         (2, 96, {'float32'}, [''])
         >>> [str(call) for call in op_calls.filter(phase="backward")]

@@ -119,8 +119,8 @@ def fingerprint(call: StoredCall) -> tuple[int, int]:
         parts += (role, values.hash if values.hash is not None else _figures(values))
     if call.arguments is not None:
         parts.append(repr(sorted(call.arguments.items())))
-    told = [role for role in found if is_output(role)] or list(found)
-    hashes = [call.values[role].hash is not None if role in call.values else None for role in told]
+    judged = [role for role in found if is_output(role)] or list(found)
+    hashes = [call.values[role].hash is not None if role in call.values else None for role in judged]
     by = 0 if None in hashes or not hashes else 1 + all(hashes)
     return by, hash(tuple(parts))
 

@@ -82,7 +82,7 @@ class _Comparison:
         every = sorted(self._found.values(), key=lambda kept: _when(kept[0]))
         shared: dict[tuple[Group, ...], int] = {}
         unshared = 0
-        for key, groups in self._operands.settled.items():
+        for key, groups in self._operands.agreed.items():
             # Activation checkpointing shows a weight a second time, in a recompute.
             if windows.weight[key] and windows.named(windows.operands.places[key])[0].phase == "forward":
                 shared[self._ranks(groups)] = shared.get(self._ranks(groups), 0) + bool(groups)
@@ -211,15 +211,15 @@ class _Comparison:
                 for where, call in zip(places.tolist(), (len(calls) - 1 - last).tolist(), strict=True):
                     self._earlier[process, where] = int(part.place[call]), int(part.columns["index"][call])
         uneven: set[int] = set()
-        told: set[tuple[int, tuple[Group, ...]]] = set()  # of which no call has to be named any more
+        named: set[tuple[int, tuple[Group, ...]]] = set()  # of which no call has to be named any more
         for key, time, counts in self._counts.uneven(window, keys, self._end):
             uneven.add(time)
             parts = by_value(counts, {p: RankOperand(key, n) for p, n in counts.items()})
             shown = tuple(float(counts[part[0]]) for part in parts)
-            if ("calls", key, parts[1:]) in self._found or (key, parts[1:]) in told:
+            if ("calls", key, parts[1:]) in self._found or (key, parts[1:]) in named:
                 yield _Found("calls", key, time, 0, 0, 0, parts, shown)
                 continue
-            told.add((key, parts[1:]))
+            named.add((key, parts[1:]))
             # The first call that not all of them make, on a rank that makes it.
             most = max(counts, key=lambda p: (counts[p], -p))
             part = window.parts[most]
@@ -268,8 +268,8 @@ class _Comparison:
                     found = _at("outlier", window, rows, number, parts)
                     streak.about = found._replace(numbers=(streak.usual, streak.value), statistic=statistic)
                     streak.first = None
-                if streak.told:
-                    yield streak.about._replace(times=streak.told)
+                if streak.reported:
+                    yield streak.about._replace(times=streak.reported)
 
     def _not_finite(self, window: Window) -> Iterator[_Found]:
         """Outputs with NaN or infinities on fewer than half of the ranks."""

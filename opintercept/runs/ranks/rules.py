@@ -59,11 +59,11 @@ class Alike:
         weight: For each key whether it is that of a weight; grows.
 
     Attributes:
-        settled: The groups of processes that should be equal, as they were when that was settled.
+        agreed: The groups of processes that should be equal, as they were when this was decided.
     """
 
     def __init__(self, size: int, weight: array[int]) -> None:
-        self.settled: dict[int, tuple[Group, ...]] = {}
+        self.agreed: dict[int, tuple[Group, ...]] = {}
         self._size, self._weight = size, weight
         self._expected = Expectations(size)
         self._groups: list[tuple[Group, ...]] = [()]
@@ -140,7 +140,7 @@ class Alike:
             return diverged[0].ranks if diverged else ()
         there = {process: table[0] for process, table in enumerate(tables) if table}
         if len(there) > 1:
-            self.settled[key] = groups
+            self.agreed[key] = groups
         if self._weight[key] and len(groups) == 1 and len(there) / 2 < len(groups[0]) < len(there):
             # Equal on most ranks when it first appears: the parts of a sharded weight are equal on equally many.
             return by_value(there, there)
@@ -271,7 +271,7 @@ class Streak:
         value: What that output has.
         usual: What the median process has there.
         times: How many outputs there have been.
-        told: How many have to be reported now.
+        reported: How many have to be reported now.
         about: The caller's.
     """
 
@@ -279,7 +279,7 @@ class Streak:
     value: float
     usual: float
     times: int = 0
-    told: int = 0
+    reported: int = 0
     about: Any = None
 
 
@@ -325,11 +325,11 @@ class OutlierFinder:
             streak = Streak(int(known[entry]), float(values[known[entry]]), float(np.exp(middle[row[entry]])))
             if own in before and before[own][0] == on and (start == 0 or series[start - 1]):
                 streak = before[own][1]
-            telling = streak.times >= STREAK
+            reporting = streak.times >= STREAK
             streak.times += end - start
             huge = bool((np.abs(apart[order[start:end]]) > np.log(HUGE)).any())
             long = streak.times >= STREAK
-            streak.told = (end - start if telling else streak.times) if long else int(huge)
+            streak.reported = (end - start if reporting else streak.times) if long else int(huge)
             if end == len(key) or series[end - 1]:
                 self._open[own] = on, streak
             found.append(streak)
