@@ -83,7 +83,7 @@ def test_diff_sets_off_the_first_divergence(tmp_path: Path, monkeypatch: pytest.
     ]
 
 
-def test_ranks_that_part_are_set_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_diverge_are_set_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranked(tmp_path / "run", chain("a"), chain("a"), chain("a", of="a"))
     found = coloured(printed(monkeypatch, "diff", "--ranks", str(tmp_path / "run")))
     assert found[0][0] == "1;31"

@@ -337,14 +337,14 @@ def test_a_flipped_bit_is_named_under_autocast_and_with_every(two: Any) -> None:
 
 
 @slow
-def test_ranks_that_nothing_synchronises_part_in_the_second_step(two: Any) -> None:
+def test_ranks_that_nothing_synchronises_diverge_in_the_second_step(two: Any) -> None:
     for rank in two:
         found = finding(rank["not synchronised"])
         assert (found["step"], found["module"], found["operand"], found["weight"]) == (1, "blocks.0.up", "rhs", True)
 
 
 @slow
-def test_an_activation_that_parts_is_named(two: Any) -> None:
+def test_an_activation_that_diverges_is_named(two: Any) -> None:
     for rank in two:
         first, second = rank["activation"]["findings"]
         assert first[:4] == [[[0], [1]], 4, 65, "blocks.0.down"]
@@ -418,7 +418,7 @@ def test_ranks_at_different_steps_are_told(two: Any) -> None:
 
 
 @slow
-def test_groups_of_a_grid_are_found_and_a_rank_that_parts_from_its_group_is_named(four: Any) -> None:
+def test_groups_of_a_grid_are_found_and_a_rank_that_diverges_from_its_group_is_named(four: Any) -> None:
     for number, rank in enumerate(four):
         said = rank["grid"]["everywhere"]
         found = finding(said)

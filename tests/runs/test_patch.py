@@ -40,7 +40,7 @@ def broken(net: Net, layer: int) -> Net:
     return net
 
 
-def test_a_graft_finds_where_an_error_is_added(tmp_path: Path) -> None:
+def test_a_patch_finds_where_an_error_is_added(tmp_path: Path) -> None:
     net = Net()
     right = net(X)
     run = record(tmp_path, lambda: net(X))

@@ -63,7 +63,7 @@ def brief(found: RankFinding) -> tuple[Any, ...]:
     return found.what, found.odd, found.step, found.module, found.operand
 
 
-def test_nothing_parts_where_only_data_differs(compared: Any) -> None:
+def test_nothing_diverges_where_only_data_differs(compared: Any) -> None:
     found = compared(*map(training, range(4)))
     assert found.equal
     assert (found.ranks, found.calls, found.steps) == ((0, 1, 2, 3), 96, (0, 11))
@@ -191,7 +191,7 @@ def test_ranks_that_make_more_or_fewer_calls_are_named(compared: Any) -> None:
     assert (second.numbers, second.rank) == ((1, 0), 0)
 
 
-def test_more_calls_do_not_hide_a_weight_that_parts_later(compared: Any) -> None:
+def test_more_calls_do_not_hide_a_weight_that_diverges_later(compared: Any) -> None:
     ranks = [training(rank) for rank in range(3)]
     ranks[0].insert(6, ranks[0][6])
     put(ranks[2], 9, "a", rhs="other")
@@ -432,7 +432,7 @@ needs_ranks = pytest.mark.skipif(
 @needs_ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in recorded_ranks.TRAININGS if name != "flipped"])
-def test_a_healthy_training_parts_nowhere(trainings: Path, name: str) -> None:
+def test_a_healthy_training_diverges_nowhere(trainings: Path, name: str) -> None:
     found = runs.diff_ranks(runs.open_run(trainings / name))
     assert found.findings == ()
     assert found.equal
