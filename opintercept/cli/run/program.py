@@ -21,7 +21,7 @@ from typing import Any
 from opintercept._core.errors import OpInterceptError
 
 _TORCH_OPS = os.path.join("torch", "_ops.py")
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OURS = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3)) + os.sep  # the folder of the package
 
 
 def prepare(name: str, arguments: Sequence[str], *, module: bool) -> Callable[[], None]:
