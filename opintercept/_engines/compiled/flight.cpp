@@ -6,6 +6,7 @@
 
 #include "kernels.h"
 
+#include <atomic>
 #include <charconv>
 #include <cstring>
 #include <new>
@@ -135,7 +136,10 @@ void Flight::put(const std::string& line) {
   if (length < line.size()) { // too long for its slot: only that there was a call can be told
     length = 0;
   }
-  __atomic_store_n(number, 0, __ATOMIC_SEQ_CST);
+  // A process that reads the file meanwhile must see the 0 before any byte of the new line. A store of any order does not
+  // hold back those after it, and ARM reorders them: that takes the fence. The last store publishes the line.
+  __atomic_store_n(number, 0, __ATOMIC_RELAXED);
+  std::atomic_thread_fence(std::memory_order_release);
   std::memcpy(slot + sizeof *number, &length, sizeof length);
   std::memcpy(slot + SLOT_HEAD, line.data(), length);
   __atomic_store_n(number, ++next, __ATOMIC_RELEASE);
