@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,19 +30,20 @@ import torch
 from opintercept._core.errors import OpInterceptError
 
 _PACKAGE = Path(__file__).parents[1]
-_FOLDERS = (_PACKAGE / "_engines/compiled", _PACKAGE / "_native")
+_FOLDERS = (_PACKAGE / "_engines/compiled", _PACKAGE / "_native", _PACKAGE / "_native/vectors")
 SOURCES = [source for folder in _FOLDERS for source in sorted(folder.glob("*.cpp"))]
 HEADERS = [header for folder in _FOLDERS for header in sorted(folder.glob("*.h"))]
 PACKAGED = _PACKAGE / "_native/libraries"  # those of a wheel, see hatch_build.py
 _MODULE = "opintercept_compiled"
 # Torch's headers need C++20 since 2.12. Those of 2.11 compile under it, too.
 COMPILE = ["-O2", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_MODULE}"]
-# What a source needs beside `COMPILE`, by its name.
-EXTRA = {"checksums.cpp": ["-O3"], "values.cpp": ["-O3"]}
-# The vector instructions that these may use, by torch's name for the best that the processor has.
+# The sets of vector instructions for which the sources in `_native/vectors` are compiled, by torch's names.
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-VECTORS = {"AVX2": _AVX2, "AVX512": [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
-_X86 = ("x86_64", "AMD64", "i686")
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+SETS: dict[str, list[str]] = {"DEFAULT": []}
+if platform.machine() in ("x86_64", "AMD64", "i686"):
+    SETS |= {"AVX2": _AVX2, "AVX512": _AVX512}  # in ascending order, see `vectors/sets.h`
+    COMPILE.append("-DOPINTERCEPT_AVX")
 LINK = ["-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 if sys.platform == "darwin":
     LINK.append("-Wl,-undefined,dynamic_lookup")  # Python's own symbols
@@ -65,18 +66,17 @@ def built_library() -> Path:
         return library
 
 
-def build_portable(folder: Path) -> list[Path]:
-    """Build what a wheel needs for this torch and Python: a library for each set of vector instructions.
+def build_portable(folder: Path) -> Path:
+    """Build what a wheel needs for this torch and Python: a library for all processors of this kind.
 
     Raises:
-        OpInterceptError: They cannot be built here.
+        OpInterceptError: It cannot be built here.
     """
     with _explained():
         folder.mkdir(parents=True, exist_ok=True)
-        sets = [[], *VECTORS.values()] if platform.machine() in _X86 else [[]]
-        libraries = {folder / f"{portable_name(vectors)}.so": vectors for vectors in sets}
-        _make(libraries, portable_name)
-        return [*libraries]
+        library = folder / f"{portable_name()}.so"
+        _make(library, portable_name)
+        return library
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def _explained() -> Iterator[None]:
 
 def packaged_library() -> Path:
     """Where a wheel has the library for this environment, if it has one."""
-    return PACKAGED / f"{portable_name(_vectors())}.so"
+    return PACKAGED / f"{portable_name()}.so"
 
 
 def cached_library() -> Path:
@@ -129,25 +129,25 @@ def library_name() -> str:
 
     Not the version of the compiler: a library stays good when its compiler is upgraded or removed.
     """
-    return _named(_vectors(), [*_compiler(), torch.__file__, sys.version, _PYTHON])
+    return _named(*_compiler(), torch.__file__, sys.version, _PYTHON)
 
 
-def portable_name(vectors: list[str]) -> str:
+def portable_name() -> str:
     """A name that stands for everything a library depends on, so that any process can use a file with this name.
 
     It includes Python's full version, since `stack.cpp` reads internals that Python may change in any version.
     """
-    return _named(vectors, [])
+    return _named()
 
 
-def _named(vectors: list[str], machine: list[str]) -> str:
+def _named(*machine: str) -> str:
     known = hashlib.sha256()
     for source in (*SOURCES, *HEADERS):
         known.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
     for part in (
         *COMPILE,
         *LINK,
-        *(flag for source in SOURCES for flag in _extra(source, vectors)),
+        *(flag for name in SETS for flag in _flags_of(name)),
         torch.__version__,
         torch.version.git_version,
         torch.compiled_with_cxx11_abi(),
@@ -161,14 +161,9 @@ def _named(vectors: list[str], machine: list[str]) -> str:
     return f"{readable}-{known.hexdigest()[:16]}"
 
 
-def _vectors() -> list[str]:
-    """The flags for the vector instructions that this processor has. Libraries of processors differ in their names."""
-    return VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
-
-
-def _extra(source: Path, vectors: list[str]) -> list[str]:
-    flags = EXTRA.get(source.name)
-    return [] if flags is None else [*flags, *vectors]
+def _flags_of(instructions: str) -> list[str]:
+    """What the sources in `_native/vectors` need beside `COMPILE`: the flags with which ATen compiles its own."""
+    return ["-O3", f"-DCPU_CAPABILITY={instructions}", f"-DCPU_CAPABILITY_{instructions}", *SETS[instructions]]
 
 
 def _compiler() -> list[str]:
@@ -235,49 +230,57 @@ def _build(library: Path) -> None:
         if alone:
             for left in library.parent.glob(f"{library.name}.*{UNFINISHED}"):  # from processes that were killed
                 shutil.rmtree(left, ignore_errors=True)
-        _make({library: _vectors()}, lambda vectors: library_name())
+        _make(library, library_name)
 
 
-def _make(libraries: Mapping[Path, list[str]], name: Callable[[list[str]], str]) -> None:
-    """Build in a temporary folder and move each library in one step, so that no process finds a part of it.
+def _make(library: Path, name: Callable[[], str]) -> None:
+    """Build in a temporary folder and move the library in one step, so that no process finds a part of it.
 
     Args:
-        libraries: The flags of each for vector instructions. They belong in the same folder.
-        name: Computes the name of a library from these flags.
+        library: Where it belongs.
+        name: Computes its name, which changes with the sources.
     """
-    first = next(iter(libraries))
     # Compilers that were killed may still write for a moment.
     with tempfile.TemporaryDirectory(
-        UNFINISHED, f"{first.name}.", first.parent, ignore_cleanup_errors=True
+        UNFINISHED, f"{library.name}.", library.parent, ignore_cleanup_errors=True
     ) as temporary:
-        folder = Path(temporary)
-        _compile(folder, {library.name: vectors for library, vectors in libraries.items()})
-        if any(f"{name(vectors)}.so" != library.name for library, vectors in libraries.items()):
+        built = Path(temporary, library.name)
+        _compile(built)
+        if f"{name()}.so" != library.name:
             raise RuntimeError("the sources changed while they were compiled")
-        for library in libraries:
-            built = folder / library.name
-            checksum_file(built).write_text(_sum_of(built))
-            # The checksum first: a library beside the checksum of another is built again.
-            os.replace(checksum_file(built), checksum_file(library))
-            os.replace(built, library)
+        checksum_file(built).write_text(_sum_of(built))
+        # The checksum first: a library beside the checksum of another is built again.
+        os.replace(checksum_file(built), checksum_file(library))
+        os.replace(built, library)
 
 
-def _compile(folder: Path, libraries: Mapping[str, list[str]]) -> None:
-    """Compile libraries of these names. Only the sources in `EXTRA` are compiled for each."""
+def _compile(library: Path) -> None:
+    """Compile a library, with the objects beside it."""
     compiler, torchs = _compiler(), Path(torch.__file__).parent
     includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _PYTHON]
     flags = [*COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
-    compiling: dict[str, list[str]] = {}  # by the object that it makes
-    linking = []
-    for number, (name, vectors) in enumerate(libraries.items()):
-        objects = []
-        for source in SOURCES:
-            objects.append(f"{source.stem}-{number if source.name in EXTRA else 'all'}.o")
-            more = [*_extra(source, vectors), "-c", str(source), "-o", objects[-1]]
-            compiling[objects[-1]] = [*compiler, *flags, *more]
-        linking.append([*compiler, *objects, f"-L{torchs / 'lib'}", *LINK, "-o", name])
-    _run([*compiling.values()], folder)
-    _run(linking, folder)
+    compiling = []
+    objects = []
+    for source, more, made in _objects():
+        objects.append(made)
+        compiling.append([*compiler, *flags, *more, "-c", str(source), "-o", made])
+    _run(compiling, library.parent)
+    linking = [*compiler, *objects, f"-L{torchs / 'lib'}", *LINK, "-o", library.name]
+    _run([linking], library.parent)
+
+
+def _objects() -> Iterator[tuple[Path, list[str], str]]:
+    """Each object in the order in which they are linked: its source, the flags that only it needs, and its name.
+
+    Those that any processor can run come first, see `vectors/sets.h`.
+    """
+    vectorized = [source for source in SOURCES if source.parent.name == "vectors"]
+    for source in SOURCES:
+        if source not in vectorized:
+            yield source, [], f"{source.stem}.o"
+    for instructions in SETS:
+        for source in vectorized:
+            yield source, _flags_of(instructions), f"{source.stem}-{instructions}.o"
 
 
 def _run(commands: list[list[str]], folder: Path) -> None:

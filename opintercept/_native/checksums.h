@@ -1,31 +1,10 @@
-// Sums over the columns of matrices on the CPU, each row times one or more vectors, as `hooks._checksums.project`.
+// The sums of `vectors/sum_columns.h` with the vector instructions of this processor, on torch's threads.
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
+#include "vectors/sum_columns.h"
 
 namespace opintercept {
-
-// A matrix in memory, or a batch of them, or a vector as a matrix of one row.
-struct Matrices {
-  const char* data = nullptr;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
-  int64_t batch = 1, rows = 1, columns = 0;
-  int64_t of_batch = 0, of_row = 0, of_column = 0; // strides
-
-  // False for a tensor that is no such thing, or whose values are not floating-point numbers of 16 bits or more.
-  bool describe(const at::Tensor& tensor);
-
-  bool transposed() const {
-    return of_row == 1 && of_column != 1;
-  }
-
-  int64_t count() const {
-    return batch * rows * columns;
-  }
-};
 
 // `out`, [batch, rows, groups], becomes x times `by`, [columns, groups] or [batch, columns, groups]. `norms`, [batch,
 // rows] or null, become those of the rows. The results depend neither on the number of threads nor on other rows.

@@ -6,8 +6,6 @@ import argparse
 import time
 from pathlib import Path
 
-from opintercept._core.text import counted
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -15,7 +13,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--into",
         metavar="FOLDER",
         type=Path,
-        help="build into FOLDER what a wheel needs: libraries for all processors of this kind",
+        help="build into FOLDER what a wheel needs: a library for all processors of this kind",
     )
 
 
@@ -32,7 +30,7 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.into is not None:
         made = build.build_portable(arguments.into)
         took = time.perf_counter() - started
-        print(f"built for {environment} in {took:.0f} s: {counted(len(made), 'file')} in {arguments.into}")
+        print(f"built for {environment} in {took:.0f} s: {made}")
         return 0
     there = library.existing()
     if there.module is not None:

@@ -86,28 +86,22 @@ def test_a_library_that_does_not_load_is_named_with_the_remedy(
     assert refused(capsys).endswith(f"; remove {str(path)!r} and run `opintercept build`")
 
 
-def test_what_a_wheel_needs_is_built_for_every_processor_of_this_kind(
+def test_what_a_wheel_needs_is_one_library_for_every_processor_of_this_kind(
     builds: Builds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vectors = builds.folder / "values.cpp"
-    vectors.touch()
-    builds.sources.append(vectors)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    builds.add_vectorized()
+    monkeypatch.setattr(build, "SETS", {"DEFAULT": [], "AVX2": ["-mavx2"], "AVX512": ["-mavx512f"]})
     folder = builds.folder / "for a wheel"
     assert main(["build", "--into", str(folder)]) == 0
+    library = folder / build.packaged_library().name
     assert re.fullmatch(
-        rf"built for {re.escape(ENVIRONMENT)} in \d+ s: 3 files in {re.escape(str(folder))}\n", capsys.readouterr().out
+        rf"built for {re.escape(ENVIRONMENT)} in \d+ s: {re.escape(str(library))}\n", capsys.readouterr().out
     )
     for capability in ("DEFAULT", "AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         assert build.is_whole(folder / build.packaged_library().name)
-    assert len(list(folder.iterdir())) == 6  # with checksums
-    assert len(builds.compilers()) == 2 + 3 + 3  # sources that need no vectors once, the one that does and the link
-
-
-def test_another_kind_of_processor_has_one_library(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert len(build.build_portable(builds.folder / "out")) == 1
+    assert len(list(folder.iterdir())) == 2  # with its checksum
+    assert len(builds.compilers()) == 2 + 3 + 1  # the sources that need no vectors, the one that does, and the link
 
 
 def test_info_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,9 +34,9 @@ def watch() -> Interceptor:
 
 def test_the_sources_are_shipped_beside_the_module() -> None:
     package = importlib.resources.files("opintercept")
-    folders = [package.joinpath(name) for name in ("_engines/compiled", "_native")]
+    folders = [package.joinpath(name) for name in ("_engines/compiled", "_native", "_native/vectors")]
     files = [file.name for folder in folders for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))]
-    assert {"kernels.cpp", "record.cpp", "stack.cpp", "values.cpp"} <= set(files)
+    assert {"kernels.cpp", "record.cpp", "stack.cpp", "values.cpp", "read_values.cpp"} <= set(files)
     assert sorted(path.name for path in (*build.SOURCES, *build.HEADERS)) == sorted(files)
 
 
@@ -191,16 +191,17 @@ def test_a_library_is_built_without_torchs_machinery(builds: Builds, monkeypatch
         ("sysconfig.get_config_var", lambda name: "cpython-311d"),
         ("opintercept._native.build.COMPILE", ["-O3"]),
         ("opintercept._native.build.LINK", ["-g"]),
+        ("opintercept._native.build.SETS", {"DEFAULT": ["-march=native"]}),
     ],
 )
 def test_each_environment_has_a_build_of_its_own(
     name: str, value: Any, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [build.library_name(), build.portable_name([])]
-    assert [build.library_name(), build.portable_name([])] == names
+    names = [build.library_name(), build.portable_name()]
+    assert [build.library_name(), build.portable_name()] == names
     monkeypatch.setattr(name, value)
     assert build.library_name() not in names
-    assert build.portable_name([]) not in names
+    assert build.portable_name() not in names
 
 
 @pytest.mark.parametrize(
@@ -219,12 +220,27 @@ def test_a_wheel_may_move_between_machines_but_a_cache_may_not(
     assert build.library_name() != cached
 
 
-def test_processors_with_other_vector_instructions_have_builds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_with_other_vector_instructions_share_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set[Any]()
     for capability in ("AVX512", "AVX2", "DEFAULT"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         names |= {build.library_name(), build.packaged_library()}
-    assert len(names) == 6
+    assert len(names) == 2
+
+
+def test_what_fewer_processors_can_run_is_linked_later(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linker keeps the first of several functions of one name."""
+    builds.add_vectorized()
+    builds.compiler.write_text(f'{FAKE_COMPILER}echo "$@" >> "$here/commands"\n')
+    monkeypatch.setattr(build, "SETS", {"DEFAULT": [], "AVX2": ["-mavx2"], "AVX512": ["-mavx512f"]})
+    build.built_library()
+    commands = [line.split() for line in (builds.folder / "commands").read_text().splitlines()]
+    objects = ["one.o", "two.o", "loops-DEFAULT.o", "loops-AVX2.o", "loops-AVX512.o"]
+    assert commands[-1][:5] == objects
+    flags = {command[-1]: command for command in commands[:-1]}
+    assert set(flags) == set(objects)
+    assert [name for name in objects if "-mavx2" in flags[name]] == ["loops-AVX2.o"]
+    assert [name for name in objects if "-DCPU_CAPABILITY=AVX512" in flags[name]] == ["loops-AVX512.o"]
 
 
 def test_each_source_header_and_compiler_has_a_build_of_its_own(

@@ -55,6 +55,13 @@ class Builds:
         patch.setenv("CXX", str(self.compiler))
         patch.delenv("MAX_JOBS", raising=False)
 
+    def add_vectorized(self) -> None:
+        """Add a source that is compiled for each set of vector instructions."""
+        source = self.folder / "vectors" / "loops.cpp"
+        source.parent.mkdir()
+        source.touch()
+        self.sources.append(source)
+
     def start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", BUILD, *map(str, self.sources)],

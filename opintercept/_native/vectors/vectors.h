@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-namespace opintercept {
+namespace opintercept::CPU_CAPABILITY {
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 64; // bytes of a vector register
@@ -87,4 +87,4 @@ inline Vec<float, N> from_half(const int16_t* from) {
   return same_bits<Vec<float, N>>(magnitude | sign);
 }
 
-} // namespace opintercept
+} // namespace opintercept::CPU_CAPABILITY

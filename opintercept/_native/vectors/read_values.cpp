@@ -1,0 +1,563 @@
+// Reads the values of a CPU tensor in one pass, 4096 at a time so that whatever else is asked of them finds them in the
+// cache: counts, range, sums, the hash of `hooks._hash`, the powers and channels of `hooks._sums`.
+//
+// Invariant: the results do not depend on the number of threads. This file is compiled for each set of vector
+// instructions, see `sets.h`.
+
+#include "read_values.h"
+#include "run.h"
+#include "vectors.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace opintercept::CPU_CAPABILITY {
+
+namespace {
+
+constexpr int DOUBLES = WIDTH / 8;
+constexpr int64_t BLOCK = 1 << 12; // values that are read together
+constexpr int64_t CHUNK = 1 << 16; // values that one thread reads at a time
+
+// The dtypes: how many bits their exponent and mantissa have, and N values as doubles.
+
+struct Float64 {
+  using Bits = int64_t;
+  static constexpr int EXPONENT = 11, MANTISSA = 52;
+  template <int N>
+  static Vec<double, N> widen(const Bits* from) {
+    return load<Vec<double, N>>(from);
+  }
+};
+
+struct Float32 {
+  using Bits = int32_t;
+  static constexpr int EXPONENT = 8, MANTISSA = 23;
+  template <int N>
+  static Vec<double, N> widen(const Bits* from) {
+    return doubles<N>(load<Vec<float, N>>(from));
+  }
+};
+
+struct BFloat16 {
+  using Bits = int16_t;
+  static constexpr int EXPONENT = 8, MANTISSA = 7;
+  template <int N>
+  static Vec<double, N> widen(const Bits* from) {
+    return doubles<N>(same_bits<Vec<float, N>>(zero_extended<N>(from) << 16));
+  }
+};
+
+struct Float16 {
+  using Bits = int16_t;
+  static constexpr int EXPONENT = 5, MANTISSA = 10;
+  template <int N>
+  static Vec<double, N> widen(const Bits* from) {
+    return doubles<N>(from_half<N>(from));
+  }
+};
+
+template <typename F>
+struct Format : F {
+  using typename F::Bits;
+  using Unsigned = std::make_unsigned_t<Bits>;
+  static constexpr Bits MAX = std::numeric_limits<Bits>::max(); // all bits but the sign
+  static constexpr Bits INF = static_cast<Bits>(((int64_t{1} << F::EXPONENT) - 1) << F::MANTISSA);
+  static constexpr int LANES = WIDTH / static_cast<int>(sizeof(Bits));
+
+  static double value(Bits bits) {
+    return F::template widen<1>(&bits)[0];
+  }
+};
+
+// A number of the same order as the value: -NaN < -Inf < -1 < -0.0 < 0.0 < 1 < Inf < NaN. It is its own inverse.
+template <typename F, typename V>
+inline V ordered(V bits) {
+  return bits ^ ((bits >> (8 * static_cast<int>(sizeof(typename F::Bits)) - 1)) & F::MAX);
+}
+
+// The range of values as `ordered` numbers, and how many are zero.
+template <typename F>
+struct Range {
+  typename F::Bits low = F::MAX, high = -F::MAX - 1;
+  int64_t zeros = 0, nan = 0, odd = 0; // odd: NaN or infinite
+
+  bool finite() const {
+    return high < F::INF && low > ~F::INF;
+  }
+  bool has_nan() const {
+    return high > F::INF || low < ~F::INF;
+  }
+};
+
+// `masked`: take finite values only, and count the others.
+template <typename F, int N, bool masked, bool zeros>
+inline int64_t range_of(const typename F::Bits* from, int64_t at, int64_t count, Range<F>& range) {
+  using Bits = typename F::Bits;
+  using V = Vec<Bits, N>;
+  V low = V{} + F::MAX, high = ~low, zero{}, nan{}, odd{};
+  for (; at + N <= count; at += N) {
+    V bits = load<V>(from + at), key = ordered<F>(bits);
+    if constexpr (zeros) {
+      zero -= (bits & F::MAX) == 0;
+    }
+    if constexpr (masked) {
+      V is_odd = (bits & F::MAX) >= F::INF;
+      odd -= is_odd;
+      nan -= (bits & F::MAX) > F::INF;
+      V below = is_odd ? V{} + F::MAX : key, above = is_odd ? ~(V{} + F::MAX) : key;
+      low = below < low ? below : low;
+      high = above > high ? above : high;
+    } else {
+      low = key < low ? key : low;
+      high = key > high ? key : high;
+    }
+  }
+  for (int i = 0; i < N; i++) {
+    range.low = std::min<Bits>(range.low, low[i]);
+    range.high = std::max<Bits>(range.high, high[i]);
+    range.zeros += zero[i];
+    range.nan += nan[i];
+    range.odd += odd[i];
+  }
+  return at;
+}
+
+// Of at most BLOCK values, since lanes of 16 bits count.
+template <typename F, bool masked, bool zeros = true>
+inline Range<F> range_of(const typename F::Bits* from, int64_t count) {
+  Range<F> range;
+  int64_t at = 0;
+  if (count >= F::LANES) {
+    at = range_of<F, F::LANES, masked, zeros>(from, 0, count, range);
+  }
+  if (at < count) {
+    range_of<F, 1, masked, zeros>(from, at, count, range);
+  }
+  return range;
+}
+
+// The sum of the distances from a number, and that of their squares.
+struct Moments {
+  double total = 0, squares = 0;
+};
+
+template <typename F, int N, int UNROLL, bool masked>
+inline int64_t moments_of(const typename F::Bits* from, int64_t at, int64_t count, double around, Moments& moments) {
+  using V = Vec<double, N>;
+  std::array<V, UNROLL> total{}, squares{}; // several, since an addition takes as long as four others can begin
+  for (; at + N * UNROLL <= count; at += N * UNROLL) {
+    for (int i = 0; i < UNROLL; i++) {
+      V value = F::template widen<N>(from + at + i * N), apart = value - around;
+      if constexpr (masked) {
+        auto finite = (same_bits<Vec<int64_t, N>>(value) & INT64_MAX) < Format<Float64>::INF;
+        apart = same_bits<V>(same_bits<Vec<int64_t, N>>(apart) & finite);
+      }
+      total[i] += apart;
+      squares[i] += apart * apart;
+    }
+  }
+  for (int i = 1; i < UNROLL; i++) {
+    total[0] += total[i];
+    squares[0] += squares[i];
+  }
+  for (int i = 0; i < N; i++) {
+    moments.total += total[0][i];
+    moments.squares += squares[0][i];
+  }
+  return at;
+}
+
+template <typename F, bool masked>
+inline Moments moments_of(const typename F::Bits* from, int64_t count, double around) {
+  Moments moments;
+  int64_t at = 0;
+  if (count >= 4 * DOUBLES) {
+    at = moments_of<F, DOUBLES, 4, masked>(from, at, count, around, moments);
+  }
+  if (at + DOUBLES <= count) {
+    at = moments_of<F, DOUBLES, 1, masked>(from, at, count, around, moments);
+  }
+  if (at < count) {
+    moments_of<F, 1, 1, masked>(from, at, count, around, moments);
+  }
+  return moments;
+}
+
+template <typename F, int N>
+inline int64_t count_misfits(const typename F::Bits* from, int64_t at, int64_t count, const Target& target, Sums& sums) {
+  Vec<int64_t, N> below{}, above{};
+  for (; at + N <= count; at += N) {
+    auto value = F::template widen<N>(from + at);
+    auto size = same_bits<Vec<double, N>>(same_bits<Vec<int64_t, N>>(value) & INT64_MAX);
+    below -= (size <= target.tiny) & (size != 0.0);
+    above -= size > target.huge;
+  }
+  for (int i = 0; i < N; i++) {
+    sums.underflow += below[i];
+    sums.overflow += above[i];
+  }
+  return at;
+}
+
+template <typename F>
+inline Sums sums_of(const typename F::Bits* from, int64_t count, const Target* target) {
+  Sums sums;
+  Range<F> range = range_of<F, false>(from, count);
+  bool masked = !range.finite();
+  if (masked) {
+    range = range_of<F, true>(from, count);
+  }
+  sums.count = count;
+  sums.finite = count - range.odd;
+  sums.nan = range.nan;
+  sums.zeros = range.zeros;
+  sums.overflow = range.odd - range.nan;
+  if (sums.finite == 0) {
+    return sums;
+  }
+  sums.low = F::value(ordered<F>(range.low));
+  sums.high = F::value(ordered<F>(range.high));
+  auto finite = static_cast<double>(sums.finite);
+  auto around = [&](double number) {
+    return masked ? moments_of<F, true>(from, count, number) : moments_of<F, false>(from, count, number);
+  };
+  Moments moments = around(0);
+  sums.total = moments.total;
+  sums.spread = std::isfinite(moments.squares) ? moments.squares - moments.total * moments.total / finite : INFINITY;
+  if (sums.spread * 1e4 < moments.squares) { // the difference has lost digits
+    moments = around(sums.total / finite);
+    sums.spread = std::max(0.0, moments.squares - moments.total * moments.total / finite);
+  }
+  if (target != nullptr) {
+    sums.overflow = 0;
+    int64_t at = count_misfits<F, DOUBLES>(from, 0, count, *target, sums);
+    count_misfits<F, 1>(from, at, count, *target, sums);
+  }
+  return sums;
+}
+
+template <typename F>
+struct Powers {
+  static constexpr int EXPONENTS = 1 << F::EXPONENT, BIAS = EXPONENTS / 2 - 1;
+  // Two tables: where neighbours have the same exponent, the counts need not wait for each other.
+  std::array<std::array<int64_t, EXPONENTS>, 2> counts{};
+  std::array<int64_t, F::MANTISSA> subnormal{};
+
+  void add(const typename F::Bits* from, int64_t count) {
+    int64_t before = counts[0][0] + counts[1][0];
+    int64_t at = 0;
+    for (; at + 2 <= count; at += 2) {
+      counts[0][exponent(from[at])]++;
+      counts[1][exponent(from[at + 1])]++;
+    }
+    if (at < count) {
+      counts[0][exponent(from[at])]++;
+    }
+    if (counts[0][0] + counts[1][0] == before) {
+      return;
+    }
+    for (int64_t i = 0; i < count; i++) { // zeros and subnormal numbers
+      auto rest = static_cast<uint64_t>(from[i] & F::MAX);
+      if (rest != 0 && rest >> F::MANTISSA == 0) {
+        subnormal[std::bit_width(rest) - 1]++;
+      }
+    }
+  }
+
+  void put(std::array<int64_t, POWERS>& found) const {
+    for (int e = 1; e < EXPONENTS - 1; e++) {
+      found[place(e - BIAS)] += counts[0][e] + counts[1][e];
+    }
+    for (int e = 0; e < F::MANTISSA; e++) {
+      found[place(1 - BIAS - F::MANTISSA + e)] += subnormal[e];
+    }
+  }
+
+ private:
+  static size_t exponent(typename F::Bits bits) {
+    return static_cast<size_t>(bits & F::MAX) >> F::MANTISSA;
+  }
+  static size_t place(int power) {
+    return static_cast<size_t>(std::clamp(power, LOWEST, HIGHEST) - LOWEST);
+  }
+};
+
+// The hash of `hooks._hash`, in which the names are the same.
+constexpr int64_t HASH_BLOCK = 1 << 16, SMALL = 1 << 14, PIECE = 1 << 18;
+
+uint64_t mixed(uint64_t number) {
+  uint64_t z = number * 0x9E3779B97F4A7C15;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+  return z ^ (z >> 31);
+}
+
+uint64_t factor(int64_t block, bool of_rows) {
+  return mixed(2 * static_cast<uint64_t>(block) + of_rows + (uint64_t{1} << 32)) | 1;
+}
+
+const uint64_t* weights(bool of_rows) {
+  static const std::vector<uint64_t> all = [] {
+    std::vector<uint64_t> made(2 * HASH_BLOCK);
+    for (uint64_t i = 0; i < made.size(); i++) {
+      made[i] = mixed(2 * (i % HASH_BLOCK) + i / HASH_BLOCK + (uint64_t{1} << 40));
+    }
+    return made;
+  }();
+  return all.data() + of_rows * HASH_BLOCK;
+}
+
+template <typename Bits>
+inline uint64_t weighted(const Bits* from, const uint64_t* by, int64_t count) {
+  uint64_t sum = 0, upper = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if constexpr (sizeof(Bits) == 8) { // an element of 64 bits has two lanes
+      sum += static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(from[i]))) * by[i];
+      upper += static_cast<uint64_t>(from[i] >> 32) * by[i];
+    } else {
+      sum += static_cast<uint64_t>(static_cast<int64_t>(from[i])) * by[i];
+    }
+  }
+  return sizeof(Bits) == 8 ? sum * mixed(2) + upper * mixed(3) : sum;
+}
+
+// What one thread has found beside the sums. All of it can be put together in any order.
+template <typename F>
+struct Found {
+  Powers<F> powers;
+  std::vector<typename F::Unsigned> channels;
+  uint64_t hash = 0;
+
+  // Add values that begin at a place in the matrix.
+  void add(const typename F::Bits* from, int64_t at, int64_t count, const Matrix& matrix, const Request& request) {
+    if (request.powers) {
+      powers.add(from, count);
+    }
+    for (int64_t row = at / matrix.width, column = at % matrix.width; request.in_order() && count > 0;) {
+      int64_t most = std::min(matrix.width, (column / HASH_BLOCK + 1) * HASH_BLOCK);
+      int64_t here = std::min(count, most - column);
+      if (request.hash) {
+        add_hash(from, row, column, here, matrix);
+      }
+      if (request.channels) {
+        add_channels(from, row, column, here, matrix);
+      }
+      from += here;
+      count -= here;
+      column += here;
+      if (column == matrix.width) {
+        column = 0;
+        row++;
+      }
+    }
+  }
+
+ private:
+  void add_hash(const typename F::Bits* from, int64_t row, int64_t column, int64_t count, const Matrix& matrix) {
+    uint64_t sum = weighted(from, weights(matrix.swapped) + column % HASH_BLOCK, count);
+    sum *= weights(!matrix.swapped)[row % HASH_BLOCK];
+    int64_t size = matrix.height * matrix.width;
+    if (size > SMALL && (matrix.height > HASH_BLOCK || matrix.width > HASH_BLOCK || size > PIECE)) {
+      sum *= factor(row / HASH_BLOCK, !matrix.swapped) * factor(column / HASH_BLOCK, matrix.swapped);
+    }
+    hash += sum;
+  }
+
+  void add_channels(const typename F::Bits* from, int64_t row, int64_t column, int64_t count, const Matrix& matrix) {
+    // Without the sign, bits have the order of the magnitudes, and NaN is the largest.
+    using Unsigned = typename F::Unsigned;
+    constexpr auto MAX = static_cast<Unsigned>(F::MAX);
+    if (matrix.swapped) {
+      Unsigned most = channels[row];
+      for (int64_t i = 0; i < count; i++) {
+        most = std::max<Unsigned>(most, static_cast<Unsigned>(from[i]) & MAX);
+      }
+      channels[row] = most;
+    } else {
+      Unsigned* to = channels.data() + column;
+      for (int64_t i = 0; i < count; i++) {
+        to[i] = std::max<Unsigned>(to[i], static_cast<Unsigned>(from[i]) & MAX);
+      }
+    }
+  }
+};
+
+// Call `use(values, place of the first, count)` for the values of a chunk, at most BLOCK at a time.
+template <typename Bits, typename Use>
+inline void each_block(const Layout& layout, int64_t chunk, const Use& use) {
+  auto base = static_cast<const Bits*>(layout.data);
+  int64_t at = chunk * CHUNK, end = std::min(layout.count, at + CHUNK);
+  if (layout.dense()) {
+    for (; at < end; at += BLOCK) {
+      use(base + at, at, std::min(BLOCK, end - at));
+    }
+    return;
+  }
+  alignas(WIDTH) std::array<Bits, BLOCK> gathered;
+  std::array<int64_t, DEEPEST> index{};
+  const size_t inner = layout.dims - 1;
+  const int64_t length = layout.sizes[inner], step = layout.strides[inner];
+  int64_t rest = at, row = 0; // row: where the innermost dimension begins
+  for (size_t d = layout.dims; d-- > 0;) {
+    index[d] = rest % layout.sizes[d];
+    rest /= layout.sizes[d];
+    row += d == inner ? 0 : index[d] * layout.strides[d];
+  }
+  while (at < end) {
+    int64_t filled = 0, room = std::min(BLOCK, end - at);
+    while (filled < room) {
+      int64_t here = std::min(room - filled, length - index[inner]);
+      const Bits* from = base + row + index[inner] * step;
+      Bits* to = gathered.data() + filled;
+      if (step == 1) {
+        std::memcpy(to, from, static_cast<size_t>(here) * sizeof(Bits));
+      } else {
+        for (int64_t i = 0; i < here; i++) {
+          to[i] = from[i * step];
+        }
+      }
+      filled += here;
+      index[inner] += here;
+      for (size_t d = inner; index[d] == layout.sizes[d] && d > 0; d--) { // carry
+        index[d] = 0;
+        index[d - 1]++;
+        row += layout.strides[d - 1];
+        if (index[d - 1] == layout.sizes[d - 1]) {
+          row -= layout.sizes[d - 1] * layout.strides[d - 1];
+        }
+      }
+    }
+    use(gathered.data(), at, room);
+    at += room;
+  }
+}
+
+// Adds up what was found of two parts.
+void add(Sums& to, const Sums& other) {
+  if (to.finite && other.finite) { // as in `hooks._sums._between`
+    auto mine = static_cast<double>(to.finite), theirs = static_cast<double>(other.finite);
+    double apart = to.total / mine - other.total / theirs;
+    to.spread += other.spread + apart * apart * (mine * theirs / (mine + theirs));
+    to.spread = std::isnan(to.spread) ? INFINITY : to.spread; // the total is infinite
+  } else {
+    to.spread += other.spread;
+  }
+  to.count += other.count;
+  to.finite += other.finite;
+  to.nan += other.nan;
+  to.zeros += other.zeros;
+  to.underflow += other.underflow;
+  to.overflow += other.overflow;
+  to.total += other.total;
+  to.low = std::min(to.low, other.low);
+  to.high = std::max(to.high, other.high);
+}
+
+void repeat(Sums& sums, int64_t times) {
+  for (int64_t* each : {&sums.count, &sums.finite, &sums.nan, &sums.zeros, &sums.underflow, &sums.overflow}) {
+    *each *= times;
+  }
+  sums.total *= static_cast<double>(times);
+  sums.spread *= static_cast<double>(times);
+}
+
+int64_t chunks_of(const Layout& layout) {
+  return (layout.count + CHUNK - 1) / CHUNK;
+}
+
+template <typename F>
+void read_all(const Layout& layout, const Request& request, int workers, Answer& answer) {
+  auto chunks = static_cast<size_t>((layout.count + CHUNK - 1) / CHUNK);
+  if (chunks <= 1 && !request.powers && !request.in_order()) { // allocates nothing
+    each_block<typename F::Bits>(layout, 0, [&](const auto* from, int64_t, int64_t count) {
+      add(answer.sums, sums_of<F>(from, count, request.target));
+    });
+    repeat(answer.sums, layout.repeats);
+    return;
+  }
+  const int64_t width = layout.matrix.swapped ? layout.matrix.height : layout.matrix.width;
+  std::vector<Sums> sums(chunks); // of each chunk, so that they are always added up in the same order
+  std::vector<Found<F>> found(static_cast<size_t>(workers));
+  for (auto& each : found) {
+    each.channels.resize(request.channels ? static_cast<size_t>(width) : 0);
+  }
+  run(chunks_of(layout), workers, [&](int64_t chunk, int worker) {
+    each_block<typename F::Bits>(layout, chunk, [&](const auto* from, int64_t at, int64_t count) {
+      add(sums[chunk], sums_of<F>(from, count, request.target));
+      found[worker].add(from, at, count, layout.matrix, request);
+    });
+  });
+  for (const Sums& each : sums) {
+    add(answer.sums, each);
+  }
+  repeat(answer.sums, layout.repeats);
+  for (size_t worker = 0; worker < found.size(); worker++) {
+    found[worker].powers.put(answer.powers);
+    answer.hash += found[worker].hash;
+    for (size_t i = 0; worker > 0 && i < found[0].channels.size(); i++) {
+      found[0].channels[i] = std::max(found[0].channels[i], found[worker].channels[i]);
+    }
+  }
+  for (int64_t& count : answer.powers) {
+    count *= layout.repeats;
+  }
+  for (auto bits : found[0].channels) {
+    answer.channels.push_back(F::value(static_cast<typename F::Bits>(bits)));
+  }
+}
+
+template <typename F>
+Ends ends_of(const Layout& layout, int workers) {
+  std::vector<Range<F>> ranges(static_cast<size_t>(workers));
+  run(chunks_of(layout), workers, [&](int64_t chunk, int worker) {
+    each_block<typename F::Bits>(layout, chunk, [&](const auto* from, int64_t, int64_t count) {
+      Range<F> range = range_of<F, false, false>(from, count);
+      ranges[worker].low = std::min(ranges[worker].low, range.low);
+      ranges[worker].high = std::max(ranges[worker].high, range.high);
+    });
+  });
+  Range<F> all;
+  for (const auto& range : ranges) {
+    all.low = std::min(all.low, range.low);
+    all.high = std::max(all.high, range.high);
+  }
+  return all.has_nan() ? Ends{} : Ends{F::value(ordered<F>(all.low)), F::value(ordered<F>(all.high))};
+}
+
+// Call `use(Format<...>())` for the layout's dtype, unless there are no values.
+template <typename Use>
+void with_format(const Layout& layout, const Use& use) {
+  if (layout.count == 0) {
+    return;
+  }
+  switch (layout.dtype) {
+    case c10::ScalarType::Float:
+      return use(Format<Float32>());
+    case c10::ScalarType::BFloat16:
+      return use(Format<BFloat16>());
+    case c10::ScalarType::Half:
+      return use(Format<Float16>());
+    default:
+      return use(Format<Float64>());
+  }
+}
+
+} // namespace
+
+void read(const Layout& layout, const Request& request, int workers, Answer& answer) {
+  with_format(layout, [&](auto format) { read_all<decltype(format)>(layout, request, workers, answer); });
+}
+
+void find_ends(const Layout& layout, int workers, Ends& ends) {
+  with_format(layout, [&](auto format) { ends = ends_of<decltype(format)>(layout, workers); });
+}
+
+} // namespace opintercept::CPU_CAPABILITY
