@@ -9,14 +9,13 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <utility>
-
-PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
 
 namespace opintercept {
 
@@ -129,10 +128,10 @@ Form* Checker::form(const Overload& overload) {
   std::unique_ptr<Form> made;
   {
     pybind11::gil_scoped_acquire gil;
-    Owned told(check(PyObject_CallFunctionObjArgs(form_of, overload.overload, nullptr)));
-    if (told.p != Py_None) {
+    THPObjectPtr told(check(PyObject_CallFunctionObjArgs(form_of, overload.overload, nullptr)));
+    if (told.get() != Py_None) {
       made = std::make_unique<Form>();
-      if (!PyArg_ParseTuple(told.p, "iiiii", &made->lhs, &made->rhs, &made->bias, &made->beta, &made->alpha)) {
+      if (!PyArg_ParseTuple(told.get(), "iiiii", &made->lhs, &made->rhs, &made->bias, &made->beta, &made->alpha)) {
         throw python_error();
       }
     }
@@ -156,10 +155,10 @@ const void* Checker::signs(int64_t columns, bool is_wide) {
     }
   }
   pybind11::gil_scoped_acquire gil;
-  Owned n(check(PyLong_FromLongLong(columns)));
-  Owned told(check(PyObject_CallFunctionObjArgs(signs_of, n.p, is_wide ? Py_True : Py_False, nullptr)));
+  THPObjectPtr n(check(PyLong_FromLongLong(columns)));
+  THPObjectPtr told(check(PyObject_CallFunctionObjArgs(signs_of, n.get(), is_wide ? Py_True : Py_False, nullptr)));
   at::Tensor signs;
-  if (!as_tensor(told.p, signs)) {
+  if (!as_tensor(told.get(), signs)) {
     return nullptr;
   }
   std::lock_guard lock(mutex);
@@ -396,16 +395,16 @@ void Checker::forget(const at::Tensor& rhs, bool is_wide) {
 }
 
 PyObject* Checker::skipped() {
-  Owned found(check(PyList_New(0)));
+  THPObjectPtr found(check(PyList_New(0)));
   for (const Form* form = newest; form != nullptr; form = form->next) {
     if (form->lhs < 0 && form->skipped.load() > 0) {
-      Owned each(Py_BuildValue("(OL)", form->overload->overload, static_cast<long long>(form->skipped.load())));
-      if (each.p == nullptr || PyList_Append(found.p, each.p) < 0) {
+      THPObjectPtr each(Py_BuildValue("(OL)", form->overload->overload, static_cast<long long>(form->skipped.load())));
+      if (each.get() == nullptr || PyList_Append(found.get(), each.get()) < 0) {
         return nullptr;
       }
     }
   }
-  return Py_NewRef(found.p);
+  return Py_NewRef(found.get());
 }
 
 void Checker::clear() {
@@ -445,7 +444,7 @@ PyObject* set_up(PyObject* self, PyObject* args) {
   }
   checker.exact = exact;
   checker.every = every;
-  Owned before(checker.signs_of), also(checker.form_of);
+  THPObjectPtr before(checker.signs_of), also(checker.form_of);
   checker.signs_of = PyObject_CallFunctionObjArgs(Checker::keep_out, signs, nullptr);
   checker.form_of = PyObject_CallFunctionObjArgs(Checker::keep_out, form, nullptr);
   return checker.signs_of == nullptr || checker.form_of == nullptr ? nullptr : Py_NewRef(Py_None);

@@ -6,13 +6,11 @@
 
 #include "kernels.h"
 
-#include <cstddef>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
-namespace torch::jit { // see `kernels.h`
-py::object toPyObject(c10::IValue ivalue); // torch/csrc/jit/python/pybind_utils.h
-c10::IValue toIValue(py::handle obj, const c10::TypePtr& type, std::optional<int32_t> N);
-} // namespace torch::jit
-PyObject* THPVariable_Wrap(const at::TensorBase& var); // torch/csrc/autograd/python_variable.h
+#include <cstddef>
 
 // Defined in the files beside this one and in `_native`.
 PyObject* opintercept_walk(PyObject*, PyObject*);
@@ -84,24 +82,24 @@ PyObject* opintercept::positional_of(const Overload& overload, const c10::IValue
          *overload.defaults[positional - 1] == values[positional - 1]) {
     positional--;
   }
-  Owned args(check(PyTuple_New(static_cast<Py_ssize_t>(positional))));
+  THPObjectPtr args(check(PyTuple_New(static_cast<Py_ssize_t>(positional))));
   for (size_t i = 0; i < positional; i++) {
-    PyTuple_SET_ITEM(args.p, static_cast<Py_ssize_t>(i), to_python(values[i]));
+    PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), to_python(values[i]));
   }
-  return Py_NewRef(args.p);
+  return Py_NewRef(args.get());
 }
 
 PyObject* opintercept::keywords_of(const Overload& overload, const c10::IValue* values) {
-  Owned kwargs(check(PyDict_New()));
+  THPObjectPtr kwargs(check(PyDict_New()));
   for (size_t i = overload.positional; i < overload.names.size(); i++) {
     if (!overload.defaults[i].has_value() || !(*overload.defaults[i] == values[i])) {
-      Owned value(to_python(values[i]));
-      if (PyDict_SetItem(kwargs.p, overload.names[i], value.p) < 0) {
+      THPObjectPtr value(to_python(values[i]));
+      if (PyDict_SetItem(kwargs.get(), overload.names[i], value.get()) < 0) {
         check(nullptr);
       }
     }
   }
-  return Py_NewRef(kwargs.p);
+  return Py_NewRef(kwargs.get());
 }
 
 PyObject* opintercept::outputs_to_python(const Stack& stack, size_t count) {
@@ -111,11 +109,11 @@ PyObject* opintercept::outputs_to_python(const Stack& stack, size_t count) {
   if (count == 1) {
     return to_python(stack.back());
   }
-  Owned found(check(PyTuple_New(static_cast<Py_ssize_t>(count))));
+  THPObjectPtr found(check(PyTuple_New(static_cast<Py_ssize_t>(count))));
   for (size_t i = 0; i < count; i++) {
-    PyTuple_SET_ITEM(found.p, static_cast<Py_ssize_t>(i), to_python(stack[stack.size() - count + i]));
+    PyTuple_SET_ITEM(found.get(), static_cast<Py_ssize_t>(i), to_python(stack[stack.size() - count + i]));
   }
-  return Py_NewRef(found.p);
+  return Py_NewRef(found.get());
 }
 
 namespace {
@@ -224,10 +222,10 @@ PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
       call->output = outputs_to_python(*call->stack, call->count);
       return Py_NewRef(call->output);
     }
-    Owned raw(check(PyLong_FromUnsignedLongLong(call->below.raw_repr())));
+    THPObjectPtr raw(check(PyLong_FromUnsignedLongLong(call->below.raw_repr())));
     Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
     std::vector<PyObject*> all(args, args + count + named);
-    all[0] = raw.p;
+    all[0] = raw.get();
     Inside inside(call);
     return PyObject_Vectorcall(call->overload->redispatch, all.data(), static_cast<size_t>(count), names);
   } catch (...) {
@@ -295,8 +293,8 @@ struct Kernel final : c10::OperatorKernel {
     Py_DECREF(task); // the context owns it, or it is None
     PyObject* known = saved->ptr(getPyInterpreter());
     if (scope_everywhere.of(known) != state_everywhere.of(state) || scope_carried.of(known) != task) {
-      Owned fresh(check(PyObject_CallNoArgs(current)));
-      saved = shared(fresh.p);
+      THPObjectPtr fresh(check(PyObject_CallNoArgs(current)));
+      saved = shared(fresh.get());
     }
     PyObject* scope = saved->ptr(getPyInterpreter());
     PyObject* table = PyDict_GetItemWithError(scope_tables.of(scope), feed);
@@ -304,31 +302,31 @@ struct Kernel final : c10::OperatorKernel {
     if (found == Py_None) {
       return false;
     }
-    Owned watch(
+    THPObjectPtr watch(
         found != nullptr
             ? Py_NewRef(found)
             : check(PyObject_CallFunctionObjArgs(watch_of, scope, feed, overload.name, nullptr)));
-    if (watch.p == Py_None) {
+    if (watch.get() == Py_None) {
       return false;
     }
-    if (PyObject* tally = watch_tally.of(watch.p); tally != Py_None) {
-      Owned(check(PyObject_CallNoArgs(tally)));
+    if (PyObject* tally = watch_tally.of(watch.get()); tally != Py_None) {
+      THPObjectPtr(check(PyObject_CallNoArgs(tally)));
       return false;
     }
     if (overload.foreign) {
-      Owned changed(check(PyObject_CallOneArg(has_changed, overload.overload)));
-      if (changed.p == Py_True) {
+      THPObjectPtr changed(check(PyObject_CallOneArg(has_changed, overload.overload)));
+      if (changed.get() == Py_True) {
         return false;
       }
     }
-    if (remember(overload, scope, watch.p)) {
+    if (remember(overload, scope, watch.get())) {
       pybind11::gil_scoped_release nogil;
       if (ran_noted(overload, op, below, stack, saved)) {
         return true;
       }
     }
-    PyObject* hidden = watch_hidden.of(watch.p); // the watch owns it, since it never assigns it again
-    PyObject* inner = watch_inner.of(watch.p);
+    PyObject* hidden = watch_hidden.of(watch.get()); // the watch owns it, since it never assigns it again
+    PyObject* inner = watch_inner.of(watch.get());
 
     Call call;
     call.overload = &overload;
@@ -337,23 +335,23 @@ struct Kernel final : c10::OperatorKernel {
     call.stack = stack;
     call.count = overload.names.size();
     const c10::IValue* values = stack->data() + stack->size() - call.count;
-    Owned args(positional_of(overload, values));
-    Owned kwargs(keywords_of(overload, values));
+    THPObjectPtr args(positional_of(overload, values));
+    THPObjectPtr kwargs(keywords_of(overload, values));
     Py_ssize_t at = 0;
-    for (PyObject *name, *value; PyDict_Next(kwargs.p, &at, &name, &value);) {
+    for (PyObject *name, *value; PyDict_Next(kwargs.get(), &at, &name, &value);) {
       call.kwargs.emplace_back(name, Py_NewRef(value));
     }
-    call.args = args.p;
+    call.args = args.get();
     call.hidden = shared(hidden);
     if (inner != hidden) {
       call.inner = shared(inner);
     }
-    Owned phase(
+    THPObjectPtr phase(
         torch::autograd::get_current_graph_task_id() == -1 ? Py_NewRef(forward_phase)
                                                            : check(PyObject_CallNoArgs(backward_phase)));
-    Owned head(check(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&HeadType))));
-    reinterpret_cast<Head*>(head.p)->call = &call;
-    Owned result(nullptr);
+    THPObjectPtr head(check(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&HeadType))));
+    reinterpret_cast<Head*>(head.get())->call = &call;
+    THPObjectPtr result(nullptr);
     {
       Hidden hooks(call.hidden, hidden, saved);
       struct Ended {
@@ -361,36 +359,36 @@ struct Kernel final : c10::OperatorKernel {
         ~Ended() {
           head->call = nullptr;
         }
-      } ended{reinterpret_cast<Head*>(head.p)};
+      } ended{reinterpret_cast<Head*>(head.get())};
       PyObject* arguments[] = {
-          watch_pipelines.of(watch.p),
-          watch_row.of(watch.p),
+          watch_pipelines.of(watch.get()),
+          watch_row.of(watch.get()),
           overload.overload,
-          phase.p,
+          phase.get(),
           invoke_function,
-          head.p,
-          args.p,
-          kwargs.p};
-      result.p = PyObject_Vectorcall(run, arguments, 8, nullptr);
+          head.get(),
+          args.get(),
+          kwargs.get()};
+      result = PyObject_Vectorcall(run, arguments, 8, nullptr);
     }
-    check(result.p);
-    if (result.p == call.output && frozen(result.p)) {
+    check(result.get());
+    if (result.get() == call.output && frozen(result.get())) {
       return true;
     }
     const auto& returns = op.schema().returns();
     Stack results;
     if (returns.empty()) {
-      TORCH_CHECK(result.p == Py_None, "expected no output of ", op.operator_name());
+      TORCH_CHECK(result.get() == Py_None, "expected no output of ", op.operator_name());
     } else if (returns.size() == 1) {
-      results.push_back(torch::jit::toIValue(result.p, returns[0].real_type(), std::nullopt));
+      results.push_back(torch::jit::toIValue(result.get(), returns[0].real_type(), std::nullopt));
     } else {
-      Owned each(check(PySequence_Fast(result.p, "an operator with several outputs must return a sequence")));
+      THPObjectPtr each(check(PySequence_Fast(result.get(), "an operator with several outputs must return a sequence")));
       TORCH_CHECK(
-          PySequence_Fast_GET_SIZE(each.p) == static_cast<Py_ssize_t>(returns.size()),
+          PySequence_Fast_GET_SIZE(each.get()) == static_cast<Py_ssize_t>(returns.size()),
           "expected ", returns.size(), " outputs of ", op.operator_name());
       for (size_t i = 0; i < returns.size(); i++) {
         results.push_back(torch::jit::toIValue(
-            PySequence_Fast_GET_ITEM(each.p, static_cast<Py_ssize_t>(i)), returns[i].real_type(), std::nullopt));
+            PySequence_Fast_GET_ITEM(each.get(), static_cast<Py_ssize_t>(i)), returns[i].real_type(), std::nullopt));
       }
     }
     stack->erase(stack->end() - static_cast<ptrdiff_t>(call.count), stack->end());

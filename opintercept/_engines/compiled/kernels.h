@@ -8,19 +8,14 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
-
-// Exported by torch. Declared here, since torch's own headers for them take most of a minute to compile. Where one is
-// missing or different, loading the extension fails before any kernel is installed.
-namespace torch::autograd {
-int get_current_graph_task_id(); // torch/csrc/autograd/engine.h
-}
-c10::impl::PyInterpreter* getPyInterpreter(); // torch/csrc/PyInterpreter.h
 
 namespace opintercept {
 
@@ -69,16 +64,6 @@ struct Overload {
 
 extern std::atomic<bool> has_tasks; // whether a task of an event loop has blocks of its own
 extern size_t prepared; // how many overloads there are
-
-struct Owned { // owns a reference
-  PyObject* p;
-  explicit Owned(PyObject* stolen) : p(stolen) {}
-  ~Owned() {
-    Py_XDECREF(p);
-  }
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-};
 
 inline PyObject* check(PyObject* p) {
   if (p == nullptr) {

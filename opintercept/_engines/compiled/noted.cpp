@@ -15,6 +15,7 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
 
@@ -157,8 +158,8 @@ struct Call {
     if (part.plan().flight == nullptr) {
       return {};
     }
-    Owned text(check(PyObject_CallMethodObjArgs(rows_of(part.ring), text_name, place, nullptr)));
-    return PyBytes_AS_STRING(text.p);
+    THPObjectPtr text(check(PyObject_CallMethodObjArgs(rows_of(part.ring), text_name, place, nullptr)));
+    return PyBytes_AS_STRING(text.get());
   }
 
   // Where the call comes from. False if Python has to find out each time.
@@ -170,27 +171,27 @@ struct Call {
     part.row.place = part.ring->place_of(*part.known, walked);
     if (part.row.place == UNKNOWN) {
       pybind11::gil_scoped_acquire gil;
-      Owned place(check(PyObject_CallMethodObjArgs(
+      THPObjectPtr place(check(PyObject_CallMethodObjArgs(
           rows_of(part.ring),
           here_name,
           or_none(walked.module),
           or_none(walked.root),
           or_none(walked.code),
-          Owned(check(PyLong_FromLong(walked.instruction))).p,
+          THPObjectPtr(check(PyLong_FromLong(walked.instruction))).get(),
           nullptr)));
-      if (place.p != Py_None) {
-        part.row.place = part.ring->remember_place(part.known, walked, place.p, text_of(part, place.p));
+      if (place.get() != Py_None) {
+        part.row.place = part.ring->remember_place(part.known, walked, place.get(), text_of(part, place.get()));
       }
     }
     return part.row.place != UNKNOWN;
   }
 
   PyObject* addresses() const { // of the positional arguments; 0 for what is not a tensor
-    Owned found(check(PyTuple_New(static_cast<Py_ssize_t>(overload.positional))));
+    THPObjectPtr found(check(PyTuple_New(static_cast<Py_ssize_t>(overload.positional))));
     for (size_t i = 0; i < overload.positional; i++) {
-      PyTuple_SET_ITEM(found.p, static_cast<Py_ssize_t>(i), check(PyLong_FromVoidPtr(address(values[i]))));
+      PyTuple_SET_ITEM(found.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromVoidPtr(address(values[i]))));
     }
-    return Py_NewRef(found.p);
+    return Py_NewRef(found.get());
   }
 
   static void* address(const c10::IValue& value) { // `_origin.links.address`
@@ -203,16 +204,16 @@ struct Call {
   // Of which forward call this backward call computes a gradient. False if Python has to find out.
   bool find_forward(Part& part) {
     pybind11::gil_scoped_acquire gil;
-    Owned used(addresses());
+    THPObjectPtr used(addresses());
     const at::Tensor* lhs = operand(0);
-    Owned left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : address(*lhs))));
-    Owned found(check(PyObject_CallMethodObjArgs(rows_of(part.ring), behind_name, used.p, left.p, nullptr)));
-    if (found.p == Py_None) {
+    THPObjectPtr left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : address(*lhs))));
+    THPObjectPtr found(check(PyObject_CallMethodObjArgs(rows_of(part.ring), behind_name, used.get(), left.get(), nullptr)));
+    if (found.get() == Py_None) {
       return false;
     }
-    PyObject* place = PyTuple_GET_ITEM(found.p, 0);
+    PyObject* place = PyTuple_GET_ITEM(found.get(), 0);
     part.row.place = part.ring->remember_place(part.known, place, text_of(part, place));
-    PyObject *forward = PyTuple_GET_ITEM(found.p, 1), *grad_of = PyTuple_GET_ITEM(found.p, 2);
+    PyObject *forward = PyTuple_GET_ITEM(found.get(), 1), *grad_of = PyTuple_GET_ITEM(found.get(), 2);
     part.row.forward = forward == Py_None ? -1 : PyLong_AsLongLong(forward);
     part.row.grad_of = static_cast<int8_t>(grad_of == Py_None ? -1 : PyUnicode_READ_CHAR(grad_of, 0) == 'r');
     return part.row.place != UNKNOWN;
@@ -221,20 +222,20 @@ struct Call {
   // Notes a forward call that autograd records, for its backward calls.
   void note(Part& part) {
     pybind11::gil_scoped_acquire gil;
-    Owned used(addresses());
+    THPObjectPtr used(addresses());
     std::vector<long> wanted;
     for (size_t i = 0; i < overload.positional; i++) {
       if (values[i].isTensor() && values[i].toTensor().defined() && values[i].toTensor().requires_grad()) {
         wanted.push_back(static_cast<long>(i));
       }
     }
-    Owned positions(check(PyTuple_New(static_cast<Py_ssize_t>(wanted.size()))));
+    THPObjectPtr positions(check(PyTuple_New(static_cast<Py_ssize_t>(wanted.size()))));
     for (size_t i = 0; i < wanted.size(); i++) {
-      PyTuple_SET_ITEM(positions.p, static_cast<Py_ssize_t>(i), check(PyLong_FromLong(wanted[i])));
+      PyTuple_SET_ITEM(positions.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromLong(wanted[i])));
     }
-    Owned index(check(PyLong_FromLongLong(part.row.index)));
-    Owned noted(check(PyObject_CallMethodObjArgs(
-        rows_of(part.ring), note_name, entry.row, index.p, used.p, positions.p, part.known->place(part.row.place), nullptr)));
+    THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
+    THPObjectPtr noted(check(PyObject_CallMethodObjArgs(
+        rows_of(part.ring), note_name, entry.row, index.get(), used.get(), positions.get(), part.known->place(part.row.place), nullptr)));
   }
 
   // Counts a call that was checked, unless the hooks see it, which check it again.
@@ -248,24 +249,24 @@ struct Call {
   PyObject* show(Part& part, PyObject* output, PyObject* exception) {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
     HandedOver checked(part.checked.get());
-    Owned args(positional_of(overload, given.data())), kwargs(keywords_of(overload, given.data()));
-    Owned index(check(PyLong_FromLongLong(part.row.index))), started(check(PyLong_FromLongLong(part.row.started)));
-    Owned seconds(check(PyFloat_FromDouble(elapsed)));
-    Owned phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
+    THPObjectPtr args(positional_of(overload, given.data())), kwargs(keywords_of(overload, given.data()));
+    THPObjectPtr index(check(PyLong_FromLongLong(part.row.index))), started(check(PyLong_FromLongLong(part.row.started)));
+    THPObjectPtr seconds(check(PyFloat_FromDouble(elapsed)));
+    THPObjectPtr phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
     return check(PyObject_CallMethodObjArgs(
         rows_of(part.ring),
         late_name,
         entry.row,
         overload.overload,
-        phase.p,
-        args.p,
-        kwargs.p,
+        phase.get(),
+        args.get(),
+        kwargs.get(),
         output,
         exception,
-        index.p,
+        index.get(),
         backward ? Py_None : part.known->place(part.row.place),
-        started.p,
-        seconds.p,
+        started.get(),
+        seconds.get(),
         nullptr));
   }
 };
@@ -367,17 +368,17 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
       if (half_full) {
         pybind11::gil_scoped_acquire gil;
         Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
-        Owned(check(PyObject_CallMethodObjArgs(rows_of(part.ring), settle_name, Py_True, nullptr)));
+        THPObjectPtr(check(PyObject_CallMethodObjArgs(rows_of(part.ring), settle_name, Py_True, nullptr)));
       }
       return;
     }
   }
   pybind11::gil_scoped_acquire gil;
-  Owned output(outputs_to_python(stack, count));
-  Owned look(call.show(part, output.p, Py_None));
-  if (look.p != Py_None && part.described) {
-    PyObject* text = PyTuple_GET_ITEM(look.p, 3);
-    part.ring->remember_look(part.known, key, look.p, text == Py_None ? "" : PyBytes_AS_STRING(text));
+  THPObjectPtr output(outputs_to_python(stack, count));
+  THPObjectPtr look(call.show(part, output.get(), Py_None));
+  if (look.get() != Py_None && part.described) {
+    PyObject* text = PyTuple_GET_ITEM(look.get(), 3);
+    part.ring->remember_look(part.known, key, look.get(), text == Py_None ? "" : PyBytes_AS_STRING(text));
   }
 }
 
@@ -473,9 +474,9 @@ bool opintercept::ran_noted(
     PyObject *kind, *value, *trace;
     PyErr_Fetch(&kind, &value, &trace);
     PyErr_NormalizeException(&kind, &value, &trace);
-    Owned owned_kind(kind), owned_value(value), owned_trace(trace);
+    THPObjectPtr owned_kind(kind), owned_value(value), owned_trace(trace);
     for (Part& part : call.parts) {
-      Owned(call.show(part, Py_None, or_none(value)));
+      THPObjectPtr(call.show(part, Py_None, or_none(value)));
     }
     throw;
   }
@@ -494,19 +495,19 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
     auto* fresh = reinterpret_cast<Notes*>(made);
     fresh->size = prepared;
     fresh->entries = new std::atomic<const Entry*>[prepared]();
-    Owned before(notes);
+    THPObjectPtr before(notes);
     __atomic_store_n(&notes, made, __ATOMIC_RELEASE);
   }
   auto* known = reinterpret_cast<Notes*>(notes);
   if (overload.number >= known->size || known->entries[overload.number].load(std::memory_order_relaxed) != nullptr) {
     return false;
   }
-  Owned found(check(PyObject_CallFunctionObjArgs(rings_of_watch, watch, overload.overload, nullptr)));
+  THPObjectPtr found(check(PyObject_CallFunctionObjArgs(rings_of_watch, watch, overload.overload, nullptr)));
   const Entry* entry = &NEVER;
-  if (found.p != Py_None) {
+  if (found.get() != Py_None) {
     auto made = std::make_unique<Entry>();
-    PyObject *rings = PyTuple_GET_ITEM(found.p, 0), *positions = PyTuple_GET_ITEM(found.p, 2);
-    made->opaque = PyTuple_GET_ITEM(found.p, 1) == Py_True;
+    PyObject *rings = PyTuple_GET_ITEM(found.get(), 0), *positions = PyTuple_GET_ITEM(found.get(), 2);
+    made->opaque = PyTuple_GET_ITEM(found.get(), 1) == Py_True;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rings); i++) {
       made->rings.push_back(ring_of(PyTuple_GET_ITEM(rings, i)));
     }

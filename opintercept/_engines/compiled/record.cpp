@@ -8,14 +8,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/core/jit_type.h>
-#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
-
-namespace torch::jit { // torch/csrc/jit/python/pybind_utils.h, see `kernels.cpp`
-c10::IValue toIValue(pybind11::handle obj, const c10::TypePtr& type, std::optional<int32_t> N);
-} // namespace torch::jit
 
 namespace {
 
@@ -56,7 +51,7 @@ bool look_at_tensor(std::string& key, const at::Tensor& tensor) {
 bool look_at(std::string& key, PyObject* value, int depth = 0) {
   auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (type == tensor_type || type == parameter_type) {
-    return look_at_tensor(key, torch::jit::toIValue(value, c10::TensorType::get(), std::nullopt).toTensor());
+    return look_at_tensor(key, THPVariable_Unpack(value));
   }
   if (value == Py_None || PyBool_Check(value)) {
     key.push_back(value == Py_None ? 'n' : value == Py_True ? 'y' : 'z');

@@ -135,14 +135,14 @@ PyMethodDef module_died_method = {"module_died", module_died, METH_O, nullptr};
 } // namespace
 
 uint32_t Ring::remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, const std::string& text) {
-  Owned module(walked.module == nullptr ? nullptr : check(PyWeakref_NewRef(walked.module, died)));
-  Owned root(walked.root == nullptr ? nullptr : check(PyWeakref_NewRef(walked.root, died)));
+  THPObjectPtr module(walked.module == nullptr ? nullptr : check(PyWeakref_NewRef(walked.module, died)));
+  THPObjectPtr root(walked.root == nullptr ? nullptr : check(PyWeakref_NewRef(walked.root, died)));
   uint32_t number = remember_place(known, place, text);
   if (number != UNKNOWN) {
     std::lock_guard lock(mutex);
     known->by_walk.try_emplace(walked, number);
-    known->modules.push_back(Py_XNewRef(module.p));
-    known->modules.push_back(Py_XNewRef(root.p));
+    known->modules.push_back(Py_XNewRef(module.get()));
+    known->modules.push_back(Py_XNewRef(root.get()));
   }
   return number;
 }
@@ -267,15 +267,15 @@ PyObject* Ring::take() {
     first = (first + 1) % CAPACITY;
     filled--;
   }
-  Owned look_owned(look), place_owned(place), found(PyDict_New());
-  if (found.p == nullptr) {
+  THPObjectPtr look_owned(look), place_owned(place), found(PyDict_New());
+  if (found.get() == nullptr) {
     return nullptr;
   }
   for (size_t role = 0; role < ROLES; role++) {
     if (values[role].known) {
       PyObject* hash = known->plan->hashed ? PyLong_FromUnsignedLongLong(values[role].hash) : Py_NewRef(Py_None);
-      Owned each(as_found(values[role].sums, hash, Py_NewRef(Py_None), Py_NewRef(Py_None)));
-      if (each.p == nullptr || PyDict_SetItem(found.p, role_names[role], each.p) < 0) {
+      THPObjectPtr each(as_found(values[role].sums, hash, Py_NewRef(Py_None), Py_NewRef(Py_None)));
+      if (each.get() == nullptr || PyDict_SetItem(found.get(), role_names[role], each.get()) < 0) {
         return nullptr;
       }
     }
@@ -293,7 +293,7 @@ PyObject* Ring::take() {
       static_cast<long long>(row.started),
       static_cast<long long>(row.thread),
       row.elapsed,
-      found.p,
+      found.get(),
       PyTuple_GET_ITEM(look, 2)); // learned
 }
 
