@@ -1,4 +1,4 @@
-// Finds out where the values of a tensor are and hands them to `vectors/read_values.cpp`, and that file's answers to Python.
+// Finds out where the values of a tensor are, lets `vectors/read_values.cpp` read them, and hands the answers to Python.
 //
 // Invariant: no operator of torch runs. A tensor that is not a plain array of floats in memory is not read.
 

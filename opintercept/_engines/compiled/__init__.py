@@ -1,7 +1,7 @@
 """The compiled engine: the kernel engine with its kernels in C++, built when a process first asks for them.
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
-`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_record.look`. `noted.cpp` runs calls
+`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_core.record.look`. `noted.cpp` runs calls
 that become rows of `ring.cpp` and not Python objects, see `_core/noted.py`.
 Invariant: nothing is built before somebody asks for this engine by its name.
 """
@@ -33,7 +33,7 @@ class Extension:
         running: See `KernelEngine.running`.
         ring: See `Engine.ring`.
         walk: As `stack.walk`.
-        look: As `_record.look`.
+        look: As `_core.record.look`.
     """
 
     def __init__(self, extension: Any) -> None:

@@ -1,4 +1,4 @@
-// Checks the products of noted calls for `hooks.Checksum`, as `hooks._checksums` does with `expect` and `screen`.
+// Checks the products of noted calls for `hooks.Checksum`, as `expect` and `screen` of `hooks.checksum.arithmetic` do.
 //
 // Invariant: the checksums of B and of A (B e) are those of `_native/checksums.cpp`, bit for bit, so that Python can take
 // them again. Everything else only has to be close, since Python examines whatever is suspected here.
@@ -24,7 +24,7 @@ PyObject* Checker::keep_out = nullptr;
 
 namespace {
 
-constexpr int64_t GROUP = 16, MOST_GROUPS = 48; // `hooks._checksums`
+constexpr int64_t GROUP = 16, MOST_GROUPS = 48; // `hooks.checksum.arithmetic`
 
 double unit(c10::ScalarType dtype) {
   switch (dtype) {
@@ -167,7 +167,7 @@ const void* Checker::signs(int64_t columns, bool is_wide) {
 
 bool Checker::expect(
     const Overload& overload, const c10::IValue* arguments, int64_t index, std::unique_ptr<Checked>& found) {
-  // As `hooks.checksum._chosen`.
+  // As `hooks.checksum.checksum._chosen`.
   if (every > 1 && static_cast<uint64_t>(index) * 0x9E3779B97F4A7C15 > UINT64_MAX / every) {
     return true;
   }
@@ -345,7 +345,7 @@ bool Checker::holds(const Checked& expected, const Matrices& output, const W* by
   int64_t groups = expected.groups, width = (expected.columns + groups - 1) / groups;
   std::vector<W> sums(expected.sums.size());
   sign_sums(output, by, width, groups, sums.data());
-  // The model of `hooks._checksums.screen` for a device that rounds each partial sum and the output.
+  // The model of `hooks.checksum.arithmetic.screen` for a device that rounds each partial sum and the output.
   auto k = static_cast<double>(expected.depth), n = static_cast<double>(expected.columns);
   double inside = expected.dtype == c10::kDouble ? DBL_EPSILON / 2 : FLT_EPSILON / 2;
   double own = expected.wide ? DBL_EPSILON / 2 : FLT_EPSILON / 2, out = unit(expected.dtype);

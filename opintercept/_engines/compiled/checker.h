@@ -1,4 +1,4 @@
-// Checks the products of noted calls for `hooks.Checksum`, as `hooks._checksums` does with `expect` and `screen`.
+// Checks the products of noted calls for `hooks.Checksum`, as `expect` and `screen` of `hooks.checksum.arithmetic` do.
 
 #pragma once
 
@@ -34,7 +34,7 @@ struct Weighed {
   bool remembered = false;
 };
 
-// What the checksums of a product should be, see `hooks._checksums.Expected`.
+// What the checksums of a product should be, see `hooks.checksum.arithmetic.Expected`.
 struct Checked {
   Form* form = nullptr;
   Weighed weight;

@@ -17,14 +17,14 @@ const char* const ROLE_NAMES[ROLES] = {"lhs", "rhs", "bias", "value", "output", 
 
 namespace {
 
-constexpr size_t SLOT_HEAD = 2 * sizeof(uint64_t); // number and length, as `runs.flight.SLOT`
+constexpr size_t SLOT_HEAD = 2 * sizeof(uint64_t); // number and length, as `runs.store.flight.SLOT`
 
 void append(std::string& line, int64_t number) {
   std::array<char, 24> text;
   line.append(text.data(), std::to_chars(text.data(), text.data() + text.size(), number).ptr);
 }
 
-void append(std::string& line, double number) { // as Python's `repr`, or null as `runs.codec` has it
+void append(std::string& line, double number) { // as Python's `repr`, or null as `runs.store.codec` has it
   if (!std::isfinite(number)) {
     line += "null";
     return;
@@ -42,14 +42,14 @@ void append_hex(std::string& line, uint64_t number) {
   }
 }
 
-uint64_t mixed(uint64_t number) { // `hooks._hash._mixed`
+uint64_t mixed(uint64_t number) { // `_values.hash._mixed`
   number *= 0x9e3779b97f4a7c15u;
   number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9u;
   number = (number ^ number >> 27) * 0x94d049bb133111ebu;
   return number ^ number >> 31;
 }
 
-// `runs._content._values_of`
+// `_values.content._values_of`
 void append_values(std::string& line, const Values& values) {
   const Sums& sums = values.sums;
   line += "{\"hash\":\"";

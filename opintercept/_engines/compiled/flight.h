@@ -13,7 +13,7 @@
 
 namespace opintercept {
 
-// The order of `_rows.ROLES`; outputs come last.
+// The order of `_core.noted.ROLES`; outputs come last.
 constexpr size_t ROLES = 6, OUTPUT = ROLES - 2;
 extern const char* const ROLE_NAMES[ROLES];
 

@@ -1,5 +1,5 @@
 // The kernel of `kernels._make_kernel` in C++. It makes the same decisions in the same order, and runs watched calls in
-// the same loop, `_pipeline.run`. A call that no block watches does not become Python objects.
+// the same loop, `_core.pipeline.run`. A call that no block watches does not become Python objects.
 //
 // Invariant: what outlives a call, from `prepare` and `setup`, lives for ever, so that kernels can be removed and the
 // interpreter can shut down in any order. The thread's scope is restored on every way out.

@@ -1,5 +1,6 @@
 // Runs a call and notes it in the rings of the pipelines that see it, for hooks that need no more than a row, statistics
-// or to know that all values are finite, or the product right. What is new, such as a shape or a place, is shown to the hooks in Python once.
+// or to know that all values are finite, or the product right. What is new, such as a shape or a place, is shown to the
+// hooks in Python once.
 //
 // Invariant: until the operator runs, a call can still be handed to Python, and nothing has changed. Without the
 // interpreter's lock nothing here reads a Python object but those that the scope or this thread's frames keep alive.

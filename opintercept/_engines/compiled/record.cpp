@@ -1,6 +1,6 @@
-// `_record.look` in C++: the same bytes for calls that look alike, without a Python object for each shape and dtype.
+// `_core.record.look` in C++: the same bytes for calls that look alike, without a Python object for each shape and dtype.
 //
-// Invariant: a call that this cannot describe goes to `_record.look`, so that both find the same calls alike.
+// Invariant: a call that this cannot describe goes to `_core.record.look`, so that both find the same calls alike.
 
 #include <Python.h>
 
@@ -139,7 +139,7 @@ bool opintercept::look_at(std::string& key, const c10::IValue& value) {
   return false;
 }
 
-// look(func, args, kwargs, output) -> bytes, or what `_record.look` returns
+// look(func, args, kwargs, output) -> bytes, or what `_core.record.look` returns
 PyObject* opintercept_look(PyObject*, PyObject* const* call, Py_ssize_t count) {
   if (count != 4) {
     PyErr_Format(PyExc_TypeError, "look must get a call's func, args, kwargs and output, got %zd values", count);

@@ -1,4 +1,4 @@
-// `_record.look` for values that are not Python objects, for the sources beside `record.cpp`.
+// `_core.record.look` for values that are not Python objects, for the sources beside `record.cpp`.
 
 #pragma once
 

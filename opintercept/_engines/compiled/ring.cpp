@@ -205,7 +205,7 @@ void Ring::suspend() {
 }
 
 bool Ring::set_plan(std::shared_ptr<const Plan> fresh) {
-  GenerationPtr next = std::make_shared<Generation>(std::move(fresh)); // then the one before, which is freed without the mutex
+  GenerationPtr next = std::make_shared<Generation>(std::move(fresh)); // then the old one, freed without the mutex
   std::lock_guard lock(mutex);
   if (filled > 0) {
     return false;

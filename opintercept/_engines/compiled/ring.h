@@ -26,13 +26,13 @@ constexpr uint32_t UNKNOWN = UINT32_MAX;
 // Gives up references. A thread without the interpreter's lock leaves that to the next one that gives some up with it.
 void give_up(std::vector<PyObject*> objects);
 
-// What the hooks of a ring want of each call, see `_rows.Work`.
+// What the hooks of a ring want of each call, see `_core.noted.Work`.
 struct Plan {
   bool rows = false, finite = false, place = false, links = false, settings = false;
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
   Target target{};
-  Flight* flight = nullptr; // writes each call to a file, see `_rows.Work`
+  Flight* flight = nullptr; // writes each call to a file, see `_core.noted.Work`
   std::array<bool, ROLES> written{}; // the roles whose values the file gets
   Checker* checker = nullptr; // checks each product, likewise
   std::vector<PyObject*> owned; // what these belong to
@@ -108,7 +108,7 @@ class Ring {
   ~Ring();
 
   static std::atomic<uint64_t> forgotten; // how often all rings had to forget
-  static PyObject* nowhere; // `_origin.place.NOWHERE`
+  static PyObject* nowhere; // `_core.place.NOWHERE`
 
  private:
   static constexpr size_t CAPACITY = 2048, MOST = 4096; // rows, and things that they refer to

@@ -1,5 +1,5 @@
 // Reads the values of a CPU tensor in one pass, 4096 at a time so that whatever else is asked of them finds them in the
-// cache: counts, range, sums, the hash of `hooks._hash`, the powers and channels of `hooks._sums`.
+// cache: counts, range, sums, the hash of `_values.hash`, the powers and channels of `_values.sums`.
 //
 // Invariant: the results do not depend on the number of threads. This file is compiled for each set of vector
 // instructions, see `sets.h`.
@@ -290,7 +290,7 @@ struct Powers {
   }
 };
 
-// The hash of `hooks._hash`, in which the names are the same.
+// The hash of `_values.hash`, in which the names are the same.
 constexpr int64_t HASH_BLOCK = 1 << 16, SMALL = 1 << 14, PIECE = 1 << 18;
 
 uint64_t mixed(uint64_t number) {
@@ -442,7 +442,7 @@ inline void each_block(const Layout& layout, int64_t chunk, const Use& use) {
 
 // Adds up what was found of two parts.
 void add(Sums& to, const Sums& other) {
-  if (to.finite && other.finite) { // as in `hooks._sums._between`
+  if (to.finite && other.finite) { // as in `_values.sums._between`
     auto mine = static_cast<double>(to.finite), theirs = static_cast<double>(other.finite);
     double apart = to.total / mine - other.total / theirs;
     to.spread += other.spread + apart * apart * (mine * theirs / (mine + theirs));

@@ -20,7 +20,8 @@ namespace opintercept {
 
 constexpr size_t DEEPEST = 16; // dimensions
 
-// What `Stats` adds up, see `hooks._sums.Cell`. The range is that of the finite values, as are the total and the sum of squared distances from the mean.
+// What `Stats` adds up, see `_values.sums.Cell`. The range is that of the finite values, as are the total and the sum of
+// squared distances from the mean.
 struct Sums {
   int64_t count = 0, finite = 0, nan = 0, zeros = 0, underflow = 0, overflow = 0;
   double total = 0, spread = 0, low = INFINITY, high = -INFINITY;
@@ -31,7 +32,7 @@ struct Target {
   double tiny, huge;
 };
 
-// Counts by power of two, as in `hooks._sums.powers`.
+// Counts by power of two, as in `_values.sums.powers`.
 constexpr int LOWEST = -149, HIGHEST = 127, POWERS = HIGHEST - LOWEST + 1;
 
 // A matrix in the order in which it is read: as torch sees it, or with its dimensions swapped.

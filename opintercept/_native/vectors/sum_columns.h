@@ -1,4 +1,4 @@
-// Sums over the columns of matrices on the CPU, each row times one or more vectors, as `hooks._checksums.project`.
+// Sums over the columns of matrices on the CPU, each row times one or more vectors, as `hooks.checksum.arithmetic.project`.
 
 #pragma once
 

@@ -72,7 +72,7 @@ inline Vec<uint32_t, N> zero_extended(const int16_t* from) {
 
 template <int N>
 inline Vec<float, N> from_half(const int16_t* from) {
-#ifdef __AVX2__ // and F16C, since `build.VECTORS` asks for both
+#ifdef __AVX2__ // and F16C, since `build.SETS` asks for both
   if constexpr (N == 8) {
     return same_bits<Vec<float, N>>(_mm256_cvtph_ps(load<__m128i>(from)));
   } else if constexpr (N == 4) {
