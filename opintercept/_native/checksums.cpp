@@ -101,7 +101,8 @@ PyObject* opintercept_project(PyObject*, PyObject* const* args, Py_ssize_t count
     }
     const at::Tensor* lengths = args[3] == Py_None ? nullptr : &norms;
     bool wide = by.scalar_type() == c10::kDouble;
-    bool done = wide ? project_into<double>(matrices, by, out, lengths) : project_into<float>(matrices, by, out, lengths);
+    bool done =
+        wide ? project_into<double>(matrices, by, out, lengths) : project_into<float>(matrices, by, out, lengths);
     return PyBool_FromLong(done);
   } catch (const std::exception&) { // as in `opintercept_read`
     PyErr_Clear();
@@ -120,7 +121,8 @@ PyObject* opintercept_sign_sums(PyObject*, PyObject* const* args, Py_ssize_t cou
       Py_RETURN_FALSE;
     }
     bool wide = signs.scalar_type() == c10::kDouble;
-    return PyBool_FromLong(wide ? sign_sums_into<double>(matrices, signs, out) : sign_sums_into<float>(matrices, signs, out));
+    return PyBool_FromLong(
+        wide ? sign_sums_into<double>(matrices, signs, out) : sign_sums_into<float>(matrices, signs, out));
   } catch (const std::exception&) { // as in `opintercept_read`
     PyErr_Clear();
     Py_RETURN_FALSE;

@@ -172,8 +172,7 @@ PyObject* opintercept::as_found(const Sums& sums, PyObject* hash, PyObject* powe
        PyLong_FromLongLong(sums.overflow),
        PyFloat_FromDouble(sums.total),
        PyFloat_FromDouble(sums.spread)});
-  return tuple_of<6>(
-      {added, PyFloat_FromDouble(-sums.low), PyFloat_FromDouble(sums.high), hash, powers, channels});
+  return tuple_of<6>({added, PyFloat_FromDouble(-sums.low), PyFloat_FromDouble(sums.high), hash, powers, channels});
 }
 
 bool opintercept::read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash) {

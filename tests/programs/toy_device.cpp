@@ -100,8 +100,15 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 const std::set<std::string> OWN = {
-    "empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "_copy_from", "_copy_from_and_resize",
-    "_local_scalar_dense", "resize_"};
+    "empty.memory_format",
+    "empty_strided",
+    "as_strided",
+    "view",
+    "_reshape_alias",
+    "_copy_from",
+    "_copy_from_and_resize",
+    "_local_scalar_dense",
+    "resize_"};
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   static Hooks hooks;

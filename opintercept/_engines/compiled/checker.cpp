@@ -210,7 +210,8 @@ bool Checker::expect(
 
 template <typename W>
 bool Checker::compute(
-    Checked& found, const Matrices& lhs, const Matrices& rhs, const at::Tensor& right, const at::Tensor* bias, double alpha, double beta) {
+    Checked& found, const Matrices& lhs, const Matrices& rhs, const at::Tensor& right, const at::Tensor* bias,
+    double alpha, double beta) {
   auto by = static_cast<const W*>(signs(found.columns, found.wide));
   if (by == nullptr) {
     return false;
@@ -242,7 +243,8 @@ bool Checker::compute(
   found.weight.remembered = found.weight.inner.defined();
   bool by_batch = right.dim() == 3;
   if (!found.weight.remembered) {
-    found.weight.inner = by_batch ? empty({rhs.batch, rhs.rows, groups}, found.wide) : empty({rhs.rows, groups}, found.wide);
+    found.weight.inner =
+        by_batch ? empty({rhs.batch, rhs.rows, groups}, found.wide) : empty({rhs.rows, groups}, found.wide);
     sign_sums(rhs, by, width, groups, data_of<W>(found.weight.inner));
   }
   found.middle = by_batch ? empty({lhs.batch, lhs.rows, groups}, found.wide) : empty({lhs.rows, groups}, found.wide);
@@ -266,11 +268,13 @@ bool Checker::compute(
     double left = 0, all = 0;
     for (size_t i = 0; i < count; i++) {
       size_t row = i / static_cast<size_t>(groups), b = row / static_cast<size_t>(found.rows);
-      double whole = static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
+      double whole =
+          static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
       left += static_cast<double>(middle[i]) * static_cast<double>(middle[i]);
       all += whole * whole;
     }
-    double ratio = std::sqrt(left) / std::sqrt(all), least = 1 / std::sqrt(static_cast<double>(rhs.rows) * static_cast<double>(count));
+    double ratio = std::sqrt(left) / std::sqrt(all),
+           least = 1 / std::sqrt(static_cast<double>(rhs.rows) * static_cast<double>(count));
     for (double& each : scale) {
       each *= std::isfinite(ratio) ? std::max(ratio, least) : least;
     }
@@ -285,7 +289,8 @@ bool Checker::compute(
   found.size.resize(count);
   for (size_t i = 0; i < count; i++) {
     size_t row = i / static_cast<size_t>(groups), b = row / static_cast<size_t>(found.rows);
-    smooth[i] += std::abs(alpha) * static_cast<double>(norms[row]) * scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
+    smooth[i] += std::abs(alpha) * static_cast<double>(norms[row]) *
+        scale[b * static_cast<size_t>(groups) + i % static_cast<size_t>(groups)];
     found.size[i] = std::hypot(found.sums[i], smooth[i]);
   }
   return true;
@@ -349,7 +354,8 @@ bool Checker::holds(const Checked& expected, const Matrices& output, const W* by
   auto k = static_cast<double>(expected.depth), n = static_cast<double>(expected.columns);
   double inside = expected.dtype == c10::kDouble ? DBL_EPSILON / 2 : FLT_EPSILON / 2;
   double own = expected.wide ? DBL_EPSILON / 2 : FLT_EPSILON / 2, out = unit(expected.dtype);
-  double variance = (inside * inside * (k + 1) + own * own * (k + n / static_cast<double>(groups))) / 6 + 0.2 * out * out;
+  double variance =
+      (inside * inside * (k + 1) + own * own * (k + n / static_cast<double>(groups))) / 6 + 0.2 * out * out;
   double deviation = std::sqrt(variance);
   double least = (expected.wide ? DBL_MIN : static_cast<double>(FLT_MIN)) / deviation * (k + 2);
   std::vector<double> together(static_cast<size_t>(expected.batch * groups), 0.0);
@@ -358,7 +364,8 @@ bool Checker::holds(const Checked& expected, const Matrices& output, const W* by
     double in_row = 0;
     for (int64_t g = 0; g < groups; g++, i++) {
       auto at = static_cast<size_t>(i);
-      double relative = std::abs(static_cast<double>(sums[at]) - expected.sums[at]) / std::max(expected.size[at], least) / deviation;
+      double relative =
+          std::abs(static_cast<double>(sums[at]) - expected.sums[at]) / std::max(expected.size[at], least) / deviation;
       if (!(relative <= limit)) { // also if it is NaN
         return false;
       }

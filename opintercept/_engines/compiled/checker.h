@@ -96,7 +96,9 @@ class Checker {
   Form* form(const Overload& overload);
   const void* signs(int64_t columns, bool is_wide); // null if there are none to be had
   template <typename W>
-  bool compute(Checked& found, const Matrices& lhs, const Matrices& rhs, const at::Tensor& right, const at::Tensor* bias, double alpha, double beta);
+  bool compute(
+      Checked& found, const Matrices& lhs, const Matrices& rhs, const at::Tensor& right, const at::Tensor* bias,
+      double alpha, double beta);
   template <typename W>
   bool add_bias(Checked& found, const at::Tensor& bias, double beta, const W* signs, std::vector<double>& smooth) const;
   template <typename W>

@@ -41,7 +41,8 @@ using c10::DispatchKeySet;
 using namespace opintercept;
 
 const DispatchKeySet BELOW(DispatchKeySet::FULL_AFTER, DispatchKey::BackendSelect);
-const DispatchKeySet UNREAL({ // `kernels._UNREAL`, but for Meta, which is one key of several bits
+const DispatchKeySet UNREAL({
+    // `kernels._UNREAL`, but for Meta, which is one key of several bits
     DispatchKey::Functionalize,
     DispatchKey::FuncTorchBatched,
     DispatchKey::FuncTorchGradWrapper,
@@ -59,7 +60,8 @@ std::atomic<bool> all_threads{false}; // whether threads that have entered nothi
 std::atomic<long long> unseen{0}; // how many calls of watched operators they made
 thread_local int running = 0; // kernels on the stack of this thread
 
-Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_tables, watch_hidden, watch_inner, watch_pipelines, watch_row, watch_tally;
+Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_tables, watch_hidden, watch_inner,
+    watch_pipelines, watch_row, watch_tally;
 
 PyObject* to_python(const c10::IValue& value) {
   if (value.isNone()) {
@@ -254,7 +256,8 @@ struct Kernel final : c10::OperatorKernel {
   }
 
   // Runs the call with its hooks if a block watches it; false if the caller must run it.
-  static bool ran_with_hooks(const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack) {
+  static bool ran_with_hooks(
+      const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack) {
     ScopePtr saved;
     if (inside_noted) {
       return false;
@@ -303,9 +306,8 @@ struct Kernel final : c10::OperatorKernel {
       return false;
     }
     THPObjectPtr watch(
-        found != nullptr
-            ? Py_NewRef(found)
-            : check(PyObject_CallFunctionObjArgs(watch_of, scope, feed, overload.name, nullptr)));
+        found != nullptr ? Py_NewRef(found)
+                         : check(PyObject_CallFunctionObjArgs(watch_of, scope, feed, overload.name, nullptr)));
     if (watch.get() == Py_None) {
       return false;
     }
@@ -382,13 +384,20 @@ struct Kernel final : c10::OperatorKernel {
     } else if (returns.size() == 1) {
       results.push_back(torch::jit::toIValue(result.get(), returns[0].real_type(), std::nullopt));
     } else {
-      THPObjectPtr each(check(PySequence_Fast(result.get(), "an operator with several outputs must return a sequence")));
+      THPObjectPtr each(
+          check(PySequence_Fast(result.get(), "an operator with several outputs must return a sequence")));
       TORCH_CHECK(
           PySequence_Fast_GET_SIZE(each.get()) == static_cast<Py_ssize_t>(returns.size()),
-          "expected ", returns.size(), " outputs of ", op.operator_name());
+          "expected ",
+          returns.size(),
+          " outputs of ",
+          op.operator_name());
       for (size_t i = 0; i < returns.size(); i++) {
-        results.push_back(torch::jit::toIValue(
-            PySequence_Fast_GET_ITEM(each.get(), static_cast<Py_ssize_t>(i)), returns[i].real_type(), std::nullopt));
+        results.push_back(
+            torch::jit::toIValue(
+                PySequence_Fast_GET_ITEM(each.get(), static_cast<Py_ssize_t>(i)),
+                returns[i].real_type(),
+                std::nullopt));
       }
     }
     stack->erase(stack->end() - static_cast<ptrdiff_t>(call.count), stack->end());
@@ -403,15 +412,25 @@ struct Kernel final : c10::OperatorKernel {
 PyObject* setup(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
   if (!PyArg_ParseTuple(
-          args, "OOOOOOOOOO", &state, &carried, &scope, &watch, &feed, &watch_of, &run, &current, &backward_phase, &has_changed)) {
+          args,
+          "OOOOOOOOOO",
+          &state,
+          &carried,
+          &scope,
+          &watch,
+          &feed,
+          &watch_of,
+          &run,
+          &current,
+          &backward_phase,
+          &has_changed)) {
     return nullptr;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
   if (!state_everywhere.find(type, "everywhere") || !state_idle.find(type, "idle") ||
-      !scope_everywhere.find(scope, "everywhere") || !scope_carried.find(scope, "carried") || !scope_tables.find(scope, "tables") ||
-      !watch_hidden.find(watch, "hidden") || !watch_inner.find(watch, "inner") ||
-      !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row") ||
-      !watch_tally.find(watch, "tally")) {
+      !scope_everywhere.find(scope, "everywhere") || !scope_carried.find(scope, "carried") ||
+      !scope_tables.find(scope, "tables") || !watch_hidden.find(watch, "hidden") || !watch_inner.find(watch, "inner") ||
+      !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row") || !watch_tally.find(watch, "tally")) {
     return nullptr;
   }
   for (PyObject* each : {state, carried, feed, watch_of, run, current, backward_phase, has_changed}) {
@@ -464,13 +483,14 @@ PyObject* install(PyObject*, PyObject* args) {
   try {
     auto* overload = static_cast<Overload*>(PyCapsule_GetPointer(made, nullptr));
     auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(overload));
-    auto* handle = new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
-        c10::OperatorName(name, overload_name),
-        DispatchKey::BackendSelect,
-        std::move(kernel),
-        std::nullopt,
-        nullptr,
-        "opintercept"));
+    auto* handle = new c10::RegistrationHandleRAII(
+        c10::Dispatcher::singleton().registerImpl(
+            c10::OperatorName(name, overload_name),
+            DispatchKey::BackendSelect,
+            std::move(kernel),
+            std::nullopt,
+            nullptr,
+            "opintercept"));
     return PyCapsule_New(handle, nullptr, [](PyObject* capsule) {
       delete static_cast<c10::RegistrationHandleRAII*>(PyCapsule_GetPointer(capsule, nullptr));
     });
@@ -515,7 +535,10 @@ PyMethodDef methods[] = {
     {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_read)), METH_FASTCALL, nullptr},
     {"extent", opintercept_extent, METH_O, nullptr},
     {"project", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_project)), METH_FASTCALL, nullptr},
-    {"sign_sums", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_sign_sums)), METH_FASTCALL, nullptr},
+    {"sign_sums",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_sign_sums)),
+     METH_FASTCALL,
+     nullptr},
     {"set_up_notes", opintercept_set_up_notes, METH_VARARGS, nullptr},
     {"forget_notes", opintercept_forget_notes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -135,7 +135,9 @@ PyObject* keywords_of(const Overload& overload, const c10::IValue* values); // a
 PyObject* outputs_to_python(const Stack& stack, size_t count);
 
 // Runs a call and notes it for hooks that need no more. False, with nothing changed, if the hooks have to see it.
-bool ran_noted(const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack, const ScopePtr& scope);
+bool ran_noted(
+    const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack,
+    const ScopePtr& scope);
 
 // Lets `ran_noted` know what sees the calls of an operator in a scope, from its `Watch`. Returns whether that is new.
 bool remember(const Overload& overload, PyObject* scope, PyObject* watch);

@@ -29,7 +29,6 @@ PyObject *state, *rings_of_watch;
 PyObject *text_name, *here_name, *note_name, *behind_name, *late_name, *settle_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
-
 struct Entry {
   std::vector<Ring*> rings; // of the pipelines, in order
   std::vector<PyObject*> owned;
@@ -208,7 +207,8 @@ struct Call {
     THPObjectPtr used(addresses());
     const at::Tensor* lhs = operand(0);
     THPObjectPtr left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : address(*lhs))));
-    THPObjectPtr found(check(PyObject_CallMethodObjArgs(rows_of(part.ring), behind_name, used.get(), left.get(), nullptr)));
+    THPObjectPtr found(
+        check(PyObject_CallMethodObjArgs(rows_of(part.ring), behind_name, used.get(), left.get(), nullptr)));
     if (found.get() == Py_None) {
       return false;
     }
@@ -236,7 +236,14 @@ struct Call {
     }
     THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
     THPObjectPtr noted(check(PyObject_CallMethodObjArgs(
-        rows_of(part.ring), note_name, entry.row, index.get(), used.get(), positions.get(), part.known->place(part.row.place), nullptr)));
+        rows_of(part.ring),
+        note_name,
+        entry.row,
+        index.get(),
+        used.get(),
+        positions.get(),
+        part.known->place(part.row.place),
+        nullptr)));
   }
 
   // Counts a call that was checked, unless the hooks see it, which check it again.
@@ -251,7 +258,8 @@ struct Call {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
     HandedOver checked(part.checked.get());
     THPObjectPtr args(positional_of(overload, given.data())), kwargs(keywords_of(overload, given.data()));
-    THPObjectPtr index(check(PyLong_FromLongLong(part.row.index))), started(check(PyLong_FromLongLong(part.row.started)));
+    THPObjectPtr index(check(PyLong_FromLongLong(part.row.index))),
+        started(check(PyLong_FromLongLong(part.row.started)));
     THPObjectPtr seconds(check(PyFloat_FromDouble(elapsed)));
     THPObjectPtr phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
     return check(PyObject_CallMethodObjArgs(
@@ -316,7 +324,8 @@ bool is_surely_finite(const at::Tensor& tensor) {
 }
 
 // What the outputs say. Returns whether the pipeline's hooks have to see the call.
-bool look_at_outputs(Call& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
+bool look_at_outputs(
+    Call& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
   const Plan& plan = part.plan();
   if (part.checked != nullptr && part.checked->form->lhs >= 0 && !plan.checker->agrees(*part.checked, outputs[0])) {
     return true;
@@ -386,7 +395,8 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
 } // namespace
 
 bool opintercept::ran_noted(
-    const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack, const ScopePtr& saved) {
+    const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack,
+    const ScopePtr& saved) {
   PyObject* scope = saved->ptr(getPyInterpreter());
   const Entry* entry = entry_of(overload, scope);
   if (entry == nullptr || entry == &NEVER || has_tasks.load(std::memory_order_relaxed) ||
@@ -513,7 +523,8 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
       made->rings.push_back(ring_of(PyTuple_GET_ITEM(rings, i)));
     }
     for (size_t role = 0; role < OUTPUT; role++) {
-      made->positions[role] = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(positions, static_cast<Py_ssize_t>(role))));
+      made->positions[role] =
+          static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(positions, static_cast<Py_ssize_t>(role))));
     }
     made->row = watch_row.of(watch);
     made->hidden_scope = watch_hidden.of(watch);

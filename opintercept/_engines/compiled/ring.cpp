@@ -96,8 +96,8 @@ bool Ring::takes_more(GenerationPtr& known) {
 
 template <typename Map, typename Key>
 uint32_t Ring::remember(
-    GenerationPtr& known, Map Generation::*numbers, const Key& key, std::vector<PyObject*> Generation::*objects, PyObject* object,
-    std::vector<std::string> Generation::*texts, const std::string& text) {
+    GenerationPtr& known, Map Generation::* numbers, const Key& key, std::vector<PyObject*> Generation::* objects,
+    PyObject* object, std::vector<std::string> Generation::* texts, const std::string& text) {
   GenerationPtr before = known; // freed after the mutex, since that may run Python code
   std::lock_guard lock(mutex);
   if (!takes_more(known)) {
@@ -156,7 +156,8 @@ size_t stride(const Plan& of) {
 } // namespace
 
 bool Ring::put(
-    const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values, bool& half_full) {
+    const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values,
+    bool& half_full) {
   std::lock_guard lock(mutex);
   row.look = look_of(known, key);
   if (row.look == UNKNOWN || filled == CAPACITY) {

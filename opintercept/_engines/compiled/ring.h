@@ -93,10 +93,13 @@ class Ring {
 
   // Adds a row for a call that looks like this. False if the look is unknown, if the ring has another generation by now or
   // no room.
-  bool put(const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values, bool& half_full);
+  bool put(
+      const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values,
+      bool& half_full);
 
   // Writes the line of a row to the plan's file instead. As `put`.
-  bool write(const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
+  bool write(
+      const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
 
   // With the interpreter's lock.
   void suspend();
@@ -115,8 +118,8 @@ class Ring {
 
   template <typename Map, typename Key>
   uint32_t remember(
-      GenerationPtr& known, Map Generation::*numbers, const Key& key, std::vector<PyObject*> Generation::*objects, PyObject* object,
-      std::vector<std::string> Generation::*texts, const std::string& text);
+      GenerationPtr& known, Map Generation::* numbers, const Key& key, std::vector<PyObject*> Generation::* objects,
+      PyObject* object, std::vector<std::string> Generation::* texts, const std::string& text);
   bool takes_more(GenerationPtr& known); // with both locks
   uint32_t look_of(const GenerationPtr& known, const std::string& key) const; // with the mutex
 

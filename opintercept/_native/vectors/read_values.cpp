@@ -192,7 +192,8 @@ inline Moments moments_of(const typename F::Bits* from, int64_t count, double ar
 }
 
 template <typename F, int N>
-inline int64_t count_misfits(const typename F::Bits* from, int64_t at, int64_t count, const Target& target, Sums& sums) {
+inline int64_t count_misfits(
+    const typename F::Bits* from, int64_t at, int64_t count, const Target& target, Sums& sums) {
   Vec<int64_t, N> below{}, above{};
   for (; at + N <= count; at += N) {
     auto value = F::template widen<N>(from + at);

@@ -20,19 +20,19 @@ Set chosen_set(); // as torch chooses its own: ATEN_CPU_CAPABILITY may ask for l
 } // namespace opintercept
 
 #ifdef OPINTERCEPT_AVX // which `build.py` defines where these sets exist
-#define FOR_EACH_SET(...)                \
-  namespace DEFAULT {                    \
-  __VA_ARGS__                            \
-  }                                      \
-  namespace AVX2 {                       \
-  __VA_ARGS__                            \
-  }                                      \
-  namespace AVX512 {                     \
-  __VA_ARGS__                            \
+#define FOR_EACH_SET(...) \
+  namespace DEFAULT {     \
+  __VA_ARGS__             \
+  }                       \
+  namespace AVX2 {        \
+  __VA_ARGS__             \
+  }                       \
+  namespace AVX512 {      \
+  __VA_ARGS__             \
   }
-#define CHOSEN(name)                                     \
-  (chosen_set() == Set::AVX512 ? &opintercept::AVX512::name \
-       : chosen_set() == Set::AVX2 ? &opintercept::AVX2::name \
+#define CHOSEN(name)                                            \
+  (chosen_set() == Set::AVX512     ? &opintercept::AVX512::name \
+       : chosen_set() == Set::AVX2 ? &opintercept::AVX2::name   \
                                    : &opintercept::DEFAULT::name)
 #else
 #define FOR_EACH_SET(...) \

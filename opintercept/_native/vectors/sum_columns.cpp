@@ -253,7 +253,8 @@ void each_part(const Matrices& x, int workers, const Use& use) {
 }
 
 template <typename W>
-void by_sides(const Matrices& x, const W* by, int64_t of_batch, int64_t width, int64_t groups, W* out, W* norms, int workers) {
+void by_sides(
+    const Matrices& x, const W* by, int64_t of_batch, int64_t width, int64_t groups, W* out, W* norms, int workers) {
   each_part<W>(x, workers, [&](const auto& pass, int64_t b, int64_t first, int64_t rows) {
     W *sums = out + b * x.rows * groups, *lengths = norms == nullptr ? nullptr : norms + b * x.rows;
     if (x.transposed()) {
