@@ -58,7 +58,7 @@ CONTENTS = {
         ],
         "Tools": ["hooks", "commands", "integrations/index", "checksum", "runs"],
         "Reference": ["reference/index", "seen", "cost", "how", "troubleshooting", "agents"],
-        "The project": ["contributing", "Benchmarks <benchmarks>", "changes"],
+        "The project": ["contributing", "threads", "twins", "Benchmarks <benchmarks>", "changes"],
     },
     "integrations/index": {"": ["trainers", "perfetto", "prometheus"]},
     "reference/index": {"": ["core", "hooks", "runs", "testing"]},

@@ -1,8 +1,10 @@
-"""CONTRIBUTING.md and .pre-commit-config.yaml name files, options and commands that exist."""
+"""The pages for contributors and .pre-commit-config.yaml name files, options, commands and tests that exist."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,40 @@ def test_pre_commit_runs_the_checks_of_the_set_up() -> None:
         "ruff format",
         "mypy",
     ]
+
+
+TWINS = [line.strip("| ").split(" | ") for line in (ROOT / "docs/twins.md").read_text().splitlines() if "::" in line]
+
+
+@pytest.mark.parametrize(("what", "python", "cpp", "test"), TWINS)
+def test_a_twin_and_the_test_of_it_exist(what: str, python: str, cpp: str, test: str) -> None:
+    for path in (python, cpp):
+        assert (ROOT / "opintercept" / path.strip("`")).is_file(), what
+    file, _, name = test.strip("`").partition("::")
+    assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), what
+
+
+def test_every_source_in_cpp_that_repeats_python_has_a_twin() -> None:
+    named = {Path(cpp.strip("`")).name for _, _, cpp, _ in TWINS}
+    own = {"ring.cpp", "sets.cpp", "values.cpp", "checksums.cpp"}  # only C++ has a ring, and layouts to find
+    assert named | own == {path.name for path in (ROOT / "opintercept").rglob("*.cpp")}
+
+
+def test_the_page_on_threads_names_every_mutex() -> None:
+    page = (ROOT / "docs/threads.md").read_text()
+    headers = [*(ROOT / "opintercept").rglob("*.h"), *(ROOT / "opintercept").rglob("*.cpp")]
+    made = [(path, len(re.findall(r"^ *std::mutex \w+;", path.read_text(), re.MULTILINE))) for path in headers]
+    assert {path.name: count for path, count in made if count} == {
+        name: 1 for name in ("ring.h", "ring.cpp", "flight.h", "checker.h")
+    }
+    for name in ("Ring::mutex", "left_mutex", "Flight::mutex", "Checker::mutex"):
+        assert f"`{name}`" in page
+
+
+def test_cpp_files_are_formatted() -> None:
+    formatter = shutil.which("clang-format")
+    if formatter is None:
+        pytest.skip("needs clang-format")
+    files = [str(path) for ending in ("*.cpp", "*.h") for path in (ROOT / "opintercept").rglob(ending)]
+    done = subprocess.run([formatter, "--dry-run", "--Werror", *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
