@@ -45,7 +45,7 @@ def test_vector_instructions_are_in_functions_for_processors_that_have_them() ->
     assert [name for name in needs["AVX2"] if "AVX2" not in name and "AVX512" not in name] == []
     assert any("read" in name for name in needs["AVX512"])
     assert any("read" in name for name in needs["AVX2"])
-    started = [name for names in needs.values() for name in names if "_GLOBAL__" in name or "static_init" in name]
+    started = [name for names in needs.values() for name in names if "_GLOBAL__sub_I" in name]
     assert started == []  # they run when the library is loaded, whatever the processor
 
 
@@ -53,11 +53,11 @@ def test_vector_instructions_are_in_functions_for_processors_that_have_them() ->
 PROGRAM = """
 import torch
 from opintercept._native import library, values
-x = torch.rand(997, generator=torch.Generator().manual_seed(3), dtype=torch.float32) * torch.logspace(-6, 6, 997)
+x = torch.rand(64, 997, generator=torch.Generator().manual_seed(3))
 values.adopt(library.find().module)
-out = torch.empty(1, 1)
-values.project(x[None].contiguous(), torch.ones(997, 1), out, None)
-print(values.read(x)[0][6].hex(), out.item().hex())
+out = torch.empty(64, 1)
+values.project(x, torch.ones(997, 1), out, None)
+print(*(values.read(row)[0][7].hex() for row in x), out.tolist())
 """
 
 
