@@ -9,6 +9,7 @@ import subprocess
 from collections import defaultdict
 
 import pytest
+import torch
 from compiler import needs_compiler
 from native import library, run_python
 
@@ -65,7 +66,7 @@ print(*(values.read(row)[0][7].hex() for row in x), out.tolist())
 @needs_x86
 def test_the_environment_chooses_what_older_processors_run() -> None:
     library()
-    most = SETS.index(build.torch.backends.cpu.get_cpu_capability()) + 1
+    most = SETS.index(torch.backends.cpu.get_cpu_capability()) + 1
     found = [run_python(PROGRAM, ATEN_CPU_CAPABILITY=name.lower()) for name in SETS[:most]]
     assert len({str(lines) for lines in found}) == most
     assert found[-1] == run_python(PROGRAM)

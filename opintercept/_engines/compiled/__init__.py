@@ -1,8 +1,8 @@
 """The compiled engine: the kernel engine with its kernels in C++, built when a process first asks for them.
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
-`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_core.record.look`. `noted.cpp` runs calls
-that become rows of `ring.cpp` and not Python objects, see `_core/noted.py`.
+`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_core.record.look`. `noted.cpp` runs
+calls that become rows of `ring.cpp` and not Python objects, see `_core/noted.py`.
 Invariant: nothing is built before somebody asks for this engine by its name.
 """
 
