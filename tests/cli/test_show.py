@@ -11,74 +11,51 @@ import re
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_calls import meta, record
+from made_runs import stats, write_files
 
 from opintercept import runs
 from opintercept._core.gemm import Gemm
-from opintercept._core.record import CallRecord
-from opintercept._core.tensors import TensorMeta
 from opintercept.cli import main
-
-
-def meta(*shape: int) -> TensorMeta:
-    return TensorMeta(shape, "float32", "cpu", shape, False)
 
 
 def call(index: int, **changes: Any) -> dict[str, Any]:
     """A call: modules 0 to 4 take turns, so do the phases; a step has ten calls, each a millisecond longer."""
-    record = CallRecord(
+    made = record(
         index=index,
         step=index // 10,
-        op="aten::mm",
-        func="aten.mm.default",
         phase="backward" if index % 2 else "forward",
         module=f"layers.{index % 5}",
         source="model.py:3 in forward",
-        forward=None,
-        grad_of=None,
         lhs=meta(4, 8),
         rhs=meta(8, 4),
-        bias=None,
         output=meta(4, 4),
         gemm=Gemm(1, 4, 4, 8, ("float32", "float32"), (False, False)),
         flops=256,
         bytes=320,
-        autocast=None,
-        opaque=False,
-        started=None,
-        thread=None,
         elapsed=1e-3 * (index + 1),
     )
-    return record.as_dict() | {"values": {"output": values(index)}} | changes
+    return made.as_dict() | {"values": {"output": values(index)}} | changes
 
 
 def values(index: int, **changes: Any) -> dict[str, Any]:
-    plain = {"hash": f"{index:016x}", "count": 16, "nan": 0, "inf": 0, "min": -1.0, "max": 1.0 * index}
-    return plain | {"mean": 0.5, "rms": 1.5} | changes
+    return stats(**{"hash": f"{index:016x}", "max": 1.0 * index, "mean": 0.5, "rms": 1.5} | changes)
 
 
-def write(folder: Path, calls: Iterator[dict[str, Any]] | list[dict[str, Any]], **changes: Any) -> str:
+def write(folder: Path, calls: Iterable[dict[str, Any]], **changes: Any) -> str:
     info = {
-        "schema": 1,
         "argv": ["train.py", "--epochs", "1"],
         "started": "2026-01-02T03:04:05+0000",
-        "finished": True,
-        "tensors": "stats",
-        "rank": 0,
-        "world_size": 1,
         "versions": {"opintercept": "0.1.0", "torch": "2.13.0"},
         "devices": ["A card"],
         "flags": {"float32_matmul_precision": "high"},
     }
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps(info | changes))
-    with (folder / "calls.jsonl").open("w") as file:
-        file.writelines(f"{json.dumps(call)}\n" for call in calls)
-    return str(folder)
+    return str(write_files(folder, calls, **info | changes))
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made_calls import record
+from processes import run_python
 
 import opintercept
 from opintercept import CallRecord, Gemm, TensorMeta, hooks, intercept, runs
@@ -66,8 +66,7 @@ def test_a_new_field_of_a_record_takes_one_line(tmp_path: Path) -> None:
         assert text.count(before) == 1
         text = text.replace(before, f"{line}\n{before}")
     source.write_text(text, "utf-8")
-    command = [sys.executable, "-c", PROGRAM, json.dumps(list(NEW_FIELDS))]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_python("-c", PROGRAM, json.dumps(list(NEW_FIELDS)), cwd=tmp_path, check=True)
     as_dict, stored, of_an_older_run, *shown = done.stdout.splitlines()
     expected = {name: value for name, (_, _, value) in NEW_FIELDS.items()}
     assert json.loads(as_dict) == expected
@@ -110,30 +109,14 @@ def test_a_line_has_its_own_fields_before_the_shared_ones(tmp_path: Path) -> Non
     assert list(line) == [*own, *shared, "arguments"]
 
 
-def record(**fields: Any) -> CallRecord:
-    meta = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
+def example(**fields: Any) -> CallRecord:
+    strided = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
     gemm = Gemm(1, 2, 2, 2, ("float32", "float32"), (False, True))
-    known: dict[str, Any] = {"index": 0, "step": 0, "op": "aten::mm", "func": "aten.mm.default", "phase": "forward"}
-    known |= {"lhs": meta, "rhs": meta, "output": (meta, None), "gemm": gemm, "opaque": False}
-    names = (
-        "module",
-        "source",
-        "forward",
-        "grad_of",
-        "bias",
-        "flops",
-        "bytes",
-        "autocast",
-        "started",
-        "thread",
-        "elapsed",
-    )
-    absent: dict[str, Any] = dict.fromkeys(names)
-    return CallRecord(**absent | known | fields)
+    return record(lhs=strided, rhs=strided, output=(strided, None), gemm=gemm, **fields)
 
 
 def test_as_dict_is_plain_data() -> None:
-    plain = record(module="encoder").as_dict()
+    plain = example(module="encoder").as_dict()
     meta = {"shape": (2, 2), "dtype": "float32", "device": "cpu", "stride": (2, 1), "requires_grad": False}
     assert plain["module"] == "encoder"
     assert plain["lhs"] == meta

@@ -1,7 +1,8 @@
-"""Call records made by hand."""
+"""Call records made by hand. `made_runs.py` writes them as runs."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,17 +10,20 @@ import torch
 from opintercept import CallRecord, TensorMeta
 from opintercept.testing.plugin import OpCalls
 
+UNKNOWN: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(CallRecord))
+
 
 def meta(*shape: int, dtype: str = "float32", device: str = "cpu") -> TensorMeta:
     return TensorMeta(shape, dtype, device, None, False)
 
 
-def record(op: str = "mm", phase: Any = "forward", dtype: str = "float32", index: int = 0, **fields: Any) -> CallRecord:
+def record(op: str = "mm", phase: Any = "forward", dtype: str = "float32", **fields: Any) -> CallRecord:
+    """A record of a product of two small matrices. Fields that have no value here are None."""
     square = meta(2, 2, dtype=dtype)
-    fields = {"lhs": square, "rhs": square, "output": square, "module": "", "flops": 16, **fields}
-    for name in ("source", "forward", "grad_of", "bias", "gemm", "bytes", "autocast", "started", "thread", "elapsed"):
-        fields.setdefault(name, None)
-    return CallRecord(index=index, step=0, op=f"aten::{op}", func=op, phase=phase, opaque=False, **fields)
+    name = op if "::" in op else f"aten::{op}"
+    known = {"index": 0, "step": 0, "op": name, "func": f"{name.replace('::', '.')}.default", "phase": phase}
+    known |= {"module": "", "lhs": square, "rhs": square, "output": square, "flops": 16, "opaque": False}
+    return CallRecord(**UNKNOWN | known | fields)
 
 
 def three_calls() -> OpCalls:

@@ -1,23 +1,46 @@
-"""Runs made by hand, out of the calls that a test gives."""
+"""Runs made by hand, out of the calls that a test gives: the one place where tests write a run without recording it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from opintercept import runs
+from made_calls import record
+
+from opintercept import TensorMeta, runs
+from opintercept._core.record import Gemm
 
 SHAPE = [4, 4]
+
+
+INFO: dict[str, Any] = {
+    "schema": 1,
+    "argv": ["train.py"],
+    "started": "2026-01-02T03:04:05",
+    "finished": True,
+    "tensors": "stats",
+    "rank": 0,
+    "world_size": 1,
+    "versions": {"torch": "2.13.0"},
+    "devices": [],
+    "flags": {"threads": "1"},
+}
+
+
+def stats(**changes: Any) -> dict[str, Any]:
+    """What a run keeps of a tensor's values."""
+    plain = {"hash": None, "count": 16, "nan": 0, "inf": 0, "min": -1.0, "max": 1.0, "mean": 0.0, "rms": 0.5}
+    return plain | changes
 
 
 def values(name: Any, *, hashed: bool = True) -> dict[str, Any]:
     """Statistics and hash of the tensor of this name."""
     digest = hashlib.blake2b(str(name).encode(), digest_size=8).hexdigest()
     size = 1 + int(digest[:4], 16) / 2**17
-    plain = {"hash": digest if hashed else None, "count": 16, "nan": 0, "inf": 0}
-    return plain | {"min": -size, "max": size, "mean": 0.0, "rms": size / 2}
+    return stats(hash=digest if hashed else None, min=-size, max=size, rms=size / 2)
 
 
 def call(
@@ -37,34 +60,26 @@ def call(
     """A line of calls.jsonl. Tensors are given by name; a call that raised has no output."""
 
     def meta(name: Any, requires_grad: bool = False) -> Any:
-        plain = {"shape": shape, "dtype": dtype, "device": "cpu", "stride": None, "requires_grad": requires_grad}
-        return None if name is None else plain
+        return None if name is None else TensorMeta(tuple(shape), dtype, "cpu", None, requires_grad)
 
     tensors = {"lhs": lhs, "rhs": rhs, "bias": bias, "output": output} | fields.pop("more", {})
-    gemm = {"batch": 1, "m": shape[0], "n": 4, "k": 4, "dtypes": [dtype, dtype], "transposes": [False, False]}
-    plain = {
-        "index": 0,
-        "step": 0,
-        "op": op,
-        "func": f"{op}.default",
-        "phase": "forward",
-        "module": module,
-        "source": "train.py:7 in forward",
-        "forward": None,
-        "grad_of": None,
-        "lhs": meta(lhs, grad[0]),
-        "rhs": meta(rhs, grad[1]),
-        "bias": meta(bias),
-        "output": meta(output),
-        "gemm": None if "attention" in op else gemm,
-        "flops": 128,
-        "bytes": 192,
-        "autocast": None,
-        "opaque": False,
-        "started": 1_700_000_000_000_000_000,
-        "thread": 1,
-        "elapsed": 0.001,
-    }
+    gemm = Gemm(1, shape[0], 4, 4, (dtype, dtype), (False, False))
+    plain = record(
+        op=op,
+        module=module,
+        source="train.py:7 in forward",
+        lhs=meta(lhs, grad[0]),
+        rhs=meta(rhs, grad[1]),
+        bias=meta(bias),
+        output=meta(output),
+        gemm=None if "attention" in op else gemm,
+        flops=128,
+        bytes=192,
+        started=1_700_000_000_000_000_000,
+        thread=1,
+        elapsed=0.001,
+    ).as_dict()
+    del plain["index"]  # its place in the run, unless it is given
     if kept:
         plain["values"] = {
             role: name if isinstance(name, dict) else values(name) for role, name in tensors.items() if name is not None
@@ -72,16 +87,17 @@ def call(
     return plain | fields
 
 
-def write(folder: Path, calls: list[dict[str, Any]], **info: Any) -> runs.Run:
+def write_files(folder: Path, calls: Iterable[dict[str, Any]], **info: Any) -> Path:
+    """A run's folder, with these lines."""
     folder.mkdir(parents=True)
-    plain = {"schema": 1, "argv": ["train.py"], "started": "", "finished": True, "tensors": "stats", "rank": 0}
-    plain |= {"world_size": 1, "versions": {"torch": "2.13.0"}, "devices": [], "flags": {"threads": "1"}}
-    (folder / "run.json").write_text(json.dumps(plain | info))
-    lines = [
-        json.dumps({"index": number} | {k: v for k, v in c.items() if k != "index"}) for number, c in enumerate(calls)
-    ]
-    (folder / "calls.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return runs.open_run(folder)
+    (folder / "run.json").write_text(json.dumps(INFO | info))
+    with (folder / "calls.jsonl").open("w") as file:
+        file.writelines(f"{json.dumps({'index': number} | call)}\n" for number, call in enumerate(calls))
+    return folder
+
+
+def write(folder: Path, calls: list[dict[str, Any]], **info: Any) -> runs.Run:
+    return runs.open_run(write_files(folder, calls, **info))
 
 
 def kinds(found: runs.Difference) -> dict[str, dict[str, int]]:

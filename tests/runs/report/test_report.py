@@ -22,11 +22,12 @@ import pytest
 from browser import Browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_calls import meta, record
+from made_runs import INFO, stats, write_files
 
 from opintercept import OpInterceptError, intercept, runs
 from opintercept._core.gemm import Gemm
 from opintercept._core.record import CallRecord
-from opintercept._core.tensors import TensorMeta
 from opintercept.cli import main
 from opintercept.runs import open_run
 from opintercept.runs.report import page as report
@@ -35,56 +36,31 @@ from opintercept.runs.store import columns
 
 pytestmark = pytest.mark.slow
 
-LHS, RHS, OUT = (TensorMeta(shape, "float32", "cpu", None, False) for shape in ((2, 3), (3, 4), (2, 4)))
-CALL = CallRecord(
-    index=0,
-    step=0,
-    op="aten::mm",
-    func="aten::mm.default",
-    phase="forward",
+LHS, RHS, OUT = (meta(*shape) for shape in ((2, 3), (3, 4), (2, 4)))
+CALL = record(
     module="layer",
     source="train.py:1 in forward",
-    forward=None,
-    grad_of=None,
     lhs=LHS,
     rhs=RHS,
-    bias=None,
     output=OUT,
     gemm=Gemm(1, 2, 4, 3, ("float32", "float32"), (False, False)),
     flops=48,
     bytes=104,
-    autocast=None,
-    opaque=False,
     started=1_700_000_000_000_000_000,
     thread=1,
     elapsed=1e-6,
 )
-INFO: dict[str, Any] = {
-    "schema": 1,
-    "argv": ["train.py"],
-    "started": "2026-01-02T03:04:05",
-    "finished": True,
-    "tensors": "stats",
-    "rank": 0,
-    "world_size": 1,
-    "versions": {"torch": "2.13.0"},
-    "devices": [],
-    "flags": {},
-}
 
 
 def values(count: int = 8, nan: int = 0, inf: int = 0, **moments: float | None) -> dict[str, Any]:
     known = {"min": -1.0, "max": 2.0, "mean": 0.5, "rms": 1.0} | moments
-    return {"hash": None, "count": count, "nan": nan, "inf": inf} | known
+    return stats(count=count, nan=nan, inf=inf, **known)
 
 
 def folder(path: Path, *calls: tuple[CallRecord, dict[str, Any]], **info: Any) -> Path:
     """A run's folder with these calls, each with the values of its operands and output."""
-    path.mkdir()
-    (path / "run.json").write_text(json.dumps(INFO | info))
-    lines = (json.dumps(record.as_dict() | {"values": kept}) for record, kept in calls)
-    (path / "calls.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return path
+    lines = (each.as_dict() | {"values": kept} for each, kept in calls)
+    return write_files(path, lines, **{"flags": {}} | info)
 
 
 def test_values_of_calls_in_one_cell_are_combined(tmp_path: Path) -> None:
