@@ -18,6 +18,7 @@ import torch
 from compiler import needs_compiler
 from native import reading
 from nets import Block, Model
+from threads import run_threads
 from torch import nn
 
 from opintercept import CallRecord, NonFiniteError, OpCall, OpInterceptWarning, hooks, intercept, register_op, runs
@@ -500,31 +501,10 @@ def test_operators_with_arguments_alike_keep_their_names(ops: Any, functions: tu
     assert {row.op: row.calls for row in profile.rows()} == dict.fromkeys(names, 3)
 
 
-def in_threads(works: list[Callable[[], Any]], seconds: float) -> None:
-    """Run functions again and again, each in a thread of its own, and raise what one of them raises."""
-    failures: list[BaseException] = []
-    end = time.monotonic() + seconds
-
-    def run(work: Callable[[], Any]) -> None:
-        try:
-            while time.monotonic() < end and not failures:
-                work()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for failure in failures:
-        raise failure
-
-
 def test_threads_that_make_and_drop_modules_are_noted_right() -> None:
     recorder = hooks.Recorder()
     with intercept(recorder, engine="compiled", threads="all"):
-        in_threads([lambda: nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()] * 8, STRESS)
+        run_threads(*[lambda: nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()] * 8, seconds=STRESS)
     forward = {record.index: record for record in recorder.records if record.phase == "forward"}
     assert sorted(record.index for record in recorder.records) == list(range(len(recorder.records)))
     assert {record.op for record in recorder.records} == {"aten::addmm", "aten::mm"}
@@ -544,7 +524,7 @@ def test_hooks_come_and_go_while_threads_run() -> None:
             came.append(hooks.Recorder())
             interceptor.register(came[-1]).remove()
 
-        in_threads([lambda: linear(torch.randn(2, 4))] * 8 + [come_and_go], STRESS)
+        run_threads(*[lambda: linear(torch.randn(2, 4))] * 8, come_and_go, seconds=STRESS)
         calls = interceptor.watcher.pipeline.calls
     assert sum(row.calls for row in profile.rows()) == calls
     for recorder in came:

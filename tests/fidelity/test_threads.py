@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 from compiler import BUILDS
+from processes import run_python
+from threads import run_threads
 
 from opintercept import OpCall, intercept
 from opintercept._engines import kernels, scope
@@ -78,27 +80,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
-
-
-def run_threads(*works: Callable[[], None]) -> None:
-    """Run each function in its own thread, all at once, and raise what one of them raised."""
-    barrier = threading.Barrier(len(works))
-    failures: list[BaseException] = []
-
-    def run(work: Callable[[], None]) -> None:
-        try:
-            barrier.wait()
-            work()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for failure in failures:
-        raise failure
 
 
 @pytest.fixture(autouse=True)
@@ -253,8 +234,7 @@ def test_threads_that_end_while_a_block_looks_at_them_do_no_harm() -> None:
                 x @ x
         print("done")
         """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", textwrap.dedent(code), timeout=120)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
