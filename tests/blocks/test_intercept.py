@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from compiler import COMPILED
+from processes import run_python
 
 from opintercept import HookError, Interceptor, OpCall, OpInterceptError, OpInterceptWarning, intercept
 from opintercept._engines import kernels, scope
@@ -647,7 +648,7 @@ BESIDE_FORKED_TASKS = """
 def test_kernels_do_not_go_under_the_feet_of_a_thread_without_frames_of_its_own(script: str, tmp_path: Path) -> None:
     file = tmp_path / "program.py"  # torch.jit.script wants to read its source
     file.write_text(textwrap.dedent(script))
-    done = subprocess.run([sys.executable, "-W", "ignore", file], capture_output=True, text=True, check=False)
+    done = run_python("-W", "ignore", file)
     assert (done.returncode, done.stderr) == (0, "")
 
 

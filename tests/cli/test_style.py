@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from made_runs import call, chain, ranked, values, write
+from processes import run_python
 
 from opintercept.cli import main
 from opintercept.cli.terminal.style import styled
@@ -122,9 +122,8 @@ def test_warnings_and_errors_are_set_off_on_stderr(tmp_path: Path, monkeypatch: 
 def test_run_sets_off_its_findings(tmp_path: Path) -> None:
     program = "import torch\nx = torch.full((2, 2), torch.inf)\n_ = (x - x) @ x\n"
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "opintercept", "run", "program.py"]
     environment = os.environ | {"FORCE_COLOR": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = run_python("-m", "opintercept", "run", "program.py", cwd=tmp_path, env=environment, check=True)
     codes = [code for code, _ in coloured(done.stderr)]
     assert "1;31" in codes
     assert "1" in codes

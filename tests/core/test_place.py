@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 import types
@@ -10,6 +9,7 @@ import types
 import pytest
 import torch
 from nets import record
+from processes import run_python
 
 CELLS = {
     "<stdin>": "<cell>",
@@ -64,6 +64,5 @@ SHELL = """
 @pytest.mark.slow
 def test_source_of_a_cell_in_a_real_shell() -> None:
     pytest.importorskip("IPython")
-    program = [sys.executable, "-c", textwrap.dedent(SHELL)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    done = run_python("-c", textwrap.dedent(SHELL))
     assert done.returncode == 0, done.stderr

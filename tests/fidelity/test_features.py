@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_python
 from programs import ENGINES
 from seen import Seen, assert_alike, gradients, run
 from torch import Tensor, nn
@@ -389,7 +388,7 @@ def test_each_engine_sees_of_forked_tasks_what_it_should_and_changes_nothing(tmp
     # In a process of its own: torch's thread pool for them stays, and would keep our kernels installed.
     file = tmp_path / "program.py"  # torch.jit.script reads its source
     file.write_text(textwrap.dedent(FORKS))
-    done = subprocess.run([sys.executable, "-W", "ignore", file], capture_output=True, text=True, check=False)
+    done = run_python("-W", "ignore", file)
     assert (done.returncode, done.stdout) == (0, "aten::mm aten::mm\naten::mm aten::mm\n\n"), done.stderr
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from processes import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -143,12 +142,7 @@ def ends(request: pytest.FixtureRequest) -> dict[str, tuple[int, str]]:
     options = ENGINES[request.param]
     if not options and request.config.getoption("--compiled"):
         options = {"engine": "compiled"}
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, json.dumps([options, HOOKS])],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python("-c", _PROGRAM, json.dumps([options, HOOKS]), timeout=300)
     assert done.returncode == 0, done.stderr
     return {name: (status, told) for name, (status, told) in json.loads(done.stdout).items()}
 

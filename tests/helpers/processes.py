@@ -85,6 +85,19 @@ class Program:
         return status
 
 
+def run_beside(*commands: Sequence[object], timeout: float = 300) -> list[Program]:
+    """Run programs beside each other, such as the ranks of a job, until all have ended; none runs after this."""
+    programs = [Program(arguments) for arguments in commands]
+    try:
+        for program in programs:
+            program.wait(timeout)
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+    return programs
+
+
 def run_python(
     *arguments: object,
     cwd: str | os.PathLike[str] | None = None,

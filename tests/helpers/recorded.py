@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_python
 from torch import Tensor
 
 from opintercept.runs import StoredCall, open_run
@@ -40,10 +40,9 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def run_script(code: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run code in a new Python, which takes seconds to start."""
+    """Run code in a process of its own."""
     head = "import os, sys, time, torch\nfrom opintercept import hooks, intercept, runs\n"
-    command = [sys.executable, "-c", head + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-c", head + code)
     if check:
         assert done.returncode == 0, done.stderr
     return done

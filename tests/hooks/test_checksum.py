@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 from torch import Tensor, nn
 
 from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept, register_op
@@ -195,7 +194,7 @@ def test_save_writes_a_script_that_runs_the_product_again(tmp_path: Path) -> Non
         torch.ones(3, 2).addmm_(torch.ones(3, 4), torch.ones(4, 2))
     (found,) = checksum.findings
     assert found.saved is not None
-    done = subprocess.run([sys.executable, found.saved], capture_output=True, text=True, check=True)
+    done = run_python(found.saved, check=True)
     assert done.stdout == "torch.float32 [3, 2] NaN 0 Inf 0\n"
 
 

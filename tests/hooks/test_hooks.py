@@ -7,8 +7,6 @@ import csv
 import io
 import logging
 import pickle
-import subprocess
-import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupt, needs_timer
+from processes import run_python
 from torch import Tensor, nn
 
 import opintercept
@@ -268,8 +267,7 @@ HANDLER = """
 @needs_timer
 @pytest.mark.slow
 def test_a_signal_handler_may_call_and_read_the_hook_while_it_is_read() -> None:
-    program = [sys.executable, "-c", textwrap.dedent(HANDLER)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    done = run_python("-c", textwrap.dedent(HANDLER), timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "Stats 400\nStats 400\nProfile 400\nRecorder 400\n"
 

@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import pickle
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_python
 from torch import Tensor, nn
 
 from opintercept import NonFiniteError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
@@ -189,7 +189,7 @@ def test_save_writes_a_script_that_reproduces_it(tmp_path: Path) -> None:
         with intercept(hooks.NonFinite(inf=True, save=tmp_path / "found")):
             torch.addmm(torch.zeros(3), torch.full((2, 4), 3e38).T.contiguous().T, torch.ones(4, 3), beta=2, alpha=0.5)
     script = str(caught.value).rpartition("python ")[2]
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    done = run_python(script, check=True)
     assert done.stdout == "torch.float32 [2, 3] NaN 0 Inf 6\n"
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == ["call-0.py", "call-0.safetensors"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +17,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 from torch import nn
 from torch.nn import functional as F
 
@@ -823,7 +822,7 @@ for backend, setting in ("mkldnn.matmul", "bf16"), ("cuda.matmul", "tf32"), ("",
     print(f"{backend} {setting}:", *(reason.partition(";")[0] for reason in reference.skipped), len(reference.rows()))
     break
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_python("-c", script)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "mkldnn.matmul bf16: aten::mm: torch may round float32 operands 0",

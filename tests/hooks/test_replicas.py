@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import replica_programs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Program, run_beside
 from torch import nn
 
 from opintercept import hooks, intercept
@@ -243,33 +241,13 @@ def test_a_finding_says_who_has_diverged_and_where() -> None:
 # What ranks find.
 
 
-def launch(folder: Path, size: int, *programs: str) -> list[subprocess.Popen[str]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, replica_programs.__file__, folder, str(rank), str(size), *programs],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(size)
-    ]
-
-
-def ended(ranks: list[subprocess.Popen[str]]) -> list[str]:
-    """What the ranks have printed; none of them runs after this."""
-    try:
-        return [rank.communicate(timeout=170)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+def launch(folder: Path, size: int, *programs: str) -> list[Program]:
+    return run_beside(*[[replica_programs.__file__, folder, rank, size, *programs] for rank in range(size)])
 
 
 def run(folder: Path, size: int, *programs: str) -> list[dict[str, Any]]:
     ranks = launch(folder, size, *programs)
-    printed = ended(ranks)
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(printed)[-5000:]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(rank.stderr for rank in ranks)[-5000:]
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
 
 
@@ -432,7 +410,7 @@ def test_groups_of_a_grid_are_found_and_a_rank_that_diverges_from_its_group_is_n
 @slow
 def test_a_rank_that_raises_does_not_wait_for_the_others(tmp_path: Path) -> None:
     ranks = launch(tmp_path, 2, "failing")
-    printed = ended(ranks)
+    printed = [rank.stderr for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "KeyError: 'a broken batch'" in printed[1]
     assert "broken batch" not in printed[0]

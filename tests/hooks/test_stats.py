@@ -9,8 +9,6 @@ import errno
 import math
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +32,7 @@ from numpy_stats import (
     tensors,
     ways,
 )
+from processes import run_beside
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -191,19 +190,9 @@ print("well")
 def test_two_ranks_get_the_statistics_of_a_single_process(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), tmp_path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert all(text.endswith("well\n") for text in said)
+    ranks = run_beside(*[[script, rank, tmp_path] for rank in range(2)])
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    assert all(rank.stdout.endswith("well\n") for rank in ranks)
 
 
 def test_all_reduce_without_ranks_says_what_to_call() -> None:

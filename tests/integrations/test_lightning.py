@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import logging
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trainings
+from processes import run_python
 
 from opintercept import hooks, runs
 from opintercept._blocks.blocks import open_blocks
@@ -131,7 +130,7 @@ def test_a_copy_for_another_process_is_in_no_training() -> None:
 
 def test_the_door_says_what_to_install() -> None:
     code = "import sys; sys.modules['lightning'] = None; import opintercept.integrations.lightning"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.stderr.splitlines()[-1] == (
         "ImportError: opintercept.integrations.lightning needs lightning; pip install lightning"
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+from processes import run_python
 from torch import nn
 
 from opintercept import OpInterceptError, hooks, intercept
@@ -193,7 +192,7 @@ def test_a_limit_below_one_is_refused() -> None:
 @pytest.mark.slow
 def test_the_door_says_what_to_install() -> None:
     code = "import sys; sys.modules['prometheus_client'] = None; import opintercept.integrations.prometheus"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.stderr.splitlines()[-1] == (
         "ImportError: opintercept.integrations.prometheus needs prometheus_client; pip install prometheus-client"
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trainings
+from processes import run_python
 
 from opintercept import NonFiniteError, hooks, intercept, runs
 from opintercept._blocks.blocks import open_blocks
@@ -239,7 +238,7 @@ def test_wrong_hooks_and_options_are_refused_before_the_training(tmp_path: Path)
 
 def test_the_door_says_what_to_install() -> None:
     code = "import sys; sys.modules['transformers'] = None; import opintercept.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.stderr.splitlines()[-1] == (
         "ImportError: opintercept.integrations.transformers needs transformers; pip install transformers accelerate"
     )

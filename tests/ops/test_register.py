@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from compiler import ENGINES, needs_compiler
+from processes import run_python
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept, register_op
 
@@ -248,8 +247,7 @@ def test_a_native_kernel_of_another_library_is_told(tmp_path: Path) -> None:
                 assert torch.allclose(torch.ops.native_tests.scaled_gemm(a, b), a @ b)
         print([record.op for record in hook.records if record.op != "aten::mm"], hook.records[0].gemm)
         """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_python("-W", "ignore", "-c", textwrap.dedent(code), timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "{'native_tests::scaled_gemm': 3}",
@@ -343,5 +341,5 @@ def test_the_registry_is_not_read_while_no_library_comes() -> None:
         intercept()
         assert ROWS.version > before
         """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = run_python("-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import textwrap
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from models import MODELS, inputs_of
 from nets import ENGINES, FORWARD, Model, record
+from processes import run_python
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -134,7 +134,7 @@ MEMORY = """
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident memory from /proc")
 @pytest.mark.slow
 def test_memory_stays_flat_over_ten_thousand_training_steps() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY)], capture_output=True, text=True, check=False)
+    done = run_python("-c", textwrap.dedent(MEMORY), timeout=600)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 5.0
 

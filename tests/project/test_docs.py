@@ -22,7 +22,8 @@ import pytest
 import torch
 from browser import Browser
 from compiler import needs_compiler
-from native import run_python
+from native import run_python as run_new_python
+from processes import run_python
 
 from opintercept import intercept, runs
 from opintercept.cli import main
@@ -82,8 +83,8 @@ def outputs(page: Path) -> list[tuple[str, subprocess.CompletedProcess[str]]]:
                 Path(folder, program[1]).write_text(code, "utf-8")
             for command in code.splitlines() if language == "sh" else ():
                 first, *arguments = shlex.split(command)
-                argv = [sys.executable, "-m", PROGRAMS[first], *arguments]
-                done.append((command, subprocess.run(argv, cwd=folder, env=wide, capture_output=True, text=True)))
+                argv = ["-m", PROGRAMS[first], *arguments]
+                done.append((command, run_python(*argv, cwd=folder, env=wide)))
     return done
 
 
@@ -232,8 +233,8 @@ def test_the_site_builds_and_fits_a_phone_without_a_network(tmp_path: Path) -> N
 @needs_compiler
 def test_the_compiled_engine_is_built_and_shown_as_the_page_says() -> None:
     (expected,) = re.findall(rf"^```sh\n{BUILD}```\n```text\n(.*?)^```$", ENGINE.read_text("utf-8"), re.M | re.S)
-    run_python("from opintercept.cli import main; main(['build'])")
-    printed = run_python("from opintercept.cli import main; main(['info'])")
+    run_new_python("from opintercept.cli import main; main(['build'])")
+    printed = run_new_python("from opintercept.cli import main; main(['info'])")
 
     def parts(lines: list[str]) -> list[str]:
         # Paths, versions and processors differ.

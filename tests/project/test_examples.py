@@ -19,6 +19,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from processes import run_python
 
 from opintercept import runs
 
@@ -45,15 +46,7 @@ def needs_packages(*names: str) -> None:
 
 def run(folder: Path, *command: str, status: int = 0) -> str:
     """What a command prints."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=ENVIRONMENT,
-    )
+    done = run_python(*command, cwd=folder, env=ENVIRONMENT)
     assert done.returncode == status, done.stderr[-3000:]
     return done.stdout
 

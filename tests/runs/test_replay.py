@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_python
 
 from opintercept import OpInterceptError, intercept, runs
 from opintercept.cli import main
@@ -142,7 +141,7 @@ def test_a_script_runs_the_call_with_only_torch_and_safetensors(tmp_path: Path) 
     run = record(tmp_path, views)
     script = write_script(run, 0, tmp_path / "again")
     code = f"import runpy, sys; sys.modules['opintercept'] = None; runpy.run_path({script!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, check=True)
     assert done.stdout == "torch.complex64 [3, 3] NaN 0 Inf 0\n"
 
 

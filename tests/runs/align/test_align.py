@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_beside
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
@@ -437,9 +436,8 @@ def check_whole_of_shards(found: Alignment, calls: int) -> None:
 
 @pytest.mark.slow
 def test_a_tensor_parallel_model_is_joined_with_a_whole_one(tmp_path: Path) -> None:
-    program = [sys.executable, parallel_llama.__file__, str(tmp_path)]
-    started = [subprocess.Popen([*program, *ranks]) for ranks in (("0", "1"), ("0", "2"), ("1", "2"))]
-    assert [each.wait(150) for each in started] == [0, 0, 0]
+    ranks = run_beside(*[[parallel_llama.__file__, tmp_path, *rank] for rank in ((0, 1), (0, 2), (1, 2))])
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], [rank.stderr for rank in ranks]
     whole, parts = runs.open_run(tmp_path / "whole"), runs.open_run(tmp_path / "parts")
     for one, other, compared in ((whole, parts, 17), (parts, whole, 28)):
         found = runs.align(one, other)

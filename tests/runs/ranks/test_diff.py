@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 import recorded_ranks
 import torch
 from made_runs import call, ranked, values, write
+from processes import run_beside
 
 from opintercept import OpInterceptError, runs
 from opintercept.runs.ranks.comparison import compare
@@ -409,18 +407,8 @@ def test_the_result_is_plain_data(compared: Any) -> None:
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trainings that four ranks have recorded."""
     folder = tmp_path_factory.mktemp("ranks")
-    program = [sys.executable, recorded_ranks.__file__, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*program, str(rank), "4"], stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in range(4)
-    ]
-    try:
-        said = [rank.communicate(timeout=170)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(said)[-5000:]
+    ranks = run_beside(*[[recorded_ranks.__file__, folder, rank, 4] for rank in range(4)])
+    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(rank.stderr for rank in ranks)[-5000:]
     return folder
 
 
