@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import noted_programs
 import pytest
 import sampled
 from compiler import needs_compiler
+from processes import run_python
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 EACH = 30  # programs in a process: their threads and forks would leave kernels to the tests after them
 
 
-@pytest.mark.parametrize("first", range(0, sampled.fewer(480, 60), EACH))
+@pytest.mark.parametrize("first", range(0, sampled.fewer(480, 30), EACH))
 def test_both_kinds_of_kernels_report_the_same(first: int) -> None:
-    command = [sys.executable, noted_programs.__file__, "--seed", str(first), "--count", str(EACH)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python(noted_programs.__file__, "--seed", first, "--count", EACH, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(", 0 differ: []\n"), done.stdout

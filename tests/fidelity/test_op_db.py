@@ -134,7 +134,7 @@ ALL_CASES = [
 CASES = [
     case
     for case in ALL_CASES
-    if sampled.picks(str(case), of=8) or (case.dtype is torch.float32 and case.name in MULTIPLIES | CONVOLVES)
+    if sampled.picks(str(case), of=16) or (case.dtype is torch.float32 and case.name in MULTIPLIES | CONVOLVES)
 ]
 
 
