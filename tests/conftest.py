@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import longest
 import pytest
 import sampled
 import torch
@@ -55,6 +56,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     slow = re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", collection_path.read_text(), re.MULTILINE)
     return slow is not None or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first if there are several processes; `--dist loadfile` keeps each file in one of them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=longest.place)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,10 +1,15 @@
-"""README: continuous integration runs its commands. conftest.py runs its Python blocks, and test_docs.py its others."""
+"""README: continuous integration runs its commands. The longest tests come first there.
+
+conftest.py runs its Python blocks, and test_docs.py its others.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
+
+import longest
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +29,8 @@ def test_every_block_of_the_readme_is_checked() -> None:
     languages = re.findall(r"^```(\w+)$", readme, re.MULTILINE)
     assert set(languages) == {"console", "python", "sh", "text"}
     assert len(languages) * 2 == len(re.findall(r"^```", readme, re.MULTILINE))
+
+
+def test_the_longest_files_are_there() -> None:
+    assert [name for name in longest.FILES if not (ROOT / "tests" / name).is_file()] == []
+    assert len(set(longest.FILES)) == len(longest.FILES)
