@@ -178,8 +178,9 @@ def _serve(path: str, alive: int) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     children: dict[int, socket.socket] = {}
+    waited_for: list[Any] = [listener, woken, alive]
     while True:
-        ready = select.select([listener, woken, alive], [], [])[0]
+        ready = select.select(waited_for, [], [])[0]
         if alive in ready:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
@@ -193,7 +194,7 @@ def _serve(path: str, alive: int) -> dict[str, Any]:
             continue
         client = listener.accept()[0]
         head, streams, _, _ = socket.recv_fds(client, 16, 3)
-        request = _receive(client, int(head))
+        request: dict[str, Any] = _receive(client, int(head))
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
