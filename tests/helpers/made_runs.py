@@ -11,7 +11,7 @@ from typing import Any
 from made_calls import record
 
 from opintercept import TensorMeta, runs
-from opintercept._core.record import Gemm
+from opintercept._core.gemm import Gemm
 
 SHAPE = [4, 4]
 
