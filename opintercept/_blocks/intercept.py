@@ -210,13 +210,13 @@ exits.Leaver.dropped = keep_out(exits.Leaver.dropped)  # type: ignore[method-ass
 class _Stay:
     """An entry of an interceptor's block, with its hooks."""
 
-    __slots__ = ("_block", "_passed", "_unseen", "_watcher")
+    __slots__ = ("_block", "_skipped", "_unseen", "_watcher")
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._block: Block | None = None
         self._unseen = _scope.unseen_calls()
-        self._passed = watcher.pipeline.passed
+        self._skipped = watcher.pipeline.skipped
 
     def begin(self) -> None:
         self._block = block = Block(self._watcher, self)
@@ -241,7 +241,7 @@ class _Stay:
                 self._watcher.pipeline.exit(block, failed)
         self._block = None  # breaks a reference cycle, too
         if failed is None:
-            _tell_of_convolutions(self._watcher.pipeline, self._passed)
+            _tell_of_convolutions(self._watcher.pipeline, self._skipped)
         elsewhere = _scope.unseen_calls() - self._unseen
         if elsewhere and failed is None and not block.watcher.everywhere:
             self._tell_of_other_threads(elsewhere)
@@ -259,11 +259,11 @@ class _Stay:
 
 def _tell_of_convolutions(pipeline: Pipeline, before: int) -> None:
     """Tell once that a block has not looked at convolutions, so that totals of its hooks leave them out."""
-    passed = pipeline.passed - before
-    if passed and pipeline.hooks and not Watcher.told_of_convolutions:
+    skipped = pipeline.skipped - before
+    if skipped and pipeline.hooks and not Watcher.told_of_convolutions:
         Watcher.told_of_convolutions = True
         warnings.warn(
-            f"{counted(passed, 'convolution')} ran in a block that looks at matrix products only; "
+            f"{counted(skipped, 'convolution')} ran in a block that looks at matrix products only; "
             'ops=("matmul", "convolution") shows them too',
             OpInterceptWarning,
             stacklevel=caller_level(),

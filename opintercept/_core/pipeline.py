@@ -54,7 +54,7 @@ class Pipeline:
         queue: The calls that kernels have noted, if the engine has kernels that do.
         noted: The same; None while the hooks have to see each call.
         opaque: How many calls of each opaque operator have run, by name.
-        pass_over: Counts a call of an operator that is not looked at.
+        skip: Counts a call of an operator that is not looked at.
         end_step: The handles of hooks with an `end_step`.
     """
 
@@ -66,7 +66,7 @@ class Pipeline:
         "_handles",
         "_inside",
         "_lock",
-        "_passed",
+        "_skipped",
         "_tap",
         "backward",
         "end_step",
@@ -79,7 +79,7 @@ class Pipeline:
         "on_error",
         "opaque",
         "origin",
-        "pass_over",
+        "skip",
         "post",
         "pre",
         "queue",
@@ -110,8 +110,8 @@ class Pipeline:
         self.next_index: Callable[[], int] = self._count.__next__ if ring is None else ring.next_index
         self.opaque: Counter[str] = Counter()
         self._counting = threading.RLock()  # held for nothing else, so that it can be taken under any other
-        self._passed = itertools.count()
-        self.pass_over: Callable[[], int] = self._passed.__next__
+        self._skipped = itertools.count()
+        self.skip: Callable[[], int] = self._skipped.__next__
         self._lock = threading.RLock()
         self._entered_by: set[object] = set()
         self._inside: deque[Handle] = deque()  # handles of hooks that have entered and not exited
@@ -133,9 +133,9 @@ class Pipeline:
         return _read(self._count) if self.queue is None else self.queue.ring.calls()
 
     @property
-    def passed(self) -> int:
-        """How many convolutions have been passed over."""
-        return _read(self._passed)
+    def skipped(self) -> int:
+        """How many convolutions have been skipped."""
+        return _read(self._skipped)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:

@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     Attributes:
         name: What `intercept(engine=...)` calls it.
-        feed: The stream of calls that it shows. A block sees the calls of every engine with the same feed, so
+        source: The stream of calls that it shows. A block sees the calls of every engine with the same source, so
             kernels in Python and in C++ serve each other's blocks.
         instead: What to use where it cannot run, for messages.
         needs: The private API of torch that it is built on, by path; None for what this torch lacks.
@@ -45,7 +45,7 @@ class Engine(Protocol):
     """
 
     name: str
-    feed: str
+    source: str
     instead: str
     needs: Mapping[str, Any]
     every_operator: bool = False
@@ -96,7 +96,7 @@ class Engine(Protocol):
         """
         return frozenset()
 
-    def passed(self) -> Any:
+    def skipped(self) -> Any:
         """Convolutions, which a block that watches the family of matmuls alone counts without looking at them."""
         return frozenset()
 
@@ -153,9 +153,9 @@ class Watcher:
         keys: What it watches: overloads by name, or functions; None for everything.
         seams: The functions that it watches beside what its engine shows, by name.
         unknown: Operators of other libraries that look like matmuls and that nobody has declared.
-        passed: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
-            process has told of them, since passing over a call takes some microseconds.
-        shown: What its engine must show: `keys`, `unknown` and `passed`.
+        skipped: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
+            process has told of them, since skipping a call takes some microseconds.
+        shown: What its engine must show: `keys`, `unknown` and `skipped`.
         everywhere: Whether it watches all threads.
         told_of_convolutions: Whether a block of this process has told of convolutions.
     """
@@ -167,7 +167,7 @@ class Watcher:
         "everywhere",
         "keys",
         "ops",
-        "passed",
+        "skipped",
         "pipeline",
         "seams",
         "shown",
@@ -191,20 +191,20 @@ class Watcher:
         families, entries = split(self.ops)
         self.seams = seams_of(families, entries)
         self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
-        self.passed: Any = frozenset()
+        self.skipped: Any = frozenset()
         if families == ("matmul",) and not entries and not Watcher.told_of_convolutions:
-            self.passed = self.engine.passed()
+            self.skipped = self.engine.skipped()
         self.keys: Keys = keys
         self.shown: Keys = keys
         if keys is not None:
-            self.shown = _join(keys, self.passed, self.unknown)
+            self.shown = _join(keys, self.skipped, self.unknown)
         if self.unknown and keys is not None:
             self._tells = Pipeline((foreign.Tell(self.pipeline),), look=self.engine.look)
 
     def renew(self) -> None:
         """Watch what has come since: a library may register its operators after the interceptor was made."""
         foreign.look()
-        if self._rows != ROWS.version or (self.passed and Watcher.told_of_convolutions):
+        if self._rows != ROWS.version or (self.skipped and Watcher.told_of_convolutions):
             self._rows = ROWS.version
             self._choose()
 

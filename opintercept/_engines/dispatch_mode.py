@@ -23,7 +23,7 @@ from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN
 from opintercept._ops.table import HIGHER_ORDER
 
-FEED = "dispatch mode"
+SOURCE = "dispatch mode"
 
 # The thread's stack of dispatch modes. Private; `DispatchModeEngine.needs` lists each for the error if one is missing.
 _depth: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
@@ -36,7 +36,7 @@ class DispatchModeEngine(ModeEngine):
     """The mode engine."""
 
     name = "mode"
-    feed = FEED
+    source = SOURCE
     instead = 'use engine="kernel" or level="function"'
     needs = _scope.NEEDS | {
         "torch._C._len_torch_dispatch_stack": _depth,
@@ -55,9 +55,9 @@ class DispatchModeEngine(ModeEngine):
         """Any overload that looks like a matmul."""
         return frozenset(foreign.unknown())
 
-    def passed(self) -> frozenset[str]:
+    def skipped(self) -> frozenset[str]:
         """As `of_families`."""
-        return frozenset(overloads.passed())
+        return frozenset(overloads.skipped())
 
     def named(self, entries: list[Any]) -> frozenset[str]:
         """Any overload."""
@@ -104,9 +104,9 @@ class DispatchMode(TorchDispatchMode):
         if name not in self.keys:
             return func(*args, **kwargs) if kwargs else func(*args)
         scope = _scope.current()
-        watch = scope.tables[FEED].get(name, UNKNOWN)
+        watch = scope.tables[SOURCE].get(name, UNKNOWN)
         if watch is UNKNOWN:
-            watch = scope.watch(FEED, name)
+            watch = scope.watch(SOURCE, name)
         if watch is None or _unreal(args) or tracing() or _changed(watch.row.func, func):
             return func(*args, **(kwargs or {}))
         if watch.tally is not None:

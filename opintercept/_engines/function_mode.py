@@ -21,7 +21,7 @@ from opintercept._engines.modes import ModeEngine, run_hooked
 from opintercept._engines.scope import UNKNOWN
 from opintercept._ops.select import of_families, select
 
-FEED = "function mode"
+SOURCE = "function mode"
 
 # The thread's stack of function modes. Private; `FunctionModeEngine.needs` lists each for the error if one is missing.
 _depth: Any = getattr(torch._C, "_len_torch_function_stack", None)
@@ -34,7 +34,7 @@ class FunctionModeEngine(ModeEngine):
     """The only engine at function level."""
 
     name = "function"
-    feed = FEED
+    source = SOURCE
     instead = 'use level="dispatch"'
     needs = _scope.NEEDS | {
         "torch._C._len_torch_function_stack": _depth,
@@ -47,7 +47,7 @@ class FunctionModeEngine(ModeEngine):
         """Functions of torch, and overloads that Python calls by themselves."""
         return of_families(families, "function")
 
-    def passed(self) -> frozenset[Any]:
+    def skipped(self) -> frozenset[Any]:
         """As `of_families`."""
         return of_families(("convolution",), "function")
 
@@ -78,9 +78,9 @@ class FunctionMode(TorchFunctionMode):
 
     def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
         scope = _scope.current()
-        watch = scope.tables[FEED].get(func, UNKNOWN)
+        watch = scope.tables[SOURCE].get(func, UNKNOWN)
         if watch is UNKNOWN:
-            watch = scope.watch(FEED, func)
+            watch = scope.watch(SOURCE, func)
         if watch is None or tracing():
             return func(*args, **kwargs)
         if watch.tally is not None:

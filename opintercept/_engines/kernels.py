@@ -35,7 +35,7 @@ from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
 
-FEED = "kernels"
+SOURCE = "kernels"
 
 # Private; `KernelEngine.needs` lists each for the error if one is missing.
 _key: Any = getattr(torch._C, "DispatchKey", None)
@@ -98,7 +98,7 @@ class KernelEngine(Engine):
         name: What `intercept` calls it.
     """
 
-    feed = FEED
+    source = SOURCE
     instead = 'use engine="mode"'
     needs = _scope.NEEDS | {
         "torch._C.DispatchKey": _key,
@@ -130,7 +130,7 @@ class KernelEngine(Engine):
         """As `of_families`."""
         return _unknown(ROWS.version)
 
-    def passed(self) -> Overloads:
+    def skipped(self) -> Overloads:
         """As `of_families`."""
         return _passed(ROWS.version)
 
@@ -295,7 +295,7 @@ def _unknown(version: int) -> Overloads:
 
 @functools.lru_cache(maxsize=1)
 def _passed(version: int) -> Overloads:
-    return {name: overload for name, overload in _overloads.passed().items() if _overloads.is_runnable(overload)}
+    return {name: overload for name, overload in _overloads.skipped().items() if _overloads.is_runnable(overload)}
 
 
 def _why_not(overload: torch._ops.OpOverload) -> str | None:
@@ -374,9 +374,9 @@ def _make_kernel(name: str, overload: torch._ops.OpOverload) -> Callable[..., An
         scope = get_scope(KEY) if has_scope(KEY) else state.idle
         if scope.everywhere is not state.everywhere or scope.carried is not carried():
             scope = current()
-        watch = scope.tables[FEED].get(name, UNKNOWN)
+        watch = scope.tables[SOURCE].get(name, UNKNOWN)
         if watch is UNKNOWN:
-            watch = scope.watch(FEED, name)
+            watch = scope.watch(SOURCE, name)
         if watch is None:
             if scope.owner is None:
                 state.unseen += 1

@@ -78,7 +78,7 @@ def of_families(families: tuple[str, ...]) -> Overloads:
     return _known(select.of_families(families, "dispatch"))
 
 
-def passed() -> Overloads:
+def skipped() -> Overloads:
     """The overloads by which programs convolve, which run others inside; by name."""
     return _known(overload for packet in convolutions.OUTERMOST for overload in overloads(packet))
 

@@ -125,9 +125,9 @@ class Watch:
 def _tally(pipelines: tuple[Pipeline, ...]) -> Callable[[], Any]:
     def tally() -> None:
         for pipeline in pipelines:
-            pipeline.pass_over()
+            pipeline.skip()
 
-    return pipelines[0].pass_over if len(pipelines) == 1 else tally
+    return pipelines[0].skip if len(pipelines) == 1 else tally
 
 
 UNKNOWN: Any = object()  # for a key that is not in a scope's table yet
@@ -144,7 +144,7 @@ class Scope:
         floor: A block with a lower order may not be left here, since a hook is running inside it.
         owner: The thread that entered the blocks. Autograd's device threads share the scope of the thread that
             called backward.
-        tables: A cache of which pipelines see an operator, by feed and by key. The feeds of seams are the levels.
+        tables: A cache of which pipelines see an operator, by source and by key. The sources of seams are the levels.
         notes: What compiled kernels remember of that.
     """
 
@@ -239,19 +239,19 @@ class Scope:
         paused = {block.watcher for block in blocks if block.pauses}
         return list(dict.fromkeys(b.watcher for b in blocks if b.watcher not in paused))
 
-    def watch(self, feed: str, key: Any) -> Watch | None:
-        """Find the watchers that see `key` among a feed's calls, and cache the answer; None if there are none."""
-        watch = self.tables[feed][key] = self._watch(feed, key)
+    def watch(self, source: str, key: Any) -> Watch | None:
+        """Find the watchers that see `key` among a source's calls, and cache the answer; None if there are none."""
+        watch = self.tables[source][key] = self._watch(source, key)
         return watch
 
-    def _watch(self, feed: str, key: Any) -> Watch | None:
+    def _watch(self, source: str, key: Any) -> Watch | None:
         if getattr(key, "__name__", "") in ("__get__", "__set__", "__delete__"):
             return None  # function modes also see reads of a tensor's attributes, which are not operators
         active = self.active()
-        shown = [w for w in active if feed in (w.engine.feed, w.pipeline.level) and w not in self.inside]
+        shown = [w for w in active if source in (w.engine.source, w.pipeline.level) and w not in self.inside]
         pipelines = tuple(p for w in shown if (p := w.watched_by(key)) is not None)
         if not pipelines:
-            passing = tuple(w.pipeline for w in shown if key in w.passed)
+            passing = tuple(w.pipeline for w in shown if key in w.skipped)
             if not passing:
                 return None
             hidden = self.while_hooks_run()

@@ -31,7 +31,7 @@ class Toy(Engine):
     """Replaces the library's function while a block is entered."""
 
     name = "toy"
-    feed = "toy"
+    source = "toy"
     instead = 'use engine="kernel"'
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class Toy(Engine):
 
     def matmul(self, *args: Any, **kwargs: Any) -> Any:
         scope = _scope.current()
-        watch = scope.tables[self.feed].get(MATMUL, UNKNOWN)
+        watch = scope.tables[self.source].get(MATMUL, UNKNOWN)
         if watch is UNKNOWN:
-            watch = scope.watch(self.feed, MATMUL)
+            watch = scope.watch(self.source, MATMUL)
         return MATMUL(*args, **kwargs) if watch is None else run_hooked(scope, watch, MATMUL, args, kwargs)
 
 

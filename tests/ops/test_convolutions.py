@@ -647,7 +647,7 @@ def test_the_first_block_for_matmuls_tells_how_many_convolutions_it_passed_over(
         step()
     assert not profile.rows()
     step()  # without a second warning, which would be an error
-    assert watching.watcher.pipeline.passed == 18
+    assert watching.watcher.pipeline.skipped == 18
     assert watching.opaque == {}
 
 
@@ -663,7 +663,7 @@ def test_both_of_two_blocks_count_what_they_pass_over() -> None:
     with pytest.warns(OpInterceptWarning, match="1 convolution ran"):
         with intercept(void) as outer, intercept(void) as inner:
             F.conv1d(r(1, 3, 5), r(4, 3, 3))
-    assert outer.watcher.pipeline.passed == inner.watcher.pipeline.passed == 1
+    assert outer.watcher.pipeline.skipped == inner.watcher.pipeline.skipped == 1
 
 
 @pytest.mark.usefixtures("untold")
@@ -671,14 +671,14 @@ def test_both_of_two_blocks_count_what_they_pass_over() -> None:
 def test_a_block_that_names_what_it_wants_passes_over_nothing(ops: Any) -> None:
     with intercept(void, ops=ops, engine="mode") as watching:
         F.conv1d(r(1, 3, 5), r(4, 3, 3))
-    assert watching.watcher.pipeline.passed == 0
+    assert watching.watcher.pipeline.skipped == 0
 
 
 @pytest.mark.usefixtures("untold")
 def test_convolutions_of_hooks_are_not_counted() -> None:
     with intercept(lambda call: void(F.conv1d(r(1, 3, 5), r(4, 3, 3)))) as watching:
         r(2, 3) @ r(3, 4)
-    assert watching.watcher.pipeline.passed == 0
+    assert watching.watcher.pipeline.skipped == 0
 
 
 @pytest.mark.usefixtures("untold")
@@ -686,5 +686,5 @@ def test_a_block_beside_one_that_watches_convolutions_does_not_count_them() -> N
     recorder = hooks.Recorder()
     with intercept(void) as watching, intercept(recorder, ops="convolution"):
         F.conv1d(r(1, 3, 5), r(4, 3, 3))
-    assert watching.watcher.pipeline.passed == 0
+    assert watching.watcher.pipeline.skipped == 0
     assert len(recorder.records) == 1

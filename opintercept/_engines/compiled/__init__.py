@@ -43,7 +43,7 @@ class Extension:
         # C++ calls these directly, without a frame of ours above them that keeps Dynamo out.
         called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase, foreign.has_changed)
         functions = [keep_out(function) for function in called]
-        extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.FEED, *functions)
+        extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.SOURCE, *functions)
         scope.state.told = extension.watch
         scope.state.tell()
         for name in ("after_kernel", "flush", "forward_of", "lasting_place", "link", "text_of"):

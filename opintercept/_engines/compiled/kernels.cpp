@@ -53,7 +53,7 @@ const DispatchKeySet UNREAL({
 });
 
 PyObject *state, *carried, *watch_of, *run, *current, *backward_phase, *has_changed; // Python objects, see `setup`
-PyObject *feed, *forward_phase; // strings
+PyObject *source, *forward_phase; // strings
 PyObject* invoke_function;
 
 std::atomic<bool> all_threads{false}; // whether threads that have entered nothing may be watched
@@ -300,14 +300,14 @@ struct Kernel final : c10::OperatorKernel {
       saved = shared(fresh.get());
     }
     PyObject* scope = saved->ptr(getPyInterpreter());
-    PyObject* table = PyDict_GetItemWithError(scope_tables.of(scope), feed);
+    PyObject* table = PyDict_GetItemWithError(scope_tables.of(scope), source);
     PyObject* found = table == nullptr ? nullptr : PyDict_GetItemWithError(table, overload.name);
     if (found == Py_None) {
       return false;
     }
     THPObjectPtr watch(
         found != nullptr ? Py_NewRef(found)
-                         : check(PyObject_CallFunctionObjArgs(watch_of, scope, feed, overload.name, nullptr)));
+                         : check(PyObject_CallFunctionObjArgs(watch_of, scope, source, overload.name, nullptr)));
     if (watch.get() == Py_None) {
       return false;
     }
@@ -408,7 +408,7 @@ struct Kernel final : c10::OperatorKernel {
   }
 };
 
-// setup(state, carried, Scope, Watch, feed, Scope.watch, run, current, backward_phase, has_changed)
+// setup(state, carried, Scope, Watch, source, Scope.watch, run, current, backward_phase, has_changed)
 PyObject* setup(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
   if (!PyArg_ParseTuple(
@@ -418,7 +418,7 @@ PyObject* setup(PyObject*, PyObject* args) {
           &carried,
           &scope,
           &watch,
-          &feed,
+          &source,
           &watch_of,
           &run,
           &current,
@@ -433,7 +433,7 @@ PyObject* setup(PyObject*, PyObject* args) {
       !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row") || !watch_tally.find(watch, "tally")) {
     return nullptr;
   }
-  for (PyObject* each : {state, carried, feed, watch_of, run, current, backward_phase, has_changed}) {
+  for (PyObject* each : {state, carried, source, watch_of, run, current, backward_phase, has_changed}) {
     Py_INCREF(each);
   }
   Py_RETURN_NONE;
