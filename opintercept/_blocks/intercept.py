@@ -108,7 +108,7 @@ class Interceptor:
         chosen.require()
         below = level == "dispatch"
         origin = Origin(below, _scope.owner, chosen.walk)
-        pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, chosen.look, chosen.ring())
+        pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, chosen.signature_of, chosen.ring())
         self.watcher = Watcher(pipeline, chosen, ops, threads == "all")
 
     def __reduce__(self) -> tuple[Any, ...]:

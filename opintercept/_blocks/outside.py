@@ -5,15 +5,15 @@ Invariant: entering and leaving cost microseconds while no library of that kind 
 
 from __future__ import annotations
 
-from opintercept._engines import blind_spots, launches, seams
+from opintercept._engines import blind_spots, launches, patched_functions
 from opintercept._engines.base import Watcher
 
 
 def enter(user: object, watcher: Watcher) -> None:
     """Follow what `watcher` can see of it, until `user` leaves."""
     blind_spots.PATCHES.enter(user)
-    if watcher.seams:
-        seams.PATCHES.enter(user)
+    if watcher.patched:
+        patched_functions.PATCHES.enter(user)
     launches.enter(user)
 
 
@@ -23,6 +23,6 @@ def leave(user: object) -> None:
         launches.leave(user)
     finally:
         try:
-            seams.PATCHES.leave(user)
+            patched_functions.PATCHES.leave(user)
         finally:
             blind_spots.PATCHES.leave(user)

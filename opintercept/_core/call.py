@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Mapping
 from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from opintercept._core.call_site import NOWHERE, CallSite
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.gemm import Gemm
-from opintercept._core.place import NOWHERE, Place
 from opintercept._core.record import CallRecord, PendingRecord, Phase, Summary, summary_of, taken_of
 from opintercept._core.tensors import describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
 
@@ -32,10 +32,10 @@ class OriginReader(Protocol):
     @property
     def links(self) -> Any: ...
     def autocast(self, call: OpCall) -> Any: ...
-    def place(self, call: OpCall, read: str) -> Place: ...
+    def call_site(self, call: OpCall, read: str) -> CallSite: ...
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]: ...
-    def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None: ...
-    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None: ...
+    def lasting(self, module: Any, root: Any, code: Any, instruction: int) -> CallSite | None: ...
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None: ...
 
 
 class NoOrigin:
@@ -46,7 +46,7 @@ class NoOrigin:
     def autocast(self, lhs: Any) -> None:
         return None
 
-    def place(self, call: OpCall, read: str) -> Place:
+    def call_site(self, call: OpCall, read: str) -> CallSite:
         return NOWHERE
 
     def forward(self, call: OpCall, read: str) -> tuple[None, None, bool]:
@@ -65,7 +65,7 @@ class Owner(Protocol):
     next_index: Callable[[], int]
     steps: int
     origin: OriginReader
-    look: Callable[..., Any]
+    signature_of: Callable[..., Any]
 
 
 class Spec(Protocol):
@@ -113,7 +113,7 @@ class OpCall:
         began: When the operator started, in seconds of `time.perf_counter`; None before it has.
         elapsed: Host time of the operator in seconds; None before it has returned. Does not include
             work that the operator queued on a device.
-        place: Where the call comes from, or None if nothing has read that yet. Hooks read `module` and `source`.
+        call_site: Where the call comes from, or None if nothing has read that yet. Hooks read `module` and `source`.
         owner: The pipeline that runs the hooks; None once the call is over.
     """
 
@@ -125,6 +125,7 @@ class OpCall:
         "_started",
         "args",
         "began",
+        "call_site",
         "elapsed",
         "func",
         "index",
@@ -132,7 +133,6 @@ class OpCall:
         "output",
         "owner",
         "phase",
-        "place",
         "step",
     )
 
@@ -150,7 +150,7 @@ class OpCall:
     ) -> None:
         self.owner: Owner | None = owner
         self._spec = spec
-        self.place: Place | None = None
+        self.call_site: CallSite | None = None
         self._kin: tuple[int | None, str | None, bool] | None = None
         self.func = func
         self.phase = phase
@@ -411,10 +411,10 @@ class OpCall:
         of = self.lhs if (operand == "lhs") is not transposed else self.rhs
         return of.mT if transposed and of is not None else of
 
-    def _where(self, read: str) -> Place:
-        if self.place is None:
-            self.place = self._live(read).origin.place(self, read)
-        return self.place
+    def _where(self, read: str) -> CallSite:
+        if self.call_site is None:
+            self.call_site = self._live(read).origin.call_site(self, read)
+        return self.call_site
 
     def _relation(self, read: str) -> tuple[int | None, str | None, bool]:
         if self._kin is None:
@@ -455,7 +455,7 @@ class OpCall:
             return shape_only(value) if is_tensor(value) else value
 
         later = copy.copy(self)
-        later.place, later._kin = self._where("module"), self._relation("forward")
+        later.call_site, later._kin = self._where("module"), self._relation("forward")
         later.owner = None
         later.args = tuple(strip(value) for value in self.args)
         later.kwargs = {name: strip(value) for name, value in self.kwargs.items()}
@@ -478,11 +478,11 @@ class OpCall:
         owner = self._live("record")
         forward, grad_of, _ = self._relation("record") if self.phase == "backward" else (None, None, False)
         return PendingRecord(
-            summary_of(self, owner.look),
+            summary_of(self, owner.signature_of),
             self.index,
             self.step,
             self.phase,
-            owner.origin.place(self, "record") if self.place is None else self.place,
+            owner.origin.call_site(self, "record") if self.call_site is None else self.call_site,
             forward,
             grad_of,
             owner.origin.autocast(self),
@@ -501,7 +501,7 @@ class OpCall:
         Raises:
             OpInterceptError: The call is over.
         """
-        return summary_of(self, self._live("summary").look)
+        return summary_of(self, self._live("summary").signature_of)
 
     def __str__(self) -> str:
         shown = ", ".join(describe(value) for value in (*self.args, *self.kwargs.values()))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from opintercept._core.call import OpCall
-from opintercept._core.place import Place
+from opintercept._core.call_site import CallSite
 from opintercept._core.record import PendingRecord
 
 Found = tuple[tuple[int, int, int, int, int, int, float, float], float, float, int | None, None, None]
@@ -75,7 +75,7 @@ class InKernel(Protocol):
         ...         return True
         ...     def noted(self, note, values, learned):
         ...         _, _, highest, *_ = values["output"]
-        ...         self.add(note.place.module, highest)
+        ...         self.add(note.call_site.module, highest)
         >>> largest = Largest()
         >>> with intercept(largest):
         ...     for scale in (1.0, 3.0, 2.0):
@@ -116,7 +116,7 @@ class FlightRecorder(Protocol):
     """Writes lines to a file. `runs.flight.Flight` implements it."""
 
     def serve(self, sink: Sink) -> Sink: ...
-    def text_of(self, place: Place) -> bytes:
+    def text_of(self, place: CallSite) -> bytes:
         """What a line says of a place."""
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from opintercept._core.call import OpCall
+from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Handle
 from opintercept._core.in_kernel import ROLES, Checker, FlightRecorder, Found, InKernel, Sink, Work
-from opintercept._core.place import Place
 from opintercept._core.record import PendingRecord
 
 
@@ -156,7 +156,7 @@ class NotedCalls:
             return None
         return learned, text
 
-    def text_of(self, place: Place) -> bytes:
+    def text_of(self, place: CallSite) -> bytes:
         """What a line of the flight recorder says of a place."""
         return b"" if self._flight is None else self._flight[1].text_of(place)
 

@@ -19,14 +19,14 @@ from time import perf_counter, time_ns
 from typing import Any
 
 from opintercept._core.call import NoOrigin, OpCall, OriginReader, Spec
+from opintercept._core.call_site import CallSite
 from opintercept._core.errors import HookError, OpInterceptWarning
 from opintercept._core.exits import never_began, raised_here
 from opintercept._core.fork import in_child
 from opintercept._core.hook import Handle, Hook, Level, OnError
 from opintercept._core.in_kernel import Found
 from opintercept._core.noted import Failure, NotedCalls, Ring
-from opintercept._core.place import Place
-from opintercept._core.record import CallRecord, PendingRecord, Phase, look
+from opintercept._core.record import CallRecord, PendingRecord, Phase, signature_of
 from opintercept._core.replace import check_alike, check_replacement, checked_inputs, written_back
 from opintercept._core.tensors import copy_into
 
@@ -46,7 +46,7 @@ class Pipeline:
         on_error: `"raise"` lets the exception of a hook through; `"warn"` switches the hook off with one warning.
         origin: Tells where calls come from. Injected, since it needs torch.
         tap: `_engines.gradients.Tap`, which gets at the gradients of one call; None at dispatch level. Injected too.
-        look: `_record.look` or a function with the same results.
+        signature_of: `record.signature_of` or a function with the same results.
         ring: Where kernels note calls, if the engine has some that do.
 
     Attributes:
@@ -73,16 +73,16 @@ class Pipeline:
         "error",
         "level",
         "links",
-        "look",
         "next_index",
         "noted",
         "on_error",
         "opaque",
         "origin",
-        "skip",
         "post",
         "pre",
         "queue",
+        "signature_of",
+        "skip",
         "steps",
     )
 
@@ -93,13 +93,13 @@ class Pipeline:
         on_error: OnError = "raise",
         origin: OriginReader | None = None,
         tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
-        look: Callable[..., Any] = look,
+        signature_of: Callable[..., Any] = signature_of,
         ring: Ring | None = None,
     ) -> None:
         self.queue = None if ring is None else NotedCalls(ring)
         self.noted: NotedCalls | None = None
         self._tap = tap
-        self.look = look
+        self.signature_of = signature_of
         self.level = level
         self.on_error = on_error
         self.origin: OriginReader = origin or NoOrigin()
@@ -325,7 +325,7 @@ class Pipeline:
         output: Any,
         exception: BaseException | None,
         index: int,
-        place: Place | None,
+        place: CallSite | None,
         started: int,
         elapsed: float,
     ) -> tuple[Any, ...] | None:
@@ -346,7 +346,7 @@ class Pipeline:
         began = perf_counter() - (time_ns() - started) / 1e9
         self.flush()
         call = OpCall(self, spec, func, phase, args, kwargs, index)
-        call.place = place
+        call.call_site = place
         try:
             _before(self, call)
             if spec.opaque:
@@ -366,11 +366,11 @@ class Pipeline:
 
     # Kernels in C++ call these four.
 
-    def text_of(self, place: Place) -> bytes:
+    def text_of(self, place: CallSite) -> bytes:
         """What a line of the flight recorder says of a place."""
         return b"" if self.queue is None else self.queue.text_of(place)
 
-    def lasting_place(self, module: Any, root: Any, code: Any, instruction: int) -> Place | None:
+    def lasting_call_site(self, module: Any, root: Any, code: Any, instruction: int) -> CallSite | None:
         """The place of a call with this stack, if it is the same for all such calls."""
         return self.origin.lasting(module, root, code, instruction)
 
@@ -379,7 +379,7 @@ class Pipeline:
         if self.links is not None:
             self.links.add(row.name, index, operands, wanted, place)
 
-    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
         """The place of the running backward call, its forward call and of which operand it computes the gradient.
 
         None if only a look at the stack can tell.

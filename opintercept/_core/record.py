@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from opintercept._core.call_site import CallSite
 from opintercept._core.gemm import Gemm
-from opintercept._core.place import Place
 from opintercept._core.tensors import TensorMeta, dtype_name
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class CallRecord(Summary):
     index: int = field(metadata=noted("index"))
     step: int = field(metadata=noted("step"))
     phase: Phase = field(metadata=noted("phase"))
-    module: str | None = field(metadata=noted("place.module"))
-    source: str | None = field(metadata=noted("place.source"))
+    module: str | None = field(metadata=noted("call_site.module"))
+    source: str | None = field(metadata=noted("call_site.source"))
     forward: int | None = field(metadata=noted("forward"))
     grad_of: Literal["lhs", "rhs"] | None = field(metadata=noted("grad_of"))
     autocast: str | None = field(metadata=noted("autocast_name"))
@@ -142,7 +142,7 @@ class PendingRecord(NamedTuple):
     index: int  # type: ignore[assignment]
     step: int
     phase: Phase
-    place: Place
+    call_site: CallSite
     forward: int | None
     grad_of: str | None
     autocast: torch.dtype | None
@@ -178,15 +178,15 @@ _MOST_SUMMARIES = 4096  # a program whose shapes never come again would add one 
 _PLAIN = frozenset((NoneType, bool, int, float, complex, str))
 
 
-def summary_of(call: Call, look: Callable[..., Any]) -> Summary:
+def summary_of(call: Call, signature_of: Callable[..., Any]) -> Summary:
     """The shared fields of a call, worked out once for all calls that look alike: a model has few shapes.
 
     Args:
         call: The call, once its operator has returned.
-        look: The function `look` of this module, or its compiled counterpart.
+        signature_of: The function of this module, or its compiled counterpart.
     """
     try:
-        key = look(call.func, call.args, call.kwargs, call.output)
+        key = signature_of(call.func, call.args, call.kwargs, call.output)
         known = _summaries.get(key)
     except Exception:  # an exotic tensor, a symbolic size, a subclass whose attributes raise
         return _summarise(call)
@@ -206,26 +206,26 @@ def _summarise(call: Call) -> Summary:
     return Summary(**{name: read(call) for name, read in SHARED.items()})
 
 
-def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A hashable that is equal for calls which look alike, that is, have equal summaries.
+def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """The signature of a call: a hashable that is equal for calls which look alike, that is, have equal summaries.
 
     Raises:
         Exception: How the call looks does not decide its summary, or cannot be read.
     """
-    return id(func), _look(args), _look(tuple(kwargs.items())) if kwargs else (), _look(output)
+    return id(func), _signature(args), _signature(tuple(kwargs.items())) if kwargs else (), _signature(output)
 
 
-def _look(value: Any) -> Any:
+def _signature(value: Any) -> Any:
     # Each attribute of a tensor that this reads costs time in every recorded call.
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is tuple or kind is list:
-        return tuple([_look(item) for item in value])
+        return tuple([_signature(item) for item in value])
     try:
         stride = value.stride()  # some tensors have none, and raise
     except AttributeError:
-        return tuple([_look(item) for item in value]) if isinstance(value, Iterable) else value
+        return tuple([_signature(item) for item in value]) if isinstance(value, Iterable) else value
     dtype = value.dtype
     if not dtype.is_floating_point and value.numel() < 64:
         raise TypeError("the numbers may decide the summary: tensordot takes its dimensions as a tensor too")

@@ -21,8 +21,8 @@ from opintercept._core.exits import Entry
 from opintercept._core.noted import Ring
 from opintercept._core.pipeline import Pipeline
 from opintercept._engines import foreign
-from opintercept._ops.seams import is_seam
-from opintercept._ops.select import seams_of, split
+from opintercept._ops.patched_functions import is_patched
+from opintercept._ops.select import patched_of, split
 from opintercept._ops.table import ROWS
 from opintercept._origin import stack
 from opintercept._origin.links import graph_task
@@ -74,7 +74,7 @@ class Engine(Protocol):
         if isinstance(ops, str) and ops == "all":
             return None
         families, entries = split(ops)
-        entries = [entry for entry in entries if not is_seam(entry)]  # those are not for engines
+        entries = [entry for entry in entries if not is_patched(entry)]  # those are not for engines
         found: list[Any] = [self.named(entries)] if entries else []
         if families or not found:
             found.append(_of_families(self, families, ROWS.version))  # type: ignore[arg-type]  # engines are hashable
@@ -132,9 +132,9 @@ class Engine(Protocol):
         return None
 
     @property
-    def look(self) -> Callable[..., Any]:
-        """What tells calls apart that do not look alike, see `_record.look`."""
-        return record.look
+    def signature_of(self) -> Callable[..., Any]:
+        """What tells calls apart that do not look alike, see `record.signature_of`."""
+        return record.signature_of
 
 
 @functools.lru_cache(maxsize=32)
@@ -151,7 +151,7 @@ class Watcher:
         engine: Shows it calls.
         ops: The argument of `intercept`.
         keys: What it watches: overloads by name, or functions; None for everything.
-        seams: The functions that it watches beside what its engine shows, by name.
+        patched: The functions that it watches beside what its engine shows, by name.
         unknown: Operators of other libraries that look like matmuls and that nobody has declared.
         skipped: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
             process has told of them, since skipping a call takes some microseconds.
@@ -167,10 +167,10 @@ class Watcher:
         "everywhere",
         "keys",
         "ops",
-        "skipped",
+        "patched",
         "pipeline",
-        "seams",
         "shown",
+        "skipped",
         "unknown",
     )
 
@@ -189,7 +189,7 @@ class Watcher:
     def _choose(self) -> None:
         keys: Any = self.engine.keys(self.ops)
         families, entries = split(self.ops)
-        self.seams = seams_of(families, entries)
+        self.patched = patched_of(families, entries)
         self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
         self.skipped: Any = frozenset()
         if families == ("matmul",) and not entries and not Watcher.told_of_convolutions:
@@ -199,7 +199,7 @@ class Watcher:
         if keys is not None:
             self.shown = _join(keys, self.skipped, self.unknown)
         if self.unknown and keys is not None:
-            self._tells = Pipeline((foreign.Tell(self.pipeline),), look=self.engine.look)
+            self._tells = Pipeline((foreign.Tell(self.pipeline),), signature_of=self.engine.signature_of)
 
     def renew(self) -> None:
         """Watch what has come since: a library may register its operators after the interceptor was made."""
@@ -216,7 +216,7 @@ class Watcher:
 
     def watches(self, key: Any) -> bool:
         """Whether it watches `key`."""
-        return self.keys is None or key in self.keys or key in self.seams
+        return self.keys is None or key in self.keys or key in self.patched
 
 
 _joined: dict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = {}

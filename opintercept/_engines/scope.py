@@ -144,7 +144,8 @@ class Scope:
         floor: A block with a lower order may not be left here, since a hook is running inside it.
         owner: The thread that entered the blocks. Autograd's device threads share the scope of the thread that
             called backward.
-        tables: A cache of which pipelines see an operator, by source and by key. The sources of seams are the levels.
+        tables: A cache of which pipelines see an operator, by source and by key. The sources of
+            patched functions are the levels.
         notes: What compiled kernels remember of that.
     """
 

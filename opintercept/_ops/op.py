@@ -25,8 +25,8 @@ Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "forei
 #   composite  Decomposed above autograd. Whole only at function level, or under inference_mode.
 #   seen       As itself, but its inner matmuls pass through the dispatcher too. The kernel engine watches those;
 #              a dispatch mode cannot, and gets one opaque call.
-#   seam       Not at all. It is a Python function, which is replaced while a block is open.
-Kind = Literal["leaf", "composite", "seen", "seam"]
+#   patched    Not at all. It is a Python function, which is replaced while a block is open.
+Kind = Literal["leaf", "composite", "seen", "patched"]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 FlopsRule = Callable[["Op", Args, Kwargs], int | None]
@@ -191,7 +191,7 @@ class Op:
 
         If torch does not tell a function's parameters, their names are their positions, `"args[2]"`.
         """
-        parameters = parameters_of(func, "" if self.kind == "seam" else self.name.rpartition(".")[2])
+        parameters = parameters_of(func, "" if self.kind == "patched" else self.name.rpartition(".")[2])
         outputs = {self.roles.get("out", (0, "out"))[1], *(p.name for p in parameters if p.is_out)}
         return {name: value for name, value in bound(parameters, args, kwargs).items() if name not in outputs}
 
@@ -224,7 +224,7 @@ class Op:
         if "out" in self.roles and not hasattr(func, "_schema"):
             return [t for _, t in named_tensors("", self.argument("out", args, kwargs))]
         schema = getattr(func, "_schema", None)
-        if self.kind == "seam":
+        if self.kind == "patched":
             return []
         if schema is None:
             short = self.name.rpartition(".")[2]

@@ -17,7 +17,7 @@ import torch
 
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import OpInterceptWarning, caller_level
-from opintercept._ops import seams
+from opintercept._ops import patched_functions
 from opintercept._ops.op import Declared, Family, Layout, Op, parameters_of
 from opintercept._ops.table import ROWS, exact, overloads
 
@@ -28,7 +28,7 @@ _programs: dict[str, Op] = {}  # the rows that the program has declared and not 
 _misfits: set[str] = set()  # what `recheck` has warned of
 # Compiled when they are first used, and kept by `re`: importing the package should cost little.
 _NAME = r"\w+::\w+(\.\w+)?"
-_SEAM = r"\w+(\.\w+)*:\w+(\.\w+)*"
+_FUNCTION = r"\w+(\.\w+)*:\w+(\.\w+)*"
 
 
 class Registration:
@@ -127,7 +127,7 @@ def register_op(
     roles = {"lhs": lhs, "rhs": rhs, "bias": bias, "out": out}
     key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, reference)
     _check_roles(key, declared)
-    other = next((name for name in ROWS.seams if name != key and seams.same(name, key)), None)
+    other = next((name for name in ROWS.patched if name != key and patched_functions.same(name, key)), None)
     if other is not None:
         raise ValueError(f"a function can be declared once, got {key}, which is {other}, declared before")
     if not ROWS.gives_way(key):
@@ -146,7 +146,7 @@ def recheck() -> None:
     """
     for key, row in _programs.copy().items():
         spec = getattr(sys.modules.get(key.partition(":")[0]), "__spec__", None)
-        if seams.is_seam(key) and getattr(spec, "_initializing", False):
+        if patched_functions.is_patched(key) and getattr(spec, "_initializing", False):
             continue  # its module is being imported
         try:
             _check_roles(key, row.declared)  # type: ignore[arg-type]  # it has what it was declared with
@@ -191,7 +191,9 @@ def offer_op(
     key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
     operands = {role: where for role, where in declared.roles.items() if role in ("lhs", "rhs")}
     try:
-        if not seams.is_seam(key) or seams.locate(key) is not None:  # versions of a library have other functions
+        if (
+            not patched_functions.is_patched(key) or patched_functions.locate(key) is not None
+        ):  # versions of a library have other functions
             _check_roles(key, replace(declared, roles=operands, scales=()))
     except ValueError as error:
         text = f"{error}, which opintercept does not know yet; declare it with register_op"
@@ -225,7 +227,7 @@ def _row(
     row = Op(
         name,
         "foreign",
-        "seam" if seams.is_seam(key) else "leaf",
+        "patched" if patched_functions.is_patched(key) else "leaf",
         dequantize=dict(dequantize),
         reference=_callable("reference", reference),
         declared=declared,
@@ -248,7 +250,7 @@ def _key_of(target: Any) -> tuple[str, str]:
     elif isinstance(target, torch._ops.OpOverload):
         target = exact(target._name)
     elif callable(target) and not isinstance(target, (str, type)):
-        name = seams.name_of(target)
+        name = patched_functions.name_of(target)
         if name is None:
             raise ValueError(
                 f"a function must be found under its name in its module, got {target!r}; "
@@ -260,7 +262,7 @@ def _key_of(target: Any) -> tuple[str, str]:
             f"register_op takes a name such as 'mylib::scaled_mm' or 'package.module:function', an operator of "
             f"torch.ops, what torch.library.custom_op returns, or a function, got {target!r}"
         )
-    if re.fullmatch(_SEAM, target):
+    if re.fullmatch(_FUNCTION, target):
         return target, target
     if not re.fullmatch(_NAME, target):
         raise ValueError(
@@ -276,28 +278,28 @@ def _check_roles(key: str, declared: Declared) -> None:
     Raises:
         ValueError: There is no such argument, or no such function.
     """
-    found = _functions(key) if seams.is_seam(key) else overloads(key)
+    found = _functions(key) if patched_functions.is_patched(key) else overloads(key)
     problems = [_problem(key, overload, declared) for overload in found]
     if found and all(problems):
         raise ValueError(problems[0])
 
 
 def _functions(key: str) -> list[Any]:
-    """The function of a seam; none if its module is not imported.
+    """The function that is patched; none if its module is not imported.
 
     Raises:
         ValueError: The module has no such function.
     """
     module, _, path = key.partition(":")
-    seam = seams.locate(key)
-    if seam is None and module in sys.modules:
+    target = patched_functions.locate(key)
+    if target is None and module in sys.modules:
         raise ValueError(f"the module {module} must have what is declared, but it has no {path}")
-    if seam is not None and not seams.can_replace(seam):
+    if target is not None and not patched_functions.can_replace(target):
         raise ValueError(
-            f"only functions that compute before they return can be declared, got {key}, which is {seam.value!r}; "
+            f"only functions that compute before they return can be declared, got {key}, which is {target.value!r}; "
             "declare what it calls"
         )
-    return [] if seam is None else [seams.function_of(seam.value)]
+    return [] if target is None else [patched_functions.function_of(target.value)]
 
 
 def _problem(key: str, func: Any, declared: Declared) -> str | None:
@@ -305,7 +307,7 @@ def _problem(key: str, func: Any, declared: Declared) -> str | None:
     for role, given in (*declared.roles.items(), *(("scales", each) for each in declared.scales)):
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             raise TypeError(f"{role} must be the name or the position of an argument, got {given!r}")
-        if seams.is_seam(key) and seams.takes_any(func, given):
+        if patched_functions.is_patched(key) and patched_functions.takes_any(func, given):
             continue
         missing = given not in names if isinstance(given, str) else not 0 <= given < len(names)
         if missing:

@@ -10,7 +10,7 @@ import torch
 
 from opintercept._core.text import short_name
 from opintercept._ops.op import Op
-from opintercept._ops.seams import is_seam
+from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, functions, overloads, row_of
 
 FAMILIES = ("matmul", "convolution")
@@ -30,7 +30,7 @@ def split(ops: Any) -> tuple[tuple[str, ...], list[Any]]:
     return tuple(f for f in FAMILIES if f in named), [e for e in entries if not isinstance(e, str) or e not in FAMILIES]
 
 
-def seams_of(families: tuple[str, ...], entries: Iterable[Any]) -> frozenset[str]:
+def patched_of(families: tuple[str, ...], entries: Iterable[Any]) -> frozenset[str]:
     """Return the names of the functions that `ops=` selects, of those that `register_op` has declared.
 
     Args:
@@ -40,8 +40,8 @@ def seams_of(families: tuple[str, ...], entries: Iterable[Any]) -> frozenset[str
     Raises:
         ValueError: A name is not declared.
     """
-    declared = frozenset(ROWS.seams)
-    named = frozenset(filter(is_seam, entries))
+    declared = frozenset(ROWS.patched)
+    named = frozenset(filter(is_patched, entries))
     for name in sorted(named - declared):
         raise ValueError(f"ops must name functions that register_op has declared, got {name!r}; declare it first")
     return declared if "matmul" in families or "all" in entries else named
@@ -145,7 +145,7 @@ def why_never(
         families: The families that are whole in `keys`. Their operators that only other builds of torch have count
             as watched, so that one test serves all devices.
     """
-    if is_seam(name):
+    if is_patched(name):
         return None if name in ROWS else "nobody has declared it; declare it with register_op"
     names = None if keys is None else {row_of(key).name for key in keys}
     known = {short_name(full) for full in (ROWS if names is None else names)}

@@ -16,7 +16,7 @@ import torch
 
 from opintercept._core.noted import forget
 from opintercept._core.record import forget_summaries
-from opintercept._ops import convolutions, seams, shapes
+from opintercept._ops import convolutions, patched_functions, shapes
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
 
 
@@ -32,7 +32,7 @@ class OpTable(dict[str, Op]):
     def __init__(self) -> None:
         super().__init__()
         self._offered: dict[str, Op] = {}  # what packs declare, also while a row of the program is in its place
-        self._seams: tuple[int, tuple[str, ...]] = (-1, ())  # with the version at which they were looked for
+        self._patched: tuple[int, tuple[str, ...]] = (-1, ())  # with the version at which they were looked for
 
     def declare(self, key: str, row: Op) -> None:
         """Put a row in. The rows of torch's operators come in here, and those of `register_op`."""
@@ -59,11 +59,11 @@ class OpTable(dict[str, Op]):
             self.changed()
 
     @property
-    def seams(self) -> tuple[str, ...]:
+    def patched(self) -> tuple[str, ...]:
         """The names of the functions that are no operators of the dispatcher."""
-        if self._seams[0] != self.version:
-            self._seams = self.version, tuple(filter(seams.is_seam, tuple(self)))
-        return self._seams[1]
+        if self._patched[0] != self.version:
+            self._patched = self.version, tuple(filter(patched_functions.is_patched, tuple(self)))
+        return self._patched[1]
 
     def changed(self) -> None:
         """Note that the rows have changed, or that the dispatcher has more operators."""
@@ -81,11 +81,15 @@ ROWS = OpTable()
 def row_of(key: Any) -> Op:
     """Return the row of an overload, of its name, or of a function; a row without operands if it is not a matmul."""
     name = key if isinstance(key, str) else getattr(key, "_name", None)
-    if name is None and key not in functions() and seams.NAMES.get(key) in ROWS:
-        name = seams.NAMES[key]
-    if seams.is_seam(name):
-        seam = seams.locate(name)
-        return fitted(ROWS[name], None if seam is None else seams.function_of(seam.value)) if name in ROWS else Op(name)
+    if name is None and key not in functions() and patched_functions.NAMES.get(key) in ROWS:
+        name = patched_functions.NAMES[key]
+    if patched_functions.is_patched(name):
+        target = patched_functions.locate(name)
+        return (
+            fitted(ROWS[name], None if target is None else patched_functions.function_of(target.value))
+            if name in ROWS
+            else Op(name)
+        )
     if name is None:
         return functions().get(key) or Op(torch.overrides.resolve_name(key) or getattr(key, "__qualname__", repr(key)))
     packet = f"higher_order::{name}" if name in HIGHER_ORDER else name.partition(".")[0]
@@ -115,7 +119,7 @@ def fitted(row: Op, func: Any) -> Op:
             return [(given, names[given] if given < len(names) else "")]
         if given in names:
             return [(names.index(given), given)]
-        return [(sys.maxsize, given)] if row.kind == "seam" else []  # it may take any keyword
+        return [(sys.maxsize, given)] if row.kind == "patched" else []  # it may take any keyword
 
     roles = {role: places[0] for role, given in declared.roles.items() if (places := found(given))}
     if "out" not in roles and (schema := getattr(func, "_schema", None)) is not None and not schema.returns:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opintercept._core.place import Place
+from opintercept._core.call_site import CallSite
 
 if TYPE_CHECKING:
     import torch
@@ -381,13 +381,13 @@ class Around(NamedTuple):
     bases: dict[str, weakref.ref[torch.nn.Module]]
     caller: tuple[CodeType | None, int]
 
-    def place(self, aliases: tuple[str, ...], trace: Trace) -> GraphPlace:
+    def place(self, aliases: tuple[str, ...], trace: Trace) -> GraphCallSite:
         """Return the place of one call. A graph has no line for a call that only modules of torch make."""
         code, instruction = self.caller if trace.line is None and trace.base is not None else (None, -1)
-        return GraphPlace(aliases, code, instruction, trace.line, self)
+        return GraphCallSite(aliases, code, instruction, trace.line, self)
 
 
-class GraphPlace(Place):
+class GraphCallSite(CallSite):
     """The place of a call in a compiled graph, whose calls all share the node that runs the backward graph.
 
     Attributes:
@@ -407,8 +407,8 @@ class GraphPlace(Place):
         super().__init__(aliases, code, instruction, line)
         self.around = around
 
-    def common(self, other: Place) -> Place:
-        if isinstance(other, GraphPlace):
+    def common(self, other: CallSite) -> CallSite:
+        if isinstance(other, GraphCallSite):
             self.around.bases.update(other.around.bases)
         common = super().common(other)
-        return GraphPlace(common.aliases, common.code, common.instruction, common.line, self.around)
+        return GraphCallSite(common.aliases, common.code, common.instruction, common.line, self.around)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.place import NOWHERE, Place
+from opintercept._core.call_site import NOWHERE, CallSite
 from opintercept._core.record import Phase
-from opintercept._ops.seams import is_seam
+from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.table import OWN, ROWS, row_of
-from opintercept._origin.compiled_graphs import GraphPlace
+from opintercept._origin.compiled_graphs import GraphCallSite
 from opintercept._origin.stack import custom_function, in_checkpoint
 
 # -1 outside of `backward`. This and the names below are private. torch 2.11 to 2.15 have them; if one is missing, the
@@ -91,11 +91,11 @@ class _ThreadLinks:
         # The newest number at the last call. Nodes up to it do not belong to the next call.
         self._seen = _sequence_nr() - 1
         self.links: dict[int, Link] = {}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, CallSite] = {}
         # Numbers of nodes with several calls, in a custom Function or a fused operator. Which call it is, is unknown.
         self.shared: set[int] = set()
-        # A seam that is running: its link, its place, and the newest number before it.
-        self.open: tuple[Link, Place, int] | None = None
+        # A patched function that is running: its link, its place, and the newest number before it.
+        self.open: tuple[Link, CallSite, int] | None = None
 
     def look(self, newest: int) -> bool:
         """Note the newest number, and return whether autograd has recorded anything since the last time."""
@@ -103,7 +103,7 @@ class _ThreadLinks:
         self._seen = newest
         return fresh
 
-    def share(self, number: int, place: Place | None) -> None:
+    def share(self, number: int, place: CallSite | None) -> None:
         """Note that another call, from `place`, has the same node. What their places have in common stays known."""
         self.shared.add(number)
         known = self.places.get(number)
@@ -135,9 +135,9 @@ class Links:
     # reaches that never calls backward, the older half is dropped.
     SOFT, HARD = 4096, 1 << 16
     THREADS = 64  # beyond this number, those of threads that have ended are dropped
-    NODES = 64  # how many nodes of one seam are linked
+    NODES = 64  # how many nodes of one patched function are linked
 
-    def __init__(self, owner: Callable[[], int | None], place: Callable[[Phase], Place]) -> None:
+    def __init__(self, owner: Callable[[], int | None], place: Callable[[Phase], CallSite]) -> None:
         self._owner = owner
         self._place = place
         # Autograd numbers nodes per thread. With the links, the identity of their thread and what dies with it: Python
@@ -166,7 +166,7 @@ class Links:
             if backward or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
                 # `no_grad` leaves forward-mode gradients on, and a custom Function's forward turns both off.
                 if self.names_all and not backward:
-                    call.place = self._place(call.phase)
+                    call.call_site = self._place(call.phase)
                 return
             function = custom_function()
         operands: list[int] = []
@@ -182,18 +182,18 @@ class Links:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
                     needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
-        if recording and is_seam(call.op):
+        if recording and is_patched(call.op):
             # Autograd records what the function runs, and has recorded none of it yet.
             if not backward:
-                call.place = self._place(call.phase)
+                call.call_site = self._place(call.phase)
                 link = Link(call.index, call.op, self._round, tuple(operands), True, needed, tuple(wanted))
-                self._of_this_thread().open = (link, call.place, _sequence_nr() - 1)
+                self._of_this_thread().open = (link, call.call_site, _sequence_nr() - 1)
             return
         made = None if call.phase == "forward" and function is None else _made(call, function)
         seen = tuple(operands), tuple(wanted), needed, recording, function
-        call.place = self._link(call.op, call.index, call.phase, *seen, call.place, made)
+        call.call_site = self._link(call.op, call.index, call.phase, *seen, call.call_site, made)
 
-    def add(self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Place) -> None:
+    def add(self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: CallSite) -> None:
         """Remember a forward call that autograd records.
 
         Args:
@@ -215,9 +215,9 @@ class Links:
         needed: bool,
         recording: bool,
         function: Any,
-        place: Place | None,
+        place: CallSite | None,
         made: Made | None = None,
-    ) -> Place | None:
+    ) -> CallSite | None:
         """Remember a call if autograd may compute its gradient, and return its place if that has been found out."""
         backward = phase == "backward"
         mine = self._of_this_thread()
@@ -230,7 +230,7 @@ class Links:
         if not backward and (self.names_all or needed or function is not None or (inside and fresh)):
             if place is None:
                 place = self._place(phase)  # reading the stack takes most of the time of a note
-            if isinstance(place, GraphPlace):
+            if isinstance(place, GraphCallSite):
                 needed = needed and function is None  # in a compiled graph no operand tells more than another
         other = links.get(number)
         if other is not None:
@@ -260,7 +260,7 @@ class Links:
         return place
 
     def close(self) -> None:
-        """Link the nodes that autograd has recorded while a seam ran: they compute gradients of its call."""
+        """Link the nodes that autograd recorded while a patched function ran: they compute gradients of its call."""
         mine = self._of_this_thread()
         if mine.open is not None:
             link, place, before = mine.open
@@ -272,7 +272,7 @@ class Links:
                 mine.places[number] = place
 
     def abandon(self) -> None:
-        """Forget a seam that has not run."""
+        """Forget a patched function that has not run."""
         self._of_this_thread().open = None
 
     def _of_this_thread(self) -> _ThreadLinks:
@@ -287,7 +287,7 @@ class Links:
                         self._threads.pop(links, None)
         return mine
 
-    def find(self) -> tuple[Link, Place, bool] | None:
+    def find(self) -> tuple[Link, CallSite, bool] | None:
         """Find the forward call whose gradient is being computed.
 
         Returns:
@@ -429,7 +429,7 @@ _NODES = frozenset(name.partition("::")[2].replace("_", "") for name in OWN if R
 def _computes(node: Any, link: Link) -> bool:
     """Whether the node can belong to the link's operator. Another thread may have a node of the same number."""
     name = node.name().lower().rstrip("0123456789").removesuffix("backward")
-    if is_seam(link.op):
+    if is_patched(link.op):
         return True  # a function may run any operators
     return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
 

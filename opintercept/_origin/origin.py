@@ -13,8 +13,8 @@ from types import CodeType, FrameType
 import torch
 
 from opintercept._core.call import OpCall
+from opintercept._core.call_site import NOWHERE, CallSite
 from opintercept._core.errors import OpInterceptWarning, caller_level
-from opintercept._core.place import NOWHERE, Place
 from opintercept._core.record import Phase
 from opintercept._origin import compiled_graphs
 from opintercept._origin.autocast import autocast_above, autocast_below
@@ -48,32 +48,32 @@ class _Stack:
         self._labels = Labels()
         self._walk = walk
 
-    def here(self, phase: Phase) -> Place:
+    def here(self, phase: Phase) -> CallSite:
         """Return the place of the running call."""
         module, root, code, instruction = self._walk()
         if code is not None and compiled_graphs.is_generated(code):
             return self._in_graph(phase, module, root, code)
         if module is None or root is None:
-            return Place(("",), code, instruction)
+            return CallSite(("",), code, instruction)
         if not (issubclass(type(module), torch.nn.Module) and issubclass(type(root), torch.nn.Module)):
-            return Place((), code, instruction)  # a mock, which only says that it is a module
+            return CallSite((), code, instruction)  # a mock, which only says that it is a module
         again = self._labels.recomputed(module) if phase == "recompute" else None
-        return Place(again or self._labels.names(root, module), code, instruction)
+        return CallSite(again or self._labels.names(root, module), code, instruction)
 
     def lasting(
         self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
-    ) -> Place | None:
+    ) -> CallSite | None:
         """Return the place of a forward call with this stack, if it is the same for all such calls."""
         if code is not None and compiled_graphs.is_generated(code):
             return None
         if module is None or root is None:
-            return Place(("",), code, instruction)
+            return CallSite(("",), code, instruction)
         names = self._labels.names(root, module)
-        return Place(names, code, instruction) if self._labels.lasts(root, module) else None
+        return CallSite(names, code, instruction) if self._labels.lasts(root, module) else None
 
     def _in_graph(
         self, phase: Phase, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType
-    ) -> Place:
+    ) -> CallSite:
         """Return the place of a call in code that torch.compile has made, found in its graph."""
         made = frame_of(code)
         if made is None:
@@ -94,7 +94,7 @@ class _Stack:
         finally:
             del frame, made
         if graph is None and own is None and module is not None and root is not None and not _is_dynamos(root):
-            return Place(
+            return CallSite(
                 self._labels.names(root, module), None, -1, trace.line
             )  # a GraphModule that the program has made
         bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
@@ -121,7 +121,7 @@ class _Stack:
             return ()
         return (self._labels.recomputed(module) if again else None) or self._labels.registered(root, module) or ()
 
-    def in_backward_graph(self, place: compiled_graphs.GraphPlace) -> Place:
+    def in_backward_graph(self, place: compiled_graphs.GraphCallSite) -> CallSite:
         """Return the place of a backward call whose forward call ran in compiled code."""
         code = self._walk()[2]
         frame = None if code is None or not compiled_graphs.is_generated(code) else frame_of(code)
@@ -155,7 +155,7 @@ class Origin:
         """Return the dtype in which autocast runs the call, or None."""
         return autocast_below(call) if self._below else autocast_above(call.operand("lhs"))
 
-    def place(self, call: OpCall, read: str) -> Place:
+    def call_site(self, call: OpCall, read: str) -> CallSite:
         """Return the module and the line of a call. A backward call has those of its forward call.
 
         Args:
@@ -167,7 +167,9 @@ class Origin:
         found = self._forward_of(call, read)
         if found is None:
             return NOWHERE
-        return self._stack.in_backward_graph(found[1]) if isinstance(found[1], compiled_graphs.GraphPlace) else found[1]
+        return (
+            self._stack.in_backward_graph(found[1]) if isinstance(found[1], compiled_graphs.GraphCallSite) else found[1]
+        )
 
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]:
         """Return the index of the forward call whose gradient this one computes, of which operand, and how.
@@ -188,11 +190,11 @@ class Origin:
 
     def lasting(
         self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
-    ) -> Place | None:
+    ) -> CallSite | None:
         """Return the place of a forward call whose stack is known, if all such calls have the same; otherwise None."""
         return self._stack.lasting(module, root, code, instruction)
 
-    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[Place, int | None, str | None] | None:
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
         """Return the place, the forward call and the operand of the running backward call.
 
         Args:
@@ -205,13 +207,13 @@ class Origin:
         found = None if self.links is None else self.links.find()
         if found is None:
             return NOWHERE, None, None
-        if isinstance(found[1], compiled_graphs.GraphPlace):
+        if isinstance(found[1], compiled_graphs.GraphCallSite):
             return None
         if found[2]:
             return found[1], None, None
         return found[1], found[0].index, grad_of(operands, lhs, found[0])[0]
 
-    def _forward_of(self, call: OpCall, read: str) -> tuple[Link, Place, bool] | None:
+    def _forward_of(self, call: OpCall, read: str) -> tuple[Link, CallSite, bool] | None:
         if self.links is None or call.phase != "backward":
             return None
         if not self.links.wanted:

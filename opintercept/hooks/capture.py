@@ -32,8 +32,8 @@ from opintercept._values.read import first_output, in_memory, leaves_out_capture
 Role = Literal["lhs", "rhs", "bias", "output", "grad_lhs", "grad_rhs"]
 Keep = Literal["cpu", "same", "disk"]
 WhenFull = Literal["stop", "drop", "raise"]
-Place = int | slice | EllipsisType | None
-Index = Place | tuple[Place, ...]
+CallSite = int | slice | EllipsisType | None
+Index = CallSite | tuple[CallSite, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -165,7 +165,7 @@ class Capture(Copyable):
         self.of = checked_roles(of, get_args(Role))
         for name, value, allowed in (("to", to, Keep), ("when_full", when_full, WhenFull)):
             check_choice(name, value, get_args(allowed))
-        if not all(isinstance(i, Place) for i in (index if isinstance(index, tuple) else (index,))):
+        if not all(isinstance(i, CallSite) for i in (index if isinstance(index, tuple) else (index,))):
             raise TypeError(f"index must be a number, a slice, ..., None or a tuple of them, got {index!r}")
         self.index = index
         self.sample = None if sample is None else check_count("sample", sample)

@@ -151,7 +151,7 @@ class Profile(Copyable, Table):
     def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: _Learned) -> None:
         """Add a call that a kernel has noted."""
         shape, dtype, precision, flops, size = learned
-        key = (note.place.module, note.summary.op, shape, dtype, note.phase, note.autocast_name, precision)
+        key = (note.call_site.module, note.summary.op, shape, dtype, note.phase, note.autocast_name, precision)
         self._add(key, flops, size, note.elapsed or 0.0)
 
     def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float) -> None:

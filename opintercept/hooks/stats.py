@@ -206,7 +206,7 @@ class Stats(Copyable, Table):
         for operand in self._of:
             found = values.get(operand)
             if found is not None:
-                key = _Key(note.place.module, learned, operand, note.phase)
+                key = _Key(note.call_site.module, learned, operand, note.phase)
                 self._inbox.append(_Addition(key, None, None, found[:3]))
         if len(self._inbox) >= BATCH:
             self._settle()

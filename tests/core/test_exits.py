@@ -24,7 +24,7 @@ from compiler import COMPILED, needs_compiler
 from processes import run_python
 
 from opintercept import OpCall, OpInterceptError, intercept, register_op, runs
-from opintercept._engines import blind_spots, dispatch_mode, kernels, quiet, scope, seams
+from opintercept._engines import blind_spots, dispatch_mode, kernels, patched_functions, quiet, scope
 from opintercept.runs.record import writer
 
 # How many interrupts each test delivers. 10,000 make a thorough run, which takes some minutes for each kind of block.
@@ -131,7 +131,7 @@ class Program:
             "everywhere": scope.state.everywhere.blocks,
             "in tasks": len(scope.state.in_tasks),
             "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
-            "patches": [(len(p._users), len(p._in_place)) for p in (blind_spots.PATCHES, seams.PATCHES)],
+            "patches": [(len(p._users), len(p._in_place)) for p in (blind_spots.PATCHES, patched_functions.PATCHES)],
             "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
             "keys": [keys().raw_repr() for keys in KEYS],
             "active": len(dispatch_mode._active),
@@ -152,7 +152,7 @@ class Program:
 
 
 KEYS = (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
-KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator", "seam"]
+KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator", "patched"]
 KINDS += [pytest.param("compiled", marks=needs_compiler)]
 
 

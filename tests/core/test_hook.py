@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
+from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Read, reads_of
-from opintercept._core.place import Place
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 
@@ -40,9 +40,9 @@ def noted(
     reads: tuple[str, ...] | None, mode: AbstractContextManager[Any], *, frozen: bool = False, **options: Any
 ) -> bool:
     """Whether a call notes where it comes from although no hook reads it."""
-    places: list[Place | None] = []
+    places: list[CallSite | None] = []
     model = nn.Linear(4, 2).requires_grad_(not frozen)
-    with intercept(declared(lambda call: places.append(call.place), reads), **options), mode:
+    with intercept(declared(lambda call: places.append(call.call_site), reads), **options), mode:
         model(torch.ones(3, 4))
     [place] = places
     return place is not None
@@ -142,7 +142,7 @@ def test_a_forward_call_answers_what_no_hook_declares() -> None:
 
 def test_a_function_declares_what_it_reads_by_an_attribute() -> None:
     def hook(call: OpCall) -> None:
-        assert call.place is None
+        assert call.call_site is None
 
     hook.reads = ()  # type: ignore[attr-defined]
     with intercept(hook):

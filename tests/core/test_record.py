@@ -23,7 +23,7 @@ NEW_FIELDS = {
         2,
     ),
     "aliases": (
-        '    aliases: tuple[str, ...] | None = field(metadata=noted("place.aliases"))',
+        '    aliases: tuple[str, ...] | None = field(metadata=noted("call_site.aliases"))',
         "    elapsed: float | None = ",
         [""],
     ),

@@ -687,7 +687,7 @@ def _key(look: Callable[..., Any], call: tuple[Any, ...]) -> Any:
 def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
     call: tuple[Any, ...], others: list[tuple[Any, ...]]
 ) -> None:
-    cpp, python = compiled.load().look, _record.look
+    cpp, python = compiled.load().signature_of, _record.signature_of
     func, args, kwargs, output = call
     # The same again, in other objects, and with one value of another call: what random calls hardly ever have.
     others = [*others, (func, tuple(args), dict(kwargs), output)]
@@ -712,14 +712,14 @@ def test_the_look_in_cpp_leaves_lists_without_end_to_python() -> None:
     for _ in range(100_000):
         deep = [deep]
     for value in (endless, deep):
-        for look in (compiled.load().look, _record.look):
+        for look in (compiled.load().signature_of, _record.signature_of):
             with pytest.raises(RecursionError, match="maximum recursion depth exceeded"):
                 look(torch.mm, (value,), {}, A)
 
 
 @needs_compiler
 def test_the_look_in_cpp_leaves_few_numbers_to_python() -> None:
-    for look in (compiled.load().look, _record.look):
+    for look in (compiled.load().signature_of, _record.signature_of):
         assert look(torch.tensordot, (torch.ones(64, dtype=torch.int64),), {}, A)
         for number in (torch.ones(63, dtype=torch.int64), torch.tensor(1j), torch.ones((), dtype=torch.bool)):
             with pytest.raises(TypeError, match="numbers"):
@@ -740,7 +740,7 @@ def test_the_look_in_cpp_tells_calls_apart_by_whatever_a_record_has() -> None:
         torch.ones(64, dtype=torch.int64),
     ]
     values: list[Any] = [base, *changed, None, True, False, 0, 1, 2, 0.0, 2.0, [1, 2], [1], (base,), [[1], 2], 1 << 70]
-    look = compiled.load().look
+    look = compiled.load().signature_of
     keys = [look(func, (value,), {}, base) for value in values for func in (torch.mm, torch.bmm)]
     keys += [look(torch.mm, (), {"alpha": value}, base) for value in values]
     keys += [look(torch.mm, (base,), {}, value) for value in values[1:]]

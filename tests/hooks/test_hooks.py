@@ -587,9 +587,12 @@ def test_what_a_hook_holds_is_shown() -> None:
     assert repr(gradients) == "Gradients(2 gradients)"
 
 
+PROTOCOLS = ("HookDeclaration", "InKernel")
+
+
 @pytest.mark.parametrize("module", [opintercept, hooks, runs], ids=lambda module: str(module.__name__))
 def test_no_public_class_is_shown_by_its_address(module: Any) -> None:
-    kinds: dict[str, Any] = {name: getattr(module, name) for name in module.__all__ if name != "HookDeclaration"}
+    kinds: dict[str, Any] = {name: getattr(module, name) for name in module.__all__ if name not in PROTOCOLS}
     shows: Any = object.__repr__
     assert [name for name, kind in kinds.items() if isinstance(kind, type) and kind.__repr__ is shows] == []
 

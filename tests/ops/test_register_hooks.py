@@ -29,7 +29,7 @@ def write(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
     y.copy_(x @ w.T)
 
 
-LIBRARY.impl("is_quantized", lambda x, codes, scale: x @ (codes * scale).T, "CPU")
+LIBRARY.impl("coded", lambda x, codes, scale: x @ (codes * scale).T, "CPU")
 LIBRARY.impl("writing", write, "CPU")
 
 
@@ -61,7 +61,7 @@ OPERATORS: dict[str, tuple[Operator, dict[str, Any]]] = {
     "quantised": (
         Operator(
             "hooked_tests::coded",
-            lambda x, w: torch.ops.hooked_tests.is_quantized(x, (w / SCALE).to(torch.int8), SCALE),
+            lambda x, w: torch.ops.hooked_tests.coded(x, (w / SCALE).to(torch.int8), SCALE),
             lambda x, codes, scale: x @ (codes * scale).T,
             (6 + 8 + 1) * 4 + 12,
         ),
@@ -203,6 +203,6 @@ def test_codes_without_dequantize_are_called_codes() -> None:
     search = hooks.NonFinite(action="warn")
     with register_op("hooked_tests::coded", lhs="x", rhs="codes", scales="scale", layout="nk"), intercept(search):
         with pytest.warns(OpInterceptWarning, match="hooked_tests::coded"):
-            torch.ops.hooked_tests.is_quantized(X, W.to(torch.int8), SCALE * torch.inf)
+            torch.ops.hooked_tests.coded(X, W.to(torch.int8), SCALE * torch.inf)
     (found,) = search.findings
     assert found.bad == ("scale",)

@@ -1,8 +1,8 @@
 """The compiled engine: the kernel engine with its kernels in C++, built when a process first asks for them.
 
 Each source is named after the Python file of which it does the same: `kernels.cpp` has the kernel of
-`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_core.record.look`. `noted.cpp` runs
-calls that become rows of `ring.cpp` and not Python objects, see `_core/noted.py`.
+`kernels._make_kernel`, `stack.cpp` has `_origin.stack.walk`, `record.cpp` has `_core.record.signature_of`. `noted.cpp`
+runs calls that become rows of `ring.cpp` and not Python objects, see `_core/noted.py`.
 Invariant: nothing is built before somebody asks for this engine by its name.
 """
 
@@ -16,9 +16,9 @@ import torch
 
 from opintercept._core import pipeline as _pipeline
 from opintercept._core import record
+from opintercept._core.call_site import NOWHERE
 from opintercept._core.in_kernel import ROLES
 from opintercept._core.noted import Ring, on_forget
-from opintercept._core.place import NOWHERE
 from opintercept._engines import foreign, kernels, scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._native import build, library, values
@@ -33,7 +33,7 @@ class Extension:
         running: See `KernelEngine.running`.
         ring: See `Engine.ring`.
         walk: As `stack.walk`.
-        look: As `_core.record.look`.
+        signature_of: As `_core.record.signature_of`.
     """
 
     def __init__(self, extension: Any) -> None:
@@ -46,15 +46,15 @@ class Extension:
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.SOURCE, *functions)
         scope.state.told = extension.watch
         scope.state.tell()
-        for name in ("after_kernel", "flush", "forward_of", "lasting_place", "link", "text_of"):
+        for name in ("after_kernel", "flush", "forward_of", "lasting_call_site", "link", "text_of"):
             setattr(_pipeline.Pipeline, name, keep_out(getattr(_pipeline.Pipeline, name)))
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE, keep_out)
         on_forget(extension.forget_notes)
         self.ring: Callable[[], Ring] = extension.Ring
         scope.state.unseen_by_compiled = extension.unseen
         self.running: Callable[[], int] = extension.running
-        extension.set_up_look(record.look, torch.Tensor, torch.nn.Parameter)
-        self.look: Callable[..., Any] = extension.look
+        extension.set_up_signature(record.signature_of, torch.Tensor, torch.nn.Parameter)
+        self.signature_of: Callable[..., Any] = extension.signature_of
         has_walk = extension.set_up_walk(*stack.WALKED_CODE, torch.nn.Module, stack.NOT_SOURCE)
         self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk
 
@@ -100,7 +100,7 @@ def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CompiledEngine(kernels.KernelEngine):
-    """The kernel engine with its kernels, its walk of the stack and its look at arguments in C++."""
+    """The kernel engine with its kernels, its walk of the stack and its signatures of calls in C++."""
 
     instead = build.INSTEAD
 
@@ -127,9 +127,9 @@ class CompiledEngine(kernels.KernelEngine):
         return load().walk
 
     @property
-    def look(self) -> Callable[..., Any]:
-        """The look in C++."""
-        return load().look
+    def signature_of(self) -> Callable[..., Any]:
+        """The same in C++."""
+        return load().signature_of
 
 
 ENGINE = CompiledEngine("compiled")

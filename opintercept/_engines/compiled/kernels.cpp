@@ -16,7 +16,7 @@
 PyObject* opintercept_walk(PyObject*, PyObject*);
 PyObject* opintercept_set_up_walk(PyObject*, PyObject*);
 PyObject* opintercept_look(PyObject*, PyObject* const*, Py_ssize_t);
-PyObject* opintercept_set_up_look(PyObject*, PyObject*);
+PyObject* opintercept_set_up_signature(PyObject*, PyObject*);
 PyObject* opintercept_read(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_extent(PyObject*, PyObject*);
 PyObject* opintercept_project(PyObject*, PyObject* const*, Py_ssize_t);
@@ -529,8 +529,8 @@ PyMethodDef methods[] = {
     {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"set_up_walk", opintercept_set_up_walk, METH_VARARGS, nullptr},
     {"walk", opintercept_walk, METH_NOARGS, nullptr},
-    {"set_up_look", opintercept_set_up_look, METH_VARARGS, nullptr},
-    {"look", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_look)), METH_FASTCALL, nullptr},
+    {"set_up_signature", opintercept_set_up_signature, METH_VARARGS, nullptr},
+    {"signature_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_look)), METH_FASTCALL, nullptr},
     {"set_up_values", opintercept_set_up_values, METH_VARARGS, nullptr},
     {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_read)), METH_FASTCALL, nullptr},
     {"extent", opintercept_extent, METH_O, nullptr},

@@ -553,7 +553,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   Py_INCREF(Ring::nowhere);
   Py_INCREF(Checker::keep_out);
   text_name = PyUnicode_InternFromString("text_of");
-  here_name = PyUnicode_InternFromString("lasting_place");
+  here_name = PyUnicode_InternFromString("lasting_call_site");
   note_name = PyUnicode_InternFromString("link");
   behind_name = PyUnicode_InternFromString("forward_of");
   late_name = PyUnicode_InternFromString("after_kernel");

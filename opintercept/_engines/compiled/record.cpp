@@ -1,6 +1,6 @@
-// `_core.record.look` in C++: the same bytes for calls that look alike, without a Python object for each shape and dtype.
+// `_core.record.signature_of` in C++: the same bytes for calls that look alike, without a Python object for each shape and dtype.
 //
-// Invariant: a call that this cannot describe goes to `_core.record.look`, so that both find the same calls alike.
+// Invariant: a call that this cannot describe goes to `_core.record.signature_of`, so that both find the same calls alike.
 
 #include <Python.h>
 
@@ -139,10 +139,11 @@ bool opintercept::look_at(std::string& key, const c10::IValue& value) {
   return false;
 }
 
-// look(func, args, kwargs, output) -> bytes, or what `_core.record.look` returns
+// signature_of(func, args, kwargs, output) -> bytes, or what `_core.record.signature_of` returns
 PyObject* opintercept_look(PyObject*, PyObject* const* call, Py_ssize_t count) {
   if (count != 4) {
-    PyErr_Format(PyExc_TypeError, "look must get a call's func, args, kwargs and output, got %zd values", count);
+    PyErr_Format(
+        PyExc_TypeError, "signature_of must get a call's func, args, kwargs and output, got %zd values", count);
     return nullptr;
   }
   std::string key;
@@ -153,8 +154,8 @@ PyObject* opintercept_look(PyObject*, PyObject* const* call, Py_ssize_t count) {
   return PyObject_Vectorcall(look_in_python, call, 4, nullptr);
 }
 
-// set_up_look(look, torch.Tensor, torch.nn.Parameter)
-PyObject* opintercept_set_up_look(PyObject*, PyObject* args) {
+// set_up_signature(look, torch.Tensor, torch.nn.Parameter)
+PyObject* opintercept_set_up_signature(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOO", &look_in_python, &tensor_type, &parameter_type)) {
     return nullptr;
   }

@@ -1,4 +1,4 @@
-// `_core.record.look` for values that are not Python objects, for the sources beside `record.cpp`.
+// `_core.record.signature_of` for values that are not Python objects, for the sources beside `record.cpp`.
 
 #pragma once
 

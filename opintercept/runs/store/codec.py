@@ -15,7 +15,7 @@ from json.encoder import encode_basestring_ascii
 from types import NoneType
 from typing import Any, get_type_hints
 
-from opintercept._core.place import Place
+from opintercept._core.call_site import CallSite
 from opintercept._core.record import OWN, SHARED, CallRecord, PendingRecord, Summary, plain
 from opintercept._values.stats import Values
 from opintercept.runs.store.untrusted import (
@@ -172,7 +172,7 @@ class Encoder:
         return added
 
 
-def place_members(place: Place) -> bytes:
+def place_members(place: CallSite) -> bytes:
     """The members of a line that say where a call comes from."""
     return _place_members(place).encode()
 

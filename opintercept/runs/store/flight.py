@@ -13,8 +13,8 @@ import struct
 from io import BufferedReader
 from pathlib import Path
 
+from opintercept._core.call_site import CallSite
 from opintercept._core.in_kernel import Sink
-from opintercept._core.place import Place
 from opintercept.runs.store.codec import place_members
 
 FLIGHT = "flight.ring"
@@ -90,7 +90,7 @@ class Flight:
         self._map[start + 8 : start + SLOT.size + length] = struct.pack("<Q", length) + line[:length]
         self._map[start : start + 8] = struct.pack("<Q", number)
 
-    def text_of(self, place: Place) -> bytes:
+    def text_of(self, place: CallSite) -> bytes:
         """Return the part of a line that names a call site."""
         return place_members(place)
 

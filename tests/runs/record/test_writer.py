@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from opintercept import CallRecord, OpInterceptError, runs
-from opintercept._core.place import NOWHERE
+from opintercept._core.call_site import NOWHERE
 from opintercept._core.record import PendingRecord, Summary
 from opintercept._core.tensors import TensorMeta
 from opintercept._engines import quiet

@@ -21,7 +21,7 @@ from compiler import ENGINES, needs_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept, register_op
-from opintercept._engines import seams
+from opintercept._engines import patched_functions
 
 LIBRARY = '''
 import torch
@@ -87,7 +87,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "seamlib.py").write_text(LIBRARY)
     (tmp_path / "seamuser.py").write_text(USER)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(seams, "_told", set())
+    monkeypatch.setattr(patched_functions, "_told", set())
     library = importlib.import_module("seamlib")
     importlib.import_module("seamuser")
     before = {name: dict(vars(sys.modules[name])) for name in ("seamlib", "seamuser")}
@@ -121,7 +121,7 @@ def test_a_function_is_one_call_with_roles_shape_and_line(library: Any, engine: 
     (call,) = recorded(lambda: library.mul(A, B, scale=2.0), engine=engine)
     assert str(call) == "seamlib:mul float32[2, 3] @ float32[3, 4] -> float32[2, 4]"
     assert (call.gemm[:4], call.flops, call.phase, call.opaque) == ((1, 2, 4, 3), 48, "forward", False)
-    assert call.source.startswith("test_seams.py:")
+    assert call.source.startswith("test_patched_functions.py:")
 
 
 def test_a_function_is_seen_at_function_level_too(library: Any) -> None:

@@ -1,4 +1,4 @@
-"""`Place`, the module and the source line that a call comes from.
+"""`CallSite`, the module and the source line that a call comes from.
 
 Must not import torch.
 """
@@ -11,7 +11,7 @@ import sys
 from types import CodeType
 
 
-class Place:
+class CallSite:
     """Where in the program a call comes from.
 
     Attributes:
@@ -54,11 +54,11 @@ class Place:
             known = _sources[key] = (self.code, _source(self.code, self.instruction))
         return known[1]
 
-    def common(self, other: Place) -> Place:
+    def common(self, other: CallSite) -> CallSite:
         """Return what two places have in common, for a call that comes from one of them."""
         aliases = self.aliases if self.aliases == other.aliases else ()
         mine, its = ((place.code, place.instruction, place.line) for place in (self, other))
-        return Place(aliases, *(mine if mine == its else (None, -1, None)))
+        return CallSite(aliases, *(mine if mine == its else (None, -1, None)))
 
 
 _sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
@@ -90,4 +90,4 @@ def _file(name: str) -> str:
 
 _CELL = r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$"
 _NUMBERED_CELL = r"(?:^<|[/\\])ipython-input-(\d+)-[^/\\]*$"
-NOWHERE = Place((), None, -1)
+NOWHERE = CallSite((), None, -1)

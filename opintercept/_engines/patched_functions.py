@@ -1,4 +1,4 @@
-"""Shows blocks the calls of seams, which no engine sees: functions are replaced while a block is open.
+"""Shows blocks the calls of patched functions, which no engine sees: functions are replaced while a block is open.
 
 Invariant: an unwatched call runs the function with its own arguments, and without hooks.
 """
@@ -22,11 +22,11 @@ from opintercept._engines.dynamo import keep_out, keep_out_of_frame, tracing
 from opintercept._engines.modes import run_hooked
 from opintercept._engines.patches import MISSING, Replaced, Replacements
 from opintercept._engines.scope import UNKNOWN, Scope, Watch, state
-from opintercept._ops import seams
+from opintercept._ops import patched_functions
 from opintercept._ops.table import ROWS, row_of
 
 # Private. At dispatch level hooks run below autograd and autocast, and the function itself as the program has called
-# it. Where a torch lacks them, autograd records what hooks compute from the operands of a seam.
+# it. Where a torch lacks them, autograd records what hooks compute from the operands of a patched function.
 _below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 _as_before: Any = getattr(torch._C, "_ForceDispatchKeyGuard", None)
 _included: Any = getattr(torch._C, "_dispatch_tls_local_include_set", None)
@@ -47,20 +47,20 @@ def _find() -> Iterable[Replaced]:
     found: list[Replaced] = []
     values: dict[int, tuple[str, Any, Any]] = {}  # by identity, what is put where
     nested = False
-    for name in ROWS.seams:
-        seam = seams.locate(name)
-        if seam is None or not seams.can_replace(seam):
+    for name in ROWS.patched:
+        target = patched_functions.locate(name)
+        if target is None or not patched_functions.can_replace(target):
             continue
-        original, wrapper = _wrapped(name, seam.value)
-        if seams.is_kernel(seam.value):
-            run = vars(seam.value).get("run", MISSING)
-            found.append(_patch(name, vars(seam.value), "run", MISSING if run is wrapper else run, wrapper))
-        elif isinstance(seam.owner, type):
-            found.append(_patch(name, seam.owner, seam.attribute, original, wrapper))
+        original, wrapper = _wrapped(name, target.value)
+        if patched_functions.is_kernel(target.value):
+            run = vars(target.value).get("run", MISSING)
+            found.append(_patch(name, vars(target.value), "run", MISSING if run is wrapper else run, wrapper))
+        elif isinstance(target.owner, type):
+            found.append(_patch(name, target.owner, target.attribute, original, wrapper))
         else:
             values.setdefault(id(original), (name, original, wrapper))
             values.setdefault(id(wrapper), (name, original, wrapper))
-            nested = nested or seam.value is wrapper
+            nested = nested or target.value is wrapper
     return [*found, *_in_modules(values, "nested" if nested else "entering")]
 
 
@@ -83,7 +83,7 @@ def _in_modules(values: dict[int, tuple[str, Any, Any]], when: str) -> list[Repl
     has as many references as when this was asked at the same point of a block, and what was found is still there. A
     reference that moves from a list into a module is noticed by the first, unless it takes the place of another value.
     """
-    spaces = [seams.attributes(module) for module in tuple(sys.modules.values())] if values else []
+    spaces = [patched_functions.attributes(module) for module in tuple(sys.modules.values())] if values else []
     sizes = tuple(map(len, spaces))
     counts = {place: (sys.getrefcount(one), sys.getrefcount(other)) for place, (_, one, other) in values.items()}
     before, places = _last.get(when, (None, []))
@@ -104,7 +104,7 @@ def _wrapped(name: str, value: Any) -> tuple[Any, Any]:
     """What is at a place without us, and what we put there. The same value gets the same wrapper, for Dynamo's guards.
 
     Args:
-        name: The seam's name.
+        name: The name of the function.
         value: What is there now, which may be ours already.
     """
     if id(value) in _ours:
@@ -112,11 +112,11 @@ def _wrapped(name: str, value: Any) -> tuple[Any, Any]:
     known = _wrappers.get((name, id(value)))
     if known is not None:
         return known
-    function = seams.function_of(value)
-    seams.NAMES[function] = name
+    function = patched_functions.function_of(value)
+    patched_functions.NAMES[function] = name
     row_of.cache_clear()  # it may have looked before the module was imported
     wrapper: Any
-    if seams.is_kernel(value):
+    if patched_functions.is_kernel(value):
         wrapper = _kernel(name, function, value)
     elif isinstance(value, (staticmethod, classmethod)):
         wrapper = type(value)(_function(name, function, value.__func__))
@@ -130,14 +130,14 @@ def _wrapped(name: str, value: Any) -> tuple[Any, Any]:
 
 
 def _function(name: str, function: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    def seam(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         # Dynamo traces this into the graph, and must find the plain call alone, as in `function_mode`.
         if is_compiling():
             return original(*args, **kwargs)
         return _call(name, function, original, args, kwargs)
 
-    keep_out_of_frame(seam)
-    return functools.wraps(original)(seam)
+    keep_out_of_frame(patched)
+    return functools.wraps(original)(patched)
 
 
 def _kernel(name: str, function: Any, kernel: Any) -> Callable[..., Any]:
@@ -234,8 +234,8 @@ def _values(arguments: Iterable[Any], depth: int = 3) -> Iterator[Any]:
 
 
 def _displaced(patch: Replaced) -> None:
-    seam = seams.locate(patch.name)
-    if seam is None or not (patch.owner is seam.owner or patch.owner is seams.attributes(seam.owner)):
+    target = patched_functions.locate(patch.name)
+    if target is None or not (patch.owner is target.owner or patch.owner is patched_functions.attributes(target.owner)):
         return  # another variable, which happened to have the function
     if patch.name not in _told:
         _told.add(patch.name)

@@ -1,4 +1,4 @@
-"""Seams: Python functions and Triton kernels that multiply outside the dispatcher, as `"package.module:function"`.
+"""Python functions and Triton kernels that multiply outside the dispatcher, as `"package.module:function"`.
 
 Invariant: finding one imports nothing, and runs no code of the module that it is in.
 """
@@ -20,8 +20,8 @@ NAMES: dict[Any, str] = {}
 _namespace: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
 
 
-class Seam(NamedTuple):
-    """Where a seam is.
+class PatchedFunction(NamedTuple):
+    """Where a patched function is.
 
     Attributes:
         owner: The module or the class that has the function.
@@ -34,13 +34,13 @@ class Seam(NamedTuple):
     value: Any
 
 
-def is_seam(name: object) -> TypeGuard[str]:
+def is_patched(name: object) -> TypeGuard[str]:
     """Whether this is a name of the form `"package.module:function"`."""
     return isinstance(name, str) and ":" in name and "::" not in name
 
 
-def locate(name: str) -> Seam | None:
-    """Find a seam; None if its module is not imported or does not have it."""
+def locate(name: str) -> PatchedFunction | None:
+    """Find a patched function; None if its module is not imported or does not have it."""
     module, _, path = name.partition(":")
     *outer, attribute = path.split(".")
     owner: Any = sys.modules.get(module)
@@ -49,18 +49,18 @@ def locate(name: str) -> Seam | None:
         if not isinstance(owner, type):
             return None
     found = attributes(owner)
-    return Seam(owner, attribute, found[attribute]) if attribute in found else None
+    return PatchedFunction(owner, attribute, found[attribute]) if attribute in found else None
 
 
-def can_replace(seam: Seam) -> bool:
+def can_replace(target: PatchedFunction) -> bool:
     """Whether what is there is a function, in a place that takes another value.
 
     Not one that computes after it has returned, such as an `async def`. Anything else, such as the None of a library
     that could not import it, may be everywhere in the process.
     """
-    if isinstance(seam.value, type) or (isinstance(seam.owner, type) and seam.owner.__flags__ & _IMMUTABLE):
+    if isinstance(target.value, type) or (isinstance(target.owner, type) and target.owner.__flags__ & _IMMUTABLE):
         return False
-    function = function_of(seam.value)
+    function = function_of(target.value)
     return callable(function) and type(function).__hash__ is not None and not _runs_later(function)
 
 
@@ -90,8 +90,8 @@ def name_of(value: Any) -> str | None:
     """Return the name under which a function or a Triton kernel can be found, or None."""
     function = function_of(value)
     name = f"{getattr(function, '__module__', None)}:{getattr(function, '__qualname__', None)}"
-    seam = locate(name)
-    return name if seam is not None and value in (seam.value, function_of(seam.value)) else None
+    target = locate(name)
+    return name if target is not None and value in (target.value, function_of(target.value)) else None
 
 
 def is_kernel(value: Any) -> bool:
