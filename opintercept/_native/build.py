@@ -14,12 +14,10 @@ import logging
 import os
 import platform
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,7 +45,6 @@ if platform.machine() in ("x86_64", "AMD64", "i686"):
 LINK = ["-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 if sys.platform == "darwin":
     LINK.append("-Wl,-undefined,dynamic_lookup")  # Python's own symbols
-_PYTHON = sysconfig.get_path("include", "posix_prefix")  # other schemes may name a folder without the headers
 INSTEAD = 'use engine="kernel", which does the same in Python'
 UNFINISHED = ".building"
 _NO_ROOM = ("No space left on device", "Disk quota exceeded")  # as compilers and linkers say it
@@ -129,7 +126,7 @@ def library_name() -> str:
 
     Not the version of the compiler: a library stays good when its compiler is upgraded or removed.
     """
-    return _named(*_compiler(), torch.__file__, sys.version, _PYTHON)
+    return _named(*_compiler(), torch.__file__, sys.version, _python_headers())
 
 
 def portable_name() -> str:
@@ -141,6 +138,8 @@ def portable_name() -> str:
 
 
 def _named(*machine: str) -> str:
+    import sysconfig  # here and below: most programs only look for the library, and these take milliseconds
+
     known = hashlib.sha256()
     for source in (*SOURCES, *HEADERS):
         known.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
@@ -166,8 +165,16 @@ def _flags_of(instructions: str) -> list[str]:
     return ["-O3", f"-DCPU_CAPABILITY={instructions}", f"-DCPU_CAPABILITY_{instructions}", *SETS[instructions]]
 
 
+def _python_headers() -> str:
+    import sysconfig
+
+    return sysconfig.get_path("include", "posix_prefix")  # other schemes may name a folder without the headers
+
+
 def _compiler() -> list[str]:
     """The command of the compiler, found as torch finds it."""
+    import shlex
+
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
@@ -257,7 +264,7 @@ def _make(library: Path, name: Callable[[], str]) -> None:
 def _compile(library: Path) -> None:
     """Compile a library, with the objects beside it."""
     compiler, torchs = _compiler(), Path(torch.__file__).parent
-    includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _PYTHON]
+    includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _python_headers()]
     flags = [*COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
     compiling = []
     objects = []
