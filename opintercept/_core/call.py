@@ -60,7 +60,7 @@ class NoOrigin:
 
 
 class Owner(Protocol):
-    """What a call uses of its interceptor. `_pipeline.Pipeline` implements it."""
+    """What a call uses of its interceptor. `Pipeline` implements it."""
 
     next_index: Callable[[], int]
     steps: int

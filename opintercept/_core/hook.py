@@ -120,7 +120,7 @@ _TRACKED: frozenset[Read] = _NAMED | {"forward", "gradients"}
 
 
 class Registry(Protocol):
-    """What a handle takes its hook out of. `_pipeline.Pipeline` implements it."""
+    """What a handle takes its hook out of. `Pipeline` implements it."""
 
     def remove(self, handle: Handle, /) -> None: ...
 

@@ -94,7 +94,7 @@ def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return redispatch(keyset(raw), *args, **kwargs)
         finally:
-            del args, kwargs  # as in `_pipeline.run`
+            del args, kwargs  # as in `pipeline.run`
 
     return keep_out(from_raw)
 

@@ -202,7 +202,7 @@ class Checksum(Finds[WrongProduct]):
         return Work(rows=False, checker=self)
 
     def use(self, make: Callable[[], Checker]) -> Checker:
-        """See `_rows.Checks`."""
+        """See `in_kernel.Checks`."""
         with self._lock:
             if self._checker is None:
                 checker = make()
