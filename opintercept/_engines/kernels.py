@@ -72,18 +72,22 @@ _DTYPES: dict[type, Any] = {bool: torch.bool, int: torch.int64, float: torch.flo
 _marks: dict[torch.dtype, torch.Tensor] = {}
 
 
-def _find_marks() -> None:
+def _find_marks() -> dict[torch.dtype, torch.Tensor]:
+    if not _marks:
+        # In a thread of its own, which no mode, no transform and no `no_grad` of this one reaches.
+        finder = threading.Thread(target=_multiply_by_numbers)
+        finder.start()
+        finder.join()
+    return _marks
+
+
+def _multiply_by_numbers() -> None:
     factor = torch.zeros((), dtype=torch.complex128, device="cpu", requires_grad=True)
     for number in (True, 1, 1.0, 1j, 2**63):
         saved = getattr((factor * number).grad_fn, "_saved_other", None)
         if saved is not None:
             _marks[saved.dtype] = saved
 
-
-# In a thread of its own, which no mode, no transform and no `no_grad` of this one reaches.
-_finder = threading.Thread(target=_find_marks)
-_finder.start()
-_finder.join()
 
 # Called straight at the CPU's kernels, so that no block and no mode sees them.
 _CPU: Any = None if _key is None else torch._C.DispatchKeySet(_key.CPU)
@@ -100,17 +104,21 @@ class KernelEngine(Engine):
 
     source = SOURCE
     instead = 'use engine="mode"'
-    needs = _scope.NEEDS | {
+    needs: dict[str, Any] = _scope.NEEDS | {
         "torch._C.DispatchKey": _key,
         "torch._C._dispatch_keyset_full_after": _full_after,
         "torch._C._dispatch_has_kernel_for_dispatch_key": _has_kernel,
         "torch._C._dispatch_find_schema_or_throw": _overloads.find_schema,
-        "MulBackward0._saved_other": _marks or None,
     }
     every_thread = True
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def require(self) -> None:
+        """As of every engine. What multiplies to find out is done here, since importing should cost little."""
+        self.needs.setdefault("MulBackward0._saved_other", _find_marks() or None)
+        super().require()
 
     def of_families(self, families: tuple[str, ...]) -> Overloads:
         """The overloads that kernels can watch: those that reach BackendSelect whole and have no other kernel there."""
