@@ -63,8 +63,8 @@ def fork(folder: Path, *arguments: str) -> Program:
 
 def ends(process: subprocess.Popen[str] | Program, stdin: str = "") -> tuple[int, str, str]:
     if isinstance(process, Program):
-        return process.wait(120), process.stdout, process.stderr
-    out, err = process.communicate(stdin, timeout=120)
+        return process.wait(), process.stdout, process.stderr
+    out, err = process.communicate(stdin, timeout=300)
     return process.returncode, out, err
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from native import fresh_look
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept, runs
+from opintercept._engines import compiled
 from opintercept._engines.base import Watcher
 from opintercept.cli import main
 
@@ -115,7 +117,8 @@ def watch_all_operators_of_all_threads() -> None:
 
 
 def build_without_a_compiler() -> None:
-    with pytest.MonkeyPatch.context() as patch:
+    with fresh_look() as patch:
+        patch.setattr(compiled, "loaded", None)
         patch.setenv("CXX", "/nowhere/c++")
         patch.setenv("TORCH_EXTENSIONS_DIR", str(Path("extensions").absolute()))
         intercept((), engine="compiled")

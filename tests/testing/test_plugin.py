@@ -23,6 +23,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
+# An inner run in this process forgets the modules that it is the first to import: their classes would exist twice.
+for name in hooks.__all__:
+    getattr(hooks, name)
+
 asks_xdist = pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="needs pytest-xdist")
 asks_asyncio = pytest.mark.skipif(importlib.util.find_spec("pytest_asyncio") is None, reason="needs pytest-asyncio")
 
@@ -720,7 +724,8 @@ def test_an_unused_plugin_loads_nothing_else(pytester: pytest.Pytester) -> None:
 
         def test_what_is_loaded(fixture):
             loaded = {name for name in sys.modules if name.partition(".")[0] in ("opintercept", "torch", "numpy")}
-            assert loaded == {"opintercept", "opintercept.testing", "opintercept.testing.plugin"}
+            version = {"opintercept._core", "opintercept._core.version"}
+            assert loaded - version == {"opintercept", "opintercept.testing", "opintercept.testing.plugin"}
         """
     )
     pytester.runpytest_subprocess("-p", "no:anyio").assert_outcomes(passed=1)
