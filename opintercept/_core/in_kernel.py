@@ -32,7 +32,7 @@ class Work(NamedTuple):
         target: Counts values that become zero or are too large in another dtype, see `_native.values.Read`.
         finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
         settings: Whether `learn` depends on torch's settings for the precision of products.
-        flight: Where to write a line of each call. Then `learn` returns what a line says of calls that look alike.
+        writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
         checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
     """
 
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     target: tuple[float, float] | None = None
     finite: bool = False
     settings: bool = False
-    flight: FlightRecorder | None = None
+    writes: RecordWriter | None = None
     checker: Checks | None = None
 
 
@@ -104,20 +104,24 @@ class InKernel(Protocol):
 
 
 class Sink(Protocol):
-    """The flight recorder in C++, see `_engines/compiled/flight.cpp`."""
+    """Takes the records of calls in C++, see `_engines/compiled/records.cpp`."""
 
-    def open(self, buffer: Any, first: int, slots: int, size: int, lines: int, /) -> None: ...
-    def put(self, line: bytes, /) -> None: ...
+    def open(self, calls: Any, tensors: Any, slots: int, number: int, /) -> None: ...
+    def put(self, call: bytes, tensors: bytes, /) -> None: ...
+    def take(self) -> tuple[bytes, bytes] | None: ...
     def close(self) -> None: ...
     def forget_parent(self) -> None: ...
+    def layout(self) -> dict[str, tuple[int, ...]]: ...
 
 
-class FlightRecorder(Protocol):
-    """Writes lines to a file. `runs.flight.Flight` implements it."""
+class RecordWriter(Protocol):
+    """Writes records to files. `runs.RunRecorder` implements it."""
 
-    def serve(self, sink: Sink) -> Sink: ...
-    def text_of(self, place: CallSite) -> bytes:
-        """What a line says of a place."""
+    def serve(self, make: Callable[[], Sink]) -> Sink:
+        """Return where kernels put records, made and opened if there is none."""
+
+    def number_of(self, place: CallSite) -> bytes:
+        """Return the number by which a record names a call site."""
 
 
 class Checker(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from opintercept._core.call import OpCall
 from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Handle
-from opintercept._core.in_kernel import ROLES, Checker, FlightRecorder, Found, InKernel, Sink, Work
+from opintercept._core.in_kernel import ROLES, Checker, Found, InKernel, RecordWriter, Sink, Work
 from opintercept._core.record import PendingRecord
 
 
@@ -27,7 +27,7 @@ class Ring(Protocol):
     def attach(self, rows: Any, /) -> None: ...
     def suspend(self) -> None: ...
     def plan(self, *what: Any) -> bool: ...
-    def flight(self) -> Sink: ...
+    def sink(self) -> Sink: ...
     def checker(self) -> Checker: ...
     def take(self) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
     def empty(self) -> bool: ...
@@ -41,13 +41,13 @@ class NotedCalls:
         ring: Where kernels put them.
     """
 
-    __slots__ = ("_failures", "_flight", "_hooks", "_lock", "_notifier", "ring")
+    __slots__ = ("_failures", "_hooks", "_lock", "_notifier", "_writer", "ring")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
         self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
-        self._flight: tuple[InKernel, FlightRecorder] | None = None
+        self._writer: tuple[InKernel, RecordWriter] | None = None
         self._lock: Any = threading.RLock()  # for `_is_owned`, which `Condition` uses too
         self._notifier: int | None = None  # the thread that notifies hooks
         self._failures: list[Failure] = []  # of hooks that were notified where nobody could be told
@@ -62,7 +62,7 @@ class NotedCalls:
         """
         self.ring.suspend()
         flush()
-        self._hooks, self._flight = (), None
+        self._hooks, self._writer = (), None
         written: tuple[str, ...] = ()
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
@@ -75,9 +75,9 @@ class NotedCalls:
         )
         sink = checker = None
         for hook, work in zip(hooks, works, strict=True):
-            if work is not None and work.flight is not None:
-                self._flight, written = (hook, work.flight), work.reads
-                sink = work.flight.serve(self.ring.flight())
+            if work is not None and work.writes is not None:
+                self._writer, written = (hook, work.writes), work.reads
+                sink = work.writes.serve(self.ring.sink)
             if work is not None and work.checker is not None:
                 checker = work.checker.use(self.ring.checker)
         while not self.ring.plan(
@@ -149,16 +149,16 @@ class NotedCalls:
         return failed
 
     def learn(self, call: OpCall) -> tuple[tuple[Any, ...], bytes | None] | None:
-        """What hooks learn of calls that look like this one, and a line's text; None if kernels cannot note them."""
+        """What hooks learn of calls like this one, and the number in records; None if kernels cannot note them."""
         learned = tuple((reference, hook.learn(call)) for reference, hook in self._hooks)
-        text = None if self._flight is None else self._flight[0].learn(call)
-        if any(known is None for _, known in learned) or (self._flight is not None and text is None):
+        number = None if self._writer is None else self._writer[0].learn(call)
+        if any(known is None for _, known in learned) or (self._writer is not None and number is None):
             return None
-        return learned, text
+        return learned, number
 
-    def text_of(self, place: CallSite) -> bytes:
-        """What a line of the flight recorder says of a place."""
-        return b"" if self._flight is None else self._flight[1].text_of(place)
+    def number_of(self, place: CallSite) -> bytes:
+        """The number by which a record names a call site."""
+        return b"" if self._writer is None else self._writer[1].number_of(place)
 
     def forget_parent(self) -> None:
         """In a forked child, drop what other threads of the parent have noted since: none will release its locks."""
@@ -185,7 +185,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
     for work in works:
         if work is None or (None not in (found.target, work.target) and found.target != work.target):
             return None
-        if None not in (found.flight, work.flight) or None not in (found.checker, work.checker):
+        if None not in (found.writes, work.writes) or None not in (found.checker, work.checker):
             return None
         found = Work(
             found.rows or work.rows,
@@ -194,7 +194,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
             found.target or work.target,
             found.finite or work.finite,
             found.settings or work.settings,
-            found.flight or work.flight,
+            found.writes or work.writes,
             found.checker or work.checker,
         )
     return found

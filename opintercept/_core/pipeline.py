@@ -332,7 +332,7 @@ class Pipeline:
         """Run the hooks of a call whose operator has run already, in a kernel that could not note the call.
 
         The operator writes to none of its arguments. Returns what holds for all calls that look like this one: their
-        summary, their autocast dtype, what hooks have learned, and a line's text; None if kernels cannot note them.
+        summary, their autocast dtype, what hooks have learned, and a record's number; None if kernels cannot note them.
 
         Args:
             spec: As for `run`, as are func, phase, args and kwargs.
@@ -366,9 +366,9 @@ class Pipeline:
 
     # Kernels in C++ call these four.
 
-    def text_of(self, place: CallSite) -> bytes:
-        """What a line of the flight recorder says of a place."""
-        return b"" if self.queue is None else self.queue.text_of(place)
+    def number_of(self, place: CallSite) -> bytes:
+        """The number by which a record names a call site."""
+        return b"" if self.queue is None else self.queue.number_of(place)
 
     def lasting_call_site(self, module: Any, root: Any, code: Any, instruction: int) -> CallSite | None:
         """The place of a call with this stack, if it is the same for all such calls."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from opintercept._core.errors import OpInterceptError
 from opintercept.cli.options import steps
 
 
@@ -12,15 +13,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("run", metavar="RUN", help="folder of the run")
     parser.add_argument(
-        "--format", choices=["perfetto"], default="perfetto", help="Chrome's JSON, for Perfetto (default %(default)s)"
+        "--format",
+        choices=["perfetto", "parquet"],
+        default="perfetto",
+        help="Chrome's JSON, for Perfetto, or a folder of Parquet files (default %(default)s)",
     )
     parser.add_argument("--step", metavar="A:B", type=steps, help="write only step A, or steps A to B - 1")
     parser.add_argument("--profile", metavar="TRACE", help="add the run to this trace of torch.profiler")
     parser.add_argument(
         "-o",
         "--out",
-        default="trace.json.gz",
-        help="file to write; .gz compresses it (default %(default)s)",
+        help="file to write, trace.json.gz by default; .gz compresses it; for Parquet a new folder",
     )
 
 
@@ -29,13 +32,19 @@ def command(arguments: argparse.Namespace) -> int:
     from opintercept._core.text import counted
     from opintercept.cli.terminal.output import plain_warnings
     from opintercept.cli.terminal.progress import progress
-    from opintercept.runs import trace
-    from opintercept.runs.record.compaction import open_compacted
+    from opintercept.runs import open_run, trace
 
+    out = arguments.out or "trace.json.gz"
     with plain_warnings("export"), progress():
-        calls = trace.write(
-            arguments.out, open_compacted(arguments.run), steps=arguments.step, profile=arguments.profile
-        )
-    size = os.path.getsize(arguments.out) / 1e6
-    print(f"{arguments.out}: {counted(calls, 'call')}, {size:.1f} MB; open it in ui.perfetto.dev")
+        run = open_run(arguments.run)
+        if arguments.format == "parquet":
+            if arguments.step is not None or arguments.profile or not arguments.out:
+                raise OpInterceptError("Parquet files have all steps, and need --out FOLDER and no --profile")
+            from opintercept.runs.store.export import write_parquet
+
+            print(f"{out}: {counted(write_parquet(run, out), 'call')}")
+            return 0
+        calls = trace.write(out, run, steps=arguments.step, profile=arguments.profile)
+    size = os.path.getsize(out) / 1e6
+    print(f"{out}: {counted(calls, 'call')}, {size:.1f} MB; open it in ui.perfetto.dev")
     return 0

@@ -17,12 +17,12 @@ def command(arguments: argparse.Namespace) -> int:
     """Write the page and print its size."""
     from opintercept.cli.terminal.output import plain_warnings
     from opintercept.cli.terminal.progress import progress
-    from opintercept.runs.record.compaction import open_compacted
+    from opintercept.runs import open_run
     from opintercept.runs.report import page
 
     with plain_warnings("report"), progress():
-        run = open_compacted(arguments.run)
-        other = None if arguments.other is None else open_compacted(arguments.other)
+        run = open_run(arguments.run)
+        other = None if arguments.other is None else open_run(arguments.other)
         page.write(arguments.out, run, other)
     print(f"{arguments.out}: {os.path.getsize(arguments.out) / 1e6:.1f} MB")
     return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opintercept._core.errors import needs
 from opintercept._values.stats import Values as Values
 from opintercept.runs.align.align import align as align
 from opintercept.runs.align.alignment import Aligned as Aligned
@@ -29,7 +30,6 @@ from opintercept.runs.store.run import open_run as open_run
 
 if TYPE_CHECKING:
     from opintercept.runs.patch import Patch as Patch
-    from opintercept.runs.record.compaction import compact as compact
     from opintercept.runs.record.recorder import RunRecorder as RunRecorder
 
 __all__ = [
@@ -51,13 +51,13 @@ __all__ = [
     "Unmatched",
     "Values",
     "align",
-    "compact",
     "diff",
     "diff_ranks",
     "open_run",
 ]
 
-_LATER = {"Patch": "patch", "RunRecorder": "record.recorder", "compact": "record.compaction"}
+
+_LATER = {"Patch": "patch", "RunRecorder": "record.recorder"}
 
 
 def __getattr__(name: str) -> Any:
@@ -67,7 +67,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = vars(import_module(f"{__name__}.{_LATER[name]}"))[name]
+    try:
+        value = globals()[name] = vars(import_module(f"{__name__}.{_LATER[name]}"))[name]
+    except ModuleNotFoundError as missing:
+        if missing.name != "numpy":
+            raise
+        raise needs(name, "numpy", "'opintercept[cli]'") from missing
     return value
 
 

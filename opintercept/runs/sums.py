@@ -11,7 +11,6 @@ import numpy as np
 
 from opintercept.runs.store.codec import is_output
 from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays, CallSignature, Columns, StoredCallSite
-from opintercept.runs.store.untrusted import parsed
 
 COUNTS = tuple(f"{slot}_{name}" for slot in SLOTS for name in ("nan", "inf"))
 
@@ -111,16 +110,11 @@ def nonfinite(columns: Columns, start: int, chunk: Arrays, *, outputs: bool = Fa
             found |= (chunk[f"{slot}_nan"] > 0) | (chunk[f"{slot}_inf"] > 0)
     more = np.flatnonzero(chunk["has_more"] & ~found)
     if len(more):
-        found[more] = [_is_nonfinite(texts.more or "", outputs=outputs) for texts in columns.texts(more + start)]
+        found[more] = [
+            any((each.nan or each.inf) and (is_output(role) or not outputs) for role, each in texts.more.items())
+            for texts in columns.texts(more + start)
+        ]
     return found
-
-
-def _is_nonfinite(text: str, *, outputs: bool) -> bool:
-    if text.count('"nan":0,"inf":0,') == text.count('"hash":'):
-        return False
-    values = parsed(text)
-    rows = [each for role, each in values.items() if is_output(role) or not outputs] if isinstance(values, dict) else []
-    return any(isinstance(each, dict) and (each.get("nan") or each.get("inf")) for each in rows)
 
 
 def first_output(signature: CallSignature) -> str | None:

@@ -19,10 +19,11 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError
 from opintercept._values.stats import Values
 from opintercept.runs.compare.pairing import module_name
-from opintercept.runs.store.codec import StoredCall, compact, is_output
+from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns
 from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
+from opintercept.runs.store.texts import compact
 
 _PLACES = ("step", "index", "thread", "started", "elapsed", "forward", "site")
 _LONGEST = 10**15  # nanoseconds of a call, in a hostile run
@@ -54,7 +55,7 @@ def write(
 
     Raises:
         OpInterceptError: The calls of the run have no times, `profile` is not a trace, or the file cannot be written.
-        ImportError: numpy is not installed; or DuckDB is not, and the run is in columns.
+        ImportError: numpy is not installed.
 
     Example:
         >>> import json, tempfile, torch

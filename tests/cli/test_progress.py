@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_runs import add_damaged
 
 from opintercept import intercept, runs
 from opintercept.cli import main
@@ -78,7 +79,7 @@ def test_a_bar_shows_what_is_read_and_goes(tmp_path: Path, command: str) -> None
         more = ["-o", str(tmp_path / "out")]
     status, printed, written = on_a_terminal(command, str(tmp_path / "a"), *more)
     assert (status, printed != "") == (0, True)
-    assert re.search(rf"reading \S*a{os.sep}(calls.jsonl|columns) +100% \|", written), written
+    assert re.search(r"reading \S*a +100% \|", written), written
     assert left_over(written) == ""
     plain = on_a_terminal(command, str(tmp_path / "a"), *more, after=60.0)
     assert plain == (0, printed, "")
@@ -86,14 +87,12 @@ def test_a_bar_shows_what_is_read_and_goes(tmp_path: Path, command: str) -> None
 
 def test_a_warning_has_a_line_of_its_own(tmp_path: Path) -> None:
     record(tmp_path / "a")
-    with open(tmp_path / "a" / "calls.jsonl", "a") as file:
-        file.write("no call\n" * 2)
+    for _ in range(2):
+        add_damaged(tmp_path / "a")
     status, _, written = on_a_terminal("show", str(tmp_path / "a"))
     assert status == 0
     (line,) = [line for line in written.split("\n") if "warning" in line]
-    assert re.fullmatch(
-        r"opintercept show: warning: skipped 2 unreadable lines.*", line.rstrip("\r").rpartition("\r")[2]
-    )
+    assert re.fullmatch(r"opintercept show: warning: skipped 2 damaged calls.*", line.rstrip("\r").rpartition("\r")[2])
 
 
 def test_nothing_is_shown_where_stderr_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,16 +110,12 @@ def test_a_command_works_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.hide()
 
 
-def test_columns_and_lines_report_how_far_they_are_read(tmp_path: Path) -> None:
+def test_a_run_reports_how_far_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opintercept.runs.store.columns.CHUNK", 2)
     record(tmp_path / "a")
     seen: list[tuple[str, int, int]] = []
     with watched(lambda what, done, total: seen.append((Path(what).name, done, total))):
         assert len(list(runs.open_run(tmp_path / "a").calls())) == 3
-        runs.compact(tmp_path / "a")
-        lines, seen[:] = list(seen), []
-        assert len(list(runs.open_run(tmp_path / "a").calls())) == 3
-    assert {name for name, _, _ in lines} == {"calls.jsonl"}
-    assert lines[2][1] == lines[2][2] > lines[0][1] > 0
-    assert seen[-1] == ("columns", 3, 3)
+    assert seen == [("a", 0, 3), ("a", 2, 3), ("a", 3, 3)]
     list(runs.open_run(tmp_path / "a").calls())
-    assert len(seen) == 1
+    assert len(seen) == 3

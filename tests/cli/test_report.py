@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_runs import add_damaged
 
 from opintercept import intercept, runs
 from opintercept.cli import main
@@ -63,12 +64,11 @@ def test_report_explains_what_it_cannot_use(run: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_torn_file_gives_a_one_line_warning(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (run / "calls.jsonl").open("a") as file:
-        file.write('{"index": 1, "op')
+def test_a_damaged_file_gives_a_one_line_warning(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_damaged(run)
     assert main(["report", str(run), str(run), "-o", str(tmp_path / "page.html")]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"opintercept report: warning: skipped 1 unreadable line in {run}/calls.jsonl; a program")
+    assert line.startswith(f"opintercept report: warning: skipped 1 damaged call in {run}; a disk")
 
 
 def test_report_without_tensors_does_not_import_torch(run: Path, tmp_path: Path) -> None:

@@ -534,7 +534,7 @@ WAITS = """
     import torch
 
     torch.ones(2, 3) @ torch.full((3, 4), float("nan"))
-    while not os.path.getsize(sys.argv[1] + "/calls.jsonl"):  # it is written once a second
+    while not os.path.getsize(sys.argv[1] + "/calls.bin"):  # it is written once a second
         time.sleep(0.05)
     print("ready", flush=True)
     signal.pause()

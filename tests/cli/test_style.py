@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_runs import call, chain, ranked, values, write
+from made_runs import add_damaged, call, chain, ranked, values, write
 from processes import run_python
 
 from opintercept.cli import main
@@ -108,8 +108,7 @@ def test_json_has_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_warnings_and_errors_are_set_off_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(tmp_path / "run", chain("a"))
-    with (run.path / "calls.jsonl").open("a") as file:
-        file.write("torn\n")
+    add_damaged(run.path)
     stderr = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stderr)

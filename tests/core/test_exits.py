@@ -22,10 +22,12 @@ import sampled
 import torch
 from compiler import COMPILED, needs_compiler
 from processes import run_python
+from recorded import TABLES
 
 from opintercept import OpCall, OpInterceptError, intercept, register_op, runs
 from opintercept._engines import blind_spots, dispatch_mode, kernels, patched_functions, quiet, scope
 from opintercept.runs.record import writer
+from opintercept.runs.store.flight import FLIGHT
 
 # How many interrupts each test delivers. 10,000 make a thorough run, which takes some minutes for each kind of block.
 NUMBER = int(os.environ.get("OPINTERCEPT_INTERRUPTS", 0)) or sampled.fewer(150, 40)
@@ -231,10 +233,8 @@ class Recording:
             "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
             "threads": [thread.name for thread in threading.enumerate() if isinstance(thread, writer.Writer)],
             "descriptors": [os.path.exists(f"/proc/self/fd/{number}") for number in range(100)],
-            "files": sorted(
-                {"recording.lock", "flight.ring", "run.json.part"}.intersection(os.listdir(self.path.parent))
-            )
-            + [path.name for path in self.path.glob("*") if path.name not in ("run.json", "calls.jsonl", "tensors")],
+            "files": sorted({"recording.lock", *FLIGHT, "run.json.part"}.intersection(os.listdir(self.path.parent)))
+            + [path.name for path in self.path.glob("*") if path.name not in (*TABLES, "tensors")],
         }
 
 

@@ -43,15 +43,21 @@ names = json.loads(sys.argv[1])
 recorder = hooks.Recorder()
 with intercept([recorder, runs.RunRecorder("run")]):
     torch.ones(2, 3) @ torch.ones(3, 4)
-lines = Path("run/calls.jsonl")
-line = json.loads(lines.read_text())
-older = {key: value for key, value in line.items() if key not in names}
-lines.write_text(lines.read_text() + json.dumps(older) + chr(10))
 record = recorder.records[0]
 print(json.dumps({name: record.as_dict()[name] for name in names}))
-for call in runs.open_run("run").calls():
+for run in ("run", "older"):
+    (call,) = runs.open_run(run).calls()
     print(json.dumps({name: getattr(call.record, name) for name in names}))
-assert next(runs.open_run("run").calls()).record == record
+(call,) = runs.open_run("run").calls()
+assert call.record == record
+assert runs.diff(runs.open_run("run"), runs.open_run("older")).pairs == 1
+frame = runs.open_run("run").to_pandas()
+print(json.dumps({name: frame[name][0] for name in names if name in frame}))
+with intercept(runs.RunRecorder("flight", flight=3)):
+    torch.ones(2, 3) @ torch.ones(3, 4)
+    (call,) = runs.open_run("flight").calls()
+    print(json.dumps({name: getattr(call.record, name) for name in names}))
+main(["report", "run", "-o", "page.html"])
 main(["show", "--calls", "--json", "run"])
 """
 
@@ -66,12 +72,17 @@ def test_a_new_field_of_a_record_takes_one_line(tmp_path: Path) -> None:
         assert text.count(before) == 1
         text = text.replace(before, f"{line}\n{before}")
     source.write_text(text, "utf-8")
+    with intercept(runs.RunRecorder(tmp_path / "older")):
+        torch.ones(2, 3) @ torch.ones(3, 4)
     done = run_python("-c", PROGRAM, json.dumps(list(NEW_FIELDS)), cwd=tmp_path, check=True)
-    as_dict, stored, of_an_older_run, *shown = done.stdout.splitlines()
+    as_dict, stored, of_an_older_run, framed, of_a_flight, page, *shown = done.stdout.splitlines()
+    assert page.startswith("page.html")
     expected = {name: value for name, (_, _, value) in NEW_FIELDS.items()}
     assert json.loads(as_dict) == expected
     assert json.loads(stored) == expected
     assert json.loads(of_an_older_run) == dict.fromkeys(NEW_FIELDS)
+    assert json.loads(of_a_flight) == expected
+    assert json.loads(framed) == {name: expected[name] for name in ("aliases", "total")}
     row = json.loads("".join(shown))["calls"][0]
     assert {name: row[name] for name in NEW_FIELDS} == expected
 
@@ -86,27 +97,6 @@ def test_a_record_that_is_read_back_is_equal(tmp_path: Path) -> None:
     assert {record.phase for record in recorder.records} == {"forward", "backward"}
     assert {record.autocast for record in recorder.records} == {None, "bfloat16"}
     assert [call.record for call in runs.open_run(tmp_path / "run").calls()] == recorder.records
-
-
-def test_a_line_has_its_own_fields_before_the_shared_ones(tmp_path: Path) -> None:
-    with intercept(runs.RunRecorder(tmp_path / "run", tensors="none")):
-        torch.ones(2, 3) @ torch.ones(3, 4)
-    line = json.loads((tmp_path / "run/calls.jsonl").read_text())
-    own = [
-        "index",
-        "step",
-        "phase",
-        "module",
-        "source",
-        "forward",
-        "grad_of",
-        "autocast",
-        "started",
-        "thread",
-        "elapsed",
-    ]
-    shared = ["op", "func", "lhs", "rhs", "bias", "output", "gemm", "flops", "bytes", "opaque"]
-    assert list(line) == [*own, *shared, "arguments"]
 
 
 def example(**fields: Any) -> CallRecord:

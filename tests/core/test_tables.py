@@ -141,24 +141,21 @@ def test_a_run_is_a_frame_with_a_row_for_each_call(tmp_path: Path) -> None:
     watched(runs.RunRecorder(tmp_path / "run"))
     with intercept(runs.RunRecorder(tmp_path / "raised", tensors="none")), pytest.raises(RuntimeError, match="mat1"):
         torch.ones(2, 3) @ torch.ones(2, 3)
-    for compacted in (False, True):
-        if compacted:
-            runs.compact(tmp_path / "run")
-        run = runs.open_run(tmp_path / "run")
-        calls = list(run.calls())
-        frames = run.to_pandas(), run.to_polars()
-        for name in ("index", "step", "op", "func", "phase", "source", "flops", "bytes", "elapsed", "thread"):
-            expected = [getattr(call.record, name) for call in calls]
-            assert [list(frame[name]) for frame in frames] == [expected, expected], name
-        for frame in frames:
-            assert list(frame["module"]) == ["0", "2", "2", "2", "0"]
-            assert list(frame["output"]) == [str(call.record.output) for call in calls]
-            assert list(frame["k"]) == [call.record.gemm and call.record.gemm.k for call in calls]
-            assert list(frame["output_max"]) == [call.values["output"].max for call in calls]
-            assert [f"{digits:016x}" for digits in frame["lhs_hash"]] == [call.values["lhs"].hash for call in calls]
-            assert list(frame["error"]) == [None] * 5
-        assert frames[0]["started"].astype("int64").tolist() == [call.record.started for call in calls]
-        assert frames[1]["started"].dt.epoch("ns").to_list() == [call.record.started for call in calls]
+    run = runs.open_run(tmp_path / "run")
+    calls = list(run.calls())
+    frames = run.to_pandas(), run.to_polars()
+    for name in ("index", "step", "op", "func", "phase", "source", "flops", "bytes", "elapsed", "thread"):
+        expected = [getattr(call.record, name) for call in calls]
+        assert [list(frame[name]) for frame in frames] == [expected, expected], name
+    for frame in frames:
+        assert list(frame["module"]) == ["0", "2", "2", "2", "0"]
+        assert list(frame["output"]) == [str(call.record.output) for call in calls]
+        assert list(frame["k"]) == [call.record.gemm and call.record.gemm.k for call in calls]
+        assert list(frame["output_max"]) == [call.values["output"].max for call in calls]
+        assert [f"{digits:016x}" for digits in frame["lhs_hash"]] == [call.values["lhs"].hash for call in calls]
+        assert list(frame["error"]) == [None] * 5
+    assert frames[0]["started"].astype("int64").tolist() == [call.record.started for call in calls]
+    assert frames[1]["started"].dt.epoch("ns").to_list() == [call.record.started for call in calls]
     (error,) = runs.open_run(tmp_path / "raised").to_pandas()["error"]
     assert error.startswith("RuntimeError: mat1")
 

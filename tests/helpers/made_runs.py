@@ -6,18 +6,24 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 from made_calls import record
 
 from opintercept import TensorMeta, runs
 from opintercept._core.gemm import Gemm
+from opintercept._core.record import OWN, SHARED, Summary
+from opintercept.runs.record.writer import QueuedCall, Writer
+from opintercept.runs.store.records import CALL, Encoder
+from opintercept.runs.store.run import SCHEMA
+from opintercept.runs.store.untrusted import field_checks, reader
 
 SHAPE = [4, 4]
 
 
 INFO: dict[str, Any] = {
-    "schema": 1,
+    "schema": SCHEMA,
     "argv": ["train.py"],
     "started": "2026-01-02T03:04:05",
     "finished": True,
@@ -57,7 +63,7 @@ def call(
     kept: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """A line of calls.jsonl. Tensors are given by name; a call that raised has no output."""
+    """A call as plain data. Tensors are given by name; a call that raised has no output."""
 
     def meta(name: Any, requires_grad: bool = False) -> Any:
         return None if name is None else TensorMeta(tuple(shape), dtype, "cpu", None, requires_grad)
@@ -87,13 +93,102 @@ def call(
     return plain | fields
 
 
+class Known(NamedTuple):
+    """Values that are known already."""
+
+    values: runs.Values
+
+    def read(self) -> runs.Values:
+        return self.values
+
+
 def write_files(folder: Path, calls: Iterable[dict[str, Any]], **info: Any) -> Path:
-    """A run's folder, with these lines."""
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps(INFO | info))
-    with (folder / "calls.jsonl").open("w") as file:
-        file.writelines(f"{json.dumps({'index': number} | call)}\n" for number, call in enumerate(calls))
+    """A run's folder, with these calls."""
+    writer = Writer(folder, cast(Any, Described(INFO | {"rank": 0} | info)), None, Encoder())
+    writer.start()
+    summaries: dict[str, Summary] = {}
+    for number, each in enumerate(calls):
+        writer.put(queued({"index": number} | each, summaries))
+    writer.close()
+    assert writer.failure is None, writer.failure
+    members = json.loads((folder / "run.json").read_text())
+    del members["process"]
+    (folder / "run.json").write_text(json.dumps(members | INFO | info))
     return folder
+
+
+class Described(dict[str, Any]):
+    """What `run.json` is to say, whatever it is."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def queued(given: dict[str, Any], summaries: dict[str, Summary]) -> QueuedCall:
+    """What a recorder would queue of a call; calls that look alike share a summary."""
+    shared = {name: given.get(name) for name in SHARED}
+    text = json.dumps(shared)
+    if text not in summaries:
+        summaries[text] = Summary(**SHARED_OF(json.loads(text)))
+    own = {name: given.get(name) for name in OWN}
+    note = SimpleNamespace(
+        summary=summaries[text],
+        call_site=SimpleNamespace(module=own.pop("module"), source=own.pop("source")),
+        autocast=own["autocast"],
+        autocast_name=own.pop("autocast"),
+        **own,
+    )
+    tensors = given.get("tensors", {})
+    kept: list[Any] = list(tensors.values())
+    return QueuedCall(
+        cast(Any, note),
+        {role: Known(runs.Values(**each)) for role, each in given.get("values", {}).items()},
+        kept,
+        {role: place for place, role in enumerate(tensors)},
+        json.dumps(given.get("arguments") or {}),
+        numbered(given.get("given"), kept),
+        given.get("error"),
+    )
+
+
+def numbered(value: Any, kept: list[Any]) -> Any:
+    """Arguments with the numbers of tensors in place of their names, as a recorder queues them."""
+    if isinstance(value, list):
+        return [numbered(each, kept) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        kept.append(value["tensor"])
+    return {name: len(kept) - 1 if name == "tensor" else numbered(each, kept) for name, each in value.items()}
+
+
+SHARED_OF = reader(field_checks(Summary))
+
+
+def plain(run: runs.Run) -> list[dict[str, Any]]:
+    """The calls of a run as `write` takes them."""
+    calls = []
+    for each in run.calls():
+        fields: dict[str, Any] = {"tensors": each.tensors, "arguments": each.arguments}
+        fields |= {"given": each.given, "error": each.error}
+        values = {role: found.as_dict() for role, found in each.values.items()}
+        calls.append(each.record.as_dict() | {"values": values} | fields)
+    return calls
+
+
+def rewrite(path: Path, calls: list[dict[str, Any]]) -> runs.Run:
+    """Put other calls into the folder of a process, and open it."""
+    info = json.loads((path / "run.json").read_text())
+    for name in ("calls.bin", "tensors.bin", "signatures.jsonl", "sites.jsonl", "texts.jsonl"):
+        (path / name).unlink()
+    write_files(path, calls, **info)
+    return runs.open_run(path)
+
+
+def add_damaged(path: Path) -> None:
+    """Add what is no record to the calls of a process."""
+    with (path / "calls.bin").open("ab") as file:
+        file.write(b"\1" * CALL.itemsize)
 
 
 def write(folder: Path, calls: list[dict[str, Any]], **info: Any) -> runs.Run:

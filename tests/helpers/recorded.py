@@ -75,4 +75,5 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-FILES = ["calls.jsonl", "run.json", "tensors/00000000.safetensors"]
+TABLES = ["calls.bin", "run.json", "signatures.jsonl", "sites.jsonl", "tensors.bin", "texts.jsonl"]
+FILES = [*TABLES[:5], "tensors/00000000.safetensors", TABLES[5]]

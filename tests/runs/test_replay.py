@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_runs import plain, rewrite
 from processes import run_python
 
 from opintercept import OpInterceptError, intercept, runs
@@ -193,7 +194,7 @@ def test_a_call_of_a_full_run_whose_arguments_could_not_be_kept_says_why(tmp_pat
 def test_a_hostile_argument_is_printed_with_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     run = record(tmp_path, lambda: torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)), level="function")
-    call = json.loads((run.path / "calls.jsonl").read_text())
+    call = plain(run)[0]
     hostile = {"args": [*call["given"]["args"], "\x1b]0;owned\x07\x1b[2J"], "kwargs": {}}
     with pytest.raises(OpInterceptError, match=r" raised TypeError: ") as raised:
         replay(lie(run, given=hostile), 0)
@@ -218,9 +219,7 @@ def test_replaying_a_call_that_raised_says_so(tmp_path: Path) -> None:
 
 def lie(run: runs.Run, **changes: Any) -> runs.Run:
     """Rewrite the fields of a run's only call."""
-    path = run.path / "calls.jsonl"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes) + "\n")
-    return runs.open_run(run.path)
+    return rewrite(run.path, [plain(run)[0] | changes])
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Extension:
         extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.SOURCE, *functions)
         scope.state.told = extension.watch
         scope.state.tell()
-        for name in ("after_kernel", "flush", "forward_of", "lasting_call_site", "link", "text_of"):
+        for name in ("after_kernel", "flush", "forward_of", "lasting_call_site", "link", "number_of"):
             setattr(_pipeline.Pipeline, name, keep_out(getattr(_pipeline.Pipeline, name)))
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE, keep_out)
         on_forget(extension.forget_notes)

@@ -25,7 +25,7 @@ PyObject* opintercept_set_up_values(PyObject*, PyObject*);
 PyObject* opintercept_set_up_notes(PyObject*, PyObject*);
 PyObject* opintercept_forget_notes(PyObject*, PyObject*);
 bool opintercept_add_ring(PyObject* module);
-bool opintercept_add_flight(PyObject* module);
+bool opintercept_add_records(PyObject* module);
 bool opintercept_add_checker(PyObject* module);
 
 thread_local PyObject* opintercept::hidden_here = nullptr;
@@ -564,7 +564,7 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   if (made == nullptr) {
     return nullptr;
   }
-  if (!opintercept_add_ring(made) || !opintercept_add_flight(made) || !opintercept_add_checker(made)) {
+  if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_checker(made)) {
     Py_DECREF(made);
     return nullptr;
   }

@@ -26,7 +26,7 @@ using namespace opintercept;
 
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
-PyObject *text_name, *here_name, *note_name, *behind_name, *late_name, *settle_name;
+PyObject *number_name, *here_name, *note_name, *behind_name, *late_name, *settle_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 struct Entry {
@@ -125,6 +125,15 @@ struct HandedOver { // what the hooks get of a call that they are shown
   }
 };
 
+// The number in what `learn` or `number_of` returned; 0 where no record names anything.
+uint32_t number_in(PyObject* bytes) {
+  uint32_t number = 0;
+  if (bytes != Py_None && PyBytes_GET_SIZE(bytes) == sizeof number) {
+    std::memcpy(&number, PyBytes_AS_STRING(bytes), sizeof number);
+  }
+  return number;
+}
+
 struct Call {
   const Overload& overload;
   const Entry& entry;
@@ -153,13 +162,13 @@ struct Call {
     return found.known;
   }
 
-  // What a line of the flight recorder says of a place.
-  static std::string text_of(const Part& part, PyObject* place) {
-    if (part.plan().flight == nullptr) {
-      return {};
+  // The number by which a record names a place.
+  static uint32_t number_of(const Part& part, PyObject* place) {
+    if (part.plan().writes == nullptr) {
+      return 0;
     }
-    THPObjectPtr text(check(PyObject_CallMethodObjArgs(rows_of(part.ring), text_name, place, nullptr)));
-    return PyBytes_AS_STRING(text.get());
+    THPObjectPtr number(check(PyObject_CallMethodObjArgs(rows_of(part.ring), number_name, place, nullptr)));
+    return number_in(number.get());
   }
 
   // Where the call comes from. False if Python has to find out each time.
@@ -180,7 +189,7 @@ struct Call {
           THPObjectPtr(check(PyLong_FromLong(walked.instruction))).get(),
           nullptr)));
       if (place.get() != Py_None) {
-        part.row.place = part.ring->remember_place(part.known, walked, place.get(), text_of(part, place.get()));
+        part.row.place = part.ring->remember_place(part.known, walked, place.get(), number_of(part, place.get()));
       }
     }
     return part.row.place != UNKNOWN;
@@ -213,7 +222,7 @@ struct Call {
       return false;
     }
     PyObject* place = PyTuple_GET_ITEM(found.get(), 0);
-    part.row.place = part.ring->remember_place(part.known, place, text_of(part, place));
+    part.row.place = part.ring->remember_place(part.known, place, number_of(part, place));
     PyObject *forward = PyTuple_GET_ITEM(found.get(), 1), *grad_of = PyTuple_GET_ITEM(found.get(), 2);
     part.row.forward = forward == Py_None ? -1 : PyLong_AsLongLong(forward);
     part.row.grad_of = static_cast<int8_t>(grad_of == Py_None ? -1 : PyUnicode_READ_CHAR(grad_of, 0) == 'r');
@@ -368,7 +377,7 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
     }
     part.row.elapsed = call.elapsed;
     bool half_full = false;
-    bool written = part.plan().flight == nullptr || part.ring->write(part.known, key, part.row, part.values);
+    bool written = part.plan().writes == nullptr || part.ring->write(part.known, key, part.row, part.values);
     if (written && !part.noted) {
       call.count(part);
       return;
@@ -387,8 +396,7 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
   THPObjectPtr output(outputs_to_python(stack, count));
   THPObjectPtr look(call.show(part, output.get(), Py_None));
   if (look.get() != Py_None && part.described) {
-    PyObject* text = PyTuple_GET_ITEM(look.get(), 3);
-    part.ring->remember_look(part.known, key, look.get(), text == Py_None ? "" : PyBytes_AS_STRING(text));
+    part.ring->remember_look(part.known, key, look.get(), number_in(PyTuple_GET_ITEM(look.get(), 3)));
   }
 }
 
@@ -421,7 +429,7 @@ bool opintercept::ran_noted(
     bool noted = plan.rows || entry->opaque;
     links = links || plan.links;
     on_host = on_host || plan.on_host();
-    call.parts.push_back(Part{ring, std::move(known), noted, noted || plan.flight != nullptr, {}, nullptr, false, {}});
+    call.parts.push_back(Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, false, {}});
   }
   if (links && !recording && !call.backward && !c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
       !c10::InferenceMode::is_enabled()) {
@@ -552,7 +560,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   Py_INCREF(rings_of_watch);
   Py_INCREF(Ring::nowhere);
   Py_INCREF(Checker::keep_out);
-  text_name = PyUnicode_InternFromString("text_of");
+  number_name = PyUnicode_InternFromString("number_of");
   here_name = PyUnicode_InternFromString("lasting_call_site");
   note_name = PyUnicode_InternFromString("link");
   behind_name = PyUnicode_InternFromString("forward_of");

@@ -97,7 +97,7 @@ bool Ring::takes_more(GenerationPtr& known) {
 template <typename Map, typename Key>
 uint32_t Ring::remember(
     GenerationPtr& known, Map Generation::* numbers, const Key& key, std::vector<PyObject*> Generation::* objects,
-    PyObject* object, std::vector<std::string> Generation::* texts, const std::string& text) {
+    PyObject* object, std::vector<uint32_t> Generation::* numbered, uint32_t number) {
   GenerationPtr before = known; // freed after the mutex, since that may run Python code
   std::lock_guard lock(mutex);
   if (!takes_more(known)) {
@@ -107,17 +107,17 @@ uint32_t Ring::remember(
   auto [found, fresh] = ((*known).*numbers).try_emplace(key, static_cast<uint32_t>(owned.size()));
   if (fresh) {
     owned.push_back(Py_NewRef(object));
-    ((*known).*texts).push_back(text);
+    ((*known).*numbered).push_back(number);
   }
   return found->second;
 }
 
-uint32_t Ring::remember_place(GenerationPtr& known, PyObject* place, const std::string& text) {
-  return remember(known, &Generation::by_place, place, &Generation::places, place, &Generation::place_texts, text);
+uint32_t Ring::remember_place(GenerationPtr& known, PyObject* place, uint32_t number) {
+  return remember(known, &Generation::by_place, place, &Generation::places, place, &Generation::place_numbers, number);
 }
 
-void Ring::remember_look(GenerationPtr& known, const std::string& key, PyObject* look, const std::string& text) {
-  remember(known, &Generation::by_look, key, &Generation::looks, look, &Generation::look_texts, text);
+void Ring::remember_look(GenerationPtr& known, const std::string& key, PyObject* look, uint32_t number) {
+  remember(known, &Generation::by_look, key, &Generation::looks, look, &Generation::look_numbers, number);
 }
 
 namespace {
@@ -134,10 +134,10 @@ PyMethodDef module_died_method = {"module_died", module_died, METH_O, nullptr};
 
 } // namespace
 
-uint32_t Ring::remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, const std::string& text) {
+uint32_t Ring::remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, uint32_t numbered) {
   THPObjectPtr module(walked.module == nullptr ? nullptr : check(PyWeakref_NewRef(walked.module, died)));
   THPObjectPtr root(walked.root == nullptr ? nullptr : check(PyWeakref_NewRef(walked.root, died)));
-  uint32_t number = remember_place(known, place, text);
+  uint32_t number = remember_place(known, place, numbered);
   if (number != UNKNOWN) {
     std::lock_guard lock(mutex);
     known->by_walk.try_emplace(walked, number);
@@ -183,21 +183,20 @@ bool Ring::put(
 
 bool Ring::write(
     const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values) {
-  static thread_local std::string line; // keeps its memory
-  line.clear();
   const Plan& plan = *known->plan;
+  uint32_t signature, site = 0; // that of no place
   {
     std::lock_guard lock(mutex);
     uint32_t look = look_of(known, key);
     if (look == UNKNOWN) {
       return false;
     }
-    static const std::string nowhere_text = "\"module\":null,\"source\":null";
-    const std::string& place = row.place == UNKNOWN ? nowhere_text : known->place_texts[row.place];
-    append_line(line, row, values, plan.written, place, known->look_texts[look]);
+    signature = known->look_numbers[look];
+    if (row.place != UNKNOWN) {
+      site = known->place_numbers[row.place];
+    }
   }
-  plan.flight->put(line);
-  return true;
+  return plan.writes->put(row, values, plan.written, signature, site);
 }
 
 void Ring::suspend() {
@@ -338,12 +337,12 @@ bool find_roles(PyObject* names, std::array<bool, ROLES>& found) {
   return true;
 }
 
-// plan(rows, finite, place, links, settings, roles, hashed, target or None, flight or None, its roles, checker or None) ->
+// plan(rows, finite, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None) ->
 // whether it is set; not while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
   auto plan = std::make_shared<Plan>();
   int rows, finite, place, links, settings, hashed;
-  PyObject *roles, *target, *flight, *written, *checker;
+  PyObject *roles, *target, *sink, *written, *checker;
   if (!PyArg_ParseTuple(
           args,
           "pppppO!pOOO!O",
@@ -356,7 +355,7 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
           &roles,
           &hashed,
           &target,
-          &flight,
+          &sink,
           &PyTuple_Type,
           &written,
           &checker)) {
@@ -375,14 +374,14 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
   if (!find_roles(roles, plan->reads) || !find_roles(written, plan->written)) {
     return nullptr;
   }
-  plan->flight = flight == Py_None ? nullptr : flight_of(flight);
+  plan->writes = sink == Py_None ? nullptr : records_of(sink);
   plan->checker = checker == Py_None ? nullptr : checker_of(checker);
-  plan->owned = {Py_NewRef(flight), Py_NewRef(checker)};
+  plan->owned = {Py_NewRef(sink), Py_NewRef(checker)};
   return PyBool_FromLong(ring_of(self)->set_plan(std::move(plan)));
 }
 
-PyObject* flight(PyObject*, PyObject*) {
-  return new_flight();
+PyObject* sink(PyObject*, PyObject*) {
+  return new_records();
 }
 
 PyObject* checker(PyObject*, PyObject*) {
@@ -409,7 +408,7 @@ PyMethodDef ring_methods[] = {
     {"attach", attach, METH_O, nullptr},
     {"suspend", suspend, METH_NOARGS, nullptr},
     {"plan", set_plan, METH_VARARGS, nullptr},
-    {"flight", flight, METH_NOARGS, nullptr},
+    {"sink", sink, METH_NOARGS, nullptr},
     {"checker", checker, METH_NOARGS, nullptr},
     {"take", take, METH_NOARGS, nullptr},
     {"empty", empty, METH_NOARGS, nullptr},

@@ -6,7 +6,7 @@
 
 #include "../../_native/values.h"
 #include "checker.h"
-#include "flight.h"
+#include "records.h"
 #include "stack.h"
 
 #include <array>
@@ -32,8 +32,8 @@ struct Plan {
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
   Target target{};
-  Flight* flight = nullptr; // writes each call to a file, see `_core.noted.Work`
-  std::array<bool, ROLES> written{}; // the roles whose values the file gets
+  Records* writes = nullptr; // takes a record of each call, see `_core.in_kernel.Work`
+  std::array<bool, ROLES> written{}; // the roles whose values it gets
   Checker* checker = nullptr; // checks each product, likewise
   std::vector<PyObject*> owned; // what these belong to
 
@@ -63,7 +63,7 @@ struct Generation {
   std::unordered_map<PyObject*, uint32_t> by_place;
   std::unordered_map<std::string, uint32_t> by_look;
   std::vector<PyObject*> places, looks, modules; // owned; weak references to modules
-  std::vector<std::string> place_texts, look_texts; // what a line says of them
+  std::vector<uint32_t> place_numbers, look_numbers; // by which records name them
 
   explicit Generation(std::shared_ptr<const Plan> of);
   Generation(const Generation&) = delete;
@@ -87,9 +87,9 @@ class Ring {
 
   // With the interpreter's lock: remember, and return the number. UNKNOWN if the hooks have changed or there is no room.
   // Puts a new generation in the place of one that is full or may have become wrong.
-  uint32_t remember_place(GenerationPtr& known, PyObject* place, const std::string& text);
-  uint32_t remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, const std::string& text);
-  void remember_look(GenerationPtr& known, const std::string& key, PyObject* look, const std::string& text);
+  uint32_t remember_place(GenerationPtr& known, PyObject* place, uint32_t number);
+  uint32_t remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, uint32_t number);
+  void remember_look(GenerationPtr& known, const std::string& key, PyObject* look, uint32_t number);
 
   // Adds a row for a call that looks like this. False if the look is unknown, if the ring has another generation by now or
   // no room.
@@ -97,7 +97,7 @@ class Ring {
       const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values,
       bool& half_full);
 
-  // Writes the line of a row to the plan's file instead. As `put`.
+  // Writes the record of a row instead. As `put`, and false if too many wait.
   bool write(
       const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
 
@@ -119,7 +119,7 @@ class Ring {
   template <typename Map, typename Key>
   uint32_t remember(
       GenerationPtr& known, Map Generation::* numbers, const Key& key, std::vector<PyObject*> Generation::* objects,
-      PyObject* object, std::vector<std::string> Generation::* texts, const std::string& text);
+      PyObject* object, std::vector<uint32_t> Generation::* numbered, uint32_t number);
   bool takes_more(GenerationPtr& known); // with both locks
   uint32_t look_of(const GenerationPtr& known, const std::string& key) const; // with the mutex
 

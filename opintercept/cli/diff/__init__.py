@@ -19,6 +19,7 @@ from opintercept.cli.filters import NameFilter
 from opintercept.cli.options import add_module_and_phase, add_op, count, tolerance
 from opintercept.cli.terminal.output import finite_json, listed, plain_warnings, safe_stdout
 from opintercept.cli.terminal.progress import progress
+from opintercept.runs import open_run
 from opintercept.runs.align.align import align
 from opintercept.runs.align.alignment import Alignment
 from opintercept.runs.compare.diff import compare_runs
@@ -27,10 +28,7 @@ from opintercept.runs.compare.pairing import module_name, operator_name
 from opintercept.runs.compare.values import Comparer
 from opintercept.runs.ranks.diff import diff_ranks
 from opintercept.runs.ranks.difference import RankDifference
-from opintercept.runs.record.compaction import open_compacted
 from opintercept.runs.store.run import Run
-
-_LEAST = 1 << 20  # bytes of lines of one process that are worth being compacted, as a run has many of them
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +73,7 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.align:
         return _command_of_aligned(arguments)
     with plain_warnings("diff"), progress():
-        a, b = open_compacted(arguments.a), open_compacted(arguments.b)
+        a, b = open_run(arguments.a), open_run(arguments.b)
         names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
         phase = arguments.phase
         chosen = phase is not None or arguments.op is not None or arguments.module is not None
@@ -98,7 +96,7 @@ def command(arguments: argparse.Namespace) -> int:
 def _command_of_aligned(arguments: argparse.Namespace) -> int:
     _refuse(arguments, "--align weights joins all forward calls, and", "--no-tensors", "--phase")
     with plain_warnings("diff"), progress():
-        a, b = open_compacted(arguments.a), open_compacted(arguments.b)
+        a, b = open_run(arguments.a), open_run(arguments.b)
         found = align(a, b)
     _print(arguments, {"a": a, "b": b}, found, lambda: aligned_text(found, a, b, arguments.limit))
     return 0 if found.first is None and not found.apart else 1
@@ -117,7 +115,7 @@ def _command_of_ranks(arguments: argparse.Namespace) -> int:
         raise OpInterceptError("--ranks compares the ranks of one run, and does not take a second run")
     _refuse(arguments, "--ranks compares the ranks of one run bit for bit, and", "--phase", "--no-tensors", "--align")
     with plain_warnings("diff"), progress():
-        run = open_compacted(arguments.a, least=_LEAST)
+        run = open_run(arguments.a)
         found = diff_ranks(run, limit=arguments.limit)
     _print(arguments, {"run": run}, found, lambda: ranks_text(found, run))
     return 0 if found.equal else 1

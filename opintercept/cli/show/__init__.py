@@ -30,7 +30,7 @@ from opintercept.cli.show.text import (
 )
 from opintercept.cli.terminal.output import listed, plain_warnings, safe_stdout
 from opintercept.cli.terminal.progress import progress
-from opintercept.runs.record.compaction import open_compacted
+from opintercept.runs import open_run
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import is_run
 
@@ -118,7 +118,7 @@ def _opened(paths: Iterable[str]) -> Iterator[OpenedRun]:
     """Open the runs. Of the folders that match a pattern, those without a run are left out."""
     for path in dict.fromkeys(paths):
         try:
-            yield OpenedRun(path, open_compacted(path))
+            yield OpenedRun(path, open_run(path))
             continue
         except OpInterceptError:
             if not glob.has_magic(path) or os.path.lexists(path):
@@ -127,7 +127,7 @@ def _opened(paths: Iterable[str]) -> Iterator[OpenedRun]:
         for match in sorted(filter(os.path.isdir, glob.iglob(path)), key=_natural):
             if is_run(match):
                 found += 1
-                yield OpenedRun(match, open_compacted(match))
+                yield OpenedRun(match, open_run(match))
         if not found:
             raise OpInterceptError(f"a pattern must match the folder of a run, got {path!r}")
 

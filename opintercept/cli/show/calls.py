@@ -11,14 +11,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from opintercept.cli.filters import NameFilter
 from opintercept.cli.show.columns import call_row
-from opintercept.cli.show.sums import LONGEST, Chosen, Row, call_filter
+from opintercept.cli.show.sums import LONGEST, Chosen, Row
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import Run
 
@@ -58,12 +57,9 @@ def sorted_keys(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit
 
 def _located(run: Run, arguments: argparse.Namespace, names: NameFilter) -> Iterator[tuple[int, int, StoredCall]]:
     """Yield rank, place and call of those that the filters admit; several processes are merged by step and index."""
-    admits = call_filter(arguments, names)
 
     def of(rank: int) -> Iterator[tuple[int, int, StoredCall]]:
-        if run.in_columns(rank):
-            return _in_columns(run, rank, arguments, names)
-        return ((rank, position, call) for position, call in run.located(rank) if admits(call))
+        return _in_columns(run, rank, arguments, names)
 
     ranks = ranks_of(run, arguments)
     if len(ranks) > MAX_OPEN:
@@ -106,13 +102,6 @@ def in_order(
             yield process, position
 
     chosen = sorted_keys(places(), lambda place: calls[place], arguments.sort, arguments.limit)
-    with ExitStack() as files:
-        readers: dict[tuple[int, int], Callable[[int], StoredCall]] = {}
-        for process, position in chosen:
-            name, run = opened[process[0]]
-            if process not in readers:
-                if len(readers) == MAX_OPEN:
-                    files.close()
-                    readers.clear()
-                readers[process] = files.enter_context(run.reader(process[1]))
-            yield name, readers[process](position)
+    for (number, rank), position in chosen:
+        name, run = opened[number]
+        yield name, run.at(rank, position)

@@ -123,16 +123,8 @@ class WindowReader:
         self.steps = (int(every.min()), int(every.max())) if len(every) else None
 
     def columns(self, rank: int) -> Columns:
-        """Return the calls of a process; a small file of lines is read only once."""
-        if rank in self._kept:
-            return self._kept[rank]
-        if self._latest is None or self._latest.rank != rank:
-            self._latest = None  # its memory is free for the next one
-            self._latest = self._run.columns(rank)
-        if not self._run.in_columns(rank) and len(self._latest) <= self._room:
-            self._kept[rank] = self._latest
-            self._room -= len(self._latest)
-        return self._latest
+        """Return the calls of a process."""
+        return self._run.columns(rank)
 
     def named(self, place: tuple[int, int, int]) -> tuple[StoredCallSite, CallRecord]:
         """Return the call site of a place, and a record with the signature of its calls."""

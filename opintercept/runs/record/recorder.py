@@ -8,12 +8,13 @@ import json
 import math
 import os
 import random
+import struct
 import sys
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -21,17 +22,19 @@ from typing import Any, get_args
 import torch
 
 from opintercept._core.call import OpCall
+from opintercept._core.call_site import CallSite
 from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.exits import uninterrupted
-from opintercept._core.in_kernel import ROLES, Found, Work
-from opintercept._core.record import PendingRecord, Summary
+from opintercept._core.in_kernel import ROLES, Sink, Work
+from opintercept._core.noted import forget
+from opintercept._core.record import Summary
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import plain_arguments
 from opintercept._ranks.rank import rank_and_world_size
-from opintercept._values.content import Content, content_found, content_of
+from opintercept._values.content import Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
 from opintercept._values.read import leaves_out_captured
 from opintercept.runs.record.claim import LOCK, Claim
@@ -39,7 +42,6 @@ from opintercept.runs.record.description import described
 from opintercept.runs.record.writer import (
     QueuedCall,
     QueuedTensor,
-    Reading,
     Writer,
     key_of,
     leftovers,
@@ -47,9 +49,9 @@ from opintercept.runs.record.writer import (
     remove_run,
     write_info,
 )
-from opintercept.runs.store.codec import Encoder, writes_as_kernels
-from opintercept.runs.store.flight import FLIGHT, LINE, LINE_WITH_VALUES, Flight
-from opintercept.runs.store.run import CALLS, INFO, RunInfo, TensorMode
+from opintercept.runs.store.flight import FLIGHT, MOST_SLOTS, NOTHING, Flight
+from opintercept.runs.store.records import CALLS, Encoder, check_layout, writes_as_kernels
+from opintercept.runs.store.run import INFO, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
 _OPERANDS = ("lhs", "rhs", "bias", "value")
@@ -57,6 +59,8 @@ _MOST_SUMMARIES = 4096  # whose options are remembered
 _MOST_TENSORS = 1000  # of one call, besides its operands and outputs
 _MOST_OPTIONS = 100  # of one call
 _MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
+_NUMBER = struct.Struct("=I")
+MOST_WAITING = 1 << 13  # calls of kernels that may wait to be written
 _MOST_COUNTS = 1024  # of elements, for which the places of a sample are remembered
 
 
@@ -124,6 +128,8 @@ class RunRecorder:
         self.tensors: TensorMode = tensors
         self.sample = check_count("sample", sample)
         self.flight = None if flight is None else check_count("flight", flight)
+        if flight is not None and flight > MOST_SLOTS:
+            raise ValueError(f"flight must be at most {MOST_SLOTS}, got {flight}; without it, every call is kept")
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         if tensors in ("sample", "full") or flight is not None:
             safetensors_for("keeping tensors")
@@ -135,10 +141,11 @@ class RunRecorder:
         self._folder = self.path
         self._entered = 0
         # With `flight`: the file; the entries with their tensors, if those are kept; the last one that raised.
-        self._flight = None if flight is None else Flight(flight, LINE if tensors == "none" else LINE_WITH_VALUES)
+        self._encoder = Encoder()
+        self._flight = None if flight is None else Flight(flight, self._encoder)
         self._last: deque[QueuedCall] = deque(maxlen=self.flight)
         self._failed: QueuedCall | None = None
-        self._encoder = Encoder()
+        self._sink: Sink | None = None  # where kernels put calls, without `flight`
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
         self._places: dict[Any, torch.Tensor] = {}
@@ -147,7 +154,7 @@ class RunRecorder:
         self._outside: BaseException | None = None
         self._process = os.getpid()
         self._told = False
-        self._claim: Claim | None = None  # to the folder, with `flight`
+        self._claim: tuple[RunInfo, Claim] | None = None  # to the folder, with `flight`
         self._made = False  # whether this recorder has made that folder
 
     def _check_free(self) -> None:
@@ -193,6 +200,9 @@ class RunRecorder:
             self._process, self._lock = os.getpid(), threading.RLock()
             if self._flight is not None:
                 self._flight.forget_parent()
+            if self._sink is not None:
+                self._sink.forget_parent()
+                self._sink = None
         with self._lock:
             if not self._entered:  # otherwise another interceptor's block is active
                 self._outside = outside
@@ -207,15 +217,25 @@ class RunRecorder:
         self._stop()  # if nobody has ended the last block
         if self._closed is not None and self._closed.failure is not None:
             return  # the recording has stopped
-        info, claim = self._claimed()
+        if self._info is None:
+            self._begin_texts()
+        self._write(*self._claimed())
+
+    def _write(self, info: RunInfo, claim: Claim) -> None:
         try:
-            writer = Writer(self._folder, info, self.max_bytes, self._closed, claim)
+            writer = Writer(self._folder, info, self.max_bytes, self._encoder, self._closed, claim)
             writer.start()
         except BaseException:
             claim.release()
             raise
         self._info, self._writer = info, writer
+        self._open_sink()
         atexit.register(self._stop_late)
+
+    def _begin_texts(self) -> None:
+        """Number signatures and call sites anew, for files that have none; kernels have to ask again."""
+        self._encoder.forget()
+        forget()
 
     def _claimed(self) -> tuple[RunInfo, Claim]:
         """Claim the folder of a new run, or that of the run that this recorder has begun."""
@@ -277,52 +297,65 @@ class RunRecorder:
         self._land(flight, failed=False)  # if nobody has ended the last block
         info, claim = self._claimed()
         try:
+            if self._info is None:
+                self._begin_texts()
             write_info(self._folder, info, finished=False)
             flight.open(self._folder)
         except BaseException:
             claim.release()
             raise
-        self._claim = claim
+        self._claim = info, claim
 
     def _land(self, flight: Flight, *, failed: bool) -> None:
-        """Remove the file of the last calls; write them if the block has failed."""
-        lines: list[QueuedCall | bytes] = []
+        """Remove the files of the last calls; write them if the block has failed."""
+        last = NOTHING
         try:
-            lines += flight.close(self._folder)
+            last = flight.close(self._folder)
         finally:
-            self._give_back()
-        if self._last:
-            lines = [*self._last]
-        elif self._failed is not None:
-            begin = b'{"index":%d,' % self._failed.note.index
-            lines = [
-                *(line for line in lines if not (isinstance(line, bytes) and line.startswith(begin))),
-                self._failed,
-            ]
-        self._last.clear()
-        self._failed = None
-        if failed and lines:
-            self._start()
-            if self._writer is not None:  # an earlier block may have filled the folder
-                for line in lines:
-                    self._writer.put(line)
-
-    def _give_back(self) -> None:
-        """Remove the file of the last calls, and let others write to the folder."""
-        claim, self._claim = self._claim, None
-        if claim is None:
+            calls, failing = [*self._last], self._failed
+            self._last.clear()
+            self._failed = None
+            fails = failed and bool(calls or failing or len(last.calls))
+            claimed = self._give_back(goes_on=fails and self._may_write())
+        if claimed is None:
             return
+        self._write(*claimed)
+        if self._writer is not None:
+            if not calls and failing is not None:
+                kept = last.calls["index"] != failing.note.index
+                calls, last = [failing], last._replace(calls=last.calls[kept])
+            if len(last.calls) and (not calls or failing is not None):
+                self._writer.put(last)
+            for call in calls:
+                self._writer.put(call)
+
+    def _may_write(self) -> bool:
+        return self._closed is None or self._closed.failure is None
+
+    def _give_back(self, *, goes_on: bool) -> tuple[RunInfo, Claim] | None:
+        """Remove the files of the last calls, and let others write to the folder, unless this recorder goes on."""
+        claimed, self._claim = self._claim, None
+        if claimed is None:
+            return None
+        _, claim = claimed
+        keeps = False
         try:
+            for name in FLIGHT:
+                (self._folder / name).unlink(missing_ok=True)
+            if goes_on:
+                keeps = True
+                return claimed
             if self._info is None:
                 remove_run(self._folder, claimed=True)
             else:  # an exception has ended an earlier block, and the folder has its calls
-                (self._folder / FLIGHT).unlink(missing_ok=True)
                 write_info(self._folder, self._info, finished=True)
         finally:
-            claim.release()
+            if not keeps:
+                claim.release()
         if self._made:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
+        return None
 
     def _stop(self) -> None:
         writer = self._writer
@@ -330,6 +363,8 @@ class RunRecorder:
             return
         writer.close()
         self._writer, self._closed = None, writer
+        if self._sink is not None:
+            self._sink.close()
         atexit.unregister(self._stop_late)
 
     def _stop_late(self) -> None:
@@ -361,27 +396,45 @@ class RunRecorder:
         self._before.put(call, before)
 
     def work(self) -> Work | None:
-        """Kernels read the values, and note the rest, unless tensors are kept."""
+        """Kernels read the values and write the records, unless tensors are kept."""
         if self.tensors in ("sample", "full") or not writes_as_kernels():
             return None
         stats = self.tensors == "stats"
-        return Work(self._flight is None, ROLES if stats else (), stats, flight=self._flight)
+        return Work(False, ROLES if stats else (), stats, writes=self)
 
-    def learn(self, call: OpCall) -> str | bytes | None:
-        """The call's arguments, or what a line says of them; None if it has more tensors than kernels read."""
+    def serve(self, make: Callable[[], Sink]) -> Sink:
+        """Let kernels write."""
+        if self._flight is not None:
+            return self._flight.serve(make)
+        if self._sink is None:
+            self._sink = make()
+            check_layout(self._sink.layout())
+            self._open_sink()
+        return self._sink
+
+    def _open_sink(self) -> None:
+        if self._sink is not None and self._writer is not None:
+            self._sink.open(None, None, MOST_WAITING, 0)
+            self._writer.sink = self._sink
+
+    def number_of(self, place: CallSite) -> bytes:
+        """The number of a call site, for kernels."""
+        return self._numbered(self._encoder.site(place))
+
+    def learn(self, call: OpCall) -> bytes | None:
+        """The number of the call's signature, for kernels; None if it has more tensors than they read."""
         arguments, has_more = self._arguments(call, call.summary)
         outputs = call.output if isinstance(call.output, (tuple, list)) else ()
         if self.tensors == "stats" and (has_more or len(outputs) > 2):
             return None
-        return arguments if self._flight is None else self._encoder.signature(call.note(), arguments)
+        tensors = _tensors(call, False) if self.tensors == "stats" else ()
+        roles = tuple((role, tensor.numel(), True) for role, tensor in tensors)
+        return self._numbered(self._encoder.signature(call.note(), arguments, roles))
 
-    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: str) -> None:
-        """Record a call that a kernel has noted."""
-        if self._may_record():
-            contents: dict[str, Reading] = {}
-            if self.tensors == "stats":
-                contents = {role: content_found(found) for role, found in values.items()}
-            self._put(QueuedCall(note, contents, [], {}, learned, None, None))
+    def _numbered(self, number: int) -> bytes:
+        if self._flight is not None:
+            self._flight.write_texts()
+        return _NUMBER.pack(number)
 
     def post(self, call: OpCall) -> None:
         """Record the call."""
@@ -424,7 +477,7 @@ class RunRecorder:
             elif entry.error is not None:
                 self._failed = entry
             values = {role: content.read() for role, content in entry.values.items()}
-            self._flight.put(self._encoder.line(entry.note, entry.arguments, values, {}, None, entry.error))
+            self._flight.put(entry.note, entry.arguments, values, entry.error)
 
     def _arguments(self, call: OpCall, summary: Summary) -> tuple[str, bool]:
         """The options as JSON, and whether the call has tensors besides its operands.

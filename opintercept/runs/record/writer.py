@@ -1,7 +1,7 @@
 """`Writer`: a thread that writes the folder of a run. If its bounded queue is full, the program waits.
 
-Invariant: a line is written whole, and after the tensors that it names, so that the run of a killed program can be
-read. A failure to write stops the recording, never the program.
+Invariant: a record is written whole, and after all that it names, so that the run of a killed program can be read. A
+failure to write stops the recording, never the program.
 Must not import torch. The thread runs no operator, which the kernel engine relies on.
 """
 
@@ -13,27 +13,31 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from opintercept._core.errors import OpInterceptError
+from opintercept._core.in_kernel import Sink
 from opintercept._core.record import PendingRecord
 from opintercept._values.stats import Values
 from opintercept.runs.record.claim import Claim, end_others, this_process
-from opintercept.runs.store.codec import MAX_LINE, Encoder
-from opintercept.runs.store.flight import FLIGHT
-from opintercept.runs.store.run import CALLS, COLUMNS, INFO, TENSORS, RunInfo, rank_folders, read_info
+from opintercept.runs.store import records
+from opintercept.runs.store.flight import FLIGHT, Snapshot
+from opintercept.runs.store.records import CALL, CALL_TEXTS, CALLS, SHARED_TEXTS, SLOTS, TENSOR, Encoder, seal
+from opintercept.runs.store.run import INFO, TENSORS, RunInfo, rank_folders, read_info
+from opintercept.runs.store.texts import MAX_LINE
 
 INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
 _PAUSE = 0.001  # seconds between two looks at a queue that is full
 BATCH_CALLS = 512  # calls that make a full batch
 BATCH_BYTES = 1 << 25  # bytes of tensors that make a full batch
 QUEUED_BATCHES = 4  # full batches that may wait to be written
-MAX_NAMES = 1 << 16  # names of written tensors that are remembered
-PART = f"{COLUMNS}.part"  # where columns are made
-_MADE = re.compile(r"(calls|looks|sites|texts)-[0-9]{8,}\.parquet|store\.json", re.ASCII)
+MAX_NAMES = 1 << 16  # names of written tensors, and records of their values, that are remembered
+_FILES = (*SHARED_TEXTS, CALL_TEXTS, records.TENSORS, CALLS)  # in the order in which they are written
 _STORED = re.compile(r"[0-9]{8,}\.(safetensors|part)", re.ASCII)
 
 
@@ -95,6 +99,7 @@ class Writer(threading.Thread):
         folder: Where to write; made if it is missing, with its parents.
         info: For `run.json`, which has `finished` false until `close`.
         max_bytes: The most bytes that all files may have; None for no limit.
+        encoder: Makes the records.
         after: The closed writer of the same run, which this one continues.
         claim: The claim to the folder, which is released at the end.
 
@@ -103,6 +108,7 @@ class Writer(threading.Thread):
         nbytes: The bytes of all files.
         failure: Why the recording has stopped, or None.
         names: The names of tensors on disk, by `key_of` their content.
+        sink: Where kernels put calls, which this thread fetches.
 
     Raises:
         OSError: The folder cannot be made or written.
@@ -115,6 +121,7 @@ class Writer(threading.Thread):
         folder: Path,
         info: RunInfo,
         max_bytes: int | None,
+        encoder: Encoder,
         after: Writer | None = None,
         claim: Claim | None = None,
     ) -> None:
@@ -128,34 +135,53 @@ class Writer(threading.Thread):
         self._max_bytes = max_bytes
         self._files: int = after._files if after else 0
         self._tensors: int = after._tensors if after else 0
-        self._encoder = Encoder()
+        self.sink: Sink | None = None
+        self._encoder = encoder
+        # The numbers of values that are on disk: an operand that is the output of an earlier call is stored once.
+        self._rows: dict[bytes, int] = after._rows if after else {}
+        self._row_count: int = after._row_count if after else 0
+        self._text_size: int = after._text_size if after else 0
+        self._batch = _Batch()
         # Reentrant: a signal handler may run operators while this thread holds it. The code takes this lock and not
         # `_changed`: an interrupt between `Condition.__enter__` and its block would leave the lock held.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._waiting: list[QueuedCall | bytes] = []
-        self._size = 0  # bytes of the waiting tensors
+        self._waiting: list[QueuedCall | Snapshot] = []
+        self._calls = self._size = 0  # that wait, and the bytes of their tensors
         self._closing = self._done = False
         self._claim = claim
         self._left = (0, 0, 0)  # device, inode and size of the file of calls when this last looked
         folder.mkdir(parents=True, exist_ok=True)
         self._write_info(finished=False)
-        self._file = open(folder / CALLS, "ab", buffering=0)  # noqa: SIM115 - closed by the thread
+        # Closed by the thread.
+        self._opened = [open(folder / name, "ab", buffering=0) for name in _FILES]  # noqa: SIM115
 
-    def put(self, entry: QueuedCall | bytes) -> None:
-        """Take a call to be written, or its line; waits if the queue is full."""
+    def put(self, entry: QueuedCall | Snapshot) -> None:
+        """Take a call to be written, or several; waits if the queue is full."""
         while not self._takes(entry):
             time.sleep(_PAUSE)  # not `Condition.wait`, which an interrupt may leave without the lock
 
-    def _takes(self, entry: QueuedCall | bytes) -> bool:
+    def _takes(self, entry: QueuedCall | Snapshot) -> bool:
         with self._mutex:
             if self._is_full(QUEUED_BATCHES) and self.is_alive():
                 return False
+            self._fetch()
             self._waiting.append(entry)
-            self._size += len(entry) if isinstance(entry, bytes) else entry.nbytes
+            self._calls += len(entry.calls) if isinstance(entry, Snapshot) else 1
+            self._size += 0 if isinstance(entry, Snapshot) else entry.nbytes
             if self._is_full(1):
                 self._changed.notify_all()
             return True
+
+    def _fetch(self) -> None:
+        """Queue the calls of kernels, which have ended before those that are queued after this."""
+        taken = None if self.sink is None else self.sink.take()
+        if taken is not None:
+            calls, tensors = (
+                np.frombuffer(bytearray(part), kind) for part, kind in zip(taken, (CALL, TENSOR), strict=True)
+            )
+            self._waiting.append(Snapshot(calls, tensors, b"", 0))
+            self._calls += len(calls)
 
     def close(self) -> None:
         """Write what is left and end the thread; call it again if an exception interrupts it."""
@@ -168,29 +194,31 @@ class Writer(threading.Thread):
         self.join()
 
     def _is_full(self, times: int) -> bool:
-        return len(self._waiting) >= times * BATCH_CALLS or self._size >= times * BATCH_BYTES
+        return self._calls >= times * BATCH_CALLS or self._size >= times * BATCH_BYTES
 
-    def _next(self) -> list[QueuedCall | bytes]:
+    def _next(self) -> list[QueuedCall | Snapshot]:
         """The waiting calls, after an interval or when they make a full batch; empty when all are written."""
         with self._mutex:
             while True:
                 self._changed.wait_for(lambda: self._closing or self._is_full(1), INTERVAL)
+                self._fetch()
                 if self._waiting or self._closing:
-                    batch, self._waiting, self._size = self._waiting, [], 0
+                    batch, self._waiting, self._calls, self._size = self._waiting, [], 0, 0
                     self._changed.notify_all()
                     return batch
 
     def run(self) -> None:
         """Write until `close`."""
         try:
-            with self._file:
-                while batch := self._next():
-                    self._try(self._check)
-                    self._try(self._write, batch)
-                    del batch
+            while batch := self._next():
                 self._try(self._check)
-                self._try(self._write_info)
+                self._try(self._write, batch)
+                del batch
+            self._try(self._check)
+            self._try(self._write_info)
         finally:
+            for file in self._opened:
+                file.close()
             if self._claim is not None:
                 self._claim.release()
             with self._mutex:
@@ -215,7 +243,7 @@ class Writer(threading.Thread):
 
     def _check(self) -> None:
         """Stop if files that were written are gone, or if another recorder has taken over the folder."""
-        mine = os.fstat(self._file.fileno())
+        mine = os.fstat(self._opened[-1].fileno())
         self._left = mine.st_dev, mine.st_ino, mine.st_size
         if not self.is_there() or not (self._claim is None or self._claim.holds()):
             raise OpInterceptError(
@@ -236,38 +264,93 @@ class Writer(threading.Thread):
         if not self.nbytes:
             self.nbytes = (self._folder / INFO).stat().st_size
 
-    def _write(self, batch: list[QueuedCall | bytes]) -> None:
-        tensors: dict[str, Any] = {}
-        new: dict[Any, str] = {}
-        lines: list[bytes] = []
-        total, full = self.nbytes, 0
+    def _write(self, batch: list[QueuedCall | Snapshot]) -> None:
+        made = self._batch = _Batch()
+        full = 0
         for entry in batch:
-            own: dict[str, Any] = {}
-            if isinstance(entry, bytes):
-                line = entry
-            else:
-                names = [kept if isinstance(kept, str) else self._named(kept, own, new) for kept in entry.kept]
-                line = self._line(entry, names)
-                if len(line) > MAX_LINE:  # an argument is a list of very many tensors
-                    entry.given, entry.arguments = None, "{}"
-                    line = self._line(entry, names)
-            total += len(line) + sum(_stored_bytes(tensor) for tensor in own.values())
-            if self._max_bytes is not None and total > self._max_bytes:
-                full = total
+            for part in _parts(entry) if self._max_bytes is not None else (entry,):
+                before = made.lengths()
+                own = self._add_many(part) if isinstance(part, Snapshot) else self._add(part)
+                made.shared.append((self._encoder.signatures.take(), self._encoder.sites.take()))
+                made.size += sum(map(_stored_bytes, own.values()))
+                if self._max_bytes is not None and self.nbytes + made.bytes() > self._max_bytes:
+                    full = self.nbytes + made.bytes()
+                    made.cut(before)
+                    break
+                made.tensors |= own
+            if full:
                 break
-            tensors |= own
-            lines.append(line)
-        if tensors:
-            self._save(tensors)
-        self._append(b"".join(lines))
-        if len(self.names) + len(new) > MAX_NAMES:
+        if made.tensors:
+            self._save(made.tensors)
+        data = [b"".join(lines) for lines in zip(*made.shared, strict=True)] or [b"", b""]
+        data.append(b"".join(made.texts))
+        for rows, kind in ((made.rows, TENSOR), (made.calls, CALL)):
+            data.append(seal(np.frombuffer(bytearray(b"".join(rows)), kind)).tobytes())
+        for file, each, size in zip(self._opened, data, (1, 1, 1, TENSOR.itemsize, CALL.itemsize), strict=True):
+            self._append(file, each, size)
+        if len(self.names) + len(made.names) > MAX_NAMES:
             self.names.clear()
-        self.names |= new
+        self.names |= made.names
         if full:
             self.failure = (
                 f"the next call would make {full} bytes, more than max_bytes={self._max_bytes}; raise max_bytes, or "
                 "keep less of each tensor"
             )
+
+    def _add(self, entry: QueuedCall) -> dict[str, Any]:
+        """Add a call to the batch, and return the tensors that are stored for it."""
+        own: dict[str, Any] = {}
+        names = [kept if isinstance(kept, str) else self._named(kept, own, self._batch.names) for kept in entry.kept]
+        record = self._encoder.record(
+            entry.note,
+            entry.arguments,
+            {role: values.read() for role, values in entry.values.items()} if entry.values else {},
+            {role: names[place] for role, place in entry.roles.items()} if entry.roles else {},
+            None if entry.given is None else _with_names(entry.given, names),
+            entry.error,
+            self._row,
+            self._text,
+        )
+        self._batch.calls.append(record)
+        return own
+
+    def _add_many(self, entry: Snapshot) -> dict[str, Any]:
+        """Add the calls of kernels or of a flight recorder to the batch."""
+        calls, tensors = entry.calls, entry.tensors
+        tensors["check"] = 0
+        data, size = tensors.tobytes(), TENSOR.itemsize
+        numbers = np.zeros(len(tensors) + 1, np.uint32)
+        used = np.unique(np.concatenate([calls[slot] for slot in SLOTS]))
+        for row in used[used > 0].tolist():
+            numbers[row] = self._row(data[(row - 1) * size : row * size])
+        for slot in SLOTS:
+            calls[slot] = numbers[calls[slot]]
+        for call in np.flatnonzero(calls["text"]).tolist():
+            start = int(calls["text"][call]) - 1
+            calls["text"][call] = self._text(entry.texts[start : entry.texts.index(b"\n", start) + 1])
+        calls["lap"] = 0
+        self._batch.calls.append(calls.tobytes())
+        return {}
+
+    def _row(self, packed: bytes) -> int:
+        """The number of a tensor's values, which are added to the batch unless they are known."""
+        number = self._rows.get(packed)
+        if number is None:
+            if len(self._rows) >= MAX_NAMES:
+                self._rows.clear()
+            self._row_count += 1
+            number = self._rows[packed] = self._row_count
+            self._batch.rows.append(packed)
+        return number
+
+    def _text(self, line: bytes) -> int:
+        """The place of a call's text, which is added to the batch; -1 if no reader would take it."""
+        if len(line) > MAX_LINE:
+            return -1
+        place = self._text_size + 1
+        self._text_size += len(line)
+        self._batch.texts.append(line)
+        return place
 
     def _named(self, kept: QueuedTensor, own: dict[str, Any], new: dict[Any, str]) -> str:
         """The name of a written tensor with this content, or a new name, under which the tensor goes into `own`."""
@@ -301,34 +384,61 @@ class Writer(threading.Thread):
         self._files += 1
         self.nbytes += path.stat().st_size
 
-    def _append(self, text: bytes) -> None:
-        """Write lines; if the disk gets full, only the whole ones."""
-        start, view, written = self._file.seek(0, os.SEEK_END), memoryview(text), 0
+    def _append(self, file: Any, data: bytes, size: int) -> None:
+        """Write records of a size; if the disk gets full, only the whole ones."""
+        start, view, written = file.seek(0, os.SEEK_END), memoryview(data), 0
         try:
-            while written < len(text):
-                written += self._file.write(view[written:])
+            while written < len(data):
+                written += file.write(view[written:])
         finally:
-            whole = text.rfind(b"\n", 0, written) + 1
+            whole = written // size * size
             if whole < written:
                 with contextlib.suppress(OSError):
-                    self._file.truncate(start + whole)
+                    file.truncate(start + whole)
             self.nbytes += whole
-            self.calls += text.count(b"\n", 0, whole)
+            if file is self._opened[-1]:
+                self.calls += whole // size
 
-    def _line(self, entry: QueuedCall, names: list[str]) -> bytes:
-        return self._encoder.line(
-            entry.note,
-            entry.arguments,
-            {role: values.read() for role, values in entry.values.items()} if entry.values else {},
-            {role: names[place] for role, place in entry.roles.items()} if entry.roles else {},
-            None if entry.given is None else _with_names(entry.given, names),
-            entry.error,
-        )
+
+class _Batch:
+    """What is written together: the lines that calls share, texts, records and stored tensors."""
+
+    def __init__(self) -> None:
+        self.shared: list[tuple[bytes, bytes]] = []
+        self.texts: list[bytes] = []
+        self.rows: list[bytes] = []
+        self.calls: list[bytes] = []
+        self.tensors: dict[str, Any] = {}
+        self.names: dict[Any, str] = {}
+        self.size = 0  # of the stored tensors
+
+    def lengths(self) -> list[int]:
+        """How much there is now, for `cut`."""
+        return [len(self.shared), len(self.texts), len(self.rows), len(self.calls)]
+
+    def cut(self, lengths: list[int]) -> None:
+        """Drop what has come since."""
+        for kept, length in zip((self.shared, self.texts, self.rows, self.calls), lengths, strict=True):
+            del kept[length:]  # type: ignore[attr-defined]
+
+    def bytes(self) -> int:
+        """The bytes of all that."""
+        pairs = sum(len(line) for pair in self.shared for line in pair)
+        return self.size + pairs + sum(sum(map(len, each)) for each in (self.texts, self.rows, self.calls))
+
+
+def _parts(entry: QueuedCall | Snapshot) -> Iterator[QueuedCall | Snapshot]:
+    """The calls of an entry one by one."""
+    if not isinstance(entry, Snapshot):
+        yield entry
+        return
+    for number in range(len(entry.calls)):
+        yield entry._replace(calls=entry.calls[number : number + 1])
 
 
 def write_info(folder: Path, info: RunInfo, *, finished: bool) -> None:
     """Write the description of a run, in one step."""
-    plain = info.as_dict() | {"finished": finished, "process": this_process()}
+    plain = info.as_dict() | {"finished": finished, "process": this_process(), "tables": records.described()}
     part = folder / f"{INFO}.part"
     part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
     part.replace(folder / INFO)
@@ -401,31 +511,13 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(stored)
     found = [stored / name for name in names if _STORED.fullmatch(name)]
-    for columns in (COLUMNS, PART):
-        remove_columns(part / columns)
-    for path in (
-        part / CALLS,
-        part / FLIGHT,
-        *found,
-        part / f"{INFO}.part",
-        part / INFO,
-    ):  # a folder with INFO is a run: it goes last
+    names = [*_FILES, *FLIGHT, f"{INFO}.part", INFO]  # a folder with INFO is a run: it goes last
+    for path in (*found, *(part / name for name in names)):
         path.unlink(missing_ok=True)
     for empty in (stored, part):
         if empty != folder:
             with contextlib.suppress(OSError):
                 empty.rmdir()
-
-
-def remove_columns(folder: Path) -> None:
-    """Delete the columns of a process, or what an interrupted `compact` has left of them, and nothing else."""
-    if folder.is_symlink() or not folder.is_dir():
-        return
-    for name in os.listdir(folder):
-        if _MADE.fullmatch(name):
-            (folder / name).unlink()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
 
 
 def _no_run(folder: Path) -> OpInterceptError:

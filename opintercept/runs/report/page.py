@@ -98,7 +98,7 @@ def page(run: Run, other: Run | None = None) -> str:
     data: dict[str, Any] = {"runs": [shown], "divergence": None}
     if other is not None:
         shown_of_other, _ = panels_of(other, cells)
-        run.close()  # with the memory in which DuckDB keeps what it has read
+        run.close()
         other.close()
         data = {"runs": [shown, shown_of_other], "divergence": divergence(run, other, heat)}
     files = resources.files("opintercept.runs.report")

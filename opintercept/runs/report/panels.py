@@ -50,12 +50,11 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
     """The panels of a run as plain data, and its map, which has so many cells at most. Reads the calls twice."""
     info = run.info
     heat = HeatMap(cells, replayable=info.tensors == "full")
-    lines = {rank: run.columns(rank) for rank in run.ranks if not run.in_columns(rank)}  # which are not read twice
     for rank in run.ranks:
-        heat.lay_out(lines[rank] if rank in lines else run.columns(rank))
+        heat.lay_out(run.columns(rank))
     totals, matmuls, histograms = RunTotals(), MatmulTable(), Histograms()
     for rank in run.ranks:
-        _add_up(lines.pop(rank) if rank in lines else run.columns(rank), totals, heat, matmuls, histograms)
+        _add_up(run.columns(rank), totals, heat, matmuls, histograms)
     path = str(run.path)
     shown = {
         "path": shown_text(path, 4 * NAME),

@@ -1,45 +1,69 @@
-"""The calls of one process as columns of numbers: what a store keeps on disk, and what is read of it in bulk.
+"""`Columns`: the calls of one process, read from its tables as columns of numbers or as `StoredCall`s.
 
-Calls with the same operator and operand types share a `CallSignature`, and calls from one line of the program a
-`StoredCallSite`; columns hold their numbers. Invariant: a call is read back as it was written, except the last digits
-of means and root mean squares, see `builder.py`. Needs numpy. Must not import torch.
+Invariant: anyone may have written the files. They are checked when they are opened, piece by piece, and what is no
+whole record, or names what is not there, is left out; nothing behind this has to check it again. Memory is bounded,
+however long the tables are. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+import os
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
 from opintercept._values.stats import Values
-from opintercept.runs.store.codec import StoredCall, shared_fields, stored_call
-from opintercept.runs.store.untrusted import parsed
+from opintercept.runs.store.codec import CallSignature as CallSignature
+from opintercept.runs.store.codec import CallText, StoredCall, call_text
+from opintercept.runs.store.codec import StoredCallSite as StoredCallSite
+from opintercept.runs.store.files import open_plain, read_plain
+from opintercept.runs.store.flight import snapshot
+from opintercept.runs.store.progress import report
+from opintercept.runs.store.records import (
+    CALL,
+    CALL_TEXTS,
+    CALLS,
+    CHOICES,
+    FORMATS,
+    IN_SITE,
+    IN_TEXT,
+    SHARED_TEXTS,
+    TENSOR,
+    TENSORS,
+    TEXTS,
+    checks_of,
+    seal,
+)
+from opintercept.runs.store.records import FIGURES as FIGURES
+from opintercept.runs.store.records import ROLES as ROLES
+from opintercept.runs.store.records import SLOTS as SLOTS
+from opintercept.runs.store.records import Array as Array
+from opintercept.runs.store.records import Arrays as Arrays
+from opintercept.runs.store.texts import MAX_LINE, lines_of, members_of, opened
+from opintercept.runs.store.untrusted import WRONG, text
 
-Array = NDArray[Any]
-Arrays = dict[str, Array]
-
-# The roles whose statistics have columns of their own, by the beginning of the columns' names: those of products, then
-# those that only attentions have.
-SLOTS = {"lhs": "lhs", "rhs": "rhs", "bias": "bias", "value": "value", "output": "output", "output1": "output.1"}
-SLOTS |= {"output2": "output.2", "attn_mask": "attn_mask", "grad_out": "grad_out", "logsumexp": "logsumexp"}
-ROLES = {role: slot for slot, role in SLOTS.items()}
-FIGURES = ("min", "max", "mean", "rms")
 PLACES = ("index", "step", "site", "look", "forward", "started", "thread", "elapsed")
 VALUES = tuple(f"{slot}_{name}" for slot in SLOTS for name in ("hash", "nan", "inf", *FIGURES))
 NUMBERS = (*PLACES, *VALUES)
-TEXTS = ("more", "tensors", "given", "error")
 FLAGS = tuple(f"has_{name}" for name in TEXTS)
+MORE = tuple(name for name in FORMATS if name not in (*PLACES, "phase", "grad_of"))
+"""The fields that have been added to records."""
 CHUNK = 1 << 16  # calls that are read together
+MAX_SHARED = 1 << 28  # bytes of the texts that calls share
+_BLOCK, _BLOCKS = 1 << 12, 64  # records that are read together where few are wanted, and how many of these are kept
 _KNOWN = 1 << 12  # signatures that are remembered
 _BATCH = 256  # calls that are made together
-_SHORT = 1 << 14  # characters of a signature that is remembered
+_OPTIONAL = ("forward", "grad_of", "started", "thread", "elapsed", "pad")
+_KINDS = ("<u8", "<i8", "<f8", "<u4", "|u1", "|i1")
+_BLANK = np.array([(0, 0, 0, 0, *[math.nan] * len(FIGURES))], TENSOR)
 
 
 def dtype_of(name: str) -> Any:
@@ -49,135 +73,241 @@ def dtype_of(name: str) -> Any:
         return np.bool_
     if end == "hash":
         return np.uint64
-    return np.float64 if end in (*FIGURES, "elapsed") else np.int32 if name in ("site", "look") else np.int64
+    if name in FORMATS and name not in ("phase", "grad_of"):
+        return np.dtype(FORMATS[name])
+    return np.float64 if end in FIGURES else np.int32 if name in ("site", "look") else np.int64
 
 
-class Texts(NamedTuple):
-    """The rest of a call, which is in no column of numbers, as JSON."""
-
-    call: int
-    more: str | None
-    tensors: str | None
-    given: str | None
-    error: str | None
-
-
-_NO_TEXTS = Texts(-1, None, None, None, None)
-
-
-class StoredCallSite(NamedTuple):
-    """The module, line, phase and gradient that calls come from."""
-
-    module: str | None
-    source: str | None
-    phase: str
-    grad_of: str | None
-
-
-class CallSignature:
-    """The operator, operand types and arguments that calls have in common.
+class RecordTable:
+    """The records of a file, and those of a flight recorder after them.
 
     Args:
-        text: As `signature_text` makes it; anyone may have written it.
+        path: The file, which may be missing.
+        dtype: Of the records as the program that wrote them had it.
+        more: Further records.
 
     Attributes:
-        shared: The fields of their records.
-        roles: For each role with statistics the count and whether there is a hash.
-        arguments: As in `StoredCall`.
-        template: A call that looks like them, with statistics of zeros.
-
-    Raises:
-        OpInterceptError: The text is not that of a signature.
+        close: Closes the file.
     """
 
-    __slots__ = ("arguments", "autocast", "roles", "shared", "template")
+    def __init__(self, path: Path, dtype: Any, more: Array) -> None:
+        self.path = path
+        self._size, self._descriptor = 0, -1
+        self.close: Callable[[], object] = int
+        with suppress(FileNotFoundError), open_plain(path) as file:
+            self._size = os.fstat(file.fileno()).st_size // dtype.itemsize
+            self._descriptor = os.dup(file.fileno())
+            self.close = weakref.finalize(self, os.close, self._descriptor)
+        self._dtype, self._more = dtype, more
+        self._blocks: OrderedDict[int, Array] = OrderedDict()
 
-    def __init__(self, text: str) -> None:
-        members = parsed(text)
-        shared = shared_fields(members)
-        roles: dict[str, tuple[int, bool]] = {}
-        call = None
-        if shared is not None:
-            try:
-                for role, kept in members["roles"].items():
-                    roles[role] = (kept[0], kept[1])
-                blank: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "rms")) | {"nan": 0, "inf": 0}
-                values = {}
-                for role, (size, hashed) in roles.items():
-                    values[role] = blank | {"count": size, "hash": "0" * 16 if hashed else None}
-                own = {"index": 0, "step": 0, "phase": "forward", "autocast": members["autocast"], "values": values}
-                call = stored_call(own | {"arguments": members["arguments"]}, shared, 0)
-            except (AttributeError, KeyError, TypeError, IndexError):
-                call = None
-        if shared is None or call is None:
-            raise OpInterceptError("the store is damaged: a signature is not that of a call")
-        self.shared = shared
-        self.roles = roles
-        self.template = call
-        self.arguments = call.arguments
-        self.autocast = call.record.autocast
+    def __len__(self) -> int:
+        return self._size + len(self._more)
 
-    @property
-    def record(self) -> CallRecord:
-        """The record of the template."""
-        return self.template.record
+    def read(self, first: int, end: int) -> Array:
+        """The records from `first` to `end - 1`."""
+        made = np.empty(end - first, self._dtype)
+        in_file = max(min(end, self._size) - first, 0)
+        if in_file:
+            into, at, size = memoryview(made.view(np.uint8).data), first * made.itemsize, in_file * made.itemsize
+            done = 0
+            while done < size:
+                got = os.preadv(self._descriptor, [into[done:size]], at + done)
+                if not got:
+                    raise OpInterceptError(f"{self.path} has become shorter; a run must not change while it is read")
+                done += got
+        if in_file < len(made):
+            made[in_file:] = self._more[max(first - self._size, 0) : end - self._size]
+        return made
 
-    def record_at(self, call_site: StoredCallSite) -> CallRecord:
-        """The record of the template, with the place of a call site."""
-        places: dict[str, Any] = {"module": call_site.module, "source": call_site.source, "phase": call_site.phase}
-        return replace(self.template.record, **places, grad_of=call_site.grad_of)  # type: ignore[arg-type]
+    def gather(self, numbers: Array) -> Array:
+        """The records with these numbers."""
+        if not len(numbers):
+            return np.empty(0, self._dtype)
+        first, end = int(numbers.min()), int(numbers.max()) + 1
+        if end - first <= 4 * len(numbers) + _BLOCK:
+            return np.asarray(self.read(first, end)[numbers - first])
+        made = np.empty(len(numbers), self._dtype)
+        blocks = numbers // _BLOCK
+        order = np.argsort(blocks, kind="stable")
+        for piece in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
+            block = int(blocks[piece[0]])
+            known = self._blocks.get(block)
+            if known is None:
+                known = self._blocks[block] = self.read(block * _BLOCK, min((block + 1) * _BLOCK, len(self)))
+                if len(self._blocks) > _BLOCKS:
+                    self._blocks.popitem(last=False)
+            made[piece] = known[numbers[piece] - block * _BLOCK]
+        return made
 
 
-class Columns(ABC):
+class Columns:
     """The calls of one process, numbered in the order in which they ended.
 
     Args:
-        rank: The rank of the process.
-        size: How many calls there are.
-        signatures: How many signatures.
+        folder: The folder of the process.
+        rank: Its rank.
+        dtypes: Those of its two tables, see `dtypes_of`.
+
+    Attributes:
+        signatures: How many signatures there are.
         call_sites: How many call sites.
+        damaged: How many records were left out: damaged ones, and those that name what is damaged or missing.
+        left_out: The same of a flight recorder: those that had no room, or were being written.
+
+    Raises:
+        OpInterceptError: A file cannot be read, or is not that of a run.
     """
 
-    def __init__(self, rank: int, size: int, signatures: int, call_sites: int) -> None:
+    def __init__(self, folder: Path, rank: int, dtypes: tuple[Any, Any] = (CALL, TENSOR)) -> None:
         self.rank = rank
-        self.signatures, self.call_sites = signatures, call_sites
-        self._size = size
+        self._folder = folder
+        flight = snapshot(folder, dtypes)
+        self._tensors = RecordTable(folder / TENSORS, dtypes[1], flight.tensors)
+        self._texts_size, self._flight_texts = _size_of(folder / CALL_TEXTS), flight.texts
+        before = len(self._tensors) - len(flight.tensors)
+        for slot in SLOTS:
+            flight.calls[slot] += np.where(flight.calls[slot] > 0, before, 0).astype(np.uint32)
+        flight.calls["text"] += np.where(flight.calls["text"] > 0, self._texts_size, 0).astype(np.uint64)
+        self._calls = RecordTable(folder / CALLS, dtypes[0], seal(flight.calls))
+        self._lines, sites = (_lines(folder / name) for name in SHARED_TEXTS)
+        self._sites = [_site_of(members_of(line)) for line in sites]
+        self.signatures = len(self._lines)
         self._signatures: OrderedDict[int, CallSignature] = OrderedDict()
+        self.left_out = flight.left_out
+        self._check(before)
+
+    def _check(self, in_file: int) -> None:
+        """Find the records that are whole and name what is there, and the call sites that they have."""
+        named = [np.array([members_of(line) is not None for line in self._lines], bool)]
+        named.append(np.array([site is not None for site in self._sites], bool))
+        bad = np.zeros(0, np.int64)
+        for start, records in _pieces(self._tensors, in_file):
+            wrong = records["check"] != checks_of(records)
+            _refuse_ruin(self._tensors.path, wrong)
+            bad = np.append(bad, np.flatnonzero(wrong) + start + 1)
+        texts = self._damaged_texts()
+        codes = np.zeros(0, np.int64)
+        lost: list[Array] = []
+        for start, records in _pieces(self._calls, len(self._calls)):
+            right = records["check"] == checks_of(records)
+            _refuse_ruin(self._calls.path, ~right)
+            for numbers, there in zip((records["signature"], records["site"]), named, strict=True):
+                right &= np.append(there, False)[np.minimum(numbers, len(there))]
+            for slot in SLOTS:
+                right &= records[slot] <= len(self._tensors)
+                right &= ~np.isin(records[slot], bad) if len(bad) else True
+            right &= records["text"] <= self._texts_size + len(self._flight_texts)
+            right &= (records["text"] > 0) | (records["has"] == 0)
+            right &= ~np.isin(records["text"], texts) if len(texts) else True
+            for name in ("index", "step", "phase"):
+                right &= records[name] >= (name == "phase")
+            for name, choices in CHOICES.items():
+                right &= _field(records, name) < len(choices)
+            codes = np.union1d(codes, _codes_of(records[right]))
+            lost.append(np.flatnonzero(~right) + start)
+        self._codes = codes
+        self._call_sites = [self._call_site(code) for code in codes.tolist()]
+        self.call_sites = len(codes)
+        missing = np.concatenate(lost) if lost else np.zeros(0, np.int64)
+        self.damaged = len(missing)
+        self._kept = np.delete(np.arange(len(self._calls)), missing) if len(missing) else None
+        self._size = len(self._calls) - len(missing)
+
+    def _damaged_texts(self) -> Array:
+        """The places of the texts of calls that are damaged."""
+        found = []
+        place = 1
+        with suppress(FileNotFoundError), open_plain(self._folder / CALL_TEXTS) as file:
+            while line := file.readline(MAX_LINE):
+                if opened(line) is None:
+                    found.append(place)
+                place += len(line)
+        return np.array(found, np.uint64)
+
+    def _call_site(self, code: int) -> StoredCallSite:
+        site = self._sites[code >> 4]
+        assert site is not None
+        module, source = site
+        return StoredCallSite(module, source, CHOICES["phase"][code >> 2 & 3] or "", CHOICES["grad_of"][code & 3])
 
     def __len__(self) -> int:
         return self._size
 
-    @abstractmethod
-    def signature_text(self, number: int) -> str:
-        """The text of a signature."""
+    def close(self) -> None:
+        """Close the files."""
+        self._tensors.close()
+        self._calls.close()
 
-    @abstractmethod
     def call_site(self, number: int) -> StoredCallSite:
         """A call site by its number."""
-
-    @abstractmethod
-    def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
-        """Some columns of some calls: of `NUMBERS` and `FLAGS`."""
-
-    @abstractmethod
-    def texts(self, numbers: Array) -> Iterator[Texts]:
-        """The texts of calls that have any, one after the other."""
+        return self._call_sites[number]
 
     def signature(self, number: int) -> CallSignature:
         """A signature by its number."""
         signature = self._signatures.get(number)
         if signature is None:
-            text = self.signature_text(number)
-            signature = CallSignature(text)
-            if len(text) <= _SHORT:
-                self._signatures[number] = signature
-                if len(self._signatures) > _KNOWN:
-                    self._signatures.popitem(last=False)
+            signature = self._signatures[number] = CallSignature(members_of(self._lines[number]))
+            if len(self._signatures) > _KNOWN:
+                self._signatures.popitem(last=False)
         return signature
 
-    def spans(self, steps: range) -> Iterator[tuple[int, int]]:
-        """Stretches of calls that may be of these steps, as first number and end; no call outside of them is."""
-        yield 0, len(self)
+    def _records(self, first: int, end: int) -> Array:
+        return self._calls.read(first, end) if self._kept is None else self._calls.gather(self._kept[first:end])
+
+    def read(self, names: Sequence[str], first: int, end: int) -> Arrays:
+        """Some columns of some calls: of `NUMBERS`, `FLAGS` and `MORE`."""
+        return self._columns_of(self._records(first, end), names)
+
+    def _columns_of(self, records: Array, names: Sequence[str]) -> Arrays:
+        made: Arrays = {}
+        values: dict[str, Array] = {}
+        for name in names:
+            slot, _, figure = name.rpartition("_")
+            if name == "site":
+                column = np.searchsorted(self._codes, _codes_of(records))
+            elif name == "look":
+                column = records["signature"]
+            elif name in FLAGS:
+                column = records["has"] >> FLAGS.index(name) & 1
+            elif slot in SLOTS:
+                if slot not in values:
+                    values[slot] = self._values(records[slot].astype(np.int64))
+                column = values[slot][figure]
+            else:
+                column = _field(records, name)
+            made[name] = column.astype(dtype_of(name))
+        return made
+
+    def _values(self, rows: Array) -> Array:
+        """The records of tensors, blank where the row is 0."""
+        if not len(self._tensors):
+            return np.repeat(_BLANK, len(rows))
+        there = rows > 0
+        if there.all():
+            return self._tensors.gather(rows - 1)
+        made = np.repeat(_BLANK, len(rows))
+        made[there] = self._tensors.gather(rows[there] - 1)
+        return made
+
+    def texts(self, numbers: Array) -> Iterator[CallText]:
+        """The texts of calls that have any, one after the other."""
+        if not len(numbers):
+            return
+        with ExitStack() as stack:
+            file = None
+            for place in (self.gather(numbers, ("text",))["text"] - 1).tolist():
+                if place >= self._texts_size:
+                    start = place - self._texts_size
+                    line = self._flight_texts[start : self._flight_texts.find(b"\n", start) + 1]
+                else:
+                    file = file or stack.enter_context(open_plain(self._folder / CALL_TEXTS))
+                    file.seek(place)
+                    line = file.readline(MAX_LINE)
+                text = call_text(members_of(line))
+                if text is None:
+                    raise OpInterceptError(f"{self._folder / CALL_TEXTS} has no text of a call at byte {place}")
+                yield text
 
     def chunks(
         self, names: Sequence[str], first: int = 0, end: int | None = None, steps: range | None = None
@@ -187,104 +317,147 @@ class Columns(ABC):
         With `steps`, pieces that have no call of these steps are left out; the others may have calls of other steps.
         """
         end = len(self) if end is None else end
-        for low, high in ((first, end),) if steps is None else self.spans(steps):
-            high = min(high, end)
-            for start in range(max(low, first), high, CHUNK):
-                yield start, self.read(names, start, min(start + CHUNK, high))
+        for start in range(first, end, CHUNK):
+            report(str(self._folder), start, end)
+            records = self._records(start, min(start + CHUNK, end))
+            if steps is None or ((records["step"] >= steps.start) & (records["step"] < steps.stop)).any():
+                yield start, self._columns_of(records, names)
+        report(str(self._folder), end, end)
 
     def gather(self, numbers: Array, names: Sequence[str]) -> Arrays:
         """Columns of the calls with these numbers."""
-        if not len(numbers):
-            return self.read(names, 0, 0)
-        first, end = int(numbers.min()), int(numbers.max()) + 1
-        if end - first <= 2 * max(len(numbers), CHUNK):
-            read = self.read(names, first, end)
-            if len(numbers) == end - first and numbers[0] == first and (np.diff(numbers) == 1).all():
-                return read
-            return {name: column[numbers - first] for name, column in read.items()}
-        made = {name: np.empty(len(numbers), dtype_of(name)) for name in names}
-        order = np.argsort(numbers, kind="stable")
-        pieces = np.flatnonzero(np.diff(numbers[order] // CHUNK)) + 1
-        for piece in np.split(order, pieces):
-            low = int(numbers[piece[0]])
-            read = self.read(names, low, int(numbers[piece[-1]]) + 1)
-            for name, column in read.items():
-                made[name][piece] = column[numbers[piece] - low]
-        return made
+        return self._columns_of(self._calls.gather(numbers if self._kept is None else self._kept[numbers]), names)
 
     def calls(self, first: int = 0, end: int | None = None) -> Iterator[StoredCall]:
-        """Calls as they were put in."""
-        for start, chunk in self.chunks((*NUMBERS, *FLAGS), first, end):
+        """Calls as they were recorded."""
+        for start, chunk in self.chunks((*NUMBERS, *FLAGS, *MORE), first, end):
             yield from self._stored(np.arange(start, start + len(chunk["index"])), chunk, given=True)
 
     def calls_at(self, numbers: Array, *, given: bool = True) -> Iterator[StoredCall]:
         """The calls with these numbers; without `StoredCall.given` if that is not wanted."""
-        chunk = self.gather(numbers, (*NUMBERS, *FLAGS))
         for start in range(0, len(numbers), _BATCH):
-            piece = {name: column[start : start + _BATCH] for name, column in chunk.items()}
-            yield from self._stored(numbers[start : start + _BATCH], piece, given=given)
+            piece = numbers[start : start + _BATCH]
+            yield from self._stored(piece, self.gather(piece, (*NUMBERS, *FLAGS, *MORE)), given=given)
 
     def _stored(self, numbers: Array, chunk: Arrays, *, given: bool) -> Iterator[StoredCall]:
-        slots = {
-            role: zip(*(chunk[f"{slot}_{name}"].tolist() for name in ("hash", "nan", "inf", *FIGURES)), strict=True)
-            for slot, role in SLOTS.items()
-        }
-        places = zip(*(chunk[name].tolist() for name in PLACES), strict=True)
+        of_roles = zip(
+            *(
+                zip(*(chunk[f"{slot}_{name}"].tolist() for name in ("hash", "nan", "inf", *FIGURES)), strict=True)
+                for slot in SLOTS
+            ),
+            strict=True,
+        )
+        own = [name for name in (*PLACES, *MORE) if name not in ("site", "look")]
+        places = zip(*(map(_known_of(name), chunk[name].tolist()) for name in own), strict=True)
+        shared = zip(chunk["site"].tolist(), chunk["look"].tolist(), strict=True)
         has_texts = np.any([chunk[flag] for flag in FLAGS], axis=0)
         texts = self.texts(numbers[has_texts])
-        of_roles = zip(*slots.values(), strict=True)
-        for place, values, has in zip(places, of_roles, has_texts.tolist(), strict=True):
-            own = next(texts) if has else _NO_TEXTS
-            yield self._call(place, dict(zip(slots, values, strict=True)), own if given else own._replace(given=None))
-
-    def _call(self, place: tuple[Any, ...], values: dict[str, Any], texts: Texts) -> StoredCall:
-        index, step, call_site_number, signature_number, forward, started, thread, elapsed = place
-        signature, call_site = self.signature(signature_number), self.call_site(call_site_number)
-        record = CallRecord(
-            index=index,
-            step=step,
-            phase=call_site.phase,  # type: ignore[arg-type]
-            module=call_site.module,
-            source=call_site.source,
-            forward=None if forward < 0 else forward,
-            grad_of=call_site.grad_of,  # type: ignore[arg-type]
-            autocast=signature.autocast,
-            started=None if started < 0 else started,
-            thread=None if thread < 0 else thread,
-            elapsed=None if elapsed != elapsed else elapsed,
-            **signature.shared,
-        )
-        _, more, tensors, given, error = texts
-        rest: StoredCall | None = None
-        if more is not None or tensors is not None or given is not None:
-            members = {"values": _parsed(more, {}), "tensors": _parsed(tensors, {}), "given": _parsed(given, None)}
-            own = {"index": index, "step": step, "phase": "forward", "arguments": {}}
-            rest = stored_call(own | members, signature.shared, self.rank)
-        in_texts = {} if rest is None else rest.values
-        found: dict[str, Values] = {}
-        for role, kept in signature.roles.items():
-            if role in values:
-                found[role] = _values(kept, values[role])
-            elif role in in_texts:
-                found[role] = in_texts[role]
-            else:
-                raise OpInterceptError("the store is damaged: a call lacks statistics that its signature promises")
-        return StoredCall(
-            record,
-            self.rank,
-            found,
-            {} if rest is None else rest.tensors,
-            signature.arguments,
-            None if rest is None else rest.given,
-            error,
-        )
+        for place, (site, look), values, has in zip(places, shared, of_roles, has_texts.tolist(), strict=True):
+            text = next(texts) if has else _NO_TEXT
+            signature = self.signature(look)
+            fields: dict[str, Any] = _unknown | dict(zip(own, place, strict=True)) | text.own
+            fields |= self.call_site(site)._asdict() | {"autocast": signature.autocast} | signature.shared
+            record = CallRecord(**fields)
+            found: dict[str, Values] = {}
+            for role, (count, hashed) in signature.roles.items():
+                if role in text.more:
+                    found[role] = text.more[role]
+                elif role in _SLOT_NUMBERS:
+                    found[role] = _values(count, hashed, values[_SLOT_NUMBERS[role]])
+                else:
+                    raise OpInterceptError(f"{self._folder} is damaged: a call lacks what its signature promises")
+            yield StoredCall(
+                record, self.rank, found, text.tensors, signature.arguments, text.given if given else None, text.error
+            )
 
 
-def _values(kept: tuple[int, bool], numbers: tuple[Any, ...]) -> Values:
+_NO_TEXT = CallText(0, {}, {}, None, None, {})
+_SLOT_NUMBERS = {role: number for number, role in enumerate(ROLES)}
+_unknown = dict.fromkeys(IN_TEXT)
+
+
+def _values(count: int, hashed: bool, numbers: tuple[Any, ...]) -> Values:
     digits, nan, inf, *figures = numbers
     known = [None if figure != figure else figure for figure in figures]
-    return Values(f"{digits:016x}" if kept[1] else None, kept[0], nan, inf, *known)
+    return Values(f"{digits:016x}" if hashed else None, count, nan, inf, *known)
 
 
-def _parsed(text: str | None, default: Any) -> Any:
-    return default if text is None else parsed(text)
+def _known_of(name: str) -> Callable[[Any], Any]:
+    """A function that makes the value of a field of its number."""
+    if name in CHOICES:
+        return CHOICES[name].__getitem__
+    if FORMATS[name] == "<f8":
+        return lambda number: None if number != number else number
+    if FORMATS[name] == "|i1":
+        return lambda number: None if number < 0 else bool(number)
+    return lambda number: None if number < 0 else number
+
+
+def _field(records: Array, name: str) -> Array:
+    """A field of records; of a program that had no such field, that it is unknown."""
+    if name in (records.dtype.names or ()):
+        return np.asarray(records[name])
+    unknown = 0 if name in CHOICES else math.nan if FORMATS[name] == "<f8" else -1
+    return np.full(len(records), unknown, FORMATS[name])
+
+
+def _codes_of(records: Array) -> Array:
+    """The call site, phase and gradient of each call as one number."""
+    codes = records["site"].astype(np.int64) << 4
+    return np.asarray(codes | records["phase"].astype(np.int64) << 2 | _field(records, "grad_of").astype(np.int64))
+
+
+def _pieces(table: RecordTable, end: int) -> Iterator[tuple[int, Array]]:
+    for start in range(0, end, CHUNK):
+        yield start, table.read(start, min(start + CHUNK, end))
+
+
+def _refuse_ruin(path: Path, wrong: Array) -> None:
+    """Stop at a file that has next to no records, such as a hole of any size."""
+    if wrong.sum() > max(len(wrong) // 2, _BLOCK):
+        raise OpInterceptError(f"{path} is damaged: most of its records are none")
+
+
+def _size_of(path: Path) -> int:
+    try:
+        with open_plain(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return list(lines_of(read_plain(path, MAX_SHARED)))
+    except FileNotFoundError:
+        return []
+
+
+def _site_of(members: Any) -> tuple[str | None, str | None] | None:
+    try:
+        module, source = (None if members[name] is None else text(members[name]) for name in IN_SITE)
+        return module, source
+    except WRONG:
+        return None
+
+
+def dtypes_of(tables: Any, path: Path) -> tuple[Any, Any]:
+    """The dtypes of the tables of a process, as its `run.json` describes them.
+
+    Raises:
+        OpInterceptError: They have fields that this version does not know or reads in another way.
+    """
+    made: list[Any] = []
+    for name, known, optional in (("calls", CALL, {*MORE, *_OPTIONAL}), ("tensors", TENSOR, set())):
+        try:
+            dtype: Any = np.dtype([(str(field), str(kind)) for field, kind in tables[name]])
+            kinds = dict(dtype.descr)
+            right = len(dtype.names) <= 60 and dtype.itemsize % 8 == 0 and dtype.names[0] == "check"
+            right &= all(kinds.get(field, kind if field in optional else "") == kind for field, kind in known.descr)
+            right &= all(kind in _KINDS for field, kind in kinds.items() if field not in ("", "pad"))
+        except (*WRONG, IndexError, MemoryError):
+            right = False
+        if not right:
+            raise OpInterceptError(f"{path} describes other {name!r} than this version reads; read it with its own")
+        made.append(dtype)
+    return made[0], made[1]

@@ -1,10 +1,16 @@
-"""`replaced`: writes a file so that it appears whole or not at all. Must not import torch."""
+"""`open_plain` and `replaced`: read files that anyone may have made, and write a file whole or not at all.
+
+Must not import torch.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
 
 from opintercept._core.errors import OpInterceptError
 
@@ -32,3 +38,42 @@ def replaced(path: str | os.PathLike[str], what: str) -> Iterator[str]:
     finally:
         if os.path.exists(partial):
             os.remove(partial)
+
+
+def open_plain(path: Path) -> BufferedReader:
+    """Open a plain file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OpInterceptError: It is a link, a pipe or the like, or cannot be read.
+    """
+    try:
+        # Does not follow a link, and does not wait for a process to write to a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as failed:  # a ValueError for a NUL in the path
+        raise OpInterceptError(f"cannot open {str(path)!r} as a plain file: {failed}") from failed
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OpInterceptError(f"{str(path)!r} must be a plain file; remove it")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """Read a plain file.
+
+    Args:
+        path: The file.
+        most: The most bytes that it may have.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OpInterceptError: It is larger, or `open_plain` refuses it.
+    """
+    with open_plain(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OpInterceptError(
+                f"{str(path)!r} must have at most {most:,} bytes, got {size:,}; no recorder writes more"
+            )
+        return file.read(size)

@@ -1,7 +1,7 @@
-"""`Flight`: keeps the last calls of a run in a mapped file of fixed size, which can be read after a kill.
+"""`Flight`: keeps the records of the last calls of a run in mapped files of fixed size, which outlive a kill.
 
-Invariant: a slot that is being written has the number 0, so that a reader never takes a part of a line for a call.
-Must not import torch.
+They are those of `records.py`, used in a circle. Invariant: the record of a call that is being written does not check,
+and those of its tensors are bound to its lap, so that a reader takes no mixture for a call. Must not import torch.
 """
 
 from __future__ import annotations
@@ -9,134 +9,203 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import struct
-from io import BufferedReader
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from opintercept._core.call_site import CallSite
+import numpy as np
+
 from opintercept._core.in_kernel import Sink
-from opintercept.runs.store.codec import place_members
+from opintercept._core.record import PendingRecord
+from opintercept._values.stats import Values
+from opintercept.runs.store.files import read_plain
+from opintercept.runs.store.records import (
+    CALL,
+    LEFT_OUT,
+    ROWS_OF_CALL,
+    SHARED_TEXTS,
+    SLOTS,
+    TENSOR,
+    Array,
+    Encoder,
+    check_layout,
+    checks_of,
+    seal,
+)
+from opintercept.runs.store.texts import members_of
 
-FLIGHT = "flight.ring"
-HEAD = struct.Struct("<32sQQ")  # magic, how many slots, bytes of a slot
-SLOT = struct.Struct("<QQ")  # the number of its line, from 1, and the length of the line
-_MAGIC = b"opintercept flight recorder 1\n"
-_MOST_SLOTS = 1 << 24
-LINE, LINE_WITH_VALUES = 2048, 4096
-"""How many bytes of a call there is room for. A longer line is left out, and counted when the file is read."""
+FLIGHT_CALLS, FLIGHT_TENSORS, FLIGHT_TEXTS = "flight-calls.bin", "flight-tensors.bin", "flight-texts.jsonl"
+FLIGHT = (FLIGHT_CALLS, FLIGHT_TENSORS, FLIGHT_TEXTS)
+TEXT = 1 << 10
+"""How many bytes of text a call has room for. One with a longer text is left out, and counted when the run is read."""
+MOST_SLOTS = 1 << 18
+_MOST = MOST_SLOTS * ROWS_OF_CALL * TENSOR.itemsize
 
 
 class Flight:
-    """Writes lines over the oldest ones. Kernels write to the same file by way of `sink`.
+    """Writes records over the oldest ones. Kernels write to the same files by way of `sink`.
 
     Args:
-        slots: How many lines to keep.
-        size: The most bytes of a line.
+        slots: How many calls to keep.
+        encoder: Makes the records.
 
     Attributes:
         sink: Writes in C++, once kernels need it.
     """
 
-    def __init__(self, slots: int, size: int) -> None:
+    def __init__(self, slots: int, encoder: Encoder) -> None:
         self.sink: Sink | None = None
-        self._slots, self._size = slots, size
-        self._map: mmap.mmap | None = None
-        self._numbers = itertools.count(1)  # atomic, between threads and in signal handlers
+        self._slots, self._encoder = slots, encoder
+        self._maps: tuple[Any, ...] = ()  # of calls, tensors and texts
+        self._files: tuple[Any, ...] = ()  # of signatures and call sites
+        self._numbers = itertools.count()  # atomic, between threads and in signal handlers
+        self._texts = itertools.count()
         self._pid = os.getpid()
 
-    def serve(self, sink: Sink) -> Sink:
-        """Let kernels write, too; `sink` is taken if there is none yet."""
+    def serve(self, make: Callable[[], Sink]) -> Sink:
+        """Let kernels write, too."""
         if self.sink is None:
-            self.sink = sink
+            self.sink = make()
+            check_layout(self.sink.layout())
             self._open_sink()
         return self.sink
 
     def _open_sink(self) -> None:
-        if self.sink is not None and self._map is not None:
-            self.sink.open(self._map, HEAD.size, self._slots, self._size, next(self._numbers) - 1)
+        if self.sink is not None and self._maps:
+            self.sink.open(self._maps[0], self._maps[1], self._slots, next(self._numbers))
 
     def open(self, folder: Path) -> None:
-        """Make the file, whose place on the disk is taken now, so that a full disk is noticed here.
+        """Make the files, whose place on the disk is taken now, so that a full disk is noticed here.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: They cannot be made.
         """
-        self._pid, self._numbers = os.getpid(), itertools.count(1)
-        whole = HEAD.size + self._slots * self._size
-        with open(folder / FLIGHT, "w+b") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, whole)
-            else:
-                file.truncate(whole)
-            file.write(HEAD.pack(_MAGIC, self._slots, self._size))
-            file.flush()
-            self._map = mmap.mmap(file.fileno(), whole)
-        for start in range(HEAD.size, whole, 1 << 20):  # touch each page now, and not in a call
-            self._map[start : start + (1 << 20)] = bytes(min(1 << 20, whole - start))
+        self._pid, self._numbers, self._texts = os.getpid(), itertools.count(), itertools.count()
+        sizes = (CALL.itemsize, ROWS_OF_CALL * TENSOR.itemsize, TEXT)
+        self._maps = tuple(_mapped(folder / name, self._slots * size) for name, size in zip(FLIGHT, sizes, strict=True))
+        self._files = tuple(open(folder / name, "ab", buffering=0) for name in SHARED_TEXTS)  # noqa: SIM115
+        self.write_texts()
         self._open_sink()
 
-    def put(self, line: bytes) -> None:
-        """Write a line over the oldest one. Outside of a block and in a forked child, do nothing."""
-        if self._map is None or self._pid != os.getpid():
+    def write_texts(self) -> None:
+        """Write the signatures and call sites that are new, before a record names them."""
+        for file, texts in zip(self._files, (self._encoder.signatures, self._encoder.sites), strict=False):
+            if new := texts.take():
+                file.write(new)
+
+    def put(self, note: PendingRecord, arguments: str, values: Mapping[str, Values], error: str | None) -> None:
+        """Write a call over the oldest one. Outside of a block and in a forked child, do nothing."""
+        maps = self._maps
+        if not maps or self._pid != os.getpid():
             return
+        rows: list[bytes] = []
+
+        def row(packed: bytes) -> int:
+            rows.append(packed)
+            return len(rows)
+
+        def text(line: bytes) -> int:
+            if len(line) > TEXT:
+                return -1
+            start = next(self._texts) % self._slots * TEXT
+            maps[2][start : start + len(line)] = line
+            return start + 1
+
+        short = None if error is None else error[: TEXT // 4]
+        call = self._encoder.record(note, arguments, values, {}, None, short, row, text)
+        self.write_texts()
         if self.sink is not None:
-            self.sink.put(line)
+            self.sink.put(call, b"".join(rows))
             return
         number = next(self._numbers)
-        start = HEAD.size + (number - 1) % self._slots * self._size
-        length = len(line) if len(line) <= self._size - SLOT.size else 0
-        # A kill cannot undo what was written to a map, in the order of these lines.
-        self._map[start : start + 8] = bytes(8)
-        self._map[start + 8 : start + SLOT.size + length] = struct.pack("<Q", length) + line[:length]
-        self._map[start : start + 8] = struct.pack("<Q", number)
+        slot, lap = number % self._slots, number // self._slots + 1
+        calls, tensors = np.frombuffer(maps[0], CALL), np.frombuffer(maps[1], TENSOR)
+        calls["check"][slot] = 0  # of no record, until the last line
+        if rows:
+            first = slot * ROWS_OF_CALL
+            tensors[first : first + len(rows)] = seal(np.frombuffer(bytearray(b"".join(rows)), TENSOR), lap)
+        record = np.frombuffer(bytearray(call), CALL)
+        record["lap"] = lap
+        check = checks_of(record)[0]
+        calls[slot] = record[0]
+        calls["check"][slot] = check
 
-    def text_of(self, place: CallSite) -> bytes:
-        """Return the part of a line that names a call site."""
-        return place_members(place)
-
-    def close(self, folder: Path) -> list[bytes]:
-        """End the writing and return the lines of the file, which stays. May be called again."""
-        if self._map is None:
-            return []
+    def close(self, folder: Path) -> Snapshot:
+        """End the writing and return what the files have, which stay. May be called again."""
+        if not self._maps:
+            return NOTHING
         if self.sink is not None:
             self.sink.close()
-        self._map.close()
-        self._map = None
-        with open(folder / FLIGHT, "rb") as file:
-            found = []
-            for place in places(file)[0]:
-                file.seek(place)
-                found.append(file.readline(self._size))
-        return found
+        for file in self._files:
+            file.close()
+        self._maps = self._files = ()
+        return snapshot(folder)
 
     def forget_parent(self) -> None:
-        """In a forked child, leave the file to the parent."""
+        """In a forked child, leave the files to the parent."""
         if self.sink is not None:
             self.sink.forget_parent()
             self.sink = None
-        self._map = None
+        self._maps = self._files = ()
 
 
-def places(file: BufferedReader) -> tuple[list[int], int]:
-    """Return where the lines of a file begin, in the order in which they were written, and how many are left out.
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """Make a file of zeros, and map it."""
+    with open(path, "w+b") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        made = mmap.mmap(file.fileno(), size)
+    for start in range(0, size, 1 << 20):  # touch each page now, and not in a call
+        made[start : start + (1 << 20)] = bytes(min(1 << 20, size - start))
+    return made
 
-    Anyone may have written the file: what it says of its size is checked.
+
+class Snapshot(NamedTuple):
+    """The calls of a flight recorder's files, in the order in which they were written.
+
+    Attributes:
+        calls: Their records; tensors have their numbers in `tensors`, from 1.
+        tensors: The records of their tensors.
+        texts: The file of their texts.
+        left_out: How many calls had no room, or were being written.
     """
-    file.seek(0)
-    head = file.read(HEAD.size)
-    whole = os.fstat(file.fileno()).st_size
-    if len(head) < HEAD.size:
-        return [], 0
-    magic, slots, size = HEAD.unpack(head)
-    if magic.rstrip(b"\0") != _MAGIC or not SLOT.size < size <= whole or not 0 < slots <= _MOST_SLOTS:
-        return [], 0
-    numbered: list[tuple[int, int]] = []
-    left_out = 0
-    for start in range(HEAD.size, min(HEAD.size + slots * size, whole - size + 1), size):
-        file.seek(start)
-        number, length = SLOT.unpack(file.read(SLOT.size))
-        if number and 0 < length <= size - SLOT.size:
-            numbered.append((number, start + SLOT.size))
-        elif number:
-            left_out += 1
-    return [place for _, place in sorted(numbered)], left_out
+
+    calls: Array
+    tensors: Array
+    texts: bytes
+    left_out: int
+
+
+NOTHING = Snapshot(np.zeros(0, CALL), np.zeros(0, TENSOR), b"", 0)
+
+
+def snapshot(folder: Path, dtypes: tuple[Any, Any] = (CALL, TENSOR)) -> Snapshot:
+    """Read the files of a flight recorder, which a program may be writing to; `NOTHING` if there are none."""
+    try:
+        data = [read_plain(folder / name, _MOST) for name in FLIGHT]
+    except FileNotFoundError:
+        return Snapshot(np.zeros(0, dtypes[0]), np.zeros(0, dtypes[1]), b"", 0)
+    calls, tensors = (
+        np.frombuffer(bytearray(read[: len(read) // kind.itemsize * kind.itemsize]), kind)
+        for read, kind in zip(data, dtypes, strict=False)
+    )
+    written = (calls["lap"] > 0) & (calls["check"] != 0)  # the check is 0 while a call is being written
+    places = np.flatnonzero(written & (calls["check"] == checks_of(calls)))
+    places = places[np.argsort(calls["lap"][places], kind="stable")]
+    laps = np.resize(np.repeat(calls["lap"], ROWS_OF_CALL), len(tensors))
+    whole = np.append(tensors["check"] == checks_of(tensors, laps), True)
+    found, kept = calls[places], (calls["has"][places] & LEFT_OUT) == 0
+    for slot in SLOTS:
+        number = found[slot].astype(np.int64)
+        row = np.where(number > 0, number + places * ROWS_OF_CALL, 0)
+        fits = (number <= ROWS_OF_CALL) & (row <= len(tensors))
+        row[~fits] = 0
+        kept &= fits & whole[row - 1]
+        found[slot] = row
+    for call in np.flatnonzero(kept & (found["text"] > 0)).tolist():
+        start = int(found["text"][call]) - 1
+        members = members_of(data[2][start : data[2].find(b"\n", start) + 1]) if start < len(data[2]) else None
+        kept[call] = members is not None and members["index"] == found["index"][call]
+    return Snapshot(found[kept], tensors, data[2], int(written.sum()) - int(kept.sum()))

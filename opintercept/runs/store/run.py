@@ -1,10 +1,8 @@
-"""A run on disk, and its reader: a folder with `run.json`, the calls and `tensors/*.safetensors`.
-
-The calls are lines in `calls.jsonl` as a recorder writes them; `compact` makes columns of them in `columns/`.
+"""A run on disk, and its reader: a folder with `run.json`, the tables of its calls and `tensors/*.safetensors`.
 
 Invariant: anyone may have written the folder. Nothing in it is executed, no path is taken from it, and sizes that it
 gives are checked before memory is asked for. A call that cannot be read is skipped with a warning.
-Must not import torch: a run without tensors is read without it.
+Must not import torch or numpy: a run's description is read without them.
 """
 
 from __future__ import annotations
@@ -14,33 +12,28 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
-from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from opintercept._core.errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning, needs
 from opintercept._core.tables import Frames
 from opintercept._core.text import counted
-from opintercept.runs.store.codec import MAX_LINE, TENSOR_NAME, StoredCall, decode
-from opintercept.runs.store.flight import FLIGHT, places
-from opintercept.runs.store.progress import report
+from opintercept.runs.store.codec import TENSOR_NAME, StoredCall
+from opintercept.runs.store.files import open_plain
 from opintercept.runs.store.untrusted import WRONG, checked, field_checks, integer, items, parsed
 
 if TYPE_CHECKING:
     import torch
 
     from opintercept.runs.store.columns import Columns
-    from opintercept.runs.store.parquet import StoreColumns
 
-SCHEMA = 1  # of a run as it is recorded
-COMPACTED = 2  # of one whose calls are in columns, which versions before 0.2 do not read
-INFO, CALLS, TENSORS, COLUMNS = "run.json", "calls.jsonl", "tensors", "columns"
-_MOST_OPEN = 4  # processes whose columns stay open, some megabytes each
+SCHEMA = 3  # 0.1 wrote 1 and 2
+INFO, CALLS, TENSORS = "run.json", "calls.bin", "tensors"
+_MOST_OPEN = 128  # processes whose tables stay open, with two files each
 _MOST_FILES = 32  # of tensors that stay open
 _APART = 60.0  # seconds between the last call of a run and the first of the next one, on clocks that may differ
 STARTED = "%Y-%m-%dT%H:%M:%S%z"
@@ -49,7 +42,6 @@ MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 
 TensorMode = Literal["none", "stats", "sample", "full"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +169,7 @@ def rank_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 class Run(Frames):
-    """A recorded run. Its calls are read from disk one at a time, each time that they are asked for.
+    """A recorded run. Its calls are read from disk piece by piece, each time that they are asked for.
 
     As a data frame, it has a row for each call, with the statistics of its tensors: `run.to_pandas()`.
 
@@ -200,8 +192,7 @@ class Run(Frames):
         self.path = path
         self.infos = dict(infos)
         self._parts = dict(parts)
-        self._in_columns: dict[int, bool] = {}
-        self._stores: dict[int, StoreColumns] = {}
+        self._columns_of: dict[int, Columns] = {}
         self._tensor_files: dict[Path, tuple[tuple[int, ...], Any]] = {}
 
     @property
@@ -225,32 +216,42 @@ class Run(Frames):
     def calls(self, rank: int | None = None) -> Iterator[StoredCall]:
         """The calls in the order in which they ended, process by process; with `rank`, those of one process.
 
-        Lines that are not calls are skipped, and one warning for each process counts them.
+        Records that are not calls are skipped, and one warning for each process counts them.
         """
         for number in self.ranks if rank is None else (rank,):
-            for _, call in self.located(number):
-                yield call
+            yield from self.columns(number).calls()
 
     def located(self, rank: int) -> Iterator[tuple[int, StoredCall]]:
-        """The calls of one process, each with its position for `at`."""
-        if (store := self._store(rank)) is not None:
-            yield from enumerate(store.calls())
-            return
-        yield from self._read(rank, partial(decode, rank=rank))
+        """The calls of one process, each with its number for `at`."""
+        return enumerate(self.columns(rank).calls())
+
+    def at(self, rank: int, number: int) -> StoredCall:
+        """A call by its rank and number."""
+        import numpy as np
+
+        return next(self.columns(rank).calls_at(np.array([number])))
 
     def columns(self, rank: int) -> Columns:
-        """Return the calls of one process as columns, made from its lines each time if they are not on disk.
+        """Return the calls of one process as columns.
 
         Raises:
-            ImportError: numpy is not installed; or the run is compacted, and DuckDB is not installed.
+            OpInterceptError: They cannot be read.
+            ImportError: numpy is not installed.
         """
-        if (store := self._store(rank)) is not None:
-            return store
-        try:
-            from opintercept.runs.store.parquet import columns_of
-        except ImportError as missing:
-            raise ImportError("reading runs in bulk needs numpy; pip install 'opintercept[cli]'") from missing
-        return columns_of(rank, partial(self._read, rank))
+        known = self._columns_of.get(rank)
+        if known is None:
+            try:
+                from opintercept.runs.store.columns import Columns, dtypes_of
+            except ImportError as missing:
+                raise needs("reading runs", "numpy", "'opintercept[cli]'") from missing
+            part = self._parts[rank]
+            known = self._columns_of[rank] = Columns(
+                part, rank, dtypes_of(read_members(part).get("tables"), part / INFO)
+            )
+            _warn_of(known, part)
+            if len(self._columns_of) > _MOST_OPEN:
+                self._columns_of.pop(next(iter(self._columns_of))).close()
+        return known
 
     def _columns(self) -> Mapping[str, Any]:
         processes = [self.columns(rank) for rank in self.ranks]
@@ -258,134 +259,16 @@ class Run(Frames):
 
         return frame_of(processes)
 
-    def in_columns(self, rank: int) -> bool:
-        """Whether the calls of one process are in columns on disk."""
-        return self._store(rank) is not None
-
     def close(self) -> None:
-        """Close columns and tensors on disk. They are opened again when they are asked for."""
-        self._stores.clear()
+        """Close tables and tensors on disk. They are opened again when they are asked for."""
+        for columns in self._columns_of.values():
+            columns.close()
+        self._columns_of.clear()
         self._tensor_files.clear()
 
     def folder(self, rank: int) -> Path:
         """The folder of one process."""
         return self._parts[rank]
-
-    def _store(self, rank: int) -> StoreColumns | None:
-        """The columns on disk; None if there are none, or lines that they may lack. Decided once."""
-        part = self._parts[rank]
-        if rank not in self._in_columns:
-            self._in_columns[rank] = is_compacted(part)
-        if not self._in_columns[rank]:
-            return None
-        if rank not in self._stores:
-            from opintercept.runs.store.parquet import StoreColumns
-
-            self._stores[rank] = store = StoreColumns(part / COLUMNS, rank)
-            if store.skipped:
-                _warn_of_lines(store.skipped, part / CALLS)
-            if len(self._stores) > _MOST_OPEN:
-                del self._stores[next(iter(self._stores))]
-        return self._stores[rank]
-
-    def _read(self, rank: int, take: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
-        """Apply a function to the lines of a process; it returns None for a line that is not a call."""
-        skipped = 0
-        for position, line in self._lines(rank):
-            taken = take(line)
-            if taken is None:
-                skipped += 1
-            else:
-                yield position, taken
-        if skipped:
-            _warn_of_lines(skipped, self._parts[rank] / CALLS)
-        yield from self._in_flight(rank, take)
-
-    def _lines(self, rank: int) -> Iterator[tuple[int, bytes]]:
-        """The lines of a process, each with its position; empty for one that is torn or too long."""
-        path = self._parts[rank] / CALLS
-        try:
-            file = _open(path)
-        except FileNotFoundError as missing:
-            if is_compacted(self._parts[rank]):
-                raise OpInterceptError(f"{path} was compacted by another process; open the run again") from missing
-            return
-        with file:
-            position, shown, end = 0, str(path), os.fstat(file.fileno()).st_size
-            while line := file.readline(MAX_LINE):
-                size = len(line)
-                last = line
-                while not last.endswith(b"\n") and (last := file.readline(MAX_LINE)):
-                    size += len(last)  # a line that is too long is read to its end, and dropped
-                yield position, line if line.endswith(b"\n") else b""
-                position += size
-                report(shown, position, end)
-
-    def written_to(self, rank: int, take: Callable[[bytes], object]) -> int:
-        """Pass the lines of a process to a function, and return how many it rejects."""
-        return sum(take(line) is None for _, line in self._lines(rank))
-
-    def _in_flight(self, rank: int, take: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
-        """The calls in a flight recorder's file, whose process was killed or still runs. Positions are negative."""
-        path = self._parts[rank] / FLIGHT
-        try:
-            file = _open(path)
-        except FileNotFoundError:
-            return
-        with file:
-            found, left_out = places(file)
-            for place in found:
-                file.seek(place)
-                taken = take(file.readline(MAX_LINE))
-                if taken is None:  # the program that runs has begun to write over it
-                    left_out += 1
-                else:
-                    yield -place, taken
-        if left_out:
-            warnings.warn(
-                f"skipped {counted(left_out, 'unreadable call')} in {path}; one that names very many arguments has no "
-                "room there, and a program that still runs writes over others",
-                OpInterceptWarning,
-                stacklevel=4,
-            )
-
-    def at(self, rank: int, position: int) -> StoredCall:
-        """The call at a position that `located` gave.
-
-        Raises:
-            OpInterceptError: The file has changed since.
-        """
-        with self.reader(rank) as at:
-            return at(position)
-
-    @contextmanager
-    def reader(self, rank: int) -> Iterator[Callable[[int], StoredCall]]:
-        """`at` for many calls of one process: its files stay open."""
-        if (store := self._store(rank)) is not None:
-            import numpy as np
-
-            yield lambda position: next(store.calls_at(np.array([position])))
-            return
-        with ExitStack() as stack:
-            files: dict[str, BufferedReader] = {}
-
-            def at(position: int) -> StoredCall:
-                name = FLIGHT if position < 0 else CALLS
-                path = self._parts[rank] / name
-                if name not in files:
-                    try:
-                        files[name] = stack.enter_context(_open(path))
-                    except FileNotFoundError as missing:
-                        raise OpInterceptError(f"{path} is gone; a run must not change while it is read") from missing
-                files[name].seek(abs(position))
-                call = decode(files[name].readline(MAX_LINE), rank)
-                if call is None:
-                    raise OpInterceptError(
-                        f"{path} has no call at byte {abs(position)}; a run must not change while it is read"
-                    )
-                return call
-
-            yield at
 
     def tensor(self, call: StoredCall, role: str, limit: int = MAX_TENSOR) -> torch.Tensor | None:
         """The recorded values, on the CPU and contiguous; a sample has one dimension.
@@ -434,18 +317,21 @@ class Run(Frames):
         return self._tensor_files[path][1]
 
 
-def is_compacted(folder: Path) -> bool:
-    """Whether the calls of a process are in columns. Lines that are there as well may be newer, and count alone."""
-    return os.path.lexists(folder / COLUMNS) and not os.path.lexists(folder / CALLS)
-
-
-def _warn_of_lines(skipped: int, path: Path) -> None:
-    warnings.warn(
-        f"skipped {counted(skipped, 'unreadable line')} in {path}; a program that is killed can leave its last line "
-        "torn",
-        OpInterceptWarning,
-        stacklevel=5,
-    )
+def _warn_of(columns: Columns, folder: Path) -> None:
+    if columns.damaged:
+        warnings.warn(
+            f"skipped {counted(columns.damaged, 'damaged call')} in {folder}; a disk or another program has changed "
+            "the files, or the machine went down while they were written",
+            OpInterceptWarning,
+            stacklevel=4,
+        )
+    if columns.left_out:
+        warnings.warn(
+            f"skipped {counted(columns.left_out, 'unreadable call')} in the flight recorder of {folder}; one that "
+            "names very many arguments has no room there, and a program that still runs writes over others",
+            OpInterceptWarning,
+            stacklevel=4,
+        )
 
 
 def _safe_open() -> Any:
@@ -473,26 +359,6 @@ def _refuse_special(path: Path) -> None:
             raise OpInterceptError(f"{str(part)!r} must be a plain {'file' if part == path else 'folder'}; remove it")
 
 
-def _open(path: Path) -> BufferedReader:
-    """Open a plain file.
-
-    Raises:
-        FileNotFoundError: There is none.
-        OpInterceptError: It is a link, a pipe or the like, or cannot be read.
-    """
-    try:
-        # Does not follow a link, and does not wait for a process to write to a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as failed:  # a ValueError for a NUL in the path
-        raise OpInterceptError(f"cannot open {str(path)!r} as a plain file: {failed}") from failed
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OpInterceptError(f"{str(path)!r} must be a plain file; remove it")
-    return os.fdopen(descriptor, "rb")
-
-
 def read_members(folder: Path) -> dict[str, Any]:
     """Read what `run.json` says of one process, unchecked.
 
@@ -501,7 +367,7 @@ def read_members(folder: Path) -> dict[str, Any]:
         OpInterceptError: It cannot be read.
     """
     path = folder / INFO
-    with _open(path) as file:
+    with open_plain(path) as file:
         read = file.read(MAX_INFO + 1)
     members = _parsed(read) if len(read) <= MAX_INFO else None
     if not isinstance(members, dict):
@@ -517,13 +383,12 @@ def read_info(folder: Path) -> RunInfo:
         OpInterceptError: It cannot be read.
     """
     path, members = folder / INFO, read_members(folder)
-    if members.get("schema") not in (SCHEMA, COMPACTED):
+    if members.get("schema") != SCHEMA:
         versions = members.get("versions")
         wrote = versions.get("opintercept") if isinstance(versions, dict) else None
         reader = f"opintercept {wrote:.40}, which" if isinstance(wrote, str) else "the version of opintercept that"
         raise OpInterceptError(
-            f"{path} must have schema {SCHEMA} or {COMPACTED}, got {_shown(members.get('schema'))}; read it with "
-            f"{reader} wrote it"
+            f"{path} must have schema {SCHEMA}, got {_shown(members.get('schema'))}; read it with {reader} wrote it"
         )
     values = {}
     for name, checks in _INFO_CHECKS.items():

@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from made_runs import ATTENTION, call, chain, write
+from made_runs import ATTENTION, add_damaged, call, chain, write
 
 from opintercept import OpInterceptWarning, runs
 
@@ -216,9 +216,8 @@ def test_difflib_gets_no_more_than_it_can_do_in_seconds(compare: Any, monkeypatc
         assert sum(given) < 250_000
 
 
-def test_a_warning_counts_the_lines_that_were_skipped(tmp_path: Path) -> None:
+def test_a_warning_counts_the_calls_that_were_skipped(tmp_path: Path) -> None:
     a = write(tmp_path / "a", chain("a"))
-    with (tmp_path / "a" / "calls.jsonl").open("a") as file:
-        file.write("{torn")
-    with pytest.warns(OpInterceptWarning, match=r"skipped 1 unreadable line"):
+    add_damaged(tmp_path / "a")
+    with pytest.warns(OpInterceptWarning, match=r"skipped 1 damaged call"):
         assert runs.diff(a, write(tmp_path / "b", chain("a"))).equal

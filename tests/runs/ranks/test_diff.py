@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -316,8 +315,7 @@ def test_steps_of_a_block_that_was_entered_again_are_other_steps(tmp_path: Path)
             calls += again if (rank, step) != (1, 1) else again[:1]
         for number, each in enumerate(calls):
             each["index"] = number % 6
-        write(tmp_path / f"rank{rank}", [], rank=rank, world_size=2)
-        (tmp_path / f"rank{rank}/calls.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in calls))
+        write(tmp_path / f"rank{rank}", calls, rank=rank, world_size=2)
     (first,) = runs.diff_ranks(runs.open_run(tmp_path)).findings
     assert brief(first) == ("calls", (0, 1), 1, "b", None)
     assert (first.numbers, first.index) == ((1, 0), 3)
@@ -361,16 +359,6 @@ def test_an_outlier_is_found_across_windows(tmp_path: Path) -> None:
     whole = compare(run, 100)
     assert [(brief(each), each.times) for each in whole.findings] == [(("outlier", (3,), 13, "a.2", "output"), 17)]
     assert compare(run, 100, 8 * 4 * 4) == whole
-
-
-def test_columns_and_lines_are_compared_alike(tmp_path: Path) -> None:
-    ranks = [training(rank) for rank in range(6)]
-    put(ranks[4], 6, "b", rhs="other")
-    before = runs.diff_ranks(ranked(tmp_path, *ranks))
-    pytest.importorskip("duckdb")
-    runs.compact(tmp_path)
-    assert runs.diff_ranks(runs.open_run(tmp_path)) == before
-    assert before.found == 1
 
 
 def test_any_step_and_index_can_be_read(compared: Any) -> None:

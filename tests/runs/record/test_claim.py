@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import calls_of, files_in, forks, run_forked
+from recorded import TABLES, calls_of, files_in, forks, run_forked
 
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 from opintercept.runs import open_run
@@ -106,7 +106,7 @@ def test_of_simultaneous_starts_one_runs_and_the_others_are_refused(threads: boo
         for text in told:
             assert text == "ran" or re.fullmatch(REFUSED, text)
         assert open_run(path).info.finished
-        assert sorted(entry.name for entry in path.iterdir()) == ["calls.jsonl", "run.json"]
+        assert sorted(entry.name for entry in path.iterdir()) == TABLES
 
 
 def test_a_folder_that_is_written_to_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +155,13 @@ def test_a_recorder_whose_claim_is_gone_warns_and_leaves_the_folder_alone(tmp_pa
     assert (tmp_path / "run/run.json").read_text() == "another's"
 
 
-@pytest.mark.parametrize("what", ["tensors", ".", "calls.jsonl"])
+@pytest.mark.parametrize("what", ["tensors", ".", "calls.bin"])
 def test_files_deleted_during_the_run_stop_the_recording_with_a_warning(what: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.warns(OpInterceptWarning, match=r"after 1 call: .* (was|were) deleted"):
         with intercept(runs.RunRecorder(path, "full")):
             torch.eye(2) @ torch.eye(2)
-            while not (path / "calls.jsonl").stat().st_size:
+            while not (path / "calls.bin").stat().st_size:
                 time.sleep(0.05)
             (path if what == "." else path / what).rename(tmp_path / "gone")
             torch.eye(3) @ torch.eye(3)
@@ -210,12 +210,9 @@ def test_a_run_is_overwritten_only_if_asked(tmp_path: Path) -> None:
         with intercept(again):
             torch.eye(3) @ torch.eye(3)
     assert [call.values for call in calls_of(tmp_path / "run")] == [{}, {}]
-    assert sorted(path.name for path in (tmp_path / "run").rglob("*") if path.is_file()) == [
-        "calls.jsonl",
-        "mine.safetensors",
-        "notes.txt",
-        "run.json",
-    ]
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*") if path.is_file()) == sorted(
+        [*TABLES, "mine.safetensors", "notes.txt"]
+    )
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -228,7 +225,7 @@ def test_a_folder_that_is_not_a_run_is_left_alone(overwrite: bool, tmp_path: Pat
 
 
 def test_the_run_json_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    for name in ("run.json", "tensors/00000000.safetensors", "calls.jsonl"):
+    for name in ("run.json", "tensors/00000000.safetensors", "calls.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"schema": 1}')
     with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files"):

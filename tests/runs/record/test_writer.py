@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import FILES, TABLES
 
 from opintercept import CallRecord, OpInterceptError, runs
 from opintercept._core.call_site import NOWHERE
@@ -21,6 +21,7 @@ from opintercept._engines import quiet
 from opintercept.runs import Values
 from opintercept.runs.record import writer
 from opintercept.runs.record.writer import QueuedCall, QueuedTensor, Writer, leftovers, remove_leftovers, remove_run
+from opintercept.runs.store.records import CALL, Encoder
 from opintercept.runs.store.run import RunInfo
 
 INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
@@ -58,7 +59,7 @@ def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> Queu
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Writer]:
-    thread = Writer(tmp_path / "run", INFO, None)
+    thread = Writer(tmp_path / "run", INFO, None, Encoder())
     thread.start()
     yield thread
     thread.close()
@@ -74,7 +75,7 @@ def test_the_kernel_engine_knows_that_the_thread_runs_no_operator(started: Write
     assert started.daemon
 
 
-def test_a_line_holds_the_record(started: Writer, tmp_path: Path) -> None:
+def test_a_record_holds_the_call(started: Writer, tmp_path: Path) -> None:
     nasty = 'a"b\\\n\u2028\ud800\x00\x7f'
     plain = entry(3)
     plain.values = {
@@ -93,12 +94,9 @@ def test_a_line_holds_the_record(started: Writer, tmp_path: Path) -> None:
     assert call.arguments == {"alpha": 1.5, "list": [1, None]}
     assert call.given == plain.given
     assert call.error == nasty.replace("\ud800", "?")
-    text = (tmp_path / "run/calls.jsonl").read_text("ascii")
-    assert text.count("\n") == 1
-    assert json.loads(text)["values"]["lhs"]["max"] == 0.0
 
 
-def test_numbers_that_json_lacks_are_null(started: Writer, tmp_path: Path) -> None:
+def test_figures_that_are_not_finite_are_unknown(started: Writer, tmp_path: Path) -> None:
     odd = entry(0)
     odd.values = {"lhs": Known(None, min=-math.inf, max=math.inf, mean=math.nan)}
     started.put(odd)
@@ -110,7 +108,7 @@ def test_numbers_that_json_lacks_are_null(started: Writer, tmp_path: Path) -> No
 def test_calls_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "INTERVAL", 0.0005)  # intervals end while batches are handed over
     monkeypatch.setattr(writer, "BATCH_CALLS", 7)
-    thread = Writer(tmp_path / "run", INFO, None)
+    thread = Writer(tmp_path / "run", INFO, None, Encoder())
     thread.start()
     for index in range(3000):
         thread.put(entry(index))
@@ -149,7 +147,7 @@ def test_a_slow_disk_bounds_the_queue(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(writer, "BATCH_BYTES", 4000)
     gate = threading.Event()
     monkeypatch.setattr(Writer, "_save", lambda self, tensors: gate.wait(10))
-    thread = Writer(tmp_path / "run", INFO, None)
+    thread = Writer(tmp_path / "run", INFO, None, Encoder())
     thread.start()
     done: list[int] = []
 
@@ -178,7 +176,7 @@ def test_a_dead_thread_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytes
         raise SystemExit
 
     monkeypatch.setattr(Writer, "_write", die)
-    thread = Writer(tmp_path / "run", INFO, None)
+    thread = Writer(tmp_path / "run", INFO, None, Encoder())
     thread.start()
     for index in range(20):
         thread.put(entry(index))
@@ -187,7 +185,7 @@ def test_a_dead_thread_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_call_that_cannot_be_written_stops_the_recording(tmp_path: Path) -> None:
-    thread = Writer(tmp_path / "run", INFO, None)
+    thread = Writer(tmp_path / "run", INFO, None, Encoder())
     thread.start()
     bad = entry(0)
     bad.given = {"args": [object()], "kwargs": {}}
@@ -198,8 +196,10 @@ def test_a_call_that_cannot_be_written_stops_the_recording(tmp_path: Path) -> No
     assert not runs.open_run(tmp_path / "run").info.finished
 
 
-@pytest.mark.parametrize("room", [0, 1, 100, 1000, 1500])
-def test_a_full_disk_keeps_whole_lines(room: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 1, 100, 500, 700, 800, 900])
+def test_a_full_disk_keeps_whole_records(room: int, tmp_path: Path) -> None:
+    left = room
+
     class Disk:
         """Writes a few bytes at a time until it is full."""
 
@@ -207,38 +207,32 @@ def test_a_full_disk_keeps_whole_lines(room: int, tmp_path: Path) -> None:
             self.file = file
 
         def write(self, data: bytes) -> int:
-            size = min(len(data), 97, room - self.file.tell())
+            nonlocal left
+            size = min(len(data), 97, left)
             if not size:
                 raise OSError(28, "No space left on device")
+            left -= size
             return int(self.file.write(data[:size]))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-        def __enter__(self) -> Disk:
-            return self
-
-        def __exit__(self, *args: object) -> None:
-            self.file.close()
-
-    thread = Writer(tmp_path / "run", INFO, None)
-    thread._file = Disk(thread._file)  # type: ignore[assignment]
+    thread = Writer(tmp_path / "run", INFO, None, Encoder())
+    thread._opened = [Disk(file) for file in thread._opened]  # type: ignore[misc]
     thread.start()
     for index in range(5):
         thread.put(entry(index))
     thread.close()
     assert thread.failure == "OSError: [Errno 28] No space left on device"
-    text = (tmp_path / "run/calls.jsonl").read_bytes()
-    assert len(text) <= room
-    assert not text or text.endswith(b"\n")
+    assert (tmp_path / "run/calls.bin").stat().st_size == thread.calls * CALL.itemsize
     assert [call.record.index for call in calls_in(tmp_path / "run")] == list(range(thread.calls))
-    assert (thread.calls > 0) == (room >= 1000)
+    assert (thread.calls > 0) == (room >= 700)
 
 
 def test_a_writer_continues_the_run_of_another(tmp_path: Path) -> None:
-    before = None
+    before, encoder = None, Encoder()
     for index in range(3):
-        thread = Writer(tmp_path / "run", INFO, None, before)
+        thread = Writer(tmp_path / "run", INFO, None, encoder, before)
         thread.start()
         thread.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
         thread.put(entry(index, torch.zeros(2), hashed="0" * 16))
@@ -275,7 +269,7 @@ def test_a_line_that_would_be_too_long_leaves_out_the_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "MAX_LINE", 5000)
-    thread = Writer(tmp_path / "run", INFO, None)
+    thread = Writer(tmp_path / "run", INFO, None, Encoder())
     thread.start()
     long = entry(0)
     long.given = {"args": [0] * 5000, "kwargs": {}}
@@ -287,7 +281,7 @@ def test_a_line_that_would_be_too_long_leaves_out_the_arguments(
 
 def test_only_a_run_is_removed(tmp_path: Path) -> None:
     for part in ("", "rank0", "rank1", "rankle"):
-        thread = Writer(tmp_path / "run" / part, INFO, None)
+        thread = Writer(tmp_path / "run" / part, INFO, None, Encoder())
         thread.start()
         thread.put(entry(0, torch.ones(2)))
         thread.close()
@@ -296,10 +290,15 @@ def test_only_a_run_is_removed(tmp_path: Path) -> None:
     left = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert left == [
         "rank1/mine",
-        *(f"rankle/{name}" for name in ("calls.jsonl", "run.json", "tensors/00000000.safetensors")),
+        *(f"rankle/{name}" for name in FILES),
     ]
     with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files than those of a run"):
         remove_run(tmp_path / "run")
+
+
+def begin(folder: Path) -> None:
+    for file in Writer(folder, INFO, None, Encoder())._opened:
+        file.close()
 
 
 def test_several_processes_remove_leftovers_at_once(tmp_path: Path) -> None:
@@ -311,14 +310,14 @@ def test_several_processes_remove_leftovers_at_once(tmp_path: Path) -> None:
             remove_leftovers(tmp_path, 4)
             assert leftovers(tmp_path, 4) == []
             own.mkdir()
-            Writer(own, INFO, None)._file.close()
+            begin(own)
         except BaseException as failure:
             failures.append(failure)
 
     for _ in range(20):
         for part in ("", "rank4", "rank11"):
             (tmp_path / part / "tensors").mkdir(parents=True, exist_ok=True)
-            Writer(tmp_path / part, INFO, None)._file.close()
+            begin(tmp_path / part)
             for number in range(9):
                 (tmp_path / part / f"tensors/{number:08d}.safetensors").write_text("")
         barrier = threading.Barrier(4)
@@ -329,6 +328,6 @@ def test_several_processes_remove_leftovers_at_once(tmp_path: Path) -> None:
             thread.join()
         assert failures == []
         left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-        assert left == [f"rank{rank}/{name}" for rank in range(4) for name in ("calls.jsonl", "run.json")]
+        assert left == [f"rank{rank}/{name}" for rank in range(4) for name in TABLES]
         remove_run(tmp_path)
         assert list(tmp_path.iterdir()) == []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import io
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,17 @@ from typing import Any
 import pytest
 import torch
 from compiler import ENGINES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_runs import call, queued
 from native import reading
 
 from opintercept import NonFiniteError, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
 from opintercept.cli import main
 from opintercept.runs import open_run
-from opintercept.runs.store.codec import StoredCall, decode
-from opintercept.runs.store.flight import FLIGHT, HEAD, LINE, SLOT, Flight, places
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.flight import FLIGHT, FLIGHT_CALLS, FLIGHT_TENSORS, FLIGHT_TEXTS, TEXT, Flight, snapshot
+from opintercept.runs.store.records import CALL, TENSOR, Encoder
 
 X = torch.tensor([[1.0, 2.0], [0.0, -4.5]])
 
@@ -113,7 +118,7 @@ def test_a_nan_leaves_the_calls_and_its_operands(engine: Any, tmp_path: Path) ->
     assert [call.record.index for call in found] == [2, 3, 4]
     assert found[-1].values["output"].nan == 1
     assert open_run(tmp_path / "run").info.finished
-    assert not (tmp_path / "run" / FLIGHT).exists()
+    assert not any((tmp_path / "run" / name).exists() for name in FLIGHT)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -148,13 +153,21 @@ def test_the_file_holds_what_a_whole_run_holds(engine: Any, tensors: Any, tmp_pa
         assert repr(one.values) == repr(other.values)
 
 
-def test_the_file_does_not_grow(tmp_path: Path) -> None:
-    with intercept(runs.RunRecorder(tmp_path / "run", "none", flight=8)):
-        size = (tmp_path / "run" / FLIGHT).stat().st_size
-        for rows in range(1, 500):
-            torch.ones(rows, 2) @ X
-        assert (tmp_path / "run" / FLIGHT).stat().st_size == size == HEAD.size + 8 * LINE
-        assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(("calls", "tensors"))] == []
+def test_the_files_do_not_grow(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", flight=8)):
+        for rows in range(500):
+            torch.ones(rows % 9 + 1, 2) @ X
+            torch.einsum("ab,bc->ac", X, X)
+            with contextlib.suppress(RuntimeError):
+                torch.ones(2, 3) @ X
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / "run").iterdir() if path.name in FLIGHT}
+        assert sizes == {
+            FLIGHT_CALLS: 8 * CALL.itemsize,
+            FLIGHT_TENSORS: 80 * TENSOR.itemsize,
+            FLIGHT_TEXTS: 8 * TEXT,
+        }
+        found = calls_of(tmp_path / "run")
+    assert [call.error is not None for call in found] == [index % 3 == 2 for index in range(1492, 1500)]
 
 
 def test_a_folder_that_was_there_stays_empty(tmp_path: Path) -> None:
@@ -204,51 +217,56 @@ def test_a_forked_child_writes_nothing(engine: Any, tmp_path: Path) -> None:
         assert [call.record.index for call in calls_of(tmp_path / "run")] == [0, 1, 2, 3]
 
 
-def test_a_line_without_room_is_counted(tmp_path: Path) -> None:
-    with intercept(runs.RunRecorder(tmp_path / "run", "none", flight=4)):
-        X @ X
-        torch.einsum(",".join("ab" for _ in range(2)), X, X)
-        flight = tmp_path / "run" / FLIGHT
-        whole = bytearray(flight.read_bytes())
-        SLOT.pack_into(whole, HEAD.size, 1, 0)  # as one that is too long
-        flight.write_bytes(whole)
-        with pytest.warns(OpInterceptWarning, match="skipped 1 unreadable call in .*flight.ring"):
-            found = calls_of(tmp_path / "run")
-        assert 0 not in [call.record.index for call in found]
-
-
-def test_a_long_line_is_left_out(tmp_path: Path) -> None:
-    flight = Flight(4, 100)
+def test_a_call_without_room_is_left_out_and_counted(tmp_path: Path) -> None:
+    flight = Flight(4, Encoder())
     flight.open(tmp_path)
-    for line in (b"a" * 84, b"b" * 85, b"c\n"):
-        flight.put(line)
-    with open(tmp_path / FLIGHT, "rb") as file:
-        found, left_out = places(file)
-    assert (len(found), left_out) == (2, 1)
-    flight.close(tmp_path)
+    for index, weights in enumerate((0, 20, 2)):
+        plain = call("lstm", "x", "w", "y", index=index, more={f"weights[{number}]": "w" for number in range(weights)})
+        made = queued(plain, {})
+        flight.put(made.note, "{}", {role: each.read() for role, each in made.values.items()}, None)
+    found = flight.close(tmp_path)
+    assert (found.calls["index"].tolist(), found.left_out) == ([0, 2], 1)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"x" * 10,
-        HEAD.pack(b"something else\n", 4, 64) + bytes(256),
-        HEAD.pack(b"opintercept flight recorder 1\n", 2**60, 2**40) + bytes(256),
-        HEAD.pack(b"opintercept flight recorder 1\n", 2**20, 64) + bytes(100),
-        HEAD.pack(b"opintercept flight recorder 1\n", 4, 0) + bytes(256),
-        HEAD.pack(b"opintercept flight recorder 1\n", 1, 64) + SLOT.pack(1, 2**40) + bytes(48),
-    ],
-    ids=["empty", "short", "other", "huge", "cut", "no size", "long line"],
-)
-def test_a_file_that_anyone_may_have_written_is_no_danger(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / FLIGHT).write_bytes(content)
-    with open(tmp_path / FLIGHT, "rb") as file:
-        found, _ = places(file)
-        for place in found:
-            file.seek(place)
-            assert decode(file.readline(1000), 0) is None
-    assert isinstance(file, io.BufferedReader)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FLIGHT), place=st.integers(0, 10**5), what=st.binary(max_size=80), cut=st.booleans())
+def test_a_file_that_anyone_may_have_written_is_no_danger(
+    name: str, place: int, what: bytes, cut: bool, tmp_path: Path
+) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", flight=4, overwrite=True)):
+        for scale in (1.0, 2.0, 3.0):
+            X @ (X * scale)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.ones(2, 3) @ X
+        right = calls_of(tmp_path / "run")
+        assert len(right) == 4
+        whole = bytearray((tmp_path / "run" / name).read_bytes())
+        place %= len(whole)
+        whole[place : place + len(what)] = what
+        folder = tmp_path / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "run", folder)
+        (folder / name).write_bytes(bytes(whole[:place] if cut else whole))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OpInterceptWarning)
+        assert [call for call in right if call in (found := calls_of(folder))] == found
+    assert snapshot(folder).left_out == 4 - len(found) or name == FLIGHT_CALLS
+
+
+def test_no_tensor_of_another_lap_is_taken_for_a_calls_own(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run", flight=1)):
+        X @ X
+        old = (tmp_path / "run" / FLIGHT_TENSORS).read_bytes()
+        X @ (X * 2)
+        assert len(calls_of(tmp_path / "run")) == 1
+        (tmp_path / "run" / FLIGHT_TENSORS).write_bytes(old)
+        with pytest.warns(OpInterceptWarning, match="skipped 1 unreadable call"):
+            assert calls_of(tmp_path / "run") == []
+
+
+def test_more_slots_than_a_reader_takes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"flight must be at most 262144, got 262145; without it, every call is kept"):
+        runs.RunRecorder(tmp_path / "run", flight=2**18 + 1)
 
 
 def test_a_block_can_be_entered_again(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+// The records of calls and of tensors that a run consists of, see `runs/store/records.py`, and where kernels put them.
+
+#pragma once
+
+#include <Python.h>
+
+#include "../../_native/values.h"
+
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace opintercept {
+
+// The order of `_core.in_kernel.ROLES`; outputs come last.
+constexpr size_t ROLES = 6, OUTPUT = ROLES - 2;
+constexpr size_t SLOTS = 10; // roles that a record has room for, those first
+extern const char* const ROLE_NAMES[ROLES];
+
+struct Values {
+  bool known = false;
+  uint64_t hash = 0;
+  Sums sums;
+};
+
+struct Row {
+  int64_t index, step, forward; // -1 for no forward call
+  int64_t started; // nanoseconds since 1970
+  int64_t thread; // the operating system's number
+  double elapsed;
+  uint32_t look, place; // what `Ring` remembers
+  bool backward;
+  int8_t grad_of; // -1, 0 for lhs, 1 for rhs
+};
+
+// As `runs.store.records.CALL` and `TENSOR`, which `layout` is compared with.
+struct CallRecord {
+  uint64_t check;
+  int64_t index, step, forward, started, thread;
+  double elapsed;
+  uint64_t text;
+  uint32_t signature, site, lap, rows[SLOTS];
+  uint8_t phase, grad_of, has, pad;
+};
+
+struct TensorRecord {
+  uint64_t check, hash;
+  uint32_t nan, inf;
+  double min, max, mean, rms;
+};
+
+// Keeps records until somebody takes them, or writes them into mapped files over the oldest ones.
+class Records {
+ public:
+  // For mapped files: their buffers, the number of calls that they have room for, and how many were written before. Without
+  // buffers, how many calls may wait. False with an exception.
+  bool open(PyObject* calls, PyObject* tensors, uint64_t room, uint64_t before);
+
+  // False if a value has no room in a record, or too many calls wait.
+  bool put(
+      const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written,
+      uint32_t signature, uint32_t site);
+  void put(CallRecord call, std::vector<TensorRecord>& tensors); // the numbers of whose rows begin at 1
+  PyObject* take(); // the bytes of the waiting calls and of their tensors; None if there are none
+  void close();
+  void forget_parent();
+  ~Records() {
+    close();
+  }
+
+ private:
+  void write(CallRecord& call, TensorRecord* tensors, size_t count); // with the mutex
+
+  std::mutex mutex;
+  bool is_open = false;
+  uint64_t slots = 0, next = 0, rows_of_call = 0;
+  Py_buffer views[2]{};
+  CallRecord* to_calls = nullptr; // of the mapped file
+  TensorRecord* to_tensors = nullptr;
+  std::vector<CallRecord> calls; // that wait
+  std::vector<TensorRecord> tensors;
+};
+
+PyObject* new_records();
+Records* records_of(PyObject* object); // of a Python object of its type; null for another
+
+} // namespace opintercept

@@ -1,0 +1,269 @@
+"""The two tables of a run: a fixed record for each call, and one for the values of each tensor that was read.
+
+The fields of a call's record follow from those of `CallRecord`. Kernels write the same bytes, see
+`_engines/compiled/records.h`. Invariant: a record is whole if its first word is its check; a torn or damaged one is
+found by that. Needs numpy. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opintercept._core.call_site import NOWHERE, CallSite
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.record import OWN, CallRecord, PendingRecord, plain
+from opintercept._values.stats import Values
+from opintercept.runs.store.texts import Texts, sealed
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+
+CALLS, TENSORS, CALL_TEXTS = "calls.bin", "tensors.bin", "texts.jsonl"
+SHARED_TEXTS = ("signatures.jsonl", "sites.jsonl")
+"""The files of a process: its two tables, the texts of calls, and those that calls share."""
+
+# The roles that have a place in a call's record, by the names of its fields: those that kernels write, in the order of
+# `_core.in_kernel.ROLES`; then those that only attentions have.
+SLOTS = {"lhs": "lhs", "rhs": "rhs", "bias": "bias", "value": "value", "output": "output", "output1": "output.1"}
+SLOTS |= {"output2": "output.2", "attn_mask": "attn_mask", "grad_out": "grad_out", "logsumexp": "logsumexp"}
+ROLES = {role: slot for slot, role in SLOTS.items()}
+FIGURES = ("min", "max", "mean", "rms")
+TEXTS = ("more", "tensors", "given", "error", "own")
+"""What the text of a call may have, in the order of the bits of `has`: values of other roles, and so on."""
+IN_SITE, IN_SIGNATURE = ("module", "source"), "autocast"
+"""The fields of a call that its call site has, and the one that calls which look alike share."""
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The texts that a field may have; empty if it may have others."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
+
+
+def _format_of(hint: Any) -> str | None:
+    """How a record holds a field; None if it is no number. -1 and NaN stand for None, as does the choice 0."""
+    if choices_of(hint):
+        return "|u1"
+    kinds = (set(get_args(hint)) or {hint}) - {NoneType}
+    return {frozenset((int,)): "<i8", frozenset((float,)): "<f8", frozenset((bool,)): "|i1"}.get(frozenset(kinds))
+
+
+_hints = {
+    name: hint for name, hint in get_type_hints(CallRecord).items() if name in OWN.keys() - {*IN_SITE, IN_SIGNATURE}
+}
+FORMATS = {name: format for name, hint in _hints.items() if (format := _format_of(hint)) is not None}
+CHOICES = {name: (None, *choices) for name, hint in _hints.items() if (choices := choices_of(hint))}
+IN_TEXT = tuple(name for name in _hints if name not in FORMATS)
+"""Fields that were added and are no numbers."""
+
+
+def _dtype() -> Any:
+    """The dtype of a call's record: its fields in falling order of size, so that C++ lays them out alike."""
+    fields = [("check", "<u8"), *((name, kind) for name, kind in FORMATS.items() if kind[1:] in ("i8", "f8"))]
+    fields += [("text", "<u8"), ("signature", "<u4"), ("site", "<u4"), ("lap", "<u4")]
+    fields += [*((slot, "<u4") for slot in SLOTS), *((name, kind) for name, kind in FORMATS.items() if kind[0] == "|")]
+    fields.append(("has", "|u1"))
+    return np.dtype([*fields, ("pad", f"|V{-np.dtype(fields).itemsize % 8}")])
+
+
+CALL: Any = _dtype()
+TENSOR: Any = np.dtype(
+    [("check", "<u8"), ("hash", "<u8"), ("nan", "<u4"), ("inf", "<u4"), *((name, "<f8") for name in FIGURES)]
+)
+ROWS_OF_CALL = len(SLOTS)
+"""How many tensors a call of a flight recorder has room for."""
+LEFT_OUT = 1 << 7
+"""The bit of `has` of a call whose text had no room in a flight recorder."""
+
+
+def described() -> dict[str, list[list[str]]]:
+    """What `run.json` says of the tables: the names and the formats of their fields."""
+    return {"calls": [list(each) for each in CALL.descr], "tensors": [list(each) for each in TENSOR.descr]}
+
+
+_CODES = {"<u8": "Q", "<i8": "q", "<f8": "d", "<u4": "I", "|u1": "B", "|i1": "b"}
+_own = [name for name in CALL.names if name in FORMATS]
+_pack_call = struct.Struct("<" + "".join(_CODES.get(kind, kind[2:] + "x") for _, kind in CALL.descr)).pack
+_pack_values = struct.Struct("<8xQII4d").pack
+_NO_HASH = 0
+
+
+def mixed(number: int) -> int:
+    """64 bits that look random: splitmix64, S. Vigna, https://prng.di.unimi.it/splitmix64.c."""
+    z = (number * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return z ^ (z >> 31)
+
+
+_WEIGHTS = np.array([mixed(number) | 1 for number in range(1, 65)], np.uint64)
+
+
+def checks_of(records: Array, laps: Any = 0) -> Array:
+    """The check of each record: a sum of its words mod 2**64, each times an odd number of its own.
+
+    It changes with each bit. Invariant: `records.cpp` computes the same.
+
+    Args:
+        records: `[n]`, of a dtype whose first word is the check.
+        laps: What the records of tensors are bound to: the lap of their call in a flight recorder's file.
+    """
+    words = records.view(np.uint64).reshape(len(records), records.itemsize // 8)
+    found = words[:, 1:] @ _WEIGHTS[1 : words.shape[1]]
+    return np.asarray(found + (np.atleast_1d(laps).astype(np.uint64) + np.uint64(1)) * _WEIGHTS[0])
+
+
+def seal(records: Array, laps: Any = 0) -> Array:
+    """Write the checks of records, and return these."""
+    records["check"] = checks_of(records, laps)
+    return records
+
+
+def packed_values(values: Values) -> bytes | None:
+    """The record of a tensor's values; None if it has no room for them."""
+    if (values.nan | values.inf) >> 32:
+        return None
+    digits = _NO_HASH if values.hash is None else int(values.hash, 16)
+    figures = [math.nan if v is None or v - v else v for v in (values.min, values.max, values.mean, values.rms)]
+    return _pack_values(digits, values.nan, values.inf, *figures)
+
+
+def _number_of(name: str) -> Callable[[Any], Any]:
+    """A function that makes a number of the value of a field."""
+    if name in CHOICES:
+        return {choice: number for number, choice in enumerate(CHOICES[name])}.__getitem__
+    unknown = math.nan if FORMATS[name] == "<f8" else -1
+    return lambda value: unknown if value is None else value
+
+
+def _getter(names: list[str]) -> Callable[[PendingRecord], tuple[Any, ...]]:
+    """A function that returns the numbers of some fields. Compiled, since a loop takes half as long again."""
+    given = {f"number_of_{name}": _number_of(name) for name in names}
+    parts = [f"number_of_{name}(note.{OWN[name]})" for name in names]
+    return eval(f"lambda note: ({', '.join(parts)},)", given)  # type: ignore[no-any-return]
+
+
+_large = [name for name in _own if FORMATS[name][0] == "<"]
+_large_numbers, _small_numbers = _getter(_large), _getter([name for name in _own if FORMATS[name][0] == "|"])
+_PLACES = {role: number for number, role in enumerate(ROLES)}
+
+
+class Encoder:
+    """Makes the records of calls, and numbers what they share.
+
+    Attributes:
+        signatures: The texts of operators, operand types and arguments.
+        sites: The texts of modules and lines of the program. The first one is that of no place.
+    """
+
+    def __init__(self) -> None:
+        self.signatures, self.sites = Texts(), Texts()
+        self.site(NOWHERE)  # 0, as kernels have it
+
+    def forget(self) -> None:
+        """Begin to number anew, for other files."""
+        self.signatures.forget()
+        self.sites.forget()
+        self.site(NOWHERE)
+
+    def record(
+        self,
+        note: PendingRecord,
+        arguments: str,
+        values: Mapping[str, Values],
+        tensors: Mapping[str, str],
+        given: Mapping[str, Any] | None,
+        error: str | None,
+        row: Callable[[bytes], int],
+        text: Callable[[bytes], int],
+    ) -> bytes:
+        """Return the record of a call without its check.
+
+        Args:
+            note: What its `CallRecord` is made of.
+            arguments: JSON text of an object.
+            values: By role.
+            tensors: The names of stored tensors, by role.
+            given: The arguments as plain data, or None.
+            error: What the call raised, or None.
+            row: Takes the record of a tensor's values and returns its number, from 1.
+            text: Takes the call's text and returns its place, from 1; -1 if there is no room.
+        """
+        rows = [0] * len(SLOTS)
+        more = {}
+        for role, each in values.items():
+            slot, packed = _PLACES.get(role), packed_values(each)
+            if slot is None or packed is None:
+                more[role] = each.as_dict()
+            else:
+                rows[slot] = row(packed)
+        has = place = 0
+        if more or tensors or given is not None or error is not None or IN_TEXT:
+            own = {name: plain(value) for name in IN_TEXT if (value := attrgetter(OWN[name])(note)) is not None}
+            members = {"more": more, "tensors": tensors, "given": given, "error": error, "own": own}
+            said = {name: value for name, value in members.items() if value not in (None, {})}
+            has = sum(1 << TEXTS.index(name) for name in said)
+            place = text(sealed({"index": note.index} | said)) if said else 0
+            if place < 0 and said.pop("given", None) is not None:  # the call cannot be run again
+                return self.record(note, arguments, values, tensors, None, error, row, text)
+            if place < 0:
+                place, has = 0, LEFT_OUT
+        roles = tuple([(role, each.count, each.hash is not None) for role, each in values.items()])
+        numbers = self.signature(note, arguments, roles), self.site(note.call_site), 0
+        return _pack_call(0, *_large_numbers(note), place, *numbers, *rows, *_small_numbers(note), has)
+
+    def signature(self, note: PendingRecord, arguments: str, roles: tuple[tuple[str, int, bool], ...]) -> int:
+        """The number of a signature.
+
+        Args:
+            note: Of a call that has it.
+            arguments: JSON text of an object.
+            roles: Those with values: role, count, and whether there is a hash.
+        """
+        summary = note.summary
+
+        def text() -> bytes:
+            own = {"autocast": note.autocast_name, **plain(summary)}
+            known = {role: (count, hashed) for role, count, hashed in roles}
+            return sealed(own | {"arguments": json.loads(arguments), "roles": known})
+
+        return self.signatures.number((id(summary), note.autocast, arguments, roles), text, summary)
+
+    def site(self, place: CallSite) -> int:
+        """The number of a place in the program."""
+        site = (place.module, place.source)
+        return self.sites.number(site, lambda: sealed(dict(zip(IN_SITE, site, strict=True))))
+
+
+def writes_as_kernels() -> bool:
+    """Return whether kernels write all fields of a record; a field that was added is written in Python only."""
+    return bool(CALL.names[1:] == ("index", "step", "forward", "started", "thread", "elapsed", "text", *_AS_KERNELS))
+
+
+_AS_KERNELS = ("signature", "site", "lap", *SLOTS, "phase", "grad_of", "has", "pad")
+
+
+def check_layout(layout: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that kernels lay records out as this file does.
+
+    Args:
+        layout: The offset of each field, and then the size, by `"call"` and `"tensor"`.
+
+    Raises:
+        OpInterceptError: They do not.
+    """
+    for name, kind in (("call", CALL), ("tensor", TENSOR)):
+        own = (*(offset for field, (_, offset, *_) in kind.fields.items() if field != "pad"), kind.itemsize)
+        if layout[name] != own:
+            raise OpInterceptError(
+                f"kernels must lay out {name!r} as {own}, got {layout[name]}; run `opintercept build`"
+            )

@@ -1,0 +1,93 @@
+"""`Texts` and `read_texts`: JSON lines that calls refer to by number or by place, each with its checksum.
+
+Invariant: a line is what was written, or it is found to be damaged. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from opintercept.runs.store.untrusted import parsed
+
+MOST = 1 << 16  # texts whose numbers are remembered; a further one makes all of them new
+MAX_LINE = 1 << 22  # bytes; no line that is written comes near
+_CHECK = b',"crc":"'
+
+compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def sealed(members: dict[str, Any]) -> bytes:
+    """The line of a JSON object, which must have members."""
+    text = compact(members).encode()
+    return b'%s%s%08x"}\n' % (text[:-1], _CHECK, zlib.crc32(text))
+
+
+def opened(line: bytes) -> bytes | None:
+    """The JSON object of a line; None if it is not as `sealed` wrote it."""
+    text, check, rest = line.rpartition(_CHECK)
+    text += b"}"
+    return text if check and rest == b'%08x"}\n' % zlib.crc32(text) else None
+
+
+def members_of(line: bytes) -> Any:
+    """The object of a line as plain data; None if it is damaged or no JSON."""
+    text = opened(line)
+    try:
+        return None if text is None else parsed(text.decode())
+    except UnicodeDecodeError:
+        return None
+
+
+def lines_of(data: bytes) -> Iterator[bytes]:
+    """The whole lines of a file."""
+    start = 0
+    while end := data.find(b"\n", start) + 1:
+        yield data[start:end]
+        start = end
+
+
+class Texts:
+    """Numbers texts in the order in which they come, for several threads."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, tuple[int, Any]] = {}
+        self._taken = 0
+        self._new: list[bytes] = []
+        self._lock = threading.RLock()  # a signal handler may ask meanwhile
+
+    def number(self, key: Hashable, text: Callable[[], bytes], alive: Any = None) -> int:
+        """The number of a text.
+
+        Args:
+            key: Equal for equal texts.
+            text: Makes its line.
+            alive: Is kept alive, so that no other object gets an address that is in the key.
+        """
+        known = self._numbers.get(key)
+        if known is None:
+            line = text()
+            with self._lock:
+                known = self._numbers.get(key)
+                if known is None:
+                    if len(self._numbers) >= MOST:
+                        self._numbers.clear()
+                    number = self._taken + len(self._new)  # right even if an interrupt comes after the next line
+                    self._new.append(line)
+                    known = self._numbers[key] = (number, alive)
+        return known[0]
+
+    def take(self) -> bytes:
+        """The lines that are new since the last time."""
+        with self._lock:
+            new = self._new
+            self._taken, self._new = self._taken + len(new), []
+        return b"".join(new)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self._taken, self._new, self._numbers = 0, [], {}
