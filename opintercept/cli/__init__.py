@@ -11,12 +11,12 @@ import difflib
 import importlib
 import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, cast
 
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.text import printable
+from opintercept.cli.terminal.output import plain_warnings, safe_stdout
 from opintercept.cli.terminal.style import styled
 
 COMMANDS = {
@@ -24,6 +24,8 @@ COMMANDS = {
     "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
     "show": "show what a recorded run consists of",
     "diff": "find where two recorded runs first differ",
+    "ranks": "find where the ranks of a recorded run first diverge",
+    "align": "compare two recorded runs whose modules have other names, by the rows of their weights",
     "report": "write one HTML page about one or two runs",
     "export": "write a run as a trace for Perfetto",
     "replay": "run one recorded call again on its own",
@@ -33,15 +35,17 @@ COMMANDS = {
 }
 EXAMPLES = {
     "demo": ["demo"],
-    "run": ["run train.py --epochs 1", "run --out runs/a --every 10 -m package.train", "run --stop train.py"],
+    "run": ["run train.py --epochs 1", "run --out runs/a --every-steps 10 -m package.train", "run --stop train.py"],
     "show": [
         "show runs/a",
-        "show runs/a --module 'encoder.*' --over steps",
+        "show runs/a --module 'encoder.*' --by step",
         "show runs/a --calls --sort time --limit 5",
     ],
-    "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5", "diff --ranks runs/a"],
+    "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5"],
+    "ranks": ["ranks runs/a"],
+    "align": ["align runs/trainer runs/engine"],
     "report": ["report runs/a -o a.html", "report runs/a runs/b"],
-    "export": ["export runs/a -o trace.json.gz", "export runs/a --step 10:12 --profile profile.json"],
+    "export": ["export runs/a -o trace.json.gz", "export runs/a --steps 10:12 --profile profile.json"],
     "replay": ["replay runs/a 17", "replay runs/a 17 --dtype float64"],
     "completion": ["completion bash > ~/.local/share/bash-completion/completions/opintercept"],
     "build": ["build"],
@@ -95,10 +99,13 @@ def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
     )
     chosen.configure(parser)
     arguments = parser.parse_args(rest)
-    with warnings.catch_warnings():
-        # torch warns when it is imported without numpy, which no command needs from torch.
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        return chosen.command(arguments)
+    status: int | Callable[[], int] = 0
+    with plain_warnings(name):
+        if name == "run":  # stdout is the program's
+            return chosen.command(arguments)
+        with safe_stdout():
+            status = chosen.command(arguments)
+    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,7 +113,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"unrecognized arguments: (-[^\s=]*)|invalid choice: '([^']*)'", message)
-        known = [option for action in self._actions for option in action.option_strings]
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        known = [option for action in shown for option in action.option_strings]
         if wrong is not None and wrong[2] is not None:
             known = [str(choice) for action in self._actions for choice in action.choices or ()]
         close = difflib.get_close_matches((wrong[1] or wrong[2]) if wrong else "", known, n=1)

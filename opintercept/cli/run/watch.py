@@ -115,9 +115,9 @@ class ProgramWatch:
             )
             self._recording = _Recording(recorder)
             watching.append(self._recording)
-            if chosen.every is not None:
+            if chosen.every_steps is not None:
                 first, end = (chosen.steps.start, chosen.steps.stop) if chosen.steps else (0, sys.maxsize)
-                watching[-1] = hooks.when(self._recording, steps=range(first, end, chosen.every))
+                watching[-1] = hooks.when(self._recording, steps=range(first, end, chosen.every_steps))
         if chosen.stop:  # last, so that the others see the call before this one raises
             watching.append(_Stop(search, hooks.NonFinite(action="record")))
         return watching
@@ -180,7 +180,7 @@ class ProgramWatch:
             if name == "nonfinite" and not hook.findings:
                 yield from self._nothing_found(hook)
             elif name != "print" and tally.calls:
-                yield from _top(hook, chosen.top, self._stderr)
+                yield from _top(hook, chosen.limit, self._stderr)
         opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
         if opaque:
             yield f"opaque (matmuls inside are not shown): {printable(opaque)}"
@@ -345,20 +345,20 @@ def _write(stderr: TextIO, text: str) -> None:
         stderr.flush()
 
 
-def _top(hook: Any, top: int, file: TextIO) -> Iterator[str]:
-    """Yield the first `top` rows of a hook's table."""
+def _top(hook: Any, limit: int, file: TextIO) -> Iterator[str]:
+    """Yield the first rows of a hook's table."""
     rows = getattr(hook, "findings", None) or []
     found = bool(rows)
     if not found:
         head, rows = str(hook).splitlines()[:1], str(hook).splitlines()[1:]
         yield from (styled(printable(line), "head", file) for line in head)
-    for row in rows[:top]:
+    for row in rows[:limit]:
         lines = list(map(printable, str(row).splitlines()))
         if lines and found:
             lines[0] = styled(lines[0], "wrong", file)
         yield from lines
-    if len(rows) > top:
-        yield f"... and {len(rows) - top} more; --top {len(rows)} shows them"
+    if len(rows) > limit:
+        yield f"... and {len(rows) - limit} more; --limit {len(rows)} shows them"
 
 
 def _count_steps(interceptor: Any) -> None:

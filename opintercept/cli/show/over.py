@@ -1,4 +1,4 @@
-"""`Series`: the time and the outputs of calls by step, for `show --over steps`.
+"""`Series`: the time and the outputs of calls by step, for `show --by step`.
 
 Invariant: memory is bounded, since steps are merged two by two when there are too many. Must not import torch.
 """

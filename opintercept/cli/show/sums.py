@@ -138,7 +138,7 @@ def call_filter(arguments: argparse.Namespace, names: NameFilter) -> Callable[[S
         return (
             names(record)
             and (chosen.phase is None or record.phase == chosen.phase)
-            and (chosen.step is None or record.step in chosen.step)
+            and (chosen.steps is None or record.step in chosen.steps)
             and (not chosen.nonfinite or not finite(call))
         )
 
@@ -178,7 +178,7 @@ class Chosen:
 
     def of_steps(self, chunk: Arrays) -> Array:
         """Which calls of a chunk are of the steps that are asked for."""
-        steps = self._arguments.step
+        steps = self._arguments.steps
         if steps is None:
             return np.ones(len(chunk["step"]), bool)
         return np.asarray((chunk["step"] >= steps.start) & (chunk["step"] < steps.stop))
@@ -190,7 +190,7 @@ class Chosen:
             The number of the first call, its columns of these names, the kinds, and which of the calls are admitted.
         """
         names = tuple({*names, *(("has_more", *COUNTS) if self._arguments.nonfinite else ())})
-        for start, places in self._columns.chunks(("site", "look", "step"), steps=self._arguments.step):
+        for start, places in self._columns.chunks(("site", "look", "step"), steps=self._arguments.steps):
             of, _ = self.kinds_of(places)
             rows = self.rows(of, places)
             found = np.flatnonzero(rows)
@@ -240,7 +240,7 @@ class Groups:
         chosen = Chosen(columns, arguments, self._names)
         slots: list[str | None] = []
         keys: list[tuple[Any, ...]] = []
-        for start, chunk in columns.chunks(_SUMMED, steps=arguments.step):
+        for start, chunk in columns.chunks(_SUMMED, steps=arguments.steps):
             of, new = chosen.kinds_of(chunk)
             for kind in new:
                 call_site, signature = chosen.kinds[kind]

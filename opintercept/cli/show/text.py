@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from opintercept._core.text import counted, printable
+from opintercept._core.tables import Cells, Marked, Part
+from opintercept._core.text import counted, listed, printable
 from opintercept.cli.show.calls import OpenedRun
-from opintercept.cli.show.over import BARS, Series, sparkline
-from opintercept.cli.show.sums import LONGEST, FirstNonfinite, GroupTotals, Row, RunSums
-from opintercept.cli.terminal.output import can_print, fitted, listed, nonfinite
-from opintercept.cli.terminal.style import styled
-from opintercept.runs.store.codec import is_output
-from opintercept.runs.store.run import Run, RunInfo
+from opintercept.cli.show.over import Series, sparkline
+from opintercept.cli.show.sums import LONGEST, Row, RunSums
+from opintercept.runs.compare.words import nonfinite
+from opintercept.runs.store.codec import StoredCall, is_output
+from opintercept.runs.store.run import Run
 
 _WIDTH = 60
 
@@ -24,31 +23,30 @@ def source_text(opened: list[OpenedRun]) -> str:
     return cell_text(opened[0].run.path, LONGEST) if len(opened) == 1 else f"these {len(opened)} runs"
 
 
-def print_overview(run: Run, sums: RunSums, arguments: argparse.Namespace) -> None:
-    """Print what a run is and what its calls add up to."""
-    for name, text in _overview(run, sums.total, arguments):
-        print(f"{name:9} {text}")
+def overview(run: Run, sums: RunSums, of_steps: bool) -> Iterator[Part]:
+    """Say what a run is and what its calls add up to; `of_steps` if only those of some steps do."""
+    yield from run.parts()
+    yield f"calls     {sums.total}{', of the chosen steps' if of_steps else ''}"
     if sums.first.call is not None:
-        print(styled(f"nonfinite {_first_text(sums.first)}", "wrong"))
+        yield Marked(f"nonfinite {_first_text(sums.first.call)}", "wrong")
     if sums.chosen.calls != sums.total.calls:
-        print(f"{'chosen':9} {sums.chosen}")
+        yield f"chosen    {sums.chosen}"
 
 
-def runs_table(opened: list[OpenedRun], sums: list[RunSums]) -> str:
+def runs_table(opened: list[OpenedRun], sums: list[RunSums]) -> Cells:
     """Lay out a row for each of several runs."""
-    table = [["run", "started", "state", "ranks", "calls", "ms", "not finite", "first not finite"]]
+    rows = []
     for (name, run), own in zip(opened, sums, strict=True):
         first = own.first.call
         where = "" if first is None else f"step {first.record.step}, {_name('module', first.record.module)}"
         state = "finished" if all(info.finished for info in run.infos.values()) else "not finished"
         figures = (f"{own.total.calls:,}", _number(own.total.seconds, 1e-3), f"{own.total.nonfinite:,}", where)
-        table.append([cell_text(name), cell_text(run.info.started), state, str(len(run.ranks)), *figures])
-    return fitted(table, left=3, last=["run"], spare=["started", "ranks"])
+        rows.append([cell_text(name), cell_text(run.info.started), state, str(len(run.ranks)), *figures])
+    head = ["run", "started", "state", "ranks", "calls", "ms", "not finite", "first not finite"]
+    return Cells(head, rows, left=3, last=["run"], spare=["started", "ranks"])
 
 
-def _first_text(first: FirstNonfinite) -> str:
-    call = first.call
-    assert call is not None
+def _first_text(call: StoredCall) -> str:
     record = call.record
     text = f"first in call {record.index}, step {record.step}, rank {call.rank}, {record.phase}: "
     text += f"{_name('op', record.op)} in {_name('module', record.module)}"
@@ -64,51 +62,25 @@ def _first_text(first: FirstNonfinite) -> str:
     return f"{text}; its operands are {'finite' if known else 'not recorded'}"
 
 
-def print_series(series: Series, rows: list[Row]) -> None:
-    """Print the figures of the steps, with bars where the terminal can show them."""
+def series_parts(series: Series, rows: list[Row], bars: bool) -> Iterator[Part]:
+    """The figures of the steps, with bars if stdout can show them."""
     modules = [_name("module", module) for module in itertools.islice(series.modules, 4)]
-    print(f"modules   {listed(modules, 3)}" + (f" ({len(series.modules):,} in all)" if len(series.modules) > 3 else ""))
+    yield f"modules   {listed(modules, 3)}" + (f" ({len(series.modules):,} in all)" if len(series.modules) > 3 else "")
     if series.width > 1:
-        print(f"steps     {counted(series.width, 'step')} a row; --limit sets the number of rows")
-    if can_print(BARS) and len(rows) > 1:
-        for name in ("seconds", "rms", "max"):
-            values = [row[name] for row in rows]
-            known = [value for value in values if value is not None]
-            if known:
-                unit = 1e3 if name == "seconds" else 1.0
-                ends = f"{_value(min(known) * unit)} to {_value(max(known) * unit)}{' ms' if unit > 1 else ''}"
-                print(f"{'time' if unit > 1 else name:9} {sparkline(values)}  {ends}")
-    table = [["step", "calls", "ms", "min", "max", "mean", "rms", "not finite"]]
+        yield f"steps     {counted(series.width, 'step')} a row; --limit sets the number of rows"
+    for name in ("seconds", "rms", "max") if bars and len(rows) > 1 else ():
+        values = [row[name] for row in rows]
+        if known := [value for value in values if value is not None]:
+            unit = 1e3 if name == "seconds" else 1.0
+            ends = f"{_value(min(known) * unit)} to {_value(max(known) * unit)}{' ms' if unit > 1 else ''}"
+            yield f"{'time' if unit > 1 else name:9} {sparkline(values)}  {ends}"
+    cells = []
     for row in rows:
         step = f"{row['step']}" if series.width == 1 else f"{row['step']}-{row['last']}"
-        cells = [step, f"{row['calls']:,}", _number(row["seconds"], 1e-3)]
-        table.append([*cells, *(_value(row[name]) for name in ("min", "max", "mean", "rms")), f"{row['nonfinite']:,}"])
+        figures = [_value(row[name]) for name in ("min", "max", "mean", "rms")]
+        cells.append([step, f"{row['calls']:,}", _number(row["seconds"], 1e-3), *figures, f"{row['nonfinite']:,}"])
     if rows:
-        print(f"\n{fitted(table, left=1)}")
-
-
-def _overview(run: Run, total: GroupTotals, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    infos = list(run.infos.values())
-    info = infos[0]
-    unfinished = [rank for rank, info in run.infos.items() if not info.finished]
-    state = "finished"
-    if unfinished:
-        which = f" (ranks {listed(unfinished)})" if len(infos) > 1 else ""
-        state = f"not finished{which}: still running, or killed"
-    world = f"; {len(infos)} of {info.world_size} ranks" if max(info.world_size, len(infos)) > 1 else ""
-    yield "run", f"{cell_text(run.path, 200)}: {state}{world}"
-    yield "started", cell_text(info.started)
-    yield "command", cell_text(" ".join(info.argv), 200)
-    yield "versions", _pairs(info, "versions", " ")
-    yield "devices", cell_text(", ".join(info.devices), 200) or "the CPU"
-    yield "flags", _pairs(info, "flags", "=")
-    yield "tensors", info.tensors
-    yield "calls", f"{total}{'' if arguments.step is None else ', of the chosen steps'}"
-
-
-def _pairs(info: RunInfo, name: str, between: str) -> str:
-    pairs = itertools.islice(getattr(info, name).items(), 64)
-    return ", ".join(f"{cell_text(key)}{between}{cell_text(value)}" for key, value in pairs)
+        yield from ("", Cells(["step", "calls", "ms", "min", "max", "mean", "rms", "not finite"], cells, left=1))
 
 
 def cell_text(value: Any, most: int = _WIDTH) -> str:
@@ -116,12 +88,12 @@ def cell_text(value: Any, most: int = _WIDTH) -> str:
     return printable(str(value), most)
 
 
-def group_table(rows: list[Row], keys: tuple[str, ...], *, values: bool) -> str:
+def group_table(rows: list[Row], keys: tuple[str, ...], *, values: bool) -> Cells:
     """Lay out groups of calls."""
     raised = any(row["raised"] for row in rows)
     head = [*keys, "calls", "MFLOP", "ms", "share", "GFLOP/s"]
     head += ["not finite", "min", "max"] * values + ["raised"] * raised
-    table = [head]
+    table = []
     for row in rows:
         cells = [_name(name, row[name]) for name in keys]
         cells += [f"{row['calls']:,}", _number(row["flops"], 1e6), _number(row["seconds"], 1e-3)]
@@ -129,24 +101,16 @@ def group_table(rows: list[Row], keys: tuple[str, ...], *, values: bool) -> str:
         cells += [f"{row['nonfinite']:,}", _value(row["min"]), _value(row["max"])] * values
         cells += [f"{row['raised']:,}"] * raised
         table.append(cells)
-    return fitted(table, left=len(keys), last=["run", "module"], spare=["max", "min", "GFLOP/s", "MFLOP"])
+    return Cells(head, table, left=len(keys), last=["run", "module"], spare=["max", "min", "GFLOP/s", "MFLOP"])
 
 
-def call_table(rows: list[Row], *, ranks: bool) -> str:
+def call_table(rows: list[Row], *, ranks: bool) -> Cells:
     """Lay out calls."""
     values = any(row["min"] is not None or row["nan"] for row in rows)
-    names = (
-        *["run"] * ("run" in rows[0]),
-        *["rank"] * ranks,
-        "index",
-        "step",
-        "phase",
-        "module",
-        "op",
-        "shape",
-        "dtype",
-    )
-    table = [[*names, "MFLOP", "ms", *("nan", "inf", "min", "max", "mean") * values, ""]]
+    first = [*["run"] * ("run" in rows[0]), *["rank"] * ranks]
+    names = [*first, "index", "step", "phase", "module", "op", "shape", "dtype"]
+    head = [*names, "MFLOP", "ms", *("nan", "inf", "min", "max", "mean") * values, ""]
+    table = []
     for row in rows:
         cells = [_name(name, row[name]) for name in names]
         cells += [_number(row["flops"], 1e6), _number(row["seconds"], 1e-3)]
@@ -154,7 +118,7 @@ def call_table(rows: list[Row], *, ranks: bool) -> str:
             cells += ["" if row[name] is None else f"{row[name]:,}" for name in ("nan", "inf")]
             cells += [_value(row[name]) for name in ("min", "max", "mean")]
         table.append([*cells, "" if row["error"] is None else cell_text(row["error"], 100)])
-    return fitted(table, left=len(names), last=["run", "module"], spare=["mean", "max", "min", "dtype", "MFLOP"])
+    return Cells(head, table, left=len(names), last=["run", "module"], spare=["mean", "max", "min", "dtype", "MFLOP"])
 
 
 def _name(column: str, value: Any) -> str:

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
-from opintercept.runs import Run, StoredCall, open_run
+from opintercept.runs import Run, open_run
 from opintercept.runs.store import codec
+from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.untrusted import MAX_TEXT
 
 pytestmark = pytest.mark.slow

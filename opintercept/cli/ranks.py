@@ -1,0 +1,26 @@
+"""`opintercept ranks`: finds where the ranks of one run first diverge. Must not import torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from opintercept.cli.options import add_result
+from opintercept.cli.terminal.output import print_result
+from opintercept.cli.terminal.progress import progress
+from opintercept.runs.ranks.diff import diff_ranks
+from opintercept.runs.record.compaction import open_compacted
+
+_LEAST = 1 << 20  # bytes of lines of one process that are worth being compacted, as a run has many of them
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("run", metavar="RUN", help="folder of a run of several ranks")
+    add_result(parser, "nothing diverged")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Compare weights that should be equal, calls, and the size of outputs."""
+    with progress():
+        found = diff_ranks(open_compacted(arguments.run, least=_LEAST), limit=arguments.limit)
+    return print_result(found, arguments)
