@@ -12,6 +12,7 @@ from typing import Any, Literal
 from opintercept._core.record import plain
 from opintercept._core.tables import Cells, Marked, Page, Part
 from opintercept._core.text import counted, listed, printable
+from opintercept._kit.findings import CallFinding
 from opintercept._ranks.expectations import Group, named_ranks, who_diverged
 from opintercept.runs.compare.words import WIDTH, module_text, short_op
 from opintercept.runs.store.run import RunHead
@@ -21,7 +22,7 @@ What = Literal["weight", "operand", "calls", "order", "outlier", "not finite"]
 
 
 @dataclass(frozen=True, slots=True)
-class RankFinding:
+class RankFinding(CallFinding):
     """A divergence of ranks that should agree.
 
     Attributes:
