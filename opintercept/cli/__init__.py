@@ -12,7 +12,8 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, cast
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.text import printable
@@ -55,19 +56,6 @@ _EXTRA = ("duckdb", "numpy", "safetensors")  # what the extra cli installs, and 
 UNUSABLE = 2  # the exit status for input that cannot be used, the same as argparse's
 
 
-class _Command(Protocol):
-    """What the file of a command defines."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's options."""
-
-    def command(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
-        """Run the command and return its exit status.
-
-        `run` returns a function instead, which runs the user's program: errors of that are not ours to report.
-        """
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -75,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = ["--help"]  # like pip, with status 0
     name, *rest = argv
     if name not in COMMANDS:
-        _all_commands().parse_args(argv)  # exits: prints help, the version or an error
+        all_commands().parse_args(argv)  # exits: prints help, the version or an error
         raise AssertionError(f"argparse accepted the unknown command {name!r}")
     try:
         status = _run(name, rest)
@@ -90,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
-    chosen = cast(_Command, importlib.import_module(f"opintercept.cli.{name}"))
+    # It defines `configure`, which adds its options to a parser, and `command`, which returns an exit status. That of
+    # `run` returns a function that runs the user's program, whose errors are not ours to report.
+    chosen: Any = importlib.import_module(f"opintercept.cli.{name}")
     parser = _Parser(
         prog=f"opintercept {name}",
         description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
@@ -100,11 +90,8 @@ def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
     chosen.configure(parser)
     arguments = parser.parse_args(rest)
     status: int | Callable[[], int] = 0
-    with plain_warnings(name):
-        if name == "run":  # stdout is the program's
-            return chosen.command(arguments)
-        with safe_stdout():
-            status = chosen.command(arguments)
+    with plain_warnings(name), nullcontext() if name == "run" else safe_stdout():  # stdout is the program's
+        status = chosen.command(arguments)
     return status
 
 
@@ -121,11 +108,9 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 
-def _all_commands() -> argparse.ArgumentParser:
-    return all_commands(lambda name, parser: None)
-
-
-def all_commands(configure: Callable[[str, argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
+def all_commands(
+    configure: Callable[[str, argparse.ArgumentParser], None] = lambda name, parser: None,
+) -> argparse.ArgumentParser:
     """Return a parser that knows the commands by name, and those of their options that `configure` adds."""
     from opintercept._core.version import __version__
 

@@ -25,4 +25,4 @@ def command(arguments: argparse.Namespace) -> int:
     """Join and compare forward calls."""
     with progress():
         found = align(open_compacted(arguments.a), open_compacted(arguments.b))
-    return print_result(found, arguments)
+    return print_result(found, arguments.json, arguments.limit)

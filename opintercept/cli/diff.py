@@ -55,4 +55,4 @@ def command(arguments: argparse.Namespace) -> int:
             names.check("the runs")
             raise
     names.check("the runs")
-    return print_result(found, arguments)
+    return print_result(found, arguments.json, arguments.limit)

@@ -23,4 +23,4 @@ def command(arguments: argparse.Namespace) -> int:
     """Compare weights that should be equal, calls, and the size of outputs."""
     with progress():
         found = diff_ranks(open_compacted(arguments.run, least=_LEAST), limit=arguments.limit)
-    return print_result(found, arguments)
+    return print_result(found, arguments.json, arguments.limit)

@@ -1,6 +1,6 @@
 """The calls that `opintercept show` prints, in the order that it prints them.
 
-Invariant: calls are read piece by piece and not kept. Sorting keeps only keys and places in the file.
+Invariant: calls are read piece by piece, and only those that `--limit` admits are kept for sorting.
 Must not import torch.
 """
 
@@ -11,20 +11,20 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from opintercept.cli.filters import NameFilter
 from opintercept.cli.show.columns import call_row
-from opintercept.cli.show.sums import LONGEST, Chosen, Row, call_filter
+from opintercept.cli.show.sums import LONGEST, Chosen, Row
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import Run
 
 BATCH = 100  # rows of text that are laid out together
 _READ = 4096  # calls that are read together
-MAX_OPEN = 256  # files that are open at once
+MAX_OPEN = 256  # processes whose calls are merged
+T = TypeVar("T")
 
 
 class OpenedRun(NamedTuple):
@@ -39,13 +39,13 @@ def ranks_of(run: Run, arguments: argparse.Namespace) -> tuple[int, ...]:
     return run.ranks if arguments.rank is None else tuple(rank for rank in run.ranks if rank == arguments.rank)
 
 
-def sorted_keys(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit: int | None) -> list[Any]:
-    """Return the first keys in the order of their rows, which are not kept; rows without a value come last."""
+def first_rows(found: Iterable[T], row: Callable[[T], Row], sort: str, limit: int | None) -> list[T]:
+    """Return what comes first in the order of its rows, which are not kept; rows without a value come last."""
     by = {"time": "seconds", "rate": "flops_per_second"}.get(sort, sort)
     up = sort in ("min", "index", "module", "op")
 
-    def place(key: Any) -> Any:
-        made = row(key)
+    def place(each: T) -> Any:
+        made = row(each)
         value = made.get(by)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return True, 0
@@ -53,66 +53,31 @@ def sorted_keys(keys: Iterable[Any], row: Callable[[Any], Row], sort: str, limit
             return False, (made["step"], value)
         return False, value[:LONGEST] if isinstance(value, str) else value if up else -value
 
-    return sorted(keys, key=place) if limit is None else heapq.nsmallest(limit, keys, key=place)
+    return sorted(found, key=place) if limit is None else heapq.nsmallest(limit, found, key=place)
 
 
-def _located(run: Run, arguments: argparse.Namespace, names: NameFilter) -> Iterator[tuple[int, int, StoredCall]]:
-    """Yield rank, place and call of those that the filters admit; several processes are merged by step and index."""
-    admits = call_filter(arguments, names)
-
-    def of(rank: int) -> Iterator[tuple[int, int, StoredCall]]:
-        if run.in_columns(rank):
-            return _in_columns(run, rank, arguments, names)
-        return ((rank, position, call) for position, call in run.located(rank) if admits(call))
-
-    ranks = ranks_of(run, arguments)
-    if len(ranks) > MAX_OPEN:
-        return itertools.chain.from_iterable(map(of, ranks))
-    return heapq.merge(*map(of, ranks), key=lambda entry: entry[2].place)
-
-
-def _in_columns(
-    run: Run, rank: int, arguments: argparse.Namespace, names: NameFilter
-) -> Iterator[tuple[int, int, StoredCall]]:
+def _of_rank(run: Run, rank: int, arguments: argparse.Namespace, names: NameFilter) -> Iterator[StoredCall]:
     columns = run.columns(rank)
     for start, _, _, rows in Chosen(columns, arguments, names).stretches(()):
         numbers = np.flatnonzero(rows) + start
         size = BATCH  # the first calls are soon there, and the rest is read in larger pieces
         while len(numbers):
             part, numbers = numbers[:size], numbers[size:]
-            for number, call in zip(part.tolist(), columns.calls_at(part), strict=True):
-                yield rank, number, call
+            yield from columns.calls_at(part, given=False)
             size = _READ
 
 
 def in_order(
     opened: list[OpenedRun], arguments: argparse.Namespace, names: NameFilter
 ) -> Iterator[tuple[str, StoredCall]]:
-    """Yield the chosen calls with the names of their runs, in the order of `--sort`."""
-    located = (
-        ((number, rank), position, call)
-        for number, (_, run) in enumerate(opened)
-        for rank, position, call in _located(run, arguments, names)
-    )
+    """Yield the chosen calls with the names of their runs, by `--sort` or, of several processes, by step and index."""
+
+    def of(name: str, run: Run) -> Iterator[tuple[str, StoredCall]]:
+        calls = [_of_rank(run, rank, arguments, names) for rank in ranks_of(run, arguments)]
+        merged = itertools.chain(*calls) if len(calls) > MAX_OPEN else heapq.merge(*calls, key=lambda call: call.place)
+        return ((name, call) for call in merged)
+
+    found = itertools.chain.from_iterable(of(name, run) for name, run in opened)
     if not arguments.sort:
-        yield from ((opened[number].name, call) for (number, _), _, call in located)
-        return
-    calls: dict[tuple[tuple[int, int], int], Row] = {}  # only the current one
-
-    def places() -> Iterator[tuple[tuple[int, int], int]]:
-        for process, position, call in located:
-            calls.clear()
-            calls[process, position] = call_row(call)
-            yield process, position
-
-    chosen = sorted_keys(places(), lambda place: calls[place], arguments.sort, arguments.limit)
-    with ExitStack() as files:
-        readers: dict[tuple[int, int], Callable[[int], StoredCall]] = {}
-        for process, position in chosen:
-            name, run = opened[process[0]]
-            if process not in readers:
-                if len(readers) == MAX_OPEN:
-                    files.close()
-                    readers.clear()
-                readers[process] = files.enter_context(run.reader(process[1]))
-            yield name, readers[process](position)
+        return found
+    return iter(first_rows(found, lambda each: call_row(each[1]), arguments.sort, arguments.limit))

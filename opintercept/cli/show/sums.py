@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,22 +127,6 @@ def shape_of(record: CallRecord) -> str:
 def dtype_of(record: CallRecord) -> str:
     """The dtypes of the operands."""
     return ", ".join(dict.fromkeys(t.dtype[:50] for t in (record.lhs, record.rhs) if t is not None))
-
-
-def call_filter(arguments: argparse.Namespace, names: NameFilter) -> Callable[[StoredCall], bool]:
-    """Whether the options admit a call."""
-    chosen = arguments
-
-    def admits(call: StoredCall) -> bool:
-        record = call.record
-        return (
-            names(record)
-            and (chosen.phase is None or record.phase == chosen.phase)
-            and (chosen.steps is None or record.step in chosen.steps)
-            and (not chosen.nonfinite or not finite(call))
-        )
-
-    return admits
 
 
 class Chosen:

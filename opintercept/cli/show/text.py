@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from opintercept._core.tables import Cells, Marked, Part
@@ -74,13 +75,10 @@ def series_parts(series: Series, rows: list[Row], bars: bool) -> Iterator[Part]:
             unit = 1e3 if name == "seconds" else 1.0
             ends = f"{_value(min(known) * unit)} to {_value(max(known) * unit)}{' ms' if unit > 1 else ''}"
             yield f"{'time' if unit > 1 else name:9} {sparkline(values)}  {ends}"
-    cells = []
-    for row in rows:
-        step = f"{row['step']}" if series.width == 1 else f"{row['step']}-{row['last']}"
-        figures = [_value(row[name]) for name in ("min", "max", "mean", "rms")]
-        cells.append([step, f"{row['calls']:,}", _number(row["seconds"], 1e-3), *figures, f"{row['nonfinite']:,}"])
     if rows:
-        yield from ("", Cells(["step", "calls", "ms", "min", "max", "mean", "rms", "not finite"], cells, left=1))
+        if series.width > 1:
+            rows = [row | {"step": f"{row['step']}-{row['last']}"} for row in rows]
+        yield from ("", _table(rows, ["step", "calls", "seconds", "min", "max", "mean", "rms", "nonfinite"], left=1))
 
 
 def cell_text(value: Any, most: int = _WIDTH) -> str:
@@ -90,35 +88,24 @@ def cell_text(value: Any, most: int = _WIDTH) -> str:
 
 def group_table(rows: list[Row], keys: tuple[str, ...], *, values: bool) -> Cells:
     """Lay out groups of calls."""
-    raised = any(row["raised"] for row in rows)
-    head = [*keys, "calls", "MFLOP", "ms", "share", "GFLOP/s"]
-    head += ["not finite", "min", "max"] * values + ["raised"] * raised
-    table = []
-    for row in rows:
-        cells = [_name(name, row[name]) for name in keys]
-        cells += [f"{row['calls']:,}", _number(row["flops"], 1e6), _number(row["seconds"], 1e-3)]
-        cells += ["" if row["share"] is None else f"{row['share']:.1%}", _number(row["flops_per_second"], 1e9)]
-        cells += [f"{row['nonfinite']:,}", _value(row["min"]), _value(row["max"])] * values
-        cells += [f"{row['raised']:,}"] * raised
-        table.append(cells)
-    return Cells(head, table, left=len(keys), last=["run", "module"], spare=["max", "min", "GFLOP/s", "MFLOP"])
+    names = [*keys, "calls", "flops", "seconds", "share", "flops_per_second"]
+    names += ["nonfinite", "min", "max"] * values + ["raised"] * any(row["raised"] for row in rows)
+    return _table(rows, names, len(keys), spare=["max", "min", "GFLOP/s", "MFLOP"])
 
 
 def call_table(rows: list[Row], *, ranks: bool) -> Cells:
     """Lay out calls."""
     values = any(row["min"] is not None or row["nan"] for row in rows)
     first = [*["run"] * ("run" in rows[0]), *["rank"] * ranks]
-    names = [*first, "index", "step", "phase", "module", "op", "shape", "dtype"]
-    head = [*names, "MFLOP", "ms", *("nan", "inf", "min", "max", "mean") * values, ""]
-    table = []
-    for row in rows:
-        cells = [_name(name, row[name]) for name in names]
-        cells += [_number(row["flops"], 1e6), _number(row["seconds"], 1e-3)]
-        if values:
-            cells += ["" if row[name] is None else f"{row[name]:,}" for name in ("nan", "inf")]
-            cells += [_value(row[name]) for name in ("min", "max", "mean")]
-        table.append([*cells, "" if row["error"] is None else cell_text(row["error"], 100)])
-    return Cells(head, table, left=len(names), last=["run", "module"], spare=["mean", "max", "min", "dtype", "MFLOP"])
+    first += ["index", "step", "phase", "module", "op", "shape", "dtype"]
+    names = [*first, "flops", "seconds", *("nan", "inf", "min", "max", "mean") * values, "error"]
+    return _table(rows, names, len(first), spare=["mean", "max", "min", "dtype", "MFLOP"])
+
+
+def _table(rows: list[Row], names: list[str], left: int, spare: Sequence[str] = ()) -> Cells:
+    forms = [_FORMS.get(name) or (name, partial(_name, name)) for name in names]
+    cells = [[form(row[name]) for name, (_, form) in zip(names, forms, strict=True)] for row in rows]
+    return Cells([head for head, _ in forms], cells, left, last=["run", "module"], spare=spare)
 
 
 def _name(column: str, value: Any) -> str:
@@ -135,3 +122,20 @@ def _number(value: float | None, unit: float) -> str:
 
 def _value(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+# The heads of columns, and how their numbers are written; other columns are texts with their own names.
+_FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "flops": ("MFLOP", partial(_number, unit=1e6)),
+    "seconds": ("ms", partial(_number, unit=1e-3)),
+    "flops_per_second": ("GFLOP/s", partial(_number, unit=1e9)),
+    "share": ("share", lambda value: "" if value is None else f"{value:.1%}"),
+    "nonfinite": ("not finite", _count),
+    "error": ("", lambda value: "" if value is None else cell_text(value, 100)),
+    **{name: (name, _count) for name in ("calls", "raised", "nan", "inf")},
+    **{name: (name, _value) for name in ("min", "max", "mean", "rms")},
+}

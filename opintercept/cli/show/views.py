@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from opintercept._core.tables import Part
 from opintercept.cli.filters import NameFilter
-from opintercept.cli.show.calls import BATCH, OpenedRun, in_order, ranks_of, sorted_keys
+from opintercept.cli.show.calls import BATCH, OpenedRun, first_rows, in_order, ranks_of
 from opintercept.cli.show.columns import CALL_COLUMNS, call_json, call_row
 from opintercept.cli.show.over import BARS, COLUMNS, Series
 from opintercept.cli.show.sums import LONGEST, MAX_GROUPS, Groups, GroupTotals, Row, RunSums
@@ -66,7 +66,7 @@ def show_groups(opened: list[OpenedRun], arguments: argparse.Namespace, names: N
         made = groups[key].row(zip(arguments.by, key, strict=True))
         return made | {"share": made["seconds"] / chosen if chosen > 0 else None}
 
-    keys = sorted_keys(groups, row, arguments.sort or "time", arguments.limit)
+    keys = first_rows(groups, row, arguments.sort or "time", arguments.limit)
 
     def parts() -> Iterator[Part]:
         if len(opened) == 1:

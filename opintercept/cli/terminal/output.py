@@ -5,7 +5,6 @@ Must not import torch.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import math
@@ -29,7 +28,7 @@ _READABLE = 32  # characters of a module name for which other columns are left o
 
 
 class Printable(Protocol):
-    """What `diff`, `ranks` and `align` print."""
+    """What `diff`, `ranks`, `align` and `replay` print."""
 
     @property
     def equal(self) -> bool:
@@ -129,12 +128,12 @@ def print_parts(parts: Iterable[Part], limit: int | None = None) -> None:
             print(styled(part, part.mark) if isinstance(part, Marked) else part)
 
 
-def print_result(found: Printable, arguments: argparse.Namespace) -> int:
-    """Print what `--json` and `--limit` ask for, and return the exit status."""
-    if arguments.json:
+def print_result(found: Printable, as_json: bool, limit: int | None = None) -> int:
+    """Print a result with tables of at most so many rows, or as JSON; return the exit status."""
+    if as_json:
         print(json.dumps(finite_json(found.as_dict()), indent=1, allow_nan=False))
     else:
-        print_parts(found.parts(), arguments.limit)
+        print_parts(found.parts(), limit)
     return 0 if found.equal else 1
 
 
