@@ -6,7 +6,7 @@ import argparse
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
-from opintercept.cli.filters import NameFilter
+from opintercept._reports.filters import NameFilter
 from opintercept.cli.options import add_filters, add_result, rename, tolerance
 from opintercept.cli.terminal.output import print_result
 from opintercept.cli.terminal.progress import progress

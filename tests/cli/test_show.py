@@ -308,7 +308,7 @@ def test_the_first_nan_is_looked_for_in_outputs_before_operands(
 def test_too_many_ranks_are_read_one_after_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show.calls.MAX_OPEN", 2)
+    monkeypatch.setattr("opintercept._reports.calls.MAX_OPEN", 2)
     for rank in range(3):
         write(tmp_path / "run" / f"rank{rank}", [call(index) for index in range(3)], rank=rank, world_size=3)
     run = str(tmp_path / "run")
@@ -430,7 +430,7 @@ def test_nan_and_missing_numbers_sort_last(tmp_path: Path, capsys: pytest.Captur
 def test_groups_beyond_the_limit_share_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show.sums.MAX_GROUPS", 3)
+    monkeypatch.setattr("opintercept._reports.sums.MAX_GROUPS", 3)
     run = write(tmp_path / "run", [call(index, module=str(index)) for index in range(9)])
     assert {row["module"]: row["calls"] for row in rows(capsys, run)} == {"0": "1", "1": "1", "2": "1", "(others)": "6"}
 
@@ -477,7 +477,7 @@ def test_large_calls_are_not_kept(options: list[str], tmp_path: Path) -> None:
 def test_the_memory_of_group_keys_is_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opintercept.cli.show.sums.MAX_KEYS_SIZE", 10_000)
+    monkeypatch.setattr("opintercept._reports.sums.MAX_KEYS_SIZE", 10_000)
     run = write(tmp_path / "run", [call(index, module=f"{index}{'m' * 5000}") for index in range(99)])
     counts = {row["module"]: int(row["calls"]) for row in rows(capsys, run)}
     assert 10 < len(counts) < 40

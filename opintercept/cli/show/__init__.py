@@ -7,15 +7,17 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import listed, short_name
-from opintercept.cli.filters import NameFilter
+from opintercept._reports.calls import OpenedRun
+from opintercept._reports.filters import Choice, NameFilter
+from opintercept._reports.over import BARS
+from opintercept._reports.views import show_calls, show_groups, show_steps
 from opintercept.cli.options import add_filters, count, rename
-from opintercept.cli.show.calls import OpenedRun
 from opintercept.cli.show.data import head_of, write_csv, write_json
-from opintercept.cli.show.views import show_calls, show_groups, show_steps
-from opintercept.cli.terminal.output import print_parts
+from opintercept.cli.terminal.output import can_print, print_parts
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs.record.compaction import open_compacted
 from opintercept.runs.store.run import is_run
@@ -88,9 +90,15 @@ def command(arguments: argparse.Namespace) -> int:
         raise OpInterceptError("--calls with --sort needs a --limit, since every call might not fit into memory")
     if len(opened) > 1 and "run" not in arguments.by:
         arguments.by = ("run", *arguments.by)
+    choice = Choice(**{field.name: getattr(arguments, field.name) for field in fields(Choice)})
     names = NameFilter(arguments.module, arguments.op, lambda name: name, short_name)
-    show = show_steps if in_steps else show_calls if arguments.calls else show_groups
-    view = show(opened, arguments, names)
+    with progress():
+        if in_steps:
+            view = show_steps(opened, choice, names, can_print(BARS))
+        elif arguments.calls:
+            view = show_calls(opened, choice, names, arguments.json)
+        else:
+            view = show_groups(opened, choice, names)
     if arguments.json:
         write_json(head_of(opened, view.heads), view.name, view.rows)
     elif arguments.csv:

@@ -6,7 +6,6 @@ Must not import torch.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import math
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from opintercept.cli.filters import NameFilter
-from opintercept.cli.show.columns import call_row
-from opintercept.cli.show.sums import LONGEST, Chosen, Row
+from opintercept._reports.columns import call_row
+from opintercept._reports.filters import Choice, NameFilter
+from opintercept._reports.sums import LONGEST, Chosen, Row
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import Run
 
@@ -34,9 +33,9 @@ class OpenedRun(NamedTuple):
     run: Run
 
 
-def ranks_of(run: Run, arguments: argparse.Namespace) -> tuple[int, ...]:
+def ranks_of(run: Run, choice: Choice) -> tuple[int, ...]:
     """Return the ranks of a run that `--rank` chooses."""
-    return run.ranks if arguments.rank is None else tuple(rank for rank in run.ranks if rank == arguments.rank)
+    return run.ranks if choice.rank is None else tuple(rank for rank in run.ranks if rank == choice.rank)
 
 
 def first_rows(found: Iterable[T], row: Callable[[T], Row], sort: str, limit: int | None) -> list[T]:
@@ -56,9 +55,9 @@ def first_rows(found: Iterable[T], row: Callable[[T], Row], sort: str, limit: in
     return sorted(found, key=place) if limit is None else heapq.nsmallest(limit, found, key=place)
 
 
-def _of_rank(run: Run, rank: int, arguments: argparse.Namespace, names: NameFilter) -> Iterator[StoredCall]:
+def _of_rank(run: Run, rank: int, choice: Choice, names: NameFilter) -> Iterator[StoredCall]:
     columns = run.columns(rank)
-    for start, _, _, rows in Chosen(columns, arguments, names).stretches(()):
+    for start, _, _, rows in Chosen(columns, choice, names).stretches(()):
         numbers = np.flatnonzero(rows) + start
         size = BATCH  # the first calls are soon there, and the rest is read in larger pieces
         while len(numbers):
@@ -67,17 +66,15 @@ def _of_rank(run: Run, rank: int, arguments: argparse.Namespace, names: NameFilt
             size = _READ
 
 
-def in_order(
-    opened: list[OpenedRun], arguments: argparse.Namespace, names: NameFilter
-) -> Iterator[tuple[str, StoredCall]]:
+def in_order(opened: list[OpenedRun], choice: Choice, names: NameFilter) -> Iterator[tuple[str, StoredCall]]:
     """Yield the chosen calls with the names of their runs, by `--sort` or, of several processes, by step and index."""
 
     def of(name: str, run: Run) -> Iterator[tuple[str, StoredCall]]:
-        calls = [_of_rank(run, rank, arguments, names) for rank in ranks_of(run, arguments)]
+        calls = [_of_rank(run, rank, choice, names) for rank in ranks_of(run, choice)]
         merged = itertools.chain(*calls) if len(calls) > MAX_OPEN else heapq.merge(*calls, key=lambda call: call.place)
         return ((name, call) for call in merged)
 
     found = itertools.chain.from_iterable(of(name, run) for name, run in opened)
-    if not arguments.sort:
+    if not choice.sort:
         return found
-    return iter(first_rows(found, lambda each: call_row(each[1]), arguments.sort, arguments.limit))
+    return iter(first_rows(found, lambda each: call_row(each[1]), choice.sort, choice.limit))

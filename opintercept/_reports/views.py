@@ -1,4 +1,4 @@
-"""What `opintercept show` shows: groups of calls, steps, or calls, each as rows and as text.
+"""The reports of `opintercept show`: groups of calls, steps, or calls, each as rows and as text.
 
 Invariant: a name that no call has is refused, before anything is printed if all calls are read by then.
 Must not import torch.
@@ -6,18 +6,17 @@ Must not import torch.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from opintercept._core.tables import Part
-from opintercept.cli.filters import NameFilter
-from opintercept.cli.show.calls import BATCH, OpenedRun, first_rows, in_order, ranks_of
-from opintercept.cli.show.columns import CALL_COLUMNS, call_json, call_row
-from opintercept.cli.show.over import BARS, COLUMNS, Series
-from opintercept.cli.show.sums import LONGEST, MAX_GROUPS, Groups, GroupTotals, Row, RunSums
-from opintercept.cli.show.text import (
+from opintercept._reports.calls import BATCH, OpenedRun, first_rows, in_order, ranks_of
+from opintercept._reports.columns import CALL_COLUMNS, call_json, call_row
+from opintercept._reports.filters import Choice, NameFilter
+from opintercept._reports.over import COLUMNS, Series
+from opintercept._reports.sums import LONGEST, MAX_GROUPS, Groups, GroupTotals, Row, RunSums
+from opintercept._reports.text import (
     call_table,
     cell_text,
     group_table,
@@ -26,13 +25,11 @@ from opintercept.cli.show.text import (
     series_parts,
     source_text,
 )
-from opintercept.cli.terminal.output import can_print
-from opintercept.cli.terminal.progress import progress
 from opintercept.runs.store.codec import StoredCall
 
 
 class View(NamedTuple):
-    """What is shown.
+    """A report.
 
     Attributes:
         heads: What JSON says of each run before the rows.
@@ -49,33 +46,32 @@ class View(NamedTuple):
     parts: Iterable[Part]
 
 
-def show_groups(opened: list[OpenedRun], arguments: argparse.Namespace, names: NameFilter) -> View:
+def show_groups(opened: list[OpenedRun], choice: Choice, names: NameFilter) -> View:
     """Show groups of calls that share the keys of `--by`."""
-    found = Groups(arguments, names)
+    found = Groups(choice, names)
     sums = [RunSums() for _ in opened]
-    with progress():
-        for (name, run), own in zip(opened, sums, strict=True):
-            for rank in ranks_of(run, arguments):
-                found.add(name, run.columns(rank), own)
-            run.close()
+    for (name, run), own in zip(opened, sums, strict=True):
+        for rank in ranks_of(run, choice):
+            found.add(name, run.columns(rank), own)
+        run.close()
     groups = found.groups
     names.check(source_text(opened))
     chosen = sum(own.chosen.seconds for own in sums)
 
     def row(key: tuple[Any, ...]) -> Row:
-        made = groups[key].row(zip(arguments.by, key, strict=True))
+        made = groups[key].row(zip(choice.by, key, strict=True))
         return made | {"share": made["seconds"] / chosen if chosen > 0 else None}
 
-    keys = first_rows(groups, row, arguments.sort or "time", arguments.limit)
+    keys = first_rows(groups, row, choice.sort or "time", choice.limit)
 
     def parts() -> Iterator[Part]:
         if len(opened) == 1:
-            yield from overview(opened[0].run, sums[0], arguments.steps is not None)
+            yield from overview(opened[0].run, sums[0], choice.steps is not None)
         else:
             yield runs_table(opened, sums)
         if keys:
             values = any(info.tensors != "none" for _, run in opened for info in run.infos.values())
-            yield from ("", group_table(list(map(row, keys)), arguments.by, values=values))
+            yield from ("", group_table(list(map(row, keys)), choice.by, values=values))
         if len(keys) < len(groups):
             yield f"... and {len(groups) - len(keys)} more rows; --limit all shows them"
 
@@ -83,18 +79,17 @@ def show_groups(opened: list[OpenedRun], arguments: argparse.Namespace, names: N
         {"calls": own.total.row(()), "chosen": own.chosen.row(()), "first_nonfinite": own.first.as_dict()}
         for own in sums
     ]
-    columns = [*arguments.by, *GroupTotals().row(()), "share"]
+    columns = [*choice.by, *GroupTotals().row(()), "share"]
     return View(heads, "rows", map(row, keys), columns, parts())
 
 
-def show_steps(opened: list[OpenedRun], arguments: argparse.Namespace, names: NameFilter) -> View:
-    """Show figures of the chosen calls in each step."""
-    series = [Series(arguments, names, arguments.limit or MAX_GROUPS) for _ in opened]
-    with progress():
-        for (_, run), own in zip(opened, series, strict=True):
-            for rank in ranks_of(run, arguments):
-                own.add(run.columns(rank))
-            run.close()
+def show_steps(opened: list[OpenedRun], choice: Choice, names: NameFilter, bars: bool) -> View:
+    """Show figures of the chosen calls in each step, with bars if stdout can print `BARS`."""
+    series = [Series(choice, names, choice.limit or MAX_GROUPS) for _ in opened]
+    for (_, run), own in zip(opened, series, strict=True):
+        for rank in ranks_of(run, choice):
+            own.add(run.columns(rank))
+        run.close()
     names.check(source_text(opened))
     several = len(opened) > 1
     found = [own.rows() for own in series]
@@ -106,15 +101,15 @@ def show_steps(opened: list[OpenedRun], arguments: argparse.Namespace, names: Na
                 yield ""
             if several:
                 yield f"run       {cell_text(name, LONGEST)}"
-            yield from series_parts(own, rows, can_print(BARS))
+            yield from series_parts(own, rows, bars)
 
     heads: list[Row] = [{"width": own.width, "modules": list(own.modules)} for own in series]
     return View(heads, "rows", rows, [*["run"] * several, "step", "last", *COLUMNS], parts())
 
 
-def show_calls(opened: list[OpenedRun], arguments: argparse.Namespace, names: NameFilter) -> View:
+def show_calls(opened: list[OpenedRun], choice: Choice, names: NameFilter, as_json: bool) -> View:
     """Show single calls as they are read."""
-    calls = in_order(opened, arguments, names)
+    calls = in_order(opened, choice, names)
     # Wait for the first call, or the end of the run, before printing anything.
     first = list(itertools.islice(calls, 1))
     if not first:
@@ -125,7 +120,7 @@ def show_calls(opened: list[OpenedRun], arguments: argparse.Namespace, names: Na
     def rows(row: Callable[[StoredCall], Row]) -> Iterator[Row]:
         while first:
             yield _named(first[0][0], row(first.pop()[1]), several)
-        limit = None if arguments.limit is None else arguments.limit - 1
+        limit = None if choice.limit is None else choice.limit - 1
         for name, call in itertools.islice(calls, limit):
             yield _named(name, row(call), several)
         rest.extend(itertools.islice(calls, 1))
@@ -141,7 +136,7 @@ def show_calls(opened: list[OpenedRun], arguments: argparse.Namespace, names: Na
             yield "... and more; --limit all shows them"
 
     columns = [*["run"] * several, *CALL_COLUMNS]
-    return View([{} for _ in opened], "calls", rows(call_json if arguments.json else call_row), columns, parts())
+    return View([{} for _ in opened], "calls", rows(call_json if as_json else call_row), columns, parts())
 
 
 def _named(name: str, row: Row, several: bool) -> Row:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from opintercept._reports.sums import Row, dtype_of, rate, shape_of
 from opintercept._values.stats import Values
-from opintercept.cli.show.sums import Row, dtype_of, rate, shape_of
 from opintercept.runs.store.codec import StoredCall, is_output
 
 _FIGURES = ("hash", "nan", "inf", "min", "max", "mean", "rms")  # of the first output

@@ -1,4 +1,4 @@
-"""Filters by module and operator, which report a name that matches no call of a run.
+"""`Choice`, what a report is asked for, and filters by module and operator, which report a name that matches no call.
 
 Invariant: a filter keeps a bounded number of names, however many a run has. Must not import torch.
 """
@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
@@ -17,6 +18,33 @@ from opintercept._core.text import printable
 _NAMES = 2000  # kept for suggestions
 _LONGEST = 120  # characters of a kept name
 _CLOSE, _SUGGESTED = 0.6, 3  # the defaults of difflib
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which calls a report is about, how it groups and orders them, and how many rows it has.
+
+    Attributes:
+        module: A pattern of module names as in `fnmatch`.
+        op: Operators, `"mm"` or `"aten::mm"`.
+        phase: `"forward"`, `"backward"` or `"recompute"`.
+        steps: A range of steps.
+        rank: The rank of a process.
+        nonfinite: Whether only calls with NaN or Inf are chosen.
+        by: The keys of groups.
+        sort: What decides the order; None for that of the report.
+        limit: The most rows; None for all.
+    """
+
+    module: str | None = None
+    op: Sequence[str] | None = None
+    phase: str | None = None
+    steps: range | None = None
+    rank: int | None = None
+    nonfinite: bool = False
+    by: tuple[str, ...] = ()
+    sort: str | None = None
+    limit: int | None = None
 
 
 class NameFilter:

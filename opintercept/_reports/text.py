@@ -9,9 +9,9 @@ from typing import Any
 
 from opintercept._core.tables import Cells, Marked, Part
 from opintercept._core.text import counted, listed, printable
-from opintercept.cli.show.calls import OpenedRun
-from opintercept.cli.show.over import Series, sparkline
-from opintercept.cli.show.sums import LONGEST, Row, RunSums
+from opintercept._reports.calls import OpenedRun
+from opintercept._reports.over import Series, sparkline
+from opintercept._reports.sums import LONGEST, Row, RunSums
 from opintercept.runs.compare.words import nonfinite
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
