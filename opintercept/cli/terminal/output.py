@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from opintercept._core.errors import OpInterceptWarning
 from opintercept._core.tables import Cells, Marked, Part
@@ -22,23 +22,15 @@ from opintercept._core.text import aligned, printable
 from opintercept.cli.terminal.progress import hide
 from opintercept.cli.terminal.style import styled
 
+if TYPE_CHECKING:
+    from opintercept.runs import Alignment, Difference, RankDifference
+    from opintercept.runs.replay import Replay
+
+    Result = Difference | RankDifference | Alignment | Replay
+
 _WIDE = 120  # columns of a terminal that has room for whole heads
 _SHORTEST = 10  # characters that a shortened cell keeps
 _READABLE = 32  # characters of a module name for which other columns are left out
-
-
-class Printable(Protocol):
-    """What `diff`, `ranks`, `align` and `replay` print."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether there is nothing to report."""
-
-    def parts(self) -> Iterable[Part]:
-        """The text."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plain data."""
 
 
 @contextmanager
@@ -128,7 +120,9 @@ def print_parts(parts: Iterable[Part], limit: int | None = None) -> None:
             print(styled(part, part.mark) if isinstance(part, Marked) else part)
 
 
-def print_result(found: Printable, as_json: bool, limit: int | None = None) -> int:
+def print_result(
+    found: Difference | RankDifference | Alignment | Replay, as_json: bool, limit: int | None = None
+) -> int:
     """Print a result with tables of at most so many rows, or as JSON; return the exit status."""
     if as_json:
         print(json.dumps(finite_json(found.as_dict()), indent=1, allow_nan=False))
