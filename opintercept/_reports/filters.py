@@ -17,7 +17,6 @@ from opintercept._core.text import printable
 
 _NAMES = 2000  # kept for suggestions
 _LONGEST = 120  # characters of a kept name
-_CLOSE, _SUGGESTED = 0.6, 3  # the defaults of difflib
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +117,9 @@ def _refuse(option: str, kind: str, given: str, names: dict[str, None], source: 
 
 def nearest(given: str, names: Iterable[str]) -> list[str]:
     """Return the names, or the pattern, that were probably meant: at most three."""
-    names = list(names)
-    found = [f"{given}.*"] if any(name.startswith(f"{given}.") for name in names) else []
-    plain = re.sub(r"[*?\[\]]+", "", given)[:_LONGEST].lower().strip(".")
-    matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2(plain)
-    scores: dict[str, float] = {}
-    for name in names:
-        matcher.set_seq1(name.lower())
-        if plain and plain in name.lower():
-            scores[name] = 1.0
-        elif min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _CLOSE and matcher.ratio() >= _CLOSE:
-            scores[name] = matcher.ratio()
-    found += sorted(scores, key=lambda name: -scores[name])
-    return found[:_SUGGESTED]
+    lower = {name.lower(): name for name in names}
+    found = [f"{given}.*"] if any(name.startswith(f"{given}.") for name in lower.values()) else []
+    if plain := re.sub(r"[*?\[\]]+", "", given)[:_LONGEST].lower().strip("."):
+        found += [name for low, name in lower.items() if plain in low]
+        found += [lower[low] for low in difflib.get_close_matches(plain, lower)]
+    return list(dict.fromkeys(found))[:3]
