@@ -41,7 +41,7 @@ CONFIGURATIONS: dict[str, Make] = {
     "Print": lambda: intercept(hooks.Print(io.StringIO())),
     "Reference": lambda: intercept(hooks.Reference()),
     "Checksum": lambda: intercept(hooks.Checksum()),
-    "Checksum of one call in 100": lambda: intercept(hooks.Checksum(every=100)),
+    "Checksum of one call in 100": lambda: intercept(hooks.Checksum(every_calls=100)),
     "BitFlip": lambda: intercept(hooks.BitFlip()),
     "FakeQuantize": lambda: intercept(hooks.FakeQuantize()),
 }

@@ -132,7 +132,7 @@ def run(smoke: bool) -> list[Row]:
             "NonFinite": lambda: intercept(hooks.NonFinite(), engine="compiled"),
             "Profile": lambda: intercept(hooks.Profile(), engine="compiled"),
             "Checksum": lambda: intercept(hooks.Checksum(), engine="compiled"),
-            "Checksum of one call in 100": lambda: intercept(hooks.Checksum(every=100), engine="compiled"),
+            "Checksum of one call in 100": lambda: intercept(hooks.Checksum(every_calls=100), engine="compiled"),
             "flight recorder": lambda: _in_flight("none"),
             "flight recorder with statistics": lambda: _in_flight("stats"),
         }

@@ -59,7 +59,7 @@ def main() -> None:
     points = torch.randn(256, 3)
     data = DataLoader(TensorDataset(points, (points.norm(dim=1) < 1).float()), batch_size=32)
     checkpoints = ModelCheckpoint(arguments.out, filename="last", enable_version_counter=False)
-    spread = partial(hooks.Scalars, values=["std"], every=4)
+    spread = partial(hooks.Scalars, values=["std"], every_steps=4)
     trainer = Trainer(
         max_epochs=arguments.epochs,
         logger=CSVLogger(arguments.out, "logs"),

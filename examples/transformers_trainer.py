@@ -56,7 +56,7 @@ def main() -> None:
     )
     trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=Counting())
 
-    spread = partial(hooks.Scalars, values=["std"], every=2)
+    spread = partial(hooks.Scalars, values=["std"], every_steps=2)
     trainer.add_callback(InterceptCallback(trainer, hooks.NonFinite(), scalars=spread, run=arguments.out / "runs"))
 
     trainer.train(resume_from_checkpoint=arguments.resume or None)

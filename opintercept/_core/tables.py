@@ -1,15 +1,15 @@
-"""`Frames` and `Table`: results as data frames, as text and in notebooks.
+"""`Frames`, `Page` and `Table`: results as data frames, as text and in notebooks.
 
 Invariant: neither pandas nor polars is imported before somebody asks for a frame. Must not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from html import escape
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from opintercept._core.errors import needs
 from opintercept._core.text import CELL, aligned, printable
@@ -30,6 +30,10 @@ class Cells(NamedTuple):
         left: How many columns hold text; the others hold numbers.
         notes: Lines below the table.
         shares: The columns that hold shares such as `"12.5%"`, which notebooks draw as bars.
+        last: The columns of text that a narrow terminal shortens last: names of modules.
+        spare: The columns that a narrow terminal leaves out, in this order.
+        short: The head for a narrow terminal, if it differs.
+        indent: What each line of text begins with.
     """
 
     head: list[str]
@@ -37,10 +41,15 @@ class Cells(NamedTuple):
     left: int
     notes: Sequence[str] = ()
     shares: tuple[str, ...] = ()
+    last: Sequence[str] = ()
+    spare: Sequence[str] = ()
+    short: Sequence[str] = ()
+    indent: str = ""
 
     def text(self) -> str:
         """The table with aligned columns."""
-        return "\n".join([aligned([self.head, *self.rows], left=self.left), *self.notes])
+        lines = aligned([self.head, *self.rows], left=self.left).splitlines()
+        return "\n".join([*(f"{self.indent}{line}" for line in lines), *self.notes])
 
     def html(self) -> str:
         """The table for a notebook."""
@@ -59,6 +68,26 @@ class Cells(NamedTuple):
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         head = f"<thead>{line('th', self.head)}</thead>"
         return f'{_STYLE}<table class="opintercept">{head}<tbody>{body}</tbody></table>{notes}'
+
+
+Mark = Literal["head", "right", "warning", "wrong"]
+"""Why a line stands out: it is the head of a table, or says what is right or wrong."""
+
+
+class Marked(str):
+    """A line that a terminal shows in a colour."""
+
+    mark: Mark
+
+    def __new__(cls, text: str, mark: Mark) -> Marked:
+        """Mark a line."""
+        line = super().__new__(cls, text)
+        line.mark = mark
+        return line
+
+
+Part = str | Cells
+"""A line of a page, or a table on it."""
 
 
 def _library(name: str, method: str) -> Any:
@@ -120,8 +149,27 @@ class Shown(Held):
         printer.text(str(self))
 
 
-class Table(Frames, Shown):
-    """Results with rows: `print` shows a table of them, and so does a notebook cell that ends with them."""
+class Page(Shown):
+    """Results that `print` shows as lines and tables, and so does a notebook cell that ends with them."""
+
+    __slots__ = ()
+
+    def parts(self) -> Iterable[Part]:
+        """What `print` shows, from top to bottom."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(part.text() if isinstance(part, Cells) else part for part in self.parts())
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            part.html() if isinstance(part, Cells) else f'<pre style="margin: 0">{escape(part)}</pre>'
+            for part in self.parts()
+        )
+
+
+class Table(Frames, Page):
+    """Results with rows, which are shown as a table."""
 
     __slots__ = ()
 
@@ -136,12 +184,10 @@ class Table(Frames, Shown):
         """What the table shows."""
         raise NotImplementedError
 
+    def parts(self) -> Iterable[Part]:
+        """The table."""
+        return [self._cells()]
+
     def _columns(self) -> Mapping[str, Any]:
         rows = self.rows()
         return {field.name: [getattr(row, field.name) for row in rows] for field in fields(self._row)}
-
-    def __str__(self) -> str:
-        return self._cells().text()
-
-    def _repr_html_(self) -> str:
-        return self._cells().html()

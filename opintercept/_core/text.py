@@ -110,6 +110,11 @@ def printable(text: str, most: int | None = None) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def listed(items: Sequence[object], most: int = 16) -> str:
+    """Join the first `most` items by commas, with `...` for the rest."""
+    return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
+
+
 def short_name(op: str) -> str:
     """Return an operator's name without its namespace: `"mm"` of `"aten::mm"`, `"mul"` of `"package.module:mul"`."""
     return op.rpartition(":")[2].rpartition(".")[2]

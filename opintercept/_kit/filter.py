@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, get_args
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.checks import check_choice, check_count
+from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.hook import Read, reads_of
 from opintercept._core.record import CallRecord, Phase
 from opintercept._core.tensors import TensorMeta, dtype_name, dtype_of
@@ -28,6 +28,7 @@ _MOST_GLANCES = 10_000  # how many calls that other filters leave out are asked 
 class CallFilter(Copyable):
     """The filters of `when`, which take the same arguments. They work for calls and for records of calls."""
 
+    @renamed(every="every_calls")
     def __init__(
         self,
         op: str | Iterable[str] | None = None,
@@ -35,7 +36,7 @@ class CallFilter(Copyable):
         phase: str | None = None,
         dtype: Any = None,
         min_numel: int | None = None,
-        every: int | None = None,
+        every_calls: int | None = None,
         first: int | None = None,
         steps: int | Container[int] | None = None,
         predicate: Callable[[Any], bool] | None = None,
@@ -44,7 +45,7 @@ class CallFilter(Copyable):
             raise TypeError(f"predicate must be callable, got {predicate!r}")
         if phase is not None:
             check_choice("phase", phase, get_args(Phase))
-        for name, value in (("every", every), ("first", first), ("min_numel", min_numel)):
+        for name, value in (("every_calls", every_calls), ("first", first), ("min_numel", min_numel)):
             if value is not None:
                 check_count(name, value)
         if not (steps is None or isinstance(steps, int) or _is_container(steps)):
@@ -60,7 +61,7 @@ class CallFilter(Copyable):
         self._phase = phase
         self._dtype = None if dtype is None else checked_dtype(dtype)
         self._min_numel = min_numel
-        self._every = every
+        self._every_calls = every_calls
         self._first = first
         self._steps = steps
         self._predicate = predicate
@@ -69,7 +70,7 @@ class CallFilter(Copyable):
         self._lock = threading.RLock()
 
     def admits(self, call: OpCall | CallRecord) -> bool:
-        """Whether the call passes. Counts it for `every` and `first`, so ask only once for each call."""
+        """Whether the call passes. Counts it for `every_calls` and `first`, so ask only once for each call."""
         return self._passes(call) and self._counted()
 
     def _passes(self, call: OpCall | CallRecord) -> bool:
@@ -125,7 +126,7 @@ class CallFilter(Copyable):
 
     def _counted(self) -> bool:
         with self._lock:
-            turn = self._every is None or self._passed % self._every == 0
+            turn = self._every_calls is None or self._passed % self._every_calls == 0
             self._passed += 1
             if not turn or (self._first is not None and self._admitted >= self._first):
                 return False

@@ -11,12 +11,13 @@ import difflib
 import importlib
 import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, cast
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.text import printable
+from opintercept.cli.terminal.output import plain_warnings, safe_stdout
 from opintercept.cli.terminal.style import styled
 
 COMMANDS = {
@@ -24,6 +25,8 @@ COMMANDS = {
     "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
     "show": "show what a recorded run consists of",
     "diff": "find where two recorded runs first differ",
+    "ranks": "find where the ranks of a recorded run first diverge",
+    "align": "compare two recorded runs whose modules have other names, by the rows of their weights",
     "report": "write one HTML page about one or two runs",
     "export": "write a run as a trace for Perfetto",
     "replay": "run one recorded call again on its own",
@@ -33,15 +36,17 @@ COMMANDS = {
 }
 EXAMPLES = {
     "demo": ["demo"],
-    "run": ["run train.py --epochs 1", "run --out runs/a --every 10 -m package.train", "run --stop train.py"],
+    "run": ["run train.py --epochs 1", "run --out runs/a --every-steps 10 -m package.train", "run --stop train.py"],
     "show": [
         "show runs/a",
-        "show runs/a --module 'encoder.*' --over steps",
+        "show runs/a --module 'encoder.*' --by step",
         "show runs/a --calls --sort time --limit 5",
     ],
-    "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5", "diff --ranks runs/a"],
+    "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5"],
+    "ranks": ["ranks runs/a"],
+    "align": ["align runs/trainer runs/engine"],
     "report": ["report runs/a -o a.html", "report runs/a runs/b"],
-    "export": ["export runs/a -o trace.json.gz", "export runs/a --step 10:12 --profile profile.json"],
+    "export": ["export runs/a -o trace.json.gz", "export runs/a --steps 10:12 --profile profile.json"],
     "replay": ["replay runs/a 17", "replay runs/a 17 --dtype float64"],
     "completion": ["completion bash > ~/.local/share/bash-completion/completions/opintercept"],
     "build": ["build"],
@@ -51,19 +56,6 @@ _EXTRA = ("duckdb", "numpy", "safetensors")  # what the extra cli installs, and 
 UNUSABLE = 2  # the exit status for input that cannot be used, the same as argparse's
 
 
-class _Command(Protocol):
-    """What the file of a command defines."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's options."""
-
-    def command(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
-        """Run the command and return its exit status.
-
-        `run` returns a function instead, which runs the user's program: errors of that are not ours to report.
-        """
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -71,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = ["--help"]  # like pip, with status 0
     name, *rest = argv
     if name not in COMMANDS:
-        _all_commands().parse_args(argv)  # exits: prints help, the version or an error
+        all_commands().parse_args(argv)  # exits: prints help, the version or an error
         raise AssertionError(f"argparse accepted the unknown command {name!r}")
     try:
         status = _run(name, rest)
@@ -86,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
-    chosen = cast(_Command, importlib.import_module(f"opintercept.cli.{name}"))
+    # It defines `configure`, which adds its options to a parser, and `command`, which returns an exit status. That of
+    # `run` returns a function that runs the user's program, whose errors are not ours to report.
+    chosen: Any = importlib.import_module(f"opintercept.cli.{name}")
     parser = _Parser(
         prog=f"opintercept {name}",
         description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
@@ -95,10 +89,10 @@ def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
     )
     chosen.configure(parser)
     arguments = parser.parse_args(rest)
-    with warnings.catch_warnings():
-        # torch warns when it is imported without numpy, which no command needs from torch.
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        return chosen.command(arguments)
+    status: int | Callable[[], int] = 0
+    with plain_warnings(name), nullcontext() if name == "run" else safe_stdout():  # stdout is the program's
+        status = chosen.command(arguments)
+    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,18 +100,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"unrecognized arguments: (-[^\s=]*)|invalid choice: '([^']*)'", message)
-        known = [option for action in self._actions for option in action.option_strings]
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        known = [option for action in shown for option in action.option_strings]
         if wrong is not None and wrong[2] is not None:
             known = [str(choice) for action in self._actions for choice in action.choices or ()]
         close = difflib.get_close_matches((wrong[1] or wrong[2]) if wrong else "", known, n=1)
         super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 
-def _all_commands() -> argparse.ArgumentParser:
-    return all_commands(lambda name, parser: None)
-
-
-def all_commands(configure: Callable[[str, argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
+def all_commands(
+    configure: Callable[[str, argparse.ArgumentParser], None] = lambda name, parser: None,
+) -> argparse.ArgumentParser:
     """Return a parser that knows the commands by name, and those of their options that `configure` adds."""
     from opintercept._core.version import __version__
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from opintercept._core.text import aligned
 from opintercept.cli.options import count
 
 if TYPE_CHECKING:
@@ -115,18 +116,13 @@ def _by_shape(records: Sequence[CallRecord], elapsed: float) -> str:
         rows[record.op.removeprefix("aten::"), shape].append(record)
     seconds = {key: sum(record.elapsed or 0.0 for record in group) for key, group in rows.items()}
     total = sum(seconds.values())
-    width = max(len(op) for op, _ in rows)
-    lines = [f"{'operator':{width}}  {'shape':32}{'calls':>7}{'MFLOP':>10}{'ms':>9}{'share':>8}"]
+
+    def cells(records: Sequence[CallRecord], seconds: float, share: float) -> list[str]:
+        flops = sum(record.flops or 0 for record in records)
+        return [str(len(records)), f"{flops / 1e6:.1f}", f"{seconds * 1e3:.1f}", f"{share:.1%}"]
+
+    table = [["operator", "shape", "calls", "MFLOP", "ms", "share"]]
     for key in sorted(rows, key=lambda key: -seconds[key]):
-        op, shape = key
-        flops = sum(record.flops or 0 for record in rows[key])
-        lines.append(
-            f"{op:{width}}  {shape:32}{len(rows[key]):7}{flops / 1e6:10.1f}{seconds[key] * 1e3:9.1f}"
-            f"{seconds[key] / total:8.1%}"
-        )
-    flops = sum(record.flops or 0 for record in records)
-    lines.append(
-        f"{'all':{width}}  {'':32}{len(records):7}{flops / 1e6:10.1f}{total * 1e3:9.1f}"
-        f"{total / elapsed:8.1%} of the {elapsed:.1f} s that training took"
-    )
-    return "\n".join(lines)
+        table.append([*key, *cells(rows[key], seconds[key], seconds[key] / total)])
+    table.append(["all", "", *cells(records, total, total / elapsed)])
+    return f"{aligned(table, left=2)} of the {elapsed:.1f} s that training took"

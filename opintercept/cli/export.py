@@ -6,7 +6,7 @@ import argparse
 import os
 
 from opintercept._core.errors import OpInterceptError
-from opintercept.cli.options import steps
+from opintercept.cli.options import add_filters, rename
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,33 +18,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="perfetto",
         help="Chrome's JSON, for Perfetto, or a folder of Parquet files (default %(default)s)",
     )
-    parser.add_argument("--step", metavar="A:B", type=steps, help="write only step A, or steps A to B - 1")
+    add_filters(parser, "write", "steps")
+    rename(parser, "--step", "--steps")
     parser.add_argument("--profile", metavar="TRACE", help="add the run to this trace of torch.profiler")
-    parser.add_argument(
-        "-o",
-        "--out",
-        help="file to write, trace.json.gz by default; .gz compresses it; for Parquet a new folder",
-    )
+    out = "file to write, trace.json.gz by default; .gz compresses it; for Parquet a new folder"
+    parser.add_argument("-o", "--out", help=out)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the trace and print its size."""
     from opintercept._core.text import counted
-    from opintercept.cli.terminal.output import plain_warnings
     from opintercept.cli.terminal.progress import progress
     from opintercept.runs import open_run, trace
 
     out = arguments.out or "trace.json.gz"
-    with plain_warnings("export"), progress():
+    with progress():
         run = open_run(arguments.run)
         if arguments.format == "parquet":
-            if arguments.step is not None or arguments.profile or not arguments.out:
+            if arguments.steps is not None or arguments.profile or not arguments.out:
                 raise OpInterceptError("Parquet files have all steps, and need --out FOLDER and no --profile")
             from opintercept.runs.store.export import write_parquet
 
             print(f"{out}: {counted(write_parquet(run, out), 'call')}")
             return 0
-        calls = trace.write(out, run, steps=arguments.step, profile=arguments.profile)
+        calls = trace.write(out, run, steps=arguments.steps, profile=arguments.profile)
     size = os.path.getsize(out) / 1e6
     print(f"{out}: {counted(calls, 'call')}, {size:.1f} MB; open it in ui.perfetto.dev")
     return 0

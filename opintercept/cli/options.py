@@ -9,7 +9,7 @@ import argparse
 import math
 import re
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 from opintercept._core.record import Phase
 
@@ -49,14 +49,34 @@ def tolerance(text: str) -> float:
     return value
 
 
-def add_module_and_phase(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add `--module` and `--phase`; `verb` says what the command does with the calls: `"show"`."""
-    parser.add_argument("--module", metavar="GLOB", help=f"{verb} only calls in these modules, such as 'encoder.*'")
-    parser.add_argument("--phase", choices=get_args(Phase), help=f"{verb} only calls of this phase")
+_FILTERS: dict[str, dict[str, Any]] = {
+    "op": {"action": "append", "help": "only this operator, such as mm or aten::mm; may be repeated"},
+    "module": {"metavar": "GLOB", "help": "only calls in these modules, such as 'encoder.*'"},
+    "phase": {"choices": get_args(Phase), "help": "only calls of this phase"},
+    "steps": {"metavar": "A:B", "type": steps, "help": "only step A, or steps A to B - 1, counted from 0"},
+}
 
 
-def add_op(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add `--op`, which may be repeated."""
-    parser.add_argument(
-        "--op", action="append", help=f"{verb} only this operator, such as mm or aten::mm; may be repeated"
-    )
+def add_filters(parser: argparse.ArgumentParser, verb: str, *names: str) -> None:
+    """Add the filters of these names; `verb` says what the command does with the calls: `"show"`."""
+    for name in names:
+        form = _FILTERS[name]
+        parser.add_argument(f"--{name}", **form | {"help": f"{verb} {form['help']}"})
+
+
+def add_result(parser: argparse.ArgumentParser, equal: str) -> None:
+    """Add what a comparison takes for its output; `equal` says when it exits with 0."""
+    parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with null for numbers that are not finite")
+    status = f"exit status: 0 if {equal}, 1 if not, 2 if there is nothing to compare"
+    parser.epilog = "\n\n".join(filter(None, (status, parser.epilog)))
+
+
+def rename(parser: argparse.ArgumentParser, old: str, new: str) -> None:
+    """Refuse the old name of an option with an error that says what it is now."""
+
+    class Renamed(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+            parser.error(f"{old} is now {new}")
+
+    parser.add_argument(old, action=Renamed, nargs="?", help=argparse.SUPPRESS)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from dataclasses import asdict
 from typing import Any
+
+from opintercept.cli.terminal.output import print_result
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,21 +46,4 @@ def command(arguments: argparse.Namespace) -> int:
         found = replay(run, arguments.index, rank=arguments.rank, dtype=dtype, device=arguments.device, flags=flags)
     except (ValueError, RuntimeError) as error:
         raise OpInterceptError(str(error)) from error  # a wrong flag, or a device that this machine lacks
-    if arguments.json:
-        plain = {
-            "index": found.call.record.index,
-            "rank": found.call.rank,
-            "func": found.func,
-            "equal": found.equal,
-            "elapsed": found.elapsed,
-            "outputs": [{key: _jsonable(value) for key, value in asdict(output).items()} for output in found.outputs],
-        }
-        print(json.dumps(plain, indent=1, allow_nan=False))
-    else:
-        print(found)
-    return 0 if found.equal else 1
-
-
-def _jsonable(value: Any) -> Any:
-    """Write NaN and infinities as text, since JSON lacks them and it matters here which one it is."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return print_result(found, arguments.json)

@@ -15,12 +15,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Write the page and print its size."""
-    from opintercept.cli.terminal.output import plain_warnings
     from opintercept.cli.terminal.progress import progress
     from opintercept.runs import open_run
     from opintercept.runs.report import page
 
-    with plain_warnings("report"), progress():
+    with progress():
         run = open_run(arguments.run)
         other = None if arguments.other is None else open_run(arguments.other)
         page.write(arguments.out, run, other)

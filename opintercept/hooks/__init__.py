@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from opintercept.hooks.gradients import Gradient as Gradient
     from opintercept.hooks.gradients import Gradients as Gradients
     from opintercept.hooks.log import Log as Log
+    from opintercept.hooks.nonfinite import CallFinding as CallFinding
     from opintercept.hooks.nonfinite import Finding as Finding
     from opintercept.hooks.nonfinite import NonFinite as NonFinite
     from opintercept.hooks.print import Print as Print
@@ -42,6 +43,7 @@ _HOMES = {
     "AttentionCall": "attention",
     "AttentionWeights": "attention",
     "BitFlip": "edits",
+    "CallFinding": "nonfinite",
     "Capture": "capture",
     "Captured": "capture",
     "Checksum": "checksum.checksum",

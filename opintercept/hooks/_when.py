@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 from opintercept._core.call import OpCall
+from opintercept._core.checks import renamed
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._core.hook import Hook, is_hook, reads_of
 from opintercept._kit.filter import CallFilter
 
 
+@renamed(every="every_calls")
 def when(
     hook: Hook,
     *,
@@ -22,7 +24,7 @@ def when(
     phase: str | None = None,
     dtype: Any = None,
     min_numel: int | None = None,
-    every: int | None = None,
+    every_calls: int | None = None,
     first: int | None = None,
     steps: int | Container[int] | None = None,
     predicate: Callable[[OpCall], bool] | None = None,
@@ -43,9 +45,9 @@ def when(
         phase: `"forward"`, `"backward"` or `"recompute"`.
         dtype: The dtype of the left or the right operand, `torch.bfloat16` or `"bfloat16"`.
         min_numel: How many elements the larger operand must have at least.
-        every: Pass one call in this many, starting with the first; counts the calls that pass the filters above and
-            `predicate`.
-        first: Pass only this many calls, counted after `every`.
+        every_calls: Pass one call in this many, starting with the first; counts the calls that pass the filters above
+            and `predicate`.
+        first: Pass only this many calls, counted after `every_calls`.
         steps: The interceptor's step, or a container of steps such as `range(100, 200)`.
         predicate: Any predicate of the call.
 
@@ -63,7 +65,7 @@ def when(
     """
     if not is_hook(hook) or isinstance(hook, type):
         raise TypeError(f"when needs a hook, got {hook!r}")
-    return _When(hook, CallFilter(op, module, phase, dtype, min_numel, every, first, steps, predicate))
+    return _When(hook, CallFilter(op, module, phase, dtype, min_numel, every_calls, first, steps, predicate))
 
 
 class _When:

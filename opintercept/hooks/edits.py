@@ -291,7 +291,7 @@ class BitFlip(_Edit):
     """Flips random bits, as faulty memory does, and logs each flip.
 
     BitFlip reads the elements that it flips and so waits for the device. Wrap it in `when` to choose calls:
-    `when(BitFlip(), module="encoder.*", every=1000)`.
+    `when(BitFlip(), module="encoder.*", every_calls=1000)`.
 
     At dispatch level the edit is straight-through: the backward pass is that of the operator with its original
     operands. The products of the backward pass get faults too; `when(..., phase="forward")` leaves them out. At

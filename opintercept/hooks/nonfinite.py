@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.checks import check_choice, check_count
+from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import NonFiniteError, OpInterceptWarning
 from opintercept._core.in_kernel import Work
 from opintercept._core.record import CallRecord
@@ -24,6 +24,7 @@ from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.filter import name_test
+from opintercept._kit.findings import CallFinding as CallFinding
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import try_to_save
 from opintercept._native import values as native
@@ -102,7 +103,7 @@ class ValueRange(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(CallFinding):
     """The call that made values that are not finite, or the first one that received them.
 
     Attributes:
@@ -218,13 +219,13 @@ class NonFinite(Copyable, Shown):
             `"record"` only adds to `findings`, as all actions do. `"breakpoint"` stops in the debugger, in a frame
             that has the `call`.
         allow: Modules that may make any value: a glob, a compiled pattern or a predicate of the name.
-        every: Look at the results of the checks every this many calls, and when the block ends. With 1, each check
-            waits for the device. With more, findings come late, and each check reads the operands too.
+        check_every: Look at the checks once in this many calls, and when the block ends. With 1, each check waits for
+            the device. With more, findings come late, and each check reads the operands too.
         save: A folder. For each finding, NonFinite writes the call's arguments as safetensors and a script that runs
             the call again. If it cannot, the finding says why.
 
     Raises:
-        ValueError: The action is unknown, `every` is below 1, or `save` is given with `every` above 1: the operands
+        ValueError: The action is unknown, `check_every` is below 1, or `save` is given with more than 1: the operands
             are gone by then.
         ImportError: `save` without safetensors or numpy.
 
@@ -250,20 +251,22 @@ class NonFinite(Copyable, Shown):
     reads = ("module", "record")
     fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall, "_scaling": Scaling}
 
+    @renamed(every="check_every")
     def __init__(
         self,
         *,
         inf: bool = False,
         action: Action = "raise",
         allow: str | Pattern[str] | Callable[[str], bool] | None = None,
-        every: int = 1,
+        check_every: int = 1,
         save: str | PathLike[str] | None = None,
     ) -> None:
         check_choice("action", action, get_args(Action))
-        check_count("every", every)
+        check_count("check_every", check_every)
         if save is not None:
-            if every > 1:
-                raise ValueError(f"save needs every=1, got every={every}: the operands are gone when the check is read")
+            if check_every > 1:
+                gone = "the operands are gone when the check is read"
+                raise ValueError(f"save needs check_every=1, got check_every={check_every}: {gone}")
             safetensors_for("save=")  # raises now, not when there is something to save
         if allow is not None:
             name_test(allow)
@@ -274,7 +277,7 @@ class NonFinite(Copyable, Shown):
         self._inf = inf
         self._action = action
         self._allow = allow
-        self._every = every
+        self._check_every = check_every
         self._save = save
         self._overflow: Finding | None = None
         self._scaling = Scaling()
@@ -305,7 +308,7 @@ class NonFinite(Copyable, Shown):
 
     def work(self) -> Work | None:
         """Kernels look whether the outputs are finite, unless checks are put off."""
-        return Work(rows=False, finite=True) if self._every == 1 else None
+        return Work(rows=False, finite=True) if self._check_every == 1 else None
 
     def post(self, call: OpCall) -> None:
         """Check the outputs."""
@@ -315,7 +318,7 @@ class NonFinite(Copyable, Shown):
         self._sees_others = self._sees_others or kind.other
         before = self._before.take(call) if kind.writes else None
         output = call.output
-        if before is None and self._every == 1 and (ends := native.extent(output)) is not None:
+        if before is None and self._check_every == 1 and (ends := native.extent(output)) is not None:
             low, high = ends
             if math.isfinite(low) and math.isfinite(high):
                 return
@@ -325,7 +328,7 @@ class NonFinite(Copyable, Shown):
         if leaves_out_captured(span, self):
             self.skipped += 1
             return
-        if self._every > 1:
+        if self._check_every > 1:
             self._defer(call, span, before)
             return
         extent = _read(span)
@@ -377,12 +380,12 @@ class NonFinite(Copyable, Shown):
                 self.passed_on += 1
                 return None
             finding = replace(finding, kind="came in")
-        known = _key(finding) in self._found
+        known = finding.call_kind in self._found
         if not known and self._discards(record, running=running, received=bool(bad)):
             return None
         if first is not None:
             self._overflow = None
-        return None if known else self._found.setdefault(_key(finding), finding)
+        return None if known else self._found.setdefault(finding.call_kind, finding)
 
     def _discards(self, record: CallRecord, *, running: bool, received: bool = False) -> bool:
         """Whether a gradient scaler discards what a call made or received; asked only of what is new."""
@@ -404,7 +407,7 @@ class NonFinite(Copyable, Shown):
         if self._save is not None and call is not None and finding.seen_at is None:
             saved, unsaved = try_to_save(call, self._save, {} if before is None else before.copies)
             finding = replace(finding, saved=saved, unsaved=unsaved)
-            self._found[_key(finding)] = finding
+            self._found[finding.call_kind] = finding
         if self._action == "raise":
             raise NonFiniteError(str(finding))
         if self._action == "warn":
@@ -420,12 +423,12 @@ class NonFinite(Copyable, Shown):
         spans = torch.stack([span.to(device) for span in (output, *found.ranges.values())])
         with self._lock:
             self._pending.append((call.record(), tuple(found.ranges), found._replace(ranges={}), spans))
-            due = len(self._pending) >= self._every
+            due = len(self._pending) >= self._check_every
         if due:
             self.check()
 
     def check(self) -> None:
-        """Look now at the checks that `every` has put off; waits for the device.
+        """Look now at the checks that `check_every` has put off; waits for the device.
 
         Raises:
             NonFiniteError: A value is not finite, with `action="raise"`.
@@ -466,10 +469,6 @@ class NonFinite(Copyable, Shown):
 
 def _where(record: CallRecord) -> str:
     return f"{record.op} in {record.where()}, step {record.step}, call {record.index} ({record.phase})"
-
-
-def _key(finding: Finding) -> tuple[str | None, str, str]:
-    return finding.record.module, finding.record.op, finding.record.phase
 
 
 def _before(call: OpCall, *, copies: bool) -> _Before | None:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from opintercept._core.call import OpCall
-from opintercept._core.checks import check_choice, check_count
+from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning, caller_level
 from opintercept._core.hook import Read
 from opintercept._core.text import counted
 from opintercept._kit.filter import CallFilter
-from opintercept._kit.findings import Finds
+from opintercept._kit.findings import CallFinding, Finds
 from opintercept._kit.roles import checked_roles
 from opintercept._ranks.expectations import (
     MOST_KEYS,
@@ -68,7 +68,7 @@ class _HashedOperand(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(CallFinding):
     """The first call of a step in which ranks diverge that were equal before.
 
     Attributes:
@@ -133,7 +133,7 @@ class Replicas(Finds[Divergence]):
             predicate as for `when`, or several of them. No others are compared.
         of: Which operands to compare: one or more of `"lhs"`, `"rhs"`, `"bias"`, an attention's `"value"`, and
             `"weights"` for all that are parameters.
-        every: Compare one step in this many.
+        every_steps: Compare one step in this many.
         group: The process group; all ranks if None.
         action: `"raise"` raises an `OpInterceptError` on every rank. `"warn"` warns once for each module, operator and
             phase. `"record"` only adds to `findings`, as all actions do.
@@ -143,7 +143,7 @@ class Replicas(Finds[Divergence]):
 
     Raises:
         TypeError: `modules` or `of` is of another type.
-        ValueError: An operand or the action is unknown, `modules` is empty, or `every` is below 1.
+        ValueError: An operand or the action is unknown, `modules` is empty, or `every_steps` is below 1.
 
     `step()` or the end of the block raises `OpInterceptError` if ranks have diverged, with `action="raise"`.
 
@@ -174,12 +174,13 @@ class Replicas(Finds[Divergence]):
         "_outside": lambda: None,
     }
 
+    @renamed(every="every_steps")
     def __init__(
         self,
         modules: Modules | Iterable[Modules] | None = None,
         *,
         of: str | Iterable[str] = _ROLES,
-        every: int = 1,
+        every_steps: int = 1,
         group: Any = None,
         action: Action = "raise",
     ) -> None:
@@ -194,7 +195,7 @@ class Replicas(Finds[Divergence]):
         self._weights = "weights" in roles
         self._roles = frozenset(roles)
         self._looked_at = _ROLES if self._weights else roles
-        self._every = check_count("every", every)
+        self._every_steps = check_count("every_steps", every_steps)
         self._group = group
         self._action = action
         self.compared = 0
@@ -255,7 +256,7 @@ class Replicas(Finds[Divergence]):
         self._hashes.next_step()
         self._seen, self._counts = [], Counter()
         self._ranks = ranks_of(self._group)
-        self._reading = self._steps % self._every == 0 and isinstance(self._ranks, Ranks)
+        self._reading = self._steps % self._every_steps == 0 and isinstance(self._ranks, Ranks)
         if isinstance(self._ranks, Ranks) and self._expectations is None:
             self._expectations = Expectations(len(self._ranks.members), self._filters is not None)
 
@@ -426,7 +427,7 @@ class Replicas(Finds[Divergence]):
         )
 
     def _notify(self, finding: Divergence) -> None:
-        new = self._keep(finding, (finding.module, finding.op, finding.phase))
+        new = self._keep(finding)
         if self._action == "raise":
             raise OpInterceptError(str(finding))
         if self._action == "warn" and new:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.checks import check_count
+from opintercept._core.checks import check_count, renamed
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.tables import Held
 from opintercept.hooks.stats import Stats, StatsRow
@@ -31,11 +31,11 @@ class Scalars(Held):
         of: Which tensors to look at, as for `Stats`, which does the work.
         values: Any of the numbers in a `StatsRow`.
         for_dtype: As for `Stats`; the values `"underflow"` and `"overflow"` need it.
-        every: Write once every this many steps, for all calls of these steps.
+        every_steps: Write once every this many steps, for all calls of these steps.
 
     Raises:
         TypeError: The writer has none of these methods, or `for_dtype` is not a signed floating-point dtype.
-        ValueError: An operand or value is unknown, or `every` is below 1.
+        ValueError: An operand or value is unknown, or `every_steps` is below 1.
         OpInterceptError: At the end of a step, if the writer has been closed.
 
     Example:
@@ -54,6 +54,7 @@ class Scalars(Held):
 
     reads = Stats.reads
 
+    @renamed(every="every_steps")
     def __init__(
         self,
         writer: Any,
@@ -61,9 +62,9 @@ class Scalars(Held):
         values: Iterable[str] = ("mean", "std", "absmax"),
         *,
         for_dtype: torch.dtype | None = None,
-        every: int = 1,
+        every_steps: int = 1,
     ) -> None:
-        check_count("every", every)
+        check_count("every_steps", every_steps)
         self._values = tuple(values)
         if isinstance(values, str) or not self._values or any(value not in _VALUES for value in self._values):
             raise ValueError(f"values must be one or more of {', '.join(_VALUES)}, got {values!r}")
@@ -71,7 +72,7 @@ class Scalars(Held):
             raise ValueError(f"underflow and overflow need for_dtype, got values={self._values!r} without it")
         self._writer = writer
         self._write = _method(writer)
-        self._every = every
+        self._every_steps = every_steps
         self._stats = Stats(of, for_dtype=for_dtype)
         self._first: int | None = None  # the first step that has not been written
         self._last = 0
@@ -92,16 +93,16 @@ class Scalars(Held):
         self._stats.post(call)
 
     def end_step(self) -> None:
-        """Write the step that has ended, once `every` steps have."""
+        """Write the step that has ended, once `every_steps` steps have."""
         with self._lock:
-            if self._first is not None and self._last - self._first + 1 >= self._every:
+            if self._first is not None and self._last - self._first + 1 >= self._every_steps:
                 self._write_window()
 
     def _turn(self, step: int) -> None:
         with self._lock:
             if self._first is None:
                 self._first = step
-            elif step - self._first >= self._every:
+            elif step - self._first >= self._every_steps:
                 self._write_window(step)
             self._last = step
 

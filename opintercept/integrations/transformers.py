@@ -72,7 +72,7 @@ class InterceptCallback(Held, TrainerCallback):
         trainer: The trainer that you add the callback to.
         hooks: One hook or several, for all trainings.
         scalars: A function that makes a hook from a writer to the trainer's logger: `hooks.Scalars`, or
-            `partial(hooks.Scalars, values=["std"], every=10)`.
+            `partial(hooks.Scalars, values=["std"], every_steps=10)`.
         run: A folder. The run of each training is recorded there, as `training-0`, `training-1` and so on; all ranks
             of a training share one.
         recorder: A function that makes a hook from that folder, such as

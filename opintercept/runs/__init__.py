@@ -8,24 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opintercept._core.errors import needs
-from opintercept._values.stats import Values as Values
 from opintercept.runs.align.align import align as align
-from opintercept.runs.align.alignment import Aligned as Aligned
 from opintercept.runs.align.alignment import Alignment as Alignment
-from opintercept.runs.align.alignment import Apart as Apart
 from opintercept.runs.compare.diff import diff as diff
-from opintercept.runs.compare.difference import Absent as Absent
-from opintercept.runs.compare.difference import CallDifference as CallDifference
-from opintercept.runs.compare.difference import Difference as Difference
-from opintercept.runs.compare.difference import ModuleDifference as ModuleDifference
-from opintercept.runs.compare.difference import RoleDifference as RoleDifference
-from opintercept.runs.compare.difference import Unmatched as Unmatched
+from opintercept.runs.compare.result import Difference as Difference
 from opintercept.runs.ranks.diff import diff_ranks as diff_ranks
 from opintercept.runs.ranks.difference import RankDifference as RankDifference
-from opintercept.runs.ranks.difference import RankFinding as RankFinding
-from opintercept.runs.store.codec import StoredCall as StoredCall
 from opintercept.runs.store.run import Run as Run
-from opintercept.runs.store.run import RunInfo as RunInfo
 from opintercept.runs.store.run import open_run as open_run
 
 if TYPE_CHECKING:
@@ -33,38 +22,36 @@ if TYPE_CHECKING:
     from opintercept.runs.record.recorder import RunRecorder as RunRecorder
 
 __all__ = [
-    "Absent",
-    "Aligned",
     "Alignment",
-    "Apart",
-    "CallDifference",
     "Difference",
-    "ModuleDifference",
     "Patch",
     "RankDifference",
-    "RankFinding",
-    "RoleDifference",
     "Run",
-    "RunInfo",
     "RunRecorder",
-    "StoredCall",
-    "Unmatched",
-    "Values",
     "align",
     "diff",
     "diff_ranks",
     "open_run",
 ]
 
-
 _LATER = {"Patch": "patch", "RunRecorder": "record.recorder"}
+_MOVED = {  # attributes of results, by the file that has their types
+    "runs.align.alignment": ("Aligned", "Apart"),
+    "runs.compare.difference": ("Absent", "CallDifference", "ModuleDifference", "RoleDifference", "Unmatched"),
+    "runs.ranks.difference": ("RankFinding",),
+    "runs.store.codec": ("StoredCall",),
+    "runs.store.run": ("RunInfo",),
+    "_values.stats": ("Values",),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name == "Graft":
         raise AttributeError(f"module {__name__!r} has no attribute 'Graft'; it is called Patch now")
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = next((file for file, names in _MOVED.items() if name in names), None)
+        hint = f"; import it from opintercept.{home}" if home else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     from importlib import import_module
 
     try:

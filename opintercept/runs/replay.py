@@ -11,12 +11,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._core.tables import Page, Part
 from opintercept._core.tensors import TensorMeta, describe, tensors_of
 from opintercept._core.text import printable
 from opintercept._kit.repro import write_repro
@@ -54,7 +55,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(Page):
     """What `replay` found.
 
     Attributes:
@@ -74,19 +75,24 @@ class Replay:
         """Whether all outputs are the same bit for bit."""
         return all(output.equal for output in self.outputs)
 
-    def __str__(self) -> str:
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data; NaN and infinities as text, since it matters which one a figure is."""
+        call = {"index": self.call.record.index, "rank": self.call.rank, "func": self.func, "equal": self.equal}
+        outputs = [{name: _finite(value) for name, value in asdict(output).items()} for output in self.outputs]
+        return call | {"elapsed": self.elapsed, "outputs": outputs}
+
+    def parts(self) -> Iterator[Part]:
+        """What `print` shows."""
         record = self.call.record
-        lines = [
-            f"call {record.index} of rank {self.call.rank}: {self.func} ({record.phase}), "
-            f"run again in {self.elapsed * 1e3:.3f} ms"
-        ]
+        made = f"call {record.index} of rank {self.call.rank}: {self.func} ({record.phase})"
+        yield f"{made}, run again in {self.elapsed * 1e3:.3f} ms"
         for output in self.outputs:
             if output.equal:
-                lines.append(f"  {output.role} {output.now}: the same bit for bit")
+                yield f"  {output.role} {output.now}: the same bit for bit"
                 continue
-            lines.append(f"  {output.role}: {output.now} now, compared with the {output.recorded} of the run")
+            yield f"  {output.role}: {output.now} now, compared with the {output.recorded} of the run"
             if output.recorded.shape != output.now.shape:
-                lines.append("    they have different shapes")
+                yield "    they have different shapes"
                 continue
             coarser = max((output.recorded.dtype, output.now.dtype), key=_eps)
             for name, figure, meaning in (
@@ -99,9 +105,12 @@ class Replay:
                 ("max error in ulp", f"{output.max_ulp:.4g}", f"in steps between numbers of {coarser}"),
                 ("cosine", f"{output.cosine:.9g}", "of both as vectors; 1 if they point the same way"),
             ):
-                lines.append(f"    {name:18}  {figure:>11}  {meaning}")
-            lines.append(f"    {_expected(self.call, coarser)}")
-        return "\n".join(lines)
+                yield f"    {name:18}  {figure:>11}  {meaning}"
+            yield f"    {_expected(self.call, coarser)}"
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _eps(dtype: str) -> float:

@@ -50,7 +50,7 @@ class Filters(TypedDict, total=False):
     phase: str
     dtype: Any
     min_numel: int
-    every: int
+    every_calls: int
     first: int
     steps: int | Container[int]
     predicate: Callable[[CallRecord], bool]
@@ -137,8 +137,8 @@ class OpCalls:
         """Return the calls so far that pass every filter.
 
         Args:
-            **filters: As in `hooks.when`: `op`, `module`, `phase`, `dtype`, `min_numel`, `every`, `first`, `steps`
-                and `predicate`, which gets the record. A module that has several names is known by its first one.
+            **filters: As in `hooks.when`: `op`, `module`, `phase`, `dtype`, `min_numel`, `every_calls`, `first`,
+                `steps` and `predicate`, which gets the record. A module that has several names is known by its first.
 
         Raises:
             TypeError, ValueError: As in `hooks.when`, or the calls cannot include an operator of that name.

@@ -81,6 +81,11 @@ def test_demo_runs_as_a_module() -> None:
         (["demo", "--steps", "0"], r"--steps: must be .*at least 1, got '?0"),
         (["demo", "--steps", "-2"], r"--steps: must be .*at least 1, got '?-2"),
         (["demo", "--steps", "two"], r"--steps: must be .*, got 'two'"),
+        (["run", "--top", "3", "y.py"], r"--top is now --limit"),
+        (["run", "--every=3", "y.py"], r"--every is now --every-steps"),
+        (["show", "run", "--step", "3"], r"--step is now --steps"),
+        (["show", "run", "--over", "steps"], r"--over is now --by step"),
+        (["export", "run", "--step", "3"], r"--step is now --steps"),
     ],
     ids=[
         "command",
@@ -95,6 +100,11 @@ def test_demo_runs_as_a_module() -> None:
         "0 steps",
         "negative steps",
         "steps in words",
+        "old name of a limit",
+        "old name with a value",
+        "old name of steps",
+        "old name of a key",
+        "old name in export",
     ],
 )
 def test_bad_options_exit_with_2_and_say_why(
@@ -166,17 +176,17 @@ def test_recording_values_needs_the_packages_that_store_them(missing: str, tmp_p
         assert not (tmp_path / kept).exists()
 
 
-@pytest.mark.parametrize("name", ["show", "diff", "report", "export"])
+@pytest.mark.parametrize("name", ["show", "diff", "ranks", "align", "report", "export"])
 @pytest.mark.parametrize("option", ["--help", "run"])
 def test_commands_that_read_runs_say_what_they_need(name: str, option: str, tmp_path: Path) -> None:
     write(tmp_path / "run", [call("a", "x", "w", "y")])
     run = str(tmp_path / "run")
-    arguments = [option] if option == "--help" else [run, run] if name == "diff" else [run]
+    arguments = [option] if option == "--help" else [run, run] if name in ("diff", "align") else [run]
     done = without("numpy", name, *arguments)
     if done.returncode or option == "run":
         assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(
-            rf"opintercept {name}: [a-z ]+ needs numpy; pip install 'opintercept\[cli\]'\n", done.stderr
+            rf"opintercept {name}: [a-z ]+ needs (torch, )?numpy( and safetensors)?; pip install 'opintercept\[cli\]'\n", done.stderr
         ), done.stderr
 
 
@@ -216,7 +226,7 @@ def test_the_examples_of_a_command_are_shown_and_accepted(name: str, capsys: pyt
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
 @pytest.mark.parametrize(
-    ("typed", "completed"), [(["dif"], "diff"), (["diff", "--rt"], "--rtol"), (["show", "--over", "s"], "steps")]
+    ("typed", "completed"), [(["dif"], "diff"), (["diff", "--rt"], "--rtol"), (["show", "--phase", "f"], "forward")]
 )
 def test_bash_completes_commands_options_and_choices(
     typed: list[str], completed: str, capsys: pytest.CaptureFixture[str]

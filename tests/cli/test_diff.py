@@ -1,7 +1,8 @@
-"""`opintercept diff`: what it prints, its exit status, and names that could harm a terminal."""
+"""`opintercept diff`, `ranks` and `align`: what they print, their exit status, and names that could harm a terminal."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
@@ -86,7 +87,7 @@ def test_text_says_where_two_runs_first_differ(shown: Any) -> None:
             [],
             "added: the operands are equal but the output differs",
         ),
-        (chain("a", "b", of="a"), ["--limit", "1"], "... and 1 more; a larger --limit shows them"),
+        (chain("a", "b", of="a"), ["--limit", "1"], "... and 1 more; a larger limit shows them"),
         (chain("a"), [], "without a counterpart: 1 of A, 0 of B"),
         ([*chain("z"), *chain("a", "b", of="a")], [], "0 earlier calls of A and 1 of B have no counterpart"),
         ([line | {"module": ""} for line in chain("a", "b")], [], "paired 2 under another module name"),
@@ -276,6 +277,9 @@ def test_runs_that_cannot_be_compared_exit_with_2(
     ("options", "message"),
     [
         ([], r"the following arguments are required: a"),
+        (["a"], r"the following arguments are required: b"),
+        (["--ranks", "a"], r"--ranks is now a command: opintercept ranks RUN"),
+        (["a", "b", "--align", "weights"], r"--align is now a command: opintercept align A B"),
         (["a", "b", "--rtol", "-1"], r"--rtol: must be a number of at least 0, got '-1'"),
         (["a", "b", "--atol", "nan"], r"--atol: must be a number of at least 0, got 'nan'"),
         (["a", "b", "--rtol", "x"], r"--rtol: must be a number of at least 0, got 'x'"),
@@ -326,7 +330,7 @@ def replicas(folder: Path, steps: int = 8, **changed: str) -> str:
 
 
 def test_ranks_that_agree_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "--ranks", replicas(tmp_path)]) == 0
+    assert main(["ranks", replicas(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[1:] == [
         "",
@@ -341,7 +345,7 @@ def test_the_rank_step_and_module_that_diverged_first_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = replicas(tmp_path, up="'", down="'")
-    assert main(["diff", "--ranks", run, "--limit", "1"]) == 1
+    assert main(["ranks", run, "--limit", "1"]) == 1
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[4:]] == [
         "",
         "first: rank 2 diverged from ranks 0, 1, 3 at step 5, in the weight rhs",
@@ -351,9 +355,9 @@ def test_the_rank_step_and_module_that_diverged_first_are_named(
         "2 findings, of which the later ones may come from the first:",
         "module pass operator operand what step ranks times",
         "up forward mm rhs weight 5 2 1",
-        "... and 1 more; a larger --limit shows them",
+        "... and 1 more; a larger limit shows them",
     ]
-    assert main(["diff", "--ranks", run, "--json"]) == 1
+    assert main(["ranks", run, "--json"]) == 1
     plain = json.loads(capsys.readouterr().out)
     assert [(each["module"], each["ranks"]) for each in plain["findings"]] == [("up", [2]), ("down", [2])]
     assert (plain["equal"], plain["found"], plain["run"]["ranks"]) == (False, 2, [0, 1, 2, 3])
@@ -393,7 +397,7 @@ def test_text_says_how_a_rank_diverged(
     if change == "cut":
         info = path / "run.json"
         info.write_text(info.read_text().replace('"finished": true', '"finished": false'))
-    assert main(["diff", "--ranks", str(tmp_path)]) == (change != "cut")
+    assert main(["ranks", str(tmp_path)]) == (change != "cut")
     assert said in capsys.readouterr().out
 
 
@@ -401,33 +405,19 @@ def test_two_ranks_are_told_that_they_have_no_majority(tmp_path: Path, capsys: p
     one, other = ([call("a", f"x{rank}", f"w{step}", "y", step=step) for step in range(3)] for rank in range(2))
     other[2] = call("a", "x1", "other", "y", step=2)
     ranked(tmp_path, one, other)
-    assert main(["diff", "--ranks", str(tmp_path)]) == 1
+    assert main(["ranks", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "first: rank 1 diverged from rank 0 at step 2, in the weight rhs\n" in out
     assert "  no majority of ranks agrees, which would say which of them are wrong\n" in out
     assert "statistics were not compared: two ranks have no majority that says which of them is the outlier\n" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["{one}", "--ranks"],
-            r"comparing ranks needs a run of several, got one rank in .*; record a run under torchrun",
-        ),
-        (["{one}", "{one}", "--ranks", "--op", "mm"], r"--ranks compares .* does not take a second run$"),
-        (["{one}"], r"diff needs the folders of two runs; to compare the ranks of one, pass --ranks"),
-    ],
-    ids=["one rank", "other options", "one run"],
-)
-def test_ranks_that_cannot_be_compared_exit_with_2(
-    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_ranks_of_a_run_of_one_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "one", chain("a"))
-    assert main(["diff", *(argument.format(one=tmp_path / "one") for argument in arguments)]) == 2
+    assert main(["ranks", str(tmp_path / "one")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.search(message, err.strip()), err
+    assert re.search(r"comparing ranks needs a run of several, got one rank in .*; record a run under torchrun", err)
 
 
 class Layers(torch.nn.ModuleDict):
@@ -457,7 +447,7 @@ def renamed(tmp_path: Path) -> tuple[str, str]:
 def test_align_names_the_row_of_a_weight_under_another_name(
     renamed: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["diff", *renamed, "--align", "weights"]) == 1
+    assert main(["align", *renamed]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[3:6] == [
         "joined: 2 of 2 forward calls of A, 1 of 1 of B: 2 by equal rows of the weights",
@@ -467,11 +457,11 @@ def test_align_names_the_row_of_a_weight_under_another_name(
     assert lines[6].startswith("first divergence: call 1 of A, step 0: mm in key against call 0 in both of B")
     assert "changed operand: row 3 of the weight, by up to 0.01 of a row" in lines
     assert "query both rows 8 of 8 0 0 0 equal" in lines
-    assert main(["diff", renamed[0], renamed[0], "--align", "weights"]) == 0
+    assert main(["align", renamed[0], renamed[0]]) == 0
 
 
 def test_align_writes_json(renamed: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", *renamed, "--align", "weights", "--json"]) == 1
+    assert main(["align", *renamed, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["joined"] == [2, 1]
     assert found["first"]["changed_rows"] == [3]
@@ -479,8 +469,20 @@ def test_align_writes_json(renamed: tuple[str, str], capsys: pytest.CaptureFixtu
     assert found["apart"] == []
 
 
-def test_align_refuses_options_that_it_would_ignore(
-    renamed: tuple[str, str], capsys: pytest.CaptureFixture[str]
+def test_results_print_what_the_commands_print(
+    renamed: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["diff", *renamed, "--align", "weights", "--rtol", "1e-3", "--module", "key"]) == 2
-    assert "--align weights joins all forward calls, and does not take --rtol, --module" in capsys.readouterr().err
+    a, b = str(write(tmp_path / "one", chain("a", "b")).path), str(write(tmp_path / "two", chain("a", of="a")).path)
+    ranks = replicas(tmp_path / "ranks", up="'", down="'")
+    for arguments, found in (
+        (["diff", a, b], runs.diff(runs.open_run(a), runs.open_run(b))),
+        (["ranks", ranks], runs.diff_ranks(runs.open_run(ranks))),
+        (["align", *renamed], runs.align(*map(runs.open_run, renamed))),
+    ):
+        assert main(arguments) == 1
+        text = str(found)
+        assert capsys.readouterr().out == f"{text}\n"
+        page = found._repr_html_()
+        assert "<table" in page
+        words = re.sub(r"<style>.*?</style>|<[^>]+>", " ", page).split()
+        assert words == html.escape(text, quote=True).split()

@@ -309,7 +309,7 @@ def test_a_program_may_replace_or_close_its_streams(tmp_path: Path) -> None:
         (["missing.py"], "cannot read the script 'missing.py'"),
         (["--overwrite", "script.py"], "--overwrite needs --out FOLDER"),
         (["--tensors", "full", "script.py"], "--tensors needs --out FOLDER, the folder to record to"),
-        (["--every", "3", "script.py"], "--every needs --out FOLDER"),
+        (["--every-steps", "3", "script.py"], "--every-steps needs --out FOLDER"),
         (["--max-bytes", "3M", "script.py"], "--max-bytes needs --out FOLDER"),
         (["--flight", "3", "script.py"], "--flight needs --out FOLDER"),
         (["--flight", "0", "script.py"], "must be a whole number of at least 1, got '0'"),
@@ -345,7 +345,7 @@ TRAIN = """
 
 def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
-    plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "--out", "run", "--top", "3", name)
+    plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "--out", "run", "--limit", "3", name)
     (status, out, err), expected = ends(watched), ends(plain)
     assert (status, out, "") == expected
     lines = err.splitlines()
@@ -353,7 +353,7 @@ def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> No
     assert re.fullmatch(r"opintercept: 27 calls, 9.02 kFLOP, 0 not finite, \S+ ms in total", lines[0])
     assert lines[1].split()[:6] == ["module", "op", "shape", "dtype", "phase", "calls"]
     assert len(lines[2:5]) == 3
-    assert lines[5] == "... and 4 more; --top 7 shows them"
+    assert lines[5] == "... and 4 more; --limit 7 shows them"
     assert lines[6:8] == [
         "no watched call made a value that is not finite; only matmul, convolution were watched",
         "to watch every operator: opintercept run --stop --ops all script.py",
@@ -667,8 +667,8 @@ def test_recording_statistics_needs_no_extra_and_recording_values_names_it(tmp_p
 
 def test_every_records_every_nth_step_and_reports_all(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
-    every = fork(tmp_path, *OURS, "--out", "every", "--every", "2", name)
-    both = fork(tmp_path, *OURS, "--out", "both", "--every", "2", "--steps", "1:5", "--tensors", "none", name)
+    every = fork(tmp_path, *OURS, "--out", "every", "--every-steps", "2", name)
+    both = fork(tmp_path, *OURS, "--out", "both", "--every-steps", "2", "--steps", "1:5", "--tensors", "none", name)
     status, _, err = ends(every)
     assert status == 0
     assert err.startswith("opintercept: 27 calls, ")

@@ -85,11 +85,11 @@ def test_diff_sets_off_the_first_divergence(tmp_path: Path, monkeypatch: pytest.
 
 def test_ranks_that_diverge_are_set_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranked(tmp_path / "run", chain("a"), chain("a"), chain("a", of="a"))
-    found = coloured(printed(monkeypatch, "diff", "--ranks", str(tmp_path / "run")))
+    found = coloured(printed(monkeypatch, "ranks", str(tmp_path / "run")))
     assert found[0][0] == "1;31"
     assert found[0][1].startswith("first: rank 2 diverged")
     ranked(tmp_path / "equal", chain("a"), chain("a"))
-    assert coloured(printed(monkeypatch, "diff", "--ranks", str(tmp_path / "equal"))) == [("32", "nothing diverged")]
+    assert coloured(printed(monkeypatch, "ranks", str(tmp_path / "equal"))) == [("32", "nothing diverged")]
 
 
 def test_show_sets_off_what_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,13 +171,12 @@ def test_a_difference_is_a_table_of_modules() -> None:
         ["b", "forward", 1, 1, 0]
     ]
     assert found.to_polars()["relative"].to_list() == [found.modules[0].relative]
-    head, row, note = str(found).splitlines()
-    assert head.split("  ")[0] == "module"
+    head, row = str(found).splitlines()[-2:]
+    assert head.split("  ")[0] == "modules that differ"
     assert row.split()[:5] == ["b", "forward", "1", "1", "1"]
-    assert note == "2 calls compared"
     assert '<td class="text">b</td>' in found._repr_html_()
-    assert str(same).splitlines()[-1] == "2 calls compared: no call differs"
-    assert repr(found).startswith("Difference(settings=")
+    assert str(same).splitlines()[-2:] == ["2 calls in A, 2 in B, 2 compared: 2 equal", "no call differs"]
+    assert repr(found).startswith("Difference(a=")
 
 
 def test_an_alignment_is_a_table_of_pairs(tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_an_alignment_is_a_table_of_pairs(tmp_path: Path) -> None:
     assert found.to_pandas()[["module", "other", "by", "kind", "rows"]].values.tolist() == [
         ["Linear", "Linear", "rows", "equal", 8]
     ]
-    assert "joined: 1 of 1 calls of A and 1 of 1 calls of B" in str(found)
+    assert "joined: 1 of 1 forward call of A, 1 of 1 of B: 1 by equal rows of the weights" in str(found)
     assert "<td" in found._repr_html_()
 
 

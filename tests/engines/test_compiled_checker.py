@@ -260,7 +260,7 @@ def test_every_checks_a_share_of_the_calls() -> None:
         for _ in range(1000):
             torch.mm(a, a)
 
-    checksum = checked(body, every=10)
+    checksum = checked(body, every_calls=10)
     assert checksum.checked == 100
     assert checksum.in_python == 0
 

@@ -46,7 +46,7 @@ def make(name, folder):
         "Noise": lambda: hooks.Noise(1e-9, of=every),
         "BitFlip": lambda: hooks.BitFlip(of=every, bits=0),
         "NonFinite": lambda: hooks.NonFinite(inf=True, action="record", save=f"{folder}/found"),
-        "NonFinite every": lambda: hooks.NonFinite(every=2),
+        "NonFinite every": lambda: hooks.NonFinite(check_every=2),
         "Print": lambda: hooks.Print(io.StringIO()),
         "Log": lambda: hooks.Log("quiet", values="stats"),
         "Scalars": lambda: hooks.Scalars(Writer(), every),

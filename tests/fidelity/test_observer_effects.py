@@ -30,7 +30,7 @@ LOOKING: dict[str, Callable[[], Any]] = {
     "nothing": lambda: lambda call: None,
     "recorder": hooks.Recorder,
     "profile": hooks.Profile,
-    "when": lambda: hooks.when(hooks.Recorder(), op="mm", min_numel=4, every=2),
+    "when": lambda: hooks.when(hooks.Recorder(), op="mm", min_numel=4, every_calls=2),
 }
 looking = pytest.mark.parametrize("hook", LOOKING.values(), ids=list(LOOKING))
 below_autograd = pytest.mark.parametrize("engine", ["kernel", "mode"])

@@ -333,7 +333,7 @@ def test_the_call_that_makes_or_receives_a_planted_nan_is_named(
     program: Callable[[Next], None], way: str, options: dict[str, Any], every: int
 ) -> None:
     before = set(threading.enumerate())
-    oracle, nonfinite = Oracle(), hooks.NonFinite(action="record", every=every)
+    oracle, nonfinite = Oracle(), hooks.NonFinite(action="record", check_every=every)
     with intercept([oracle, nonfinite], **options) as interceptor:
         program(interceptor.step)
     for thread in set(threading.enumerate()) - before:  # of a DataLoader that has ended

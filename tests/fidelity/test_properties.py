@@ -55,7 +55,7 @@ LOOKING: dict[str, Callable[[], list[Any]]] = {
     "nothing": lambda: [lambda call: None],
     "curious": lambda: [Curious()],
     "recorder": lambda: [hooks.Recorder()],
-    "several": lambda: [hooks.Profile(), hooks.when(Curious(), every=2), hooks.Recorder()],
+    "several": lambda: [hooks.Profile(), hooks.when(Curious(), every_calls=2), hooks.Recorder()],
 }
 
 

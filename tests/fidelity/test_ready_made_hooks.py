@@ -54,7 +54,7 @@ def observers() -> list[Any]:
         hooks.Profile(),
         hooks.Stats(("lhs", "rhs", "bias", "output"), for_dtype=torch.float8_e4m3fn, histogram=True),
         hooks.NonFinite(inf=True),
-        hooks.NonFinite(every=7, action="record"),
+        hooks.NonFinite(check_every=7, action="record"),
         hooks.Capture(of=("lhs", "rhs", "output")),
         hooks.Gradients(),
         hooks.AttentionWeights(),
@@ -62,7 +62,7 @@ def observers() -> list[Any]:
         hooks.Scalars(Run()),
         hooks.Checksum(estimate=True),
         hooks.Replicas(),
-        hooks.when(lambda call: None, every=2),
+        hooks.when(lambda call: None, every_calls=2),
     ]
 
 

@@ -14,6 +14,7 @@ from made_calls import record
 from opintercept import TensorMeta, runs
 from opintercept._core.gemm import Gemm
 from opintercept._core.record import OWN, SHARED, Summary
+from opintercept._values.stats import Values
 from opintercept.runs.record.writer import QueuedCall, Writer
 from opintercept.runs.store.records import CALL, Encoder
 from opintercept.runs.store.run import SCHEMA
@@ -96,9 +97,9 @@ def call(
 class Known(NamedTuple):
     """Values that are known already."""
 
-    values: runs.Values
+    values: Values
 
-    def read(self) -> runs.Values:
+    def read(self) -> Values:
         return self.values
 
 
@@ -142,7 +143,7 @@ def queued(given: dict[str, Any], summaries: dict[str, Summary]) -> QueuedCall:
     kept: list[Any] = list(tensors.values())
     return QueuedCall(
         cast(Any, note),
-        {role: Known(runs.Values(**each)) for role, each in given.get("values", {}).items()},
+        {role: Known(Values(**each)) for role, each in given.get("values", {}).items()},
         kept,
         {role: place for place, role in enumerate(tensors)},
         json.dumps(given.get("arguments") or {}),

@@ -15,8 +15,9 @@ import torch
 from processes import run_python
 from torch import Tensor
 
-from opintercept.runs import StoredCall, open_run
+from opintercept.runs import open_run
 from opintercept.runs.record import writer
+from opintercept.runs.store.codec import StoredCall
 
 ALL = ("none", "stats", "sample", "full")
 

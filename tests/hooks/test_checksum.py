@@ -352,7 +352,7 @@ def test_every_checks_that_share_of_the_calls_of_a_loop_in_turn() -> None:
             before[0] = checksum.checked
 
     before = [0]
-    checksum = hooks.Checksum(every=10)
+    checksum = hooks.Checksum(every_calls=10)
     with intercept([checksum, PendingRecord()]), torch.no_grad():
         for _ in range(100):
             for module in modules:
@@ -530,7 +530,7 @@ def test_autocast_at_function_level_raises_no_alarm() -> None:
     [
         ({"sigma": 0}, "sigma must be a positive number, got 0"),
         ({"action": "stop"}, "action must be one of 'raise', 'warn', 'record', got 'stop'"),
-        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"every_calls": 0}, "every_calls must be a whole number of at least 1, got 0"),
     ],
 )
 def test_a_wrong_argument_is_refused(options: dict[str, Any], message: str) -> None:

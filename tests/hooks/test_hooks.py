@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 import opintercept
 from opintercept import OpCall, hooks, intercept, runs
+from opintercept.runs.ranks.difference import RankFinding
+from opintercept.testing.plugin import OpCalls
 
 
 class Constants(nn.Module):
@@ -105,7 +107,7 @@ def of_recorder() -> tuple[Any, Callable[[], Any]]:
 
 def of_when() -> tuple[Any, Callable[[], Any]]:
     recorder = hooks.Recorder()
-    return hooks.when(recorder, module="m[2-7]", every=3), lambda: check_records(recorder.records)
+    return hooks.when(recorder, module="m[2-7]", every_calls=3), lambda: check_records(recorder.records)
 
 
 def of_log() -> tuple[Any, Callable[[], Any]]:
@@ -366,7 +368,7 @@ OBSERVERS: dict[str, Callable[[], Any]] = {
     "Recorder": hooks.Recorder,
     "Checksum": lambda: hooks.Checksum(estimate=True),
     "Replicas": hooks.Replicas,
-    "when": lambda: hooks.when(hooks.Recorder(), dtype=torch.float32, min_numel=2, every=2, module="*"),
+    "when": lambda: hooks.when(hooks.Recorder(), dtype=torch.float32, min_numel=2, every_calls=2, module="*"),
 }
 
 
@@ -443,7 +445,7 @@ DECLARED: dict[str, Callable[[], Any]] = {
     "Replicas": hooks.Replicas,
     "Scalars": lambda: hooks.Scalars(Quiet()),
     "Stats": hooks.Stats,
-    "when": lambda: hooks.when(hooks.Stats(), op=("mm", "linear"), every=2),
+    "when": lambda: hooks.when(hooks.Stats(), op=("mm", "linear"), every_calls=2),
     "when with a module": lambda: hooks.when(hooks.Recorder(), module="*"),
 }
 
@@ -587,14 +589,49 @@ def test_what_a_hook_holds_is_shown() -> None:
     assert repr(gradients) == "Gradients(2 gradients)"
 
 
-PROTOCOLS = ("HookDeclaration", "InKernel")
+NEVER_MADE = ("HookDeclaration", "InKernel", "CallFinding")
 
 
 @pytest.mark.parametrize("module", [opintercept, hooks, runs], ids=lambda module: str(module.__name__))
 def test_no_public_class_is_shown_by_its_address(module: Any) -> None:
-    kinds: dict[str, Any] = {name: getattr(module, name) for name in module.__all__ if name not in PROTOCOLS}
+    kinds: dict[str, Any] = {name: getattr(module, name) for name in module.__all__ if name not in NEVER_MADE}
     shows: Any = object.__repr__
     assert [name for name, kind in kinds.items() if isinstance(kind, type) and kind.__repr__ is shows] == []
+
+
+@pytest.mark.parametrize(
+    ("make", "new"),
+    [
+        (hooks.NonFinite, "check_every"),
+        (hooks.Checksum, "every_calls"),
+        (lambda **given: hooks.when(hooks.Recorder(), **given), "every_calls"),
+        (OpCalls([]).filter, "every_calls"),
+        (lambda **given: hooks.Scalars(Quiet(), **given), "every_steps"),
+        (hooks.Replicas, "every_steps"),
+    ],
+    ids=["NonFinite", "Checksum", "when", "filter", "Scalars", "Replicas"],
+)
+def test_the_old_name_of_an_argument_gives_the_new_one(make: Callable[..., Any], new: str) -> None:
+    make(**{new: 2})
+    with pytest.raises(TypeError, match=f"^every= is now {new}=$"):
+        make(every=2)
+
+
+def test_findings_of_all_checks_say_which_call_is_wrong_and_how() -> None:
+    ranks = ((0, 2), (1,))
+    diverged = hooks.Divergence(ranks, 3, 7, "0", "aten::mm", "forward", "rhs", True, "train.py:1", 0)
+    of_run = RankFinding("weight", ranks, 3, 1, 7, "0", "aten::mm", "forward", "train.py:1", "rhs", (), None, 1)
+    with intercept([search := hooks.NonFinite(action="record"), recorder := hooks.Recorder()]):
+        nn.Sequential(nn.Linear(2, 2))(torch.full((1, 2), torch.nan))
+    (record,) = recorder.records
+    product = hooks.WrongProduct(record, (0, 0), (0,), 1, 1.0, 2.0, 1.0, 0.5)
+    found: list[hooks.CallFinding] = [diverged, of_run, *search.findings, product]
+    calls = [(each.module, each.phase, each.step, each.index, type(each.source), bool(str(each))) for each in found]
+    assert calls == [("0", "forward", 3, 7, str, True)] * 2 + [("0", "forward", 0, 0, str, True)] * 2
+    assert {each.op for each in found[:2]} == {"aten::mm"}
+    assert all(isinstance(each, hooks.CallFinding) for each in found)
+    with pytest.raises(AttributeError, match="'WrongProduct' object has no attribute 'modul'"):
+        _ = product.modul
 
 
 @pytest.mark.parametrize("way", COPIES)

@@ -91,7 +91,7 @@ def test_channels_are_the_same() -> None:
 @pytest.mark.parametrize("ops", ["matmul", "all"])
 def test_findings_are_the_same(every: int, ops: str) -> None:
     def report() -> tuple[list[Any], int, list[Any]]:
-        found = hooks.NonFinite(inf=True, action="record", every=every)
+        found = hooks.NonFinite(inf=True, action="record", check_every=every)
         with intercept(found, ops=ops):
             products()
             torch.ones(4, 4).div_(0.0) @ torch.zeros(4, 4)

@@ -107,7 +107,7 @@ def test_the_backward_pass_is_checked_too() -> None:
 
 @pytest.mark.parametrize("every", [1, 3, 100])
 def test_deferred_checks_find_the_same(every: int) -> None:
-    nonfinite = hooks.NonFinite(action="record", every=every)
+    nonfinite = hooks.NonFinite(action="record", check_every=every)
     model = three_layers(broken=0)
     with intercept(nonfinite):
         model(torch.ones(2, 4)).sum().backward()
@@ -118,13 +118,13 @@ def test_deferred_checks_find_the_same(every: int) -> None:
 
 def test_a_deferred_check_raises_when_the_block_ends() -> None:
     with pytest.raises(NonFiniteError, match="in module '2'"):
-        with intercept(hooks.NonFinite(every=1000)):
+        with intercept(hooks.NonFinite(check_every=1000)):
             three_layers(broken=2)(torch.ones(2, 4))
 
 
 def test_the_programs_own_exception_is_not_replaced_by_a_late_finding() -> None:
     with pytest.raises(KeyError, match="mine") as caught, pytest.warns(OpInterceptWarning, match="is made by"):
-        with intercept(hooks.NonFinite(every=1000)):
+        with intercept(hooks.NonFinite(check_every=1000)):
             three_layers(broken=2)(torch.ones(2, 4))
             raise KeyError("mine")
     assert caught.value.args == ("mine",)
@@ -250,9 +250,9 @@ def test_save_needs_safetensors_and_numpy(missing: str, tmp_path: Path, monkeypa
     ("options", "message"),
     [
         ({"action": "explode"}, "action must be one of 'raise', 'warn', 'record', 'breakpoint', got 'explode'"),
-        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
-        ({"every": 1.5}, "every must be a whole number of at least 1, got 1.5"),
-        ({"every": 2, "save": "x"}, "save needs every=1, got every=2"),
+        ({"check_every": 0}, "check_every must be a whole number of at least 1, got 0"),
+        ({"check_every": 1.5}, "check_every must be a whole number of at least 1, got 1.5"),
+        ({"check_every": 2, "save": "x"}, "save needs check_every=1, got check_every=2"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
@@ -295,7 +295,7 @@ def test_findings_agree_with_isfinite(values: list[float], dtype: torch.dtype, i
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("every", [1, 5])
 def test_exotic_tensors_pass(program: Any, engine: dict[str, Any], every: int) -> None:
-    nonfinite = hooks.NonFinite(inf=True, every=every)
+    nonfinite = hooks.NonFinite(inf=True, check_every=every)
     with intercept(nonfinite, **engine):
         program()
     assert nonfinite.findings == []
@@ -313,13 +313,13 @@ def test_the_program_is_unchanged_bit_for_bit() -> None:
         return [p.detach() for p in model.parameters()]
 
     bare = train()
-    with intercept([hooks.NonFinite(), hooks.NonFinite(every=4)]):
+    with intercept([hooks.NonFinite(), hooks.NonFinite(check_every=4)]):
         watched = train()
     assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
 
 
 def test_no_tensor_is_kept() -> None:
-    nonfinite = hooks.NonFinite(action="record", inf=True, every=2)
+    nonfinite = hooks.NonFinite(action="record", inf=True, check_every=2)
     with intercept(nonfinite):
         output = torch.full((1, 2), 3e38) @ torch.ones(2, 1)
         alive = weakref.ref(output)
@@ -359,7 +359,7 @@ def test_a_planted_overflow_is_found_in_a_pretrained_model() -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_interrupts_leave_no_state_behind(every: int) -> None:
     model = three_layers(broken=2)
-    nonfinite = hooks.NonFinite(action="record", inf=True, every=every)
+    nonfinite = hooks.NonFinite(action="record", inf=True, check_every=every)
 
     def program() -> None:
         model(torch.ones(2, 4)).sum().backward()
@@ -394,7 +394,7 @@ def test_a_call_that_another_hook_stops_leaves_no_state_behind() -> None:
 
 def found(program: Any, *, inf: bool = False, every: int = 1, **options: Any) -> list[tuple[str, str, tuple[str, ...]]]:
     """The findings in a program: operators without their namespace, kinds, and what was not finite."""
-    nonfinite = hooks.NonFinite(action="record", inf=inf, every=every)
+    nonfinite = hooks.NonFinite(action="record", inf=inf, check_every=every)
     with intercept(nonfinite, **options), torch.no_grad():
         program()
     return [(f.record.op.rpartition(":")[2].rpartition(".")[2], f.kind, f.bad) for f in nonfinite.findings]
@@ -635,7 +635,7 @@ def test_a_finding_names_the_step(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
 def test_a_copy_is_independent(way: str) -> None:
-    nonfinite = hooks.NonFinite(action="record", allow="x.*", every=2)
+    nonfinite = hooks.NonFinite(action="record", allow="x.*", check_every=2)
     with intercept(nonfinite):
         nan_of(2, 2) @ torch.ones(2, 2)
     copies: dict[str, Any] = {
@@ -695,7 +695,7 @@ def test_gradients_that_a_scaler_discards_are_no_finding(
 ) -> None:
     model, x = of_halves(nn.ReLU())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    nonfinite = hooks.NonFinite(inf=True, every=every)
+    nonfinite = hooks.NonFinite(inf=True, check_every=every)
     with intercept(nonfinite, **options) as interceptor:
         train(model if wrap is None else Checkpointed(model, wrap), x, scaler, interceptor, steps=20)
     assert scaler.get_scale() < 2.0**20

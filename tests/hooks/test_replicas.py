@@ -200,7 +200,7 @@ def test_without_other_ranks_nothing_is_hashed() -> None:
 
 
 def test_it_can_be_copied_and_pickled() -> None:
-    replicas = hooks.Replicas(["head", re.compile("a.*")], of="weights", every=3, action="warn")
+    replicas = hooks.Replicas(["head", re.compile("a.*")], of="weights", every_steps=3, action="warn")
     for twin in (copy.deepcopy(replicas), pickle.loads(pickle.dumps(replicas))):
         with intercept(twin):
             torch.ones(2, 2) @ torch.ones(2, 2)
@@ -210,7 +210,7 @@ def test_it_can_be_copied_and_pickled() -> None:
     ("options", "message"),
     [
         ({"action": "stop"}, "action must be one of 'raise', 'warn', 'record', got 'stop'"),
-        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"every_steps": 0}, "every_steps must be a whole number of at least 1, got 0"),
         ({"of": "output"}, "of must be one or more of 'lhs', 'rhs', 'bias', 'value', 'weights', got 'output'"),
         ({"modules": []}, "modules must name at least one module, got none"),
     ],

@@ -197,7 +197,7 @@ def test_add_scalar_gets_one_value_at_a_time_and_is_preferred_to_log() -> None:
 )
 def test_every_writes_several_steps_together(every: int, written: list[tuple[int, int]]) -> None:
     run = Run()
-    with intercept(hooks.Scalars(run, values=["calls"], every=every)) as interceptor:
+    with intercept(hooks.Scalars(run, values=["calls"], every_steps=every)) as interceptor:
         for _ in range(7):
             product(1.0)
             interceptor.step()
@@ -206,7 +206,7 @@ def test_every_writes_several_steps_together(every: int, written: list[tuple[int
 
 def test_steps_without_a_call_write_nothing() -> None:
     run = Run()
-    with intercept(hooks.Scalars(run, values=["mean"], every=2)) as interceptor:
+    with intercept(hooks.Scalars(run, values=["mean"], every_steps=2)) as interceptor:
         for step in range(10):
             if step in (3, 8, 9):
                 product(float(step))
@@ -237,7 +237,7 @@ def test_calls_before_an_exception_are_written() -> None:
 
 def test_a_second_block_starts_again() -> None:
     run = Run()
-    scalars = hooks.Scalars(run, values=["mean"], every=5)
+    scalars = hooks.Scalars(run, values=["mean"], every_steps=5)
     interceptor = intercept(scalars)
     for value in (1.0, 2.0):
         with interceptor:
@@ -327,8 +327,8 @@ def test_a_writer_that_cannot_write_is_refused(writer: Any) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, "2", None])
 def test_every_below_one_is_refused(every: Any) -> None:
-    with pytest.raises(ValueError, match="every must be a whole number of at least 1, got"):
-        hooks.Scalars(Run(), every=every)
+    with pytest.raises(ValueError, match="every_steps must be a whole number of at least 1, got"):
+        hooks.Scalars(Run(), every_steps=every)
 
 
 @pytest.mark.parametrize("values", [(), "mean", ["mean", "median"], ["module"], [3]])

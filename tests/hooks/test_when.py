@@ -133,11 +133,11 @@ def test_min_numel_of_the_larger_operand(min_numel: int, indexes: list[int]) -> 
     ("filters", "indexes"),
     [
         ({}, [0, 1, 2, 3, 4, 5, 6]),
-        ({"every": 1}, [0, 1, 2, 3, 4, 5, 6]),
-        ({"every": 3}, [0, 3, 6]),
+        ({"every_calls": 1}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"every_calls": 3}, [0, 3, 6]),
         ({"first": 2}, [0, 1]),
-        ({"every": 3, "first": 2}, [0, 3]),
-        ({"every": 9}, [0]),
+        ({"every_calls": 3, "first": 2}, [0, 3]),
+        ({"every_calls": 9}, [0]),
         ({"first": 9}, [0, 1, 2, 3, 4, 5, 6]),
     ],
     ids=["none", "every 1", "every 3", "first 2", "every 3 first 2", "every 9", "first 9"],
@@ -152,9 +152,9 @@ def test_counters_count_the_calls_that_pass_the_other_filters() -> None:
             mm()
             mv()
 
-    assert passed(program, op="mv", every=2) == [1, 5]
+    assert passed(program, op="mv", every_calls=2) == [1, 5]
     assert passed(program, op="mv", first=3) == [1, 3, 5]
-    assert passed(program, predicate=lambda call: call.index >= 2, every=2, first=2) == [2, 4]
+    assert passed(program, predicate=lambda call: call.index >= 2, every_calls=2, first=2) == [2, 4]
 
 
 def test_counters_go_on_in_the_next_block() -> None:
@@ -257,7 +257,7 @@ def test_the_verdict_holds_if_pre_changes_the_operands() -> None:
 
 def test_the_verdict_holds_for_error() -> None:
     hook = Both()
-    with intercept(hooks.when(hook, every=2)):
+    with intercept(hooks.when(hook, every_calls=2)):
         for _ in range(4):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 torch.mm(torch.ones(2, 3), torch.ones(2, 3))
@@ -274,7 +274,7 @@ def test_one_hook_in_two_filters_gets_a_verdict_from_each() -> None:
 
 def test_nested_filters_both_apply_and_the_inner_one_counts_what_the_outer_one_passes() -> None:
     recorder = hooks.Recorder()
-    with intercept(hooks.when(hooks.when(recorder, every=2), every=3)):
+    with intercept(hooks.when(hooks.when(recorder, every_calls=2), every_calls=3)):
         for _ in range(13):
             mm()
     assert [record.index for record in recorder.records] == [0, 6, 12]
@@ -415,8 +415,8 @@ def test_the_repr_shows_the_hook() -> None:
             TypeError,
             r"^module must be a glob, a compiled pattern or a predicate of the name, got 3$",
         ),
-        (print, {"every": 0}, ValueError, r"^every must be a whole number of at least 1, got 0$"),
-        (print, {"every": 1.5}, ValueError, r"^every must be a whole number of at least 1, got 1\.5$"),
+        (print, {"every_calls": 0}, ValueError, r"^every_calls must be a whole number of at least 1, got 0$"),
+        (print, {"every_calls": 1.5}, ValueError, r"^every_calls must be a whole number of at least 1, got 1\.5$"),
         (print, {"first": 0}, ValueError, r"^first must be a whole number of at least 1, got 0$"),
         (print, {"first": "3"}, ValueError, r"^first must be a whole number of at least 1, got '3'$"),
         (print, {"min_numel": 0}, ValueError, r"^min_numel must be a whole number of at least 1, got 0$"),

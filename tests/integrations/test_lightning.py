@@ -109,7 +109,7 @@ def test_figures_reach_the_loggers_of_the_trainer(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
     loggers = [CSVLogger(tmp_path, name) for name in ("one", "two")]
-    observer = callback(scalars=partial(hooks.Scalars, values=["calls"], every=2))
+    observer = callback(scalars=partial(hooks.Scalars, values=["calls"], every_steps=2))
     trainings.lightning_fit(tmp_path, observer, logger=loggers)
     for logger in loggers:
         rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())

@@ -167,7 +167,7 @@ def test_figures_reach_what_the_trainer_reports_to_and_not_the_console(
 ) -> None:
     trainer, log = trainings.transformers_trainer(tmp_path), Log()
     trainer.add_callback(log)
-    watched(trainer, scalars=partial(hooks.Scalars, values=["calls"], every=4))
+    watched(trainer, scalars=partial(hooks.Scalars, values=["calls"], every_steps=4))
     trainer.train()
     name = "first/addmm/output/forward/calls"
     assert [(step, values[name]) for step, values in log.logged if name in values] == [(4, 8), (6, 4)]

@@ -336,7 +336,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "healthy": healthy,
     "flipped": lambda: watched(before=flipped()),
     "flipped under autocast": lambda: watched(autocast=True, before=flipped(bit=20)),  # bfloat16 drops bits below 16
-    "every other step": lambda: watched({"every": 2}, before=flipped()),
+    "every other step": lambda: watched({"every_steps": 2}, before=flipped()),
     "not synchronised": lambda: watched(wrapped=False),
     "activation": lambda: watched(hook=Nudge(1, 4), wrapped=False, same_data=True),
     "uneven": uneven,

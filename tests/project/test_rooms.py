@@ -13,7 +13,7 @@ from sources import PACKAGE, SOURCES, file_of, private
 
 # A file imports from its own room and from those before it, also inside functions and for annotations.
 ROOMS = {
-    "": "_core _ops _origin _native _values _ranks _kit _engines _blocks hooks runs integrations testing cli",
+    "": "_core _ops _origin _native _values _ranks _kit _engines _blocks hooks runs _reports integrations testing cli",
     "runs": "store record sums compare ranks align report replay trace patch",
 }
 MOST_ROOMS = 17

@@ -135,7 +135,7 @@ def test_arrows_lead_from_forward_calls_to_their_backward_calls(trained: Path, t
 
 def test_only_the_chosen_steps_are_written(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "trace.json.gz"
-    assert main(["export", str(trained), "--format", "perfetto", "--step", "1", "-o", str(out)]) == 0
+    assert main(["export", str(trained), "--format", "perfetto", "--steps", "1", "-o", str(out)]) == 0
     found = calls_of(read(out))
     assert {slices[0]["name"] for slices in found} == {"step 1"}
     assert len(found) == sum(call.record.step == 1 for call in runs.open_run(trained).calls())

@@ -88,7 +88,7 @@ ONE_FILTER = st.fixed_dictionaries(
         "phase": st.sampled_from(["forward", "backward", "recompute"]),
         "dtype": st.sampled_from([torch.float32, "bfloat16"]),
         "min_numel": st.integers(1, 40),
-        "every": st.integers(1, 3),
+        "every_calls": st.integers(1, 3),
         "first": st.integers(1, 3),
         "steps": st.sampled_from([0, 1, range(2)]),
         "predicate": st.just(lambda call: call.index % 2 == 0),

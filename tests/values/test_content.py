@@ -18,7 +18,7 @@ from torch import Tensor
 from opintercept._values import content as _content
 from opintercept._values import hash as _hash
 from opintercept._values.content import content_of
-from opintercept.runs import Values
+from opintercept._values.stats import Values
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from opintercept._core.errors import OpInterceptError
-from opintercept.cli.options import add_module_and_phase, count, size, steps
+from opintercept.cli.options import add_filters, count, rename, size
 from opintercept.cli.run.program import after_import, prepare
 from opintercept.cli.run.watch import HOOKS, ProgramWatch
 from opintercept.runs.store.run import TensorMode
@@ -34,8 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--flight", metavar="N", type=count, help="record only the last N calls, and only if the program fails"
     )
     parser.add_argument(
-        "--every", metavar="N", type=count, help="record only every Nth step, starting with the first of --steps"
+        "--every-steps", metavar="N", type=count, help="record only every Nth step, starting with the first of --steps"
     )
+    rename(parser, "--every", "--every-steps")
     parser.add_argument(
         "--max-bytes", metavar="SIZE", type=size, help="stop recording before FOLDER exceeds SIZE, such as 500k or 2G"
     )
@@ -48,7 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=HOOKS,
         help="what to show at the end (default profile and nonfinite); may be repeated",
     )
-    parser.add_argument("--top", metavar="N", type=count, default=20, help="rows of each table (default 20)")
+    parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
+    rename(parser, "--top", "--limit")
     parser.add_argument("-q", "--quiet", action="store_true", help="show neither progress nor tables")
     parser.add_argument(
         "--ops",
@@ -70,13 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", choices=("all", "current"), help="threads to watch (default all, if the engine can)"
     )
-    add_module_and_phase(parser, "watch")
-    parser.add_argument(
-        "--steps",
-        metavar="A:B",
-        type=steps,
-        help="watch only steps A to B - 1, from 0; an optimizer's step ends a step",
-    )
+    add_filters(parser, "watch", "module", "phase", "steps")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -84,7 +80,7 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     """Return a function that runs the program."""
     if not arguments.program:
         raise OpInterceptError("no program given; use `opintercept run script.py` or `opintercept run -m module`")
-    for name in ("tensors", "overwrite", "flight", "every", "max_bytes"):
+    for name in ("tensors", "overwrite", "flight", "every_steps", "max_bytes"):
         if getattr(arguments, name) and arguments.out is None:
             raise OpInterceptError(f"--{name.replace('_', '-')} needs --out FOLDER, the folder to record to")
     name, *rest = arguments.program

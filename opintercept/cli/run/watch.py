@@ -115,11 +115,13 @@ class ProgramWatch:
             )
             self._recording = _Recording(recorder)
             watching.append(self._recording)
-            if chosen.every is not None:
+            if chosen.every_steps is not None:
                 first, end = (chosen.steps.start, chosen.steps.stop) if chosen.steps else (0, sys.maxsize)
-                watching[-1] = hooks.when(self._recording, steps=range(first, end, chosen.every))
+                watching[-1] = hooks.when(self._recording, steps=range(first, end, chosen.every_steps))
         if chosen.stop:  # last, so that the others see the call before this one raises
-            watching.append(_Stop(search, hooks.NonFinite(action="record")))
+            if search is None:
+                watching.append(search := hooks.NonFinite(action="record"))
+            watching.append(_Stop(search))
         return watching
 
     def clear_progress(self) -> None:
@@ -180,7 +182,7 @@ class ProgramWatch:
             if name == "nonfinite" and not hook.findings:
                 yield from self._nothing_found(hook)
             elif name != "print" and tally.calls:
-                yield from _top(hook, chosen.top, self._stderr)
+                yield from _top(hook, chosen.limit, self._stderr)
         opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
         if opaque:
             yield f"opaque (matmuls inside are not shown): {printable(opaque)}"
@@ -220,31 +222,17 @@ class _Recording:
     def __init__(self, hook: RunRecorder) -> None:
         self.hook = hook
         self.enter = hook.enter
+        self.pre, self.post = self._measured(hook.pre), self._measured(hook.post)
+        self.error, self.exit = self._measured(hook.error), self._measured(hook.exit)  # exit writes the rest
         self._seconds = 0.0
 
-    def pre(self, call: OpCall) -> None:
-        """Pass on and measure."""
-        started = time.perf_counter()
-        self.hook.pre(call)
-        self._seconds += time.perf_counter() - started
+    def _measured(self, method: Callable[..., None]) -> Callable[..., None]:
+        def measured(*call: Any) -> None:
+            started = time.perf_counter()
+            method(*call)
+            self._seconds += time.perf_counter() - started
 
-    def post(self, call: OpCall) -> None:
-        """Pass on and measure."""
-        started = time.perf_counter()
-        self.hook.post(call)
-        self._seconds += time.perf_counter() - started
-
-    def error(self, call: OpCall, exception: BaseException) -> None:
-        """Pass on and measure."""
-        started = time.perf_counter()
-        self.hook.error(call, exception)
-        self._seconds += time.perf_counter() - started
-
-    def exit(self) -> None:
-        """Pass on and measure: the recorder writes the rest now."""
-        started = time.perf_counter()
-        self.hook.exit()
-        self._seconds += time.perf_counter() - started
+        return measured
 
     def cost(self, total: float) -> str:
         """Describe what recording cost in `total` seconds."""
@@ -263,31 +251,18 @@ Stopped.__module__ = "opintercept"
 class _Stop:
     """Raises once in each thread that makes a call after the first finding."""
 
-    reads = ("module", "record")
+    reads = ()
 
-    def __init__(self, shown: NonFinite | None, own: NonFinite) -> None:
-        self._nonfinite = shown or own
-        self._own = None if shown is not None else own
+    def __init__(self, search: NonFinite) -> None:
+        self._search = search
         self._stopped: set[int] = set()
-
-    def pre(self, call: OpCall) -> None:
-        """Pass on, if the search is our own."""
-        if self._own is not None:
-            self._own.pre(call)
 
     def post(self, call: OpCall) -> None:
         """Raise if the search has found something."""
-        if self._own is not None:
-            self._own.post(call)
-        found, thread = self._nonfinite.findings, threading.get_ident()
+        found, thread = self._search.findings, threading.get_ident()
         if found and thread not in self._stopped:
             self._stopped.add(thread)
             raise Stopped(str(found[0]))
-
-    def error(self, call: OpCall, exception: BaseException) -> None:
-        """Pass on, if the search is our own."""
-        if self._own is not None:
-            self._own.error(call, exception)
 
 
 class _Tally:
@@ -345,20 +320,20 @@ def _write(stderr: TextIO, text: str) -> None:
         stderr.flush()
 
 
-def _top(hook: Any, top: int, file: TextIO) -> Iterator[str]:
-    """Yield the first `top` rows of a hook's table."""
+def _top(hook: Any, limit: int, file: TextIO) -> Iterator[str]:
+    """Yield the first rows of a hook's table."""
     rows = getattr(hook, "findings", None) or []
     found = bool(rows)
     if not found:
         head, rows = str(hook).splitlines()[:1], str(hook).splitlines()[1:]
         yield from (styled(printable(line), "head", file) for line in head)
-    for row in rows[:top]:
+    for row in rows[:limit]:
         lines = list(map(printable, str(row).splitlines()))
         if lines and found:
             lines[0] = styled(lines[0], "wrong", file)
         yield from lines
-    if len(rows) > top:
-        yield f"... and {len(rows) - top} more; --top {len(rows)} shows them"
+    if len(rows) > limit:
+        yield f"... and {len(rows) - limit} more; --limit {len(rows)} shows them"
 
 
 def _count_steps(interceptor: Any) -> None:

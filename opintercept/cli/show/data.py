@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 
 from opintercept._core.text import csv_cell
-from opintercept.cli.show.calls import OpenedRun
-from opintercept.cli.show.sums import Row
+from opintercept._reports.calls import OpenedRun
+from opintercept._reports.sums import Row
 from opintercept.cli.terminal.output import finite_json
 from opintercept.runs.store.run import Run
 

@@ -6,23 +6,29 @@ Must not import torch.
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opintercept._core.errors import OpInterceptWarning
+from opintercept._core.tables import Cells, Marked, Part
 from opintercept._core.text import aligned, printable
-from opintercept._values.stats import Values
 from opintercept.cli.terminal.progress import hide
 from opintercept.cli.terminal.style import styled
-from opintercept.runs.store.run import Run
 
-_COMMAND = 120  # characters of the command that made a run
+if TYPE_CHECKING:
+    from opintercept.runs import Alignment, Difference, RankDifference
+    from opintercept.runs.replay import Replay
+
+    Result = Difference | RankDifference | Alignment | Replay
+
+_WIDE = 120  # columns of a terminal that has room for whole heads
 _SHORTEST = 10  # characters that a shortened cell keeps
 _READABLE = 32  # characters of a module name for which other columns are left out
 
@@ -32,6 +38,8 @@ def plain_warnings(command: str) -> Iterator[None]:
     """Print each of our own warnings once, as one line on stderr and without our line of code."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", OpInterceptWarning)
+        # torch warns when it is imported without numpy, which no command needs from torch.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
         show, printed = warnings.showwarning, set()
 
         def show_once(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -77,24 +85,6 @@ def finite_json(value: Any) -> Any:
     return [finite_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def listed(items: Sequence[object], most: int = 16) -> str:
-    """Join the first `most` items by commas, with `...` for the rest."""
-    return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
-
-
-def nonfinite(values: Values | None) -> str:
-    """Count what is not finite, `"3 NaN and 1 Inf of 16"`; empty if everything is."""
-    if values is None or values.finite:
-        return ""
-    counts = [f"{count:,} {name}" for count, name in ((values.nan, "NaN"), (values.inf, "Inf")) if count]
-    return f"{' and '.join(counts)} of {values.count:,}"
-
-
-def named_run(run: Run) -> str:
-    """A run's folder and the command that made it."""
-    return f"{printable(str(run.path))}  {printable(' '.join(run.info.argv), _COMMAND)}".rstrip()
-
-
 def width() -> int | None:
     """Return the columns of the terminal, or of COLUMNS; None if neither is known, as when writing to a file."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
@@ -102,29 +92,43 @@ def width() -> int | None:
     return None
 
 
-def fitted(
-    table: Sequence[Sequence[str]],
-    left: int,
-    last: Sequence[str] = (),
-    spare: Sequence[str] = (),
-    indent: str = "",
-) -> str:
+def fitted(table: Cells, limit: int | None = None) -> str:
     """Lay out a table no wider than the terminal. Text is shortened in the middle; numbers never are.
 
     Args:
-        table: The rows. The first one is the head.
-        left: How many columns, the first ones, hold text.
-        last: Heads of the columns to shorten last: module names.
-        spare: Heads of the columns to leave out, in this order, when shortening is not enough.
-        indent: Prefix of each line.
+        table: The table.
+        limit: The most rows to show; None for all.
     """
-    most = width()
-    rows = [list(row) for row in table]
+    most, left = width(), table.left
+    head = table.short if table.short and (most or _WIDE) < _WIDE else table.head
+    rows = [[*head], *([*row] for row in table.rows[:limit])]
     if most is not None:
-        left -= _leave_out(rows, left, last, spare, most - len(indent))
-        _shorten(rows, left, last, most - len(indent))
-    head, *lines = aligned(rows, left).splitlines()
-    return "\n".join(f"{indent}{line}" for line in (styled(head, "head"), *lines))
+        left -= _leave_out(rows, left, table.last, table.spare, most - len(table.indent))
+        _shorten(rows, left, table.last, most - len(table.indent))
+    names, *lines = aligned(rows, left).splitlines()
+    more = len(table.rows) - len(lines)
+    notes = [f"... and {more:,} more; a larger limit shows them"] if more else table.notes
+    return "\n".join([*(f"{table.indent}{line}" for line in (styled(names, "head"), *lines)), *notes])
+
+
+def print_parts(parts: Iterable[Part], limit: int | None = None) -> None:
+    """Print lines, marked ones in colour, and tables of at most so many rows."""
+    for part in parts:
+        if isinstance(part, Cells):
+            print(fitted(part, limit))
+        else:
+            print(styled(part, part.mark) if isinstance(part, Marked) else part)
+
+
+def print_result(
+    found: Difference | RankDifference | Alignment | Replay, as_json: bool, limit: int | None = None
+) -> int:
+    """Print a result with tables of at most so many rows, or as JSON; return the exit status."""
+    if as_json:
+        print(json.dumps(finite_json(found.as_dict()), indent=1, allow_nan=False))
+    else:
+        print_parts(found.parts(), limit)
+    return 0 if found.equal else 1
 
 
 def _widths(rows: list[list[str]]) -> list[int]:

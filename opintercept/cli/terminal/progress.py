@@ -6,11 +6,10 @@ Invariant: it is gone before anything else is printed. Must not import torch.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opintercept._core.text import printable
 from opintercept.runs.store.progress import watched
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
 
 AFTER = 1.0  # seconds without a bar
 EVERY = 0.1  # seconds between two changes of it
+_FORM = "{desc} {percentage:3.0f}% |{bar}| {elapsed}"
 _NAME = 40  # characters of what is read
 
-_shown: ContextVar[Bar | None] = ContextVar("opintercept_bar", default=None)
+_shown: ContextVar[tqdm[None] | None] = ContextVar("opintercept_bar", default=None)
 
 
 @contextmanager
@@ -31,53 +31,28 @@ def progress() -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    bar = Bar()
-    token = _shown.set(bar)
     try:
-        with watched(bar):
-            yield
-    finally:
-        _shown.reset(token)
-        bar.close()
+        from tqdm import tqdm
+    except ImportError:
+        yield
+        return
+    often: dict[str, Any] = {"delay": AFTER, "mininterval": EVERY, "miniters": 0}
+    with tqdm(total=1, file=sys.stderr, leave=False, dynamic_ncols=True, bar_format=_FORM, **often) as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.total = max(total, 1)
+            bar.set_description_str(f"reading {printable(what, _NAME)}", refresh=False)
+            bar.update(min(done, bar.total) - bar.n)
+
+        token = _shown.set(bar)
+        try:
+            with watched(show):
+                yield
+        finally:
+            _shown.reset(token)
 
 
 def hide() -> None:
     """Clear the bar, so that a line can be printed. It comes back with the next change."""
     if (bar := _shown.get()) is not None:
-        bar.hide()
-
-
-class Bar:
-    """Draws what `runs.store.progress` reports."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + AFTER
-        self._bar: tqdm[None] | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` has been read."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + EVERY
-        if self._bar is None:
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                self._next = float("inf")
-                return
-            form = "{desc} {percentage:3.0f}% |{bar}| {elapsed}"
-            self._bar = tqdm(file=sys.stderr, leave=False, dynamic_ncols=True, bar_format=form)
-        self._bar.total, self._bar.n = max(total, 1), min(done, max(total, 1))
-        self._bar.set_description_str(f"reading {printable(what, _NAME)}", refresh=False)
-        self._bar.refresh()
-
-    def hide(self) -> None:
-        """Clear the line."""
-        if self._bar is not None:
-            self._bar.clear()
-
-    def close(self) -> None:
-        """Clear the line for good."""
-        if self._bar is not None:
-            self._bar.close()
+        bar.clear()

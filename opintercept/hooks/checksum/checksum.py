@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.checks import check_choice, check_count
+from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.hook import Read
 from opintercept._core.in_kernel import Checker, Work
@@ -86,7 +86,7 @@ class Checksum(Finds[WrongProduct]):
 
     Args:
         sigma: How many standard deviations rounding may take.
-        every: Check one call in this many, spread so that the calls of a repeated step take turns.
+        every_calls: Check one call in this many, spread so that the calls of a repeated step take turns.
         action: `"raise"` raises an `OpInterceptError`. `"warn"` warns once for each module, operator and phase.
             `"record"` only adds to `findings`, as all actions do.
         exact: Whether to compute the checksums of float32 products in float64, which finds smaller errors. It takes
@@ -102,7 +102,7 @@ class Checksum(Finds[WrongProduct]):
             the operator is not deterministic.
 
     Raises:
-        ValueError: The action is unknown, `sigma` is not positive, or `every` is below 1.
+        ValueError: The action is unknown, `sigma` is not positive, or `every_calls` is below 1.
         ImportError: `save` without safetensors or numpy.
 
     A call of the program raises `OpInterceptError` if its output is wrong, with `action="raise"`.
@@ -128,11 +128,12 @@ class Checksum(Finds[WrongProduct]):
         "_repeated": list,
     }
 
+    @renamed(every="every_calls")
     def __init__(
         self,
         *,
         sigma: float = 6.0,
-        every: int = 1,
+        every_calls: int = 1,
         action: Action = "raise",
         exact: bool = False,
         save: str | PathLike[str] | None = None,
@@ -143,7 +144,7 @@ class Checksum(Finds[WrongProduct]):
             raise ValueError(f"sigma must be a positive number, got {sigma!r}")
         super().__init__()
         check_choice("action", action, get_args(Action))
-        self._every = check_count("every", every)
+        self._every_calls = check_count("every_calls", every_calls)
         if save is not None:
             safetensors_for("save=")
         self._sigma = float(sigma)
@@ -206,13 +207,13 @@ class Checksum(Finds[WrongProduct]):
         with self._lock:
             if self._checker is None:
                 checker = make()
-                checker.set_up(SCREEN * self._sigma, self._exact, self._every, sums.signs_for, positions_of)
+                checker.set_up(SCREEN * self._sigma, self._exact, self._every_calls, sums.signs_for, positions_of)
                 self._checker = checker
             return self._checker
 
     def pre(self, call: OpCall) -> None:
         """Take the checksums of the operands."""
-        if self._every > 1 and not _chosen(call.index, self._every):
+        if self._every_calls > 1 and not _chosen(call.index, self._every_calls):
             return
         try:
             products = products_of(call)
@@ -394,8 +395,7 @@ class Checksum(Finds[WrongProduct]):
         return replace(finding, saved=saved, unsaved=unsaved)
 
     def _tell(self, finding: WrongProduct) -> None:
-        record = finding.record
-        new = self._keep(finding, (record.module, record.op, record.phase))
+        new = self._keep(finding)
         if self._action == "raise":
             raise OpInterceptError(str(finding))
         if self._action == "warn" and new:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opintercept._core.record import CallRecord
+from opintercept._kit.findings import CallFinding
 
 
 @dataclass(frozen=True, slots=True)
-class WrongProduct:
+class WrongProduct(CallFinding):
     """A call whose output is not what its operands make.
 
     Attributes:

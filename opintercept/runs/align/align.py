@@ -63,4 +63,12 @@ def align(a: Run, b: Run) -> Alignment:
     apart_b = [
         Apart("b", other.calls[i], links.reasons["b", i]) for i in range(len(other.calls)) if i not in links.of_b
     ]
-    return Alignment((len(one.calls), len(other.calls)), len(links.of_b), tuple(pairs), (*apart_a, *apart_b), first)
+    return Alignment(
+        a=a.head(),
+        b=b.head(),
+        calls=(len(one.calls), len(other.calls)),
+        joined_b=len(links.of_b),
+        pairs=tuple(pairs),
+        apart=(*apart_a, *apart_b),
+        first=first,
+    )

@@ -1,18 +1,33 @@
-"""`Alignment`: the result of `align`, and the dataclasses in it. Must not import torch."""
+"""`Alignment`: the result of `align`, which prints itself, and the dataclasses in it. Must not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opintercept._core.tables import Cells, Table
+from opintercept._core.tables import Cells, Marked, Part, Table
+from opintercept._core.text import counted, listed, printable
 from opintercept.runs.compare.difference import Plain, identity
+from opintercept.runs.compare.pairing import module_name, operator_name
+from opintercept.runs.compare.words import WIDTH
 from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.run import RunHead
 
 AlignedKind = Literal["equal", "close", "added", "changed operand", "inherited", "not compared"]
 CAUSES: tuple[AlignedKind, ...] = ("changed operand", "added")
 By = Literal["rows", "parts", "permuted", "values", "sum", "neighbours"]
+_BY: dict[By, str] = {
+    "rows": "by equal rows of the weights",
+    "parts": "by parts of these rows",
+    "permuted": "by rows whose elements are permuted",
+    "values": "by rows with close values",
+    "sum": "as a sum with a low-rank product",
+    "neighbours": "by what stands before and after",
+}
+_MOST_CALLS = 4  # of B that one row names
+_MOST_REASONS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,8 @@ class Alignment(Plain, Table):
     """The result of `align`. Its table and its data frame have a row for each pair.
 
     Attributes:
+        a: The first run.
+        b: The second run.
         calls: How many forward calls each run has.
         joined_b: How many of those of the second are joined.
         pairs: What is joined, in the order of the first run.
@@ -102,6 +119,8 @@ class Alignment(Plain, Table):
         first: The first pair whose kind is `"changed operand"` or `"added"`; None if there is none.
     """
 
+    a: RunHead = field(compare=False)
+    b: RunHead = field(compare=False)
     calls: tuple[int, int]
     joined_b: int
     pairs: tuple[Aligned, ...]
@@ -118,28 +137,90 @@ class Alignment(Plain, Table):
         names = {"module": [record.module for record in a], "op": [record.op for record in a], "other": modules}
         return names | {name: [getattr(pair, name) for pair in self.pairs] for name in _PAIR}
 
-    def _cells(self) -> Cells:
-        columns = self._columns()
-        left = ["module", "other", "by", "kind"]
-        right = ["rows", "of", "weight", "output"]
-        rows = [
-            [*map(str, texts), *("" if n is None else f"{n:.3g}" for n in numbers)]
-            for texts, numbers in zip(
-                zip(*(columns[name] for name in left), strict=True),
-                zip(*(columns[name] for name in right), strict=True),
-                strict=True,
+    @property
+    def equal(self) -> bool:
+        """Whether every call is joined and nothing differs by more than rounding."""
+        return self.first is None and not self.apart
+
+    def parts(self) -> Iterator[Part]:
+        """What `print` shows: how calls were joined, the first divergence, the pairs, and what was not joined."""
+        yield from (f"A  {self.a}", f"B  {self.b}", "", *self._counts())
+        if self.first is not None:
+            yield from ("", *self._first_divergence(self.first))
+        yield from ("", self._cells())
+        if self.apart:
+            yield from ("", *self._not_joined())
+
+    def _counts(self) -> Iterator[str]:
+        of_a, of_b = self.calls
+        how = Counter(pair.by for pair in self.pairs)
+        kinds = Counter(pair.kind for pair in self.pairs)
+        joined = f"{len(self.pairs):,} of {counted(of_a, 'forward call')} of A, {self.joined_b:,} of {of_b:,} of B"
+        yield f"joined: {joined}: {', '.join(f'{count:,} {_BY[by]}' for by, count in how.items())}"
+        yield f"compared: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}"
+        if self.first is None and any(kind != "not compared" for kind in kinds):
+            yield Marked("no joined call differs by more than rounding", "right")
+
+    def _first_divergence(self, pair: Aligned) -> Iterator[str]:
+        record = pair.a.record
+        where = " and ".join(f"call {each.record.index} in {_module(each)}" for each in pair.b[:_MOST_CALLS])
+        call = f"call {record.index} of A, step {record.step}: {operator_name(record.op)} in {_module(pair.a)}"
+        yield Marked(f"first divergence: {call} against {where} of B", "wrong")
+        if record.source is not None:
+            yield f"  at {printable(record.source, WIDTH)}"
+        if "rhs" in pair.changed:
+            rows = f"{'row' if len(pair.changed_rows) == 1 else 'rows'} {listed(pair.changed_rows)}"
+            yield f"  changed operand: {rows} of the weight, by up to {_number(pair.weight)} of a row"
+        if "bias" in pair.changed:
+            yield "  changed operand: the bias"
+        if "lhs" in pair.changed:
+            yield (
+                f"  changed operand: the input differs by {_number(pair.lhs)}, far more than all matmuls before: "
+                "the cause lies between them and this one"
             )
-        ]
-        joined = ((len(self.pairs), self.calls[0], "A"), (self.joined_b, self.calls[1], "B"))
-        notes = [f"joined: {' and '.join(f'{some:,} of {all_:,} calls of {run}' for some, all_, run in joined)}"]
-        return Cells([*left, *right], rows, len(left), notes)
+        if pair.kind == "added":
+            for name, rounding in (("A", pair.rounding_a), ("B", pair.rounding_b)):
+                yield f"  the matmul in {name} is wrong by {_number(rounding)} times its rounding"
+        if pair.output is not None:
+            largest = _number(pair.max_absolute)
+            yield f"  output: norm(b - a) / norm(a) is {_number(pair.output)}, max |b - a| {largest}"
+
+    def _cells(self) -> Cells:
+        rows = []
+        for pair in self.pairs:
+            numbers = (_number(value) for value in (pair.weight, pair.lhs, pair.output))
+            others = listed(list(dict.fromkeys(map(_module, pair.b))), _MOST_CALLS)
+            of = f"{pair.rows} of {pair.of}" if pair.of else ""
+            rows.append([_module(pair.a), others, pair.by, of, *numbers, pair.kind])
+        head = ["A", "B", "joined by", "rows", "weight", "input", "output", ""]
+        return Cells(head, rows, left=3, last=("A", "B"), spare=("rows", "weight", "input"))
+
+    def _not_joined(self) -> Iterator[str]:
+        counts = Counter((each.run, each.reason) for each in self.apart)
+        examples = {(each.run, each.reason): each.call for each in reversed(self.apart)}
+        for (run, reason), count in list(counts.items())[:_MOST_REASONS]:
+            call = examples[run, reason]
+            first = f"call {call.record.index}, {operator_name(call.record.op)} in {_module(call)}"
+            calls = f"{counted(count, 'call')} of {run.upper()}"
+            yield f"not joined: {calls}, the first of them {first}: {printable(reason, 4 * WIDTH)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
         return {
+            "a": self.a.as_dict(),
+            "b": self.b.as_dict(),
             "calls": list(self.calls),
             "joined": [len(self.pairs), self.joined_b],
             "first": self.first and self.first.as_dict(),
             "pairs": [pair.as_dict() for pair in self.pairs],
             "apart": [each.as_dict() for each in self.apart],
         }
+
+
+def _module(call: StoredCall) -> str:
+    name = printable(module_name(call.record.module) or "-", WIDTH)
+    return f"{name} (rank {call.rank})" if call.rank else name
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"

@@ -1,7 +1,7 @@
 """Compares two runs: which processes and calls are counterparts, and which settings of the runs differ.
 
 `pairing` finds the counterpart of each call, `values` compares the two, `blame` classifies the pair, `totals` adds up,
-and `difference` holds what is reported. Imports torch only if both runs have tensors.
+`difference` holds what is reported, and `result` all of it. Imports torch only if both runs have tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from opintercept._core.checks import check_count
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.record import CallRecord
 from opintercept._core.text import counted
-from opintercept.runs.compare.difference import Difference
+from opintercept.runs.compare.result import Difference
 from opintercept.runs.compare.values import Comparer
 from opintercept.runs.store.run import Run
 
@@ -114,12 +114,12 @@ def compare_runs(
     for rank_a, rank_b in _rank_pairs(a, b):
         compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
     if not total.pairs and (not total.absent or (select and not any(total.unmatched_calls))):
-        names = "; if their modules have other names, join calls by weights with `opintercept diff --align weights`"
+        names = "; if their modules have other names, join calls by weights with `opintercept align A B`"
         raise OpInterceptError(
             f"the runs have no {'selected ' if select else ''}calls in common: {counted(total.calls[0], 'call')} in "
             f"{str(a.path)!r}, {total.calls[1]:,} in {str(b.path)!r}{names if all(total.calls) and not select else ''}"
         )
-    return total.difference(_settings(a, b))
+    return total.difference(a, b, _settings(a, b))
 
 
 def _rank_pairs(a: Run, b: Run) -> list[tuple[int | None, int | None]]:

@@ -1,16 +1,13 @@
-"""`Difference`: the result of `diff`, and the dataclasses in it. Must not import torch."""
+"""The rows of a comparison of two runs: calls, modules and processes that differ. Must not import torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from opintercept._core.record import plain
-from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import TensorMeta
-from opintercept._core.text import counted
 from opintercept._values.stats import Values
 from opintercept.runs.compare.pairing import Pairing
 from opintercept.runs.store.codec import StoredCall, is_output
@@ -219,101 +216,3 @@ class Absent(Plain):
     rank: int
     empty: bool
     calls: int
-
-
-_MODULE = ("module", "other", "phase", "calls", "relative", "index")
-
-
-@dataclass(frozen=True, slots=True)
-class Difference(Table):
-    """The result of `diff`. Its table and its data frame have a row for each module that differs.
-
-    Attributes:
-        settings: In what the descriptions of the two runs differ: name, value in the first, value in the second; flags
-            first.
-        ranks: The processes that were compared with each other.
-        absent: The processes that were not compared, as one of the runs has no calls of them.
-        calls: How many calls of these processes the first and the second run have.
-        pairs: How many calls were compared.
-        kinds: How many of these are of each kind.
-        by: How many equal calls are known to be equal by what: `"hash"`, `"statistics"`, and so on as in
-            `RoleDifference.by`; calls that were not compared count under `"nothing"`.
-        pairings: How many were paired in each way.
-        metadata: How many differ in a shape or dtype.
-        first: The first differing call in the order of the first run; with several processes, the one with the
-            smallest step and index. None if all are equal.
-        before: How many calls before `first` have no counterpart, in each run: their effects were not compared.
-        worst: The calls with the largest `relative` of an output, largest first; without `StoredCall.given`.
-        modules: The modules with a differing call, in the order in which they first differ.
-        modules_in_all: How many such modules there are; `modules` has at most `limit`.
-        unmatched: The calls without a counterpart.
-        unmatched_calls: How many calls these are, in each run.
-    """
-
-    settings: tuple[tuple[str, str, str], ...]
-    ranks: tuple[tuple[int, int], ...]
-    absent: tuple[Absent, ...]
-    calls: tuple[int, int]
-    pairs: int
-    kinds: dict[Kind, int]
-    by: dict[str, int]
-    pairings: dict[Pairing, int]
-    metadata: int
-    first: CallDifference | None
-    before: tuple[int, int]
-    worst: tuple[CallDifference, ...]
-    modules: tuple[ModuleDifference, ...]
-    modules_in_all: int
-    unmatched: tuple[Unmatched, ...]
-    unmatched_calls: tuple[int, int]
-
-    def rows(self) -> tuple[ModuleDifference, ...]:
-        """The modules that differ."""
-        return self.modules
-
-    def _columns(self) -> Mapping[str, Any]:
-        plain = {name: [getattr(row, name) for row in self.modules] for name in _MODULE}
-        ranks = {f"rank_{side}": [row.ranks[n] for row in self.modules] for n, side in enumerate("ab")}
-        return ranks | plain | {kind: [row.kinds.get(kind, 0) for row in self.modules] for kind in KINDS}
-
-    def _cells(self) -> Cells:
-        columns = self._columns()
-        kinds = [kind for kind in KINDS if any(columns[kind])]
-        rows = [
-            [
-                row.module or ("(unknown)" if row.module is None else "(outermost)"),
-                row.phase,
-                f"{row.index}",
-                f"{row.calls:,}",
-                *(f"{row.kinds[kind]:,}" if kind in row.kinds else "" for kind in kinds),
-                "" if row.relative is None else f"{row.relative:.2g}",
-            ]
-            for row in self.modules
-        ]
-        left_out = self.modules_in_all - len(self.modules)
-        notes = [f"{self.pairs:,} calls compared" + (f": {self.verdict}" if self.equal else "")]
-        if left_out:
-            notes.append(f"and {counted(left_out, 'more module')}; a larger limit= has them")
-        return Cells(["module", "phase", "first", "calls", *kinds, "max abs / max |A|"], rows, 2, notes)
-
-    @property
-    def equal(self) -> bool:
-        """Whether no call differs, each has a counterpart, and both runs have the same processes."""
-        return self.first is None and not any(self.unmatched_calls) and not self.absent
-
-    @property
-    def verdict(self) -> str:
-        """The value of `equal` in words, limited to what was compared."""
-        uncompared = self.kinds.get("not compared", 0)
-        if self.pairs == uncompared:
-            return "no values were compared"
-        return "no call differs" if not uncompared else "no call whose values were compared differs"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, in which floats can be infinite or NaN."""
-        found: dict[str, Any] = {"equal": self.equal} | {name: getattr(self, name) for name in self.__slots__}
-        found["first"] = self.first and self.first.as_dict()
-        found["worst"] = [call.as_dict() for call in self.worst]
-        for name in ("absent", "modules", "unmatched"):
-            found[name] = [row.as_dict() for row in found[name]]
-        return found

@@ -16,14 +16,15 @@ from opintercept.runs.compare.difference import (
     KINDS,
     Absent,
     CallDifference,
-    Difference,
     Kind,
     ModuleDifference,
     Unmatched,
 )
 from opintercept.runs.compare.index import Index
 from opintercept.runs.compare.pairing import PAIRINGS, Pairing
+from opintercept.runs.compare.result import Difference
 from opintercept.runs.store.columns import Array
+from opintercept.runs.store.run import Run
 
 # Takes the calls of a process that were compared: all calls of its run, the numbers of those, the relative errors of
 # their outputs, negative if unknown, which of them differ, and the ranks in both runs.
@@ -94,9 +95,11 @@ class DiffTotals:
             modules = sorted([*self._modules, *modules], key=lambda entry: entry[0])
         self._modules = modules[: self.limit]
 
-    def difference(self, settings: tuple[tuple[str, str, str], ...]) -> Difference:
+    def difference(self, a: Run, b: Run, settings: tuple[tuple[str, str, str], ...]) -> Difference:
         """Return the result for all processes."""
         return Difference(
+            a=a.head(),
+            b=b.head(),
             settings=settings,
             ranks=tuple(self.ranks),
             absent=tuple(self.absent),

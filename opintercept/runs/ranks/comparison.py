@@ -92,6 +92,7 @@ class _Comparison:
         with_calls = tuple(rank for rank, time in last if time >= 0)
         expected = {*range(min(size, 1 << 16)), *windows.ranks}
         return RankDifference(
+            run=self._run.head(),
             ranks=with_calls,
             missing=tuple(sorted(expected - {*with_calls})),
             unfinished={

@@ -1,18 +1,28 @@
-"""`RankDifference`: the result of `diff_ranks`, and the findings in it. Must not import torch or numpy."""
+"""`RankDifference`: the result of `diff_ranks`, which prints itself, and the findings in it.
+
+Must not import torch or numpy.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from opintercept._core.record import plain
-from opintercept._ranks.expectations import Group
+from opintercept._core.tables import Cells, Marked, Page, Part
+from opintercept._core.text import counted, listed, printable
+from opintercept._kit.findings import CallFinding
+from opintercept._ranks.expectations import Group, named_ranks, who_diverged
+from opintercept.runs.compare.words import WIDTH, module_text, short_op
+from opintercept.runs.store.run import RunHead
 
+_MOST_GROUPS = 4  # of ranks that are shown
 What = Literal["weight", "operand", "calls", "order", "outlier", "not finite"]
 
 
 @dataclass(frozen=True, slots=True)
-class RankFinding:
+class RankFinding(CallFinding):
     """A divergence of ranks that should agree.
 
     Attributes:
@@ -60,6 +70,28 @@ class RankFinding:
         """The ranks in the wrong; all if there is no majority."""
         return tuple(sorted(rank for part in self.parts[self.majority :] for rank in part))
 
+    def __str__(self) -> str:
+        step = f"at step {self.step}"
+        diverged = who_diverged(self.parts)
+        if self.what in ("weight", "operand"):
+            return f"{diverged} {step}, in the {self.what} {self.operand}"
+        if self.what == "calls":
+            made = [
+                f"{named_ranks(part)} {'makes' if len(part) == 1 else 'make'} {counted(int(number), 'call')}"
+                for part, number in zip(self.parts, self.numbers, strict=True)
+            ]
+            return f"{' and '.join(made)} {step}"
+        if self.what == "order":
+            return f"{diverged} {step}: the same calls in another order, from this one on"
+        who = named_ranks(self.parts[-1])
+        if self.what == "not finite":
+            has = "has" if len(self.parts[-1]) == 1 else "have"
+            others = "has" if len(self.parts[0]) == 1 else "have"
+            return f"{who} {has} NaN or Inf {step} where {named_ranks(self.parts[0])} {others} none"
+        usual, value = self.numbers
+        figure = "root mean square" if self.statistic == "rms" else "largest magnitude"
+        return f"{who} is an outlier {step}: the output's {figure} is {value:.3g}, and {usual:.3g} on the median rank"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, with `odd` and `majority`."""
         found: dict[str, Any] = plain(self)
@@ -67,10 +99,11 @@ class RankFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class RankDifference:
+class RankDifference(Page):
     """The result of `diff_ranks`.
 
     Attributes:
+        run: The run.
         ranks: The ranks that were compared.
         missing: Ranks of the run that recorded no call.
         unfinished: The last step of each rank that did not finish; its calls are counted up to that step.
@@ -83,6 +116,7 @@ class RankDifference:
         outliers: Whether statistics were compared, which takes three ranks.
     """
 
+    run: RunHead = field(compare=False)
     ranks: Group
     missing: Group
     unfinished: dict[int, int]
@@ -104,9 +138,70 @@ class RankDifference:
         """Whether nothing diverged and no rank is missing."""
         return not self.findings and not self.missing
 
+    def parts(self) -> Iterator[Part]:
+        """What `print` shows: what was compared, what diverged first, and what followed."""
+        first, last = self.steps
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        yield from (str(self.run), "", f"{counted(len(self.ranks), 'rank')}, {counted(self.calls, 'call')} in {steps}")
+        yield from self._shared_weights()
+        if not self.outliers:
+            yield "statistics were not compared: two ranks have no majority that says which of them is the outlier"
+        if self.missing:
+            yield f"{named_ranks(self.missing)} {'has' if len(self.missing) == 1 else 'have'} no calls"
+        if self.unfinished:
+            where = listed([f"rank {rank} in step {step}" for rank, step in self.unfinished.items()], 8)
+            yield f"not finished, as after a kill: {where}; what follows there was not counted"
+        if self.first is None:
+            yield Marked("nothing diverged", "right")
+        else:
+            yield ""
+            yield from self._first_diverged(self.first)
+        if self.found > 1:
+            yield from ("", f"{counted(self.found, 'finding')}, of which the later ones may come from the first:")
+            yield self._divergences()
+
+    def _shared_weights(self) -> Iterator[str]:
+        for groups, number in self.shared[:_MOST_GROUPS]:
+            shown = " and on ".join(named_ranks(group) for group in groups[:_MOST_GROUPS])
+            more = "" if len(groups) <= _MOST_GROUPS else f" and {len(groups) - _MOST_GROUPS} more groups"
+            yield f"{counted(number, 'weight')} should be equal on {shown}{more}"
+        if len(self.shared) > _MOST_GROUPS:
+            yield f"... and weights on {len(self.shared) - _MOST_GROUPS:,} other groups of ranks"
+        if not self.shared:
+            yield "no weight is equal on several ranks when it first appears, so none is compared"
+
+    def _first_diverged(self, first: RankFinding) -> Iterator[str]:
+        yield Marked(f"first: {first}", "wrong")
+        call = f"call {first.index} of rank {first.rank}"
+        yield f"  {call}, {first.phase}: {short_op(first.op)} in {module_text(first.module)}"
+        if first.source is not None:
+            yield f"  at {printable(first.source, WIDTH)}"
+        if not first.majority:
+            yield "  no majority of ranks agrees, which would say which of them are wrong"
+
+    def _divergences(self) -> Cells:
+        rows = [
+            [
+                module_text(finding.module),
+                finding.phase,
+                short_op(finding.op),
+                finding.operand or "-",
+                finding.what,
+                str(finding.step),
+                named_ranks(finding.odd).partition(" ")[2],
+                str(finding.times),
+            ]
+            for finding in self.findings
+        ]
+        head = ["module", "pass", "operator", "operand", "what", "step", "ranks", "times"]
+        more = self.found - len(self.findings)
+        notes = [f"... and {more:,} more; a larger limit shows them"] if more else []
+        return Cells(head, rows, 5, notes, last=("module",), spare=("operator",))
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, in which floats can be infinite."""
         found: dict[str, Any] = {"equal": self.equal} | {name: getattr(self, name) for name in self.__slots__}
+        found["run"] = self.run.as_dict()
         found["unfinished"] = [{"rank": rank, "step": step} for rank, step in self.unfinished.items()]
         found["shared"] = [{"groups": [list(group) for group in groups], "weights": n} for groups, n in self.shared]
         found["findings"] = [finding.as_dict() for finding in self.findings]

@@ -78,7 +78,7 @@ class RunRecorder:
         path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
             does `runs.open_run`.
         tensors: `"none"` keeps records and the arguments that are not tensors. `"stats"` adds statistics and hashes of
-            operands, outputs, masks, states and any other tensor that the operator reads, see `runs.Values`.
+            operands, outputs, masks, states and any other tensor that the operator reads.
             `"sample"` adds some values of each tensor, from the same places in every run. `"full"` adds all values,
             each content once, so that a call can be run again, except those of a dtype or layout that safetensors
             cannot hold.

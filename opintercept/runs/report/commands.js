@@ -16,10 +16,10 @@ const commands = (() => {
       const name = (row.group ? row.key.slice(0, -2) : row.key).replace(/[[*?]/g, "[$&]");
       narrowed.unshift(option("module", row.group ? `${name}.*` : name));
     }
-    const step = `--step ${steps[column]}${width > 1 ? `:${steps[column] + width}` : ""}`;
+    const step = `--steps ${steps[column]}${width > 1 ? `:${steps[column] + width}` : ""}`;
     return [
       `opintercept show ${path} ${narrowed.join(" ")} ${step} --calls`,
-      ...(steps.length > 1 ? [`opintercept show ${path} ${narrowed.join(" ")} --over steps`] : []),
+      ...(steps.length > 1 ? [`opintercept show ${path} ${narrowed.join(" ")} --by step`] : []),
       ...(call ? [`opintercept replay ${path} ${call[1]}${of.ranks > 1 ? ` --rank ${call[0]}` : ""}`] : []),
     ];
   }

@@ -145,7 +145,7 @@ const divergence = (() => {
     const sum = calls[selected.row][selected.column];
     byId("divergence-chosen").replaceChildren(chosenBox(row, heat, phase, selected.column, sum ? lines(row, selected.column).slice(2) : ["no calls"],
       data.runs.flatMap((each) => commands.of(each, row, phase, columnOf(each.heat, heat.steps[selected.column]), each === data.runs[0] && sum ? sum.call : null)
-        .filter((text) => !text.includes("--over") && !text.includes("undefined")))));
+        .filter((text) => !text.includes("--by") && !text.includes("undefined")))));
   }
   return { draw: divergenceDraw, text: divergenceText };
 })();

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning, needs
-from opintercept._core.tables import Frames
-from opintercept._core.text import counted
+from opintercept._core.tables import Frames, Page, Part
+from opintercept._core.text import counted, listed, printable
 from opintercept.runs.store.codec import TENSOR_NAME, StoredCall
 from opintercept.runs.store.files import open_plain
 from opintercept.runs.store.untrusted import WRONG, checked, field_checks, integer, items, parsed
@@ -36,6 +36,8 @@ INFO, CALLS, TENSORS = "run.json", "calls.bin", "tensors"
 _MOST_OPEN = 128  # processes whose tables stay open, with two files each
 _MOST_FILES = 32  # of tensors that stay open
 _APART = 60.0  # seconds between the last call of a run and the first of the next one, on clocks that may differ
+_LONGEST = 200  # characters of a path, a command or the devices that are shown
+_COMMAND = 120  # characters of the command in the head of a result
 STARTED = "%Y-%m-%dT%H:%M:%S%z"
 MAX_INFO = 1 << 20  # bytes of `run.json`
 MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
@@ -77,6 +79,30 @@ class RunInfo:
         return {"schema": SCHEMA} | {name: getattr(self, name) for name in self.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class RunHead:
+    """What a result says of a run that it is about.
+
+    Attributes:
+        path: The folder.
+        ranks: The ranks of the processes.
+        info: The description of the first process.
+        alone: Whether the folder is that of one process, and does not hold `rank0`, `rank1`, ...
+    """
+
+    path: str
+    ranks: tuple[int, ...]
+    info: RunInfo
+    alone: bool
+
+    def __str__(self) -> str:
+        return f"{printable(self.path)}  {printable(' '.join(self.info.argv), _COMMAND)}".rstrip()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the folder, the ranks and the description as plain data."""
+        return {"path": self.path, "ranks": list(self.ranks), "info": self.info.as_dict()}
+
+
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a run's folder, or one that holds a folder `rank0`, `rank1`, ... for each process.
 
@@ -101,6 +127,11 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         return Run(folder, {info.rank: parts[0] for info in infos.values()}, infos_by_rank)
     infos = _of_one_run(folder, parts, infos)
     return Run(folder, {rank: parts[rank] for rank in infos}, infos)
+
+
+def _pairs(named: Mapping[str, str], between: str) -> str:
+    pairs = list(named.items())[:64]
+    return ", ".join(f"{printable(name, 60)}{between}{printable(str(value), 60)}" for name, value in pairs)
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
@@ -168,7 +199,7 @@ def rank_folders(folder: Path) -> list[tuple[int, Path]]:
         return []
 
 
-class Run(Frames):
+class Run(Frames, Page):
     """A recorded run. Its calls are read from disk piece by piece, each time that they are asked for.
 
     As a data frame, it has a row for each call, with the statistics of its tensors: `run.to_pandas()`.
@@ -212,6 +243,25 @@ class Run(Frames):
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {counted(len(self.infos), 'rank')})"
+
+    def parts(self) -> Iterator[Part]:
+        """What `print` shows: how the run was made, without reading its calls."""
+        info, ranks = self.info, len(self.infos)
+        unfinished = [rank for rank, each in self.infos.items() if not each.finished]
+        which = f" (ranks {listed(unfinished)})" if ranks > 1 else ""
+        state = f"not finished{which}: still running, or killed" if unfinished else "finished"
+        world = f"; {ranks} of {info.world_size} ranks" if max(info.world_size, ranks) > 1 else ""
+        yield f"run       {printable(str(self.path), _LONGEST)}: {state}{world}"
+        yield f"started   {printable(info.started, _LONGEST)}"
+        yield f"command   {printable(' '.join(info.argv), _LONGEST)}"
+        yield f"versions  {_pairs(info.versions, ' ')}"
+        yield f"devices   {printable(', '.join(info.devices), _LONGEST) or 'the CPU'}"
+        yield f"flags     {_pairs(info.flags, '=')}"
+        yield f"tensors   {info.tensors}"
+
+    def head(self) -> RunHead:
+        """What results say of the run."""
+        return RunHead(str(self.path), self.ranks, self.info, self.alone)
 
     def calls(self, rank: int | None = None) -> Iterator[StoredCall]:
         """The calls in the order in which they ended, process by process; with `rank`, those of one process.

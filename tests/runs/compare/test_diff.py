@@ -20,6 +20,7 @@ from made_runs import ATTENTION, attention, call, chain, kinds, ranked, values, 
 from torch._inductor import config as inductor
 
 from opintercept import OpInterceptError, intercept, runs
+from opintercept.runs.compare.difference import Absent
 
 pytestmark = pytest.mark.slow
 
@@ -400,14 +401,14 @@ def test_a_rank_that_only_one_run_has_is_a_difference(tmp_path: Path) -> None:
     found = diff(four, two)
     assert not found.equal
     assert (found.first, found.ranks, found.calls) == (None, ((0, 0), (1, 1)), (8, 4))
-    assert found.absent == (runs.Absent("b", 2, False, 2), runs.Absent("b", 3, False, 2))
+    assert found.absent == (Absent("b", 2, False, 2), Absent("b", 3, False, 2))
     assert {(row.run, row.rank, row.module) for row in found.unmatched} == {("a", r, m) for r in (2, 3) for m in "ab"}
     assert json.loads(json.dumps(found.as_dict()))["absent"][0] == {"run": "b", "rank": 2, "empty": False, "calls": 2}
     assert [each.run for each in diff(two, four).absent] == ["a", "a"]
     assert diff(two, two).equal
     # The one folder that is left is still that of one of several processes.
     one = ranked(tmp_path / "one", same, None, world_size=2)
-    assert diff(ranked(tmp_path / "pair", same, same), one).absent == (runs.Absent("b", 1, False, 2),)
+    assert diff(ranked(tmp_path / "pair", same, same), one).absent == (Absent("b", 1, False, 2),)
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["empty file", "no file"])
@@ -419,7 +420,7 @@ def test_a_rank_without_calls_is_a_difference(tmp_path: Path, written: bool) -> 
     sides: list[tuple[Any, Literal["a", "b"]]] = [(diff(full, empty), "b"), (diff(empty, full), "a")]
     for found, side in sides:
         assert not found.equal
-        assert found.absent == (runs.Absent(side, 1, True, 2),)
+        assert found.absent == (Absent(side, 1, True, 2),)
         assert sum(found.unmatched_calls) == 2
     # Neither run has calls of it, as when only one process is recorded.
     assert diff(empty, empty).equal
@@ -428,8 +429,8 @@ def test_a_rank_without_calls_is_a_difference(tmp_path: Path, written: bool) -> 
 def test_an_empty_run_is_a_difference(compare: Any) -> None:
     found = compare(chain("a", "b"), [])
     assert (found.equal, found.pairs, found.first) == (False, 0, None)
-    assert (found.absent, found.unmatched_calls) == ((runs.Absent("b", 0, True, 2),), (2, 0))
-    assert compare([], chain("a")).absent == (runs.Absent("a", 0, True, 1),)
+    assert (found.absent, found.unmatched_calls) == ((Absent("b", 0, True, 2),), (2, 0))
+    assert compare([], chain("a")).absent == (Absent("a", 0, True, 1),)
 
 
 def test_the_first_divergence_of_several_processes_is_that_of_the_first_step(tmp_path: Path) -> None:

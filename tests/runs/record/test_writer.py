@@ -18,9 +18,10 @@ from opintercept._core.call_site import NOWHERE
 from opintercept._core.record import PendingRecord, Summary
 from opintercept._core.tensors import TensorMeta
 from opintercept._engines import quiet
-from opintercept.runs import Values
+from opintercept._values.stats import Values
 from opintercept.runs.record import writer
 from opintercept.runs.record.writer import QueuedCall, QueuedTensor, Writer, leftovers, remove_leftovers, remove_run
+from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.records import CALL, Encoder
 from opintercept.runs.store.run import RunInfo
 
@@ -66,7 +67,7 @@ def started(tmp_path: Path) -> Iterator[Writer]:
     assert not thread.is_alive()
 
 
-def calls_in(folder: Path) -> list[runs.StoredCall]:
+def calls_in(folder: Path) -> list[StoredCall]:
     return list(runs.open_run(folder).calls())
 
 

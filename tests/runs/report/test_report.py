@@ -539,8 +539,8 @@ def test_a_cell_is_chosen_by_keys_and_kept_in_the_address(browser: Browser, page
     run = page.parent / "run"
     commands = browser.evaluate("[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)")
     assert commands == [
-        f"opintercept show {run} --module layers.1 --phase forward --step 3 --calls",
-        f"opintercept show {run} --module layers.1 --phase forward --over steps",
+        f"opintercept show {run} --module layers.1 --phase forward --steps 3 --calls",
+        f"opintercept show {run} --module layers.1 --phase forward --by step",
     ]
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
@@ -577,7 +577,7 @@ def test_modules_fold_and_a_group_has_the_calls_below(browser: Browser, tmp_path
     told = browser.evaluate("document.getElementById('heat-chosen').innerText")
     assert told.startswith("model.layers.*, forward, step 0\n240 calls; ")
     commands = browser.evaluate("[...document.querySelectorAll('#heat-chosen code')].map(each => each.textContent)")
-    assert commands[0].endswith("/run --module 'model.layers.*' --phase forward --step 0 --calls")
+    assert commands[0].endswith("/run --module 'model.layers.*' --phase forward --steps 0 --calls")
     assert commands[2] == f"opintercept replay {tmp_path / 'run'} 0"
     button = "document.querySelector('#heat-plot button')"
     assert browser.evaluate(f"{button}.getAttribute('aria-expanded')") == "false"
@@ -672,7 +672,7 @@ def test_two_runs_are_compared_and_either_can_be_shown(
     chosen = browser.evaluate("document.getElementById('divergence-chosen').innerText")
     assert chosen.startswith("2, forward, step 1\n")
     for name in (a, b):
-        assert f"opintercept show {name} --module 2 --phase forward --step 1 --calls" in chosen
+        assert f"opintercept show {name} --module 2 --phase forward --steps 1 --calls" in chosen
     browser.evaluate(f"{CHOOSE.format('change')}('divergence-phase', 'backward')")
     assert browser.evaluate("document.querySelectorAll('#histogram-plot .bin').length") >= 10
     steps = "document.querySelectorAll('#heat-plot .steps div span').length"
@@ -843,7 +843,7 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
             words = shlex.split(command)
             assert words[:2] == ["opintercept", "show"]
             options = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert options <= {"--module", "--phase", "--step", "--calls", "--over"}
+            assert options <= {"--module", "--phase", "--steps", "--calls", "--by"}
             assert 7 <= len(words) <= 10
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert browser.evaluate("document.title") == "opintercept report"

@@ -51,7 +51,7 @@ def test_each_rank_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
-@pytest.mark.parametrize("options", [[], ["-o", "out", "--step", "3"], ["-o", "used"]], ids=str)
+@pytest.mark.parametrize("options", [[], ["-o", "out", "--steps", "3"], ["-o", "used"]], ids=str)
 def test_parquet_that_cannot_be_written_is_one_error(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

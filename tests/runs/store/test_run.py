@@ -23,8 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
-from opintercept.runs import Run, StoredCall, open_run
+from opintercept._values.stats import Values
+from opintercept.runs import Run, open_run
 from opintercept.runs.store import codec, columns, records
+from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.records import CALL as RECORD
 from opintercept.runs.store.records import TENSOR, seal
 from opintercept.runs.store.texts import sealed
@@ -150,7 +152,7 @@ def test_a_call_is_read_as_it_was_written(tmp_path: Path) -> None:
         name: value for name, value in SIGNATURE.items() if name in plain
     }
     assert {name: plain[name] for name in SITE} == SITE
-    assert call.values["lhs"] == runs.Values("0" * 16, 6, 0, 0, 0.0, 1.0, 0.5, 0.6)
+    assert call.values["lhs"] == Values("0" * 16, 6, 0, 0, 0.0, 1.0, 0.5, 0.6)
     assert (call.tensors, call.given, call.error) == (TEXT["tensors"], TEXT["given"], None)
     assert call.arguments == SIGNATURE["arguments"]
 

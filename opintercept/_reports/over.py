@@ -1,18 +1,17 @@
-"""`Series`: the time and the outputs of calls by step, for `show --over steps`.
+"""`Series`: the time and the outputs of calls by step, for `show --by step`.
 
 Invariant: memory is bounded, since steps are merged two by two when there are too many. Must not import torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
 import numpy as np
 
-from opintercept.cli.filters import NameFilter
-from opintercept.cli.show.sums import Chosen, Row
+from opintercept._reports.filters import Choice, NameFilter
+from opintercept._reports.sums import Chosen, Row
 from opintercept.runs.store.columns import FIGURES, Columns
 from opintercept.runs.sums import COUNTS, Grouping, SlotStatistics, first_output, nonfinite
 
@@ -56,7 +55,7 @@ class Series:
     """Figures by step of the calls that the options admit, over the finite values of their first outputs.
 
     Args:
-        arguments: The options.
+        choice: What is asked for.
         names: Those of modules and operators.
         most: How many rows there may be.
 
@@ -65,15 +64,15 @@ class Series:
         modules: The names of the modules, at most `_MODULES` of them.
     """
 
-    def __init__(self, arguments: argparse.Namespace, names: NameFilter, most: int) -> None:
+    def __init__(self, choice: Choice, names: NameFilter, most: int) -> None:
         self.width = 1
         self.modules: dict[str | None, None] = {}
-        self._arguments, self._names, self._most = arguments, names, most
+        self._choice, self._names, self._most = choice, names, most
         self._rows: dict[int, _Figures] = {}
 
     def add(self, columns: Columns) -> None:
         """Add the calls of a process."""
-        chosen = Chosen(columns, self._arguments, self._names)
+        chosen = Chosen(columns, self._choice, self._names)
         for start, chunk, of, rows in chosen.stretches(_READ):
             used = np.unique(of[rows]).tolist()
             for kind in used:

@@ -1,4 +1,4 @@
-"""`Groups`: adds up the calls of runs by the keys of `--by`; `Chosen` applies the filters of `show`.
+"""`Groups`: adds up the calls of runs by the keys of `--by`; `Chosen` applies its filters.
 
 Invariant: columns are read piece by piece, and the memory of groups and of their keys is bounded.
 Must not import torch.
@@ -6,17 +6,16 @@ Must not import torch.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from opintercept._core.record import CallRecord
 from opintercept._core.text import amount, counted, duration
-from opintercept.cli.filters import NameFilter
+from opintercept._reports.filters import Choice, NameFilter
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import Array, Arrays, Columns
 from opintercept.runs.sums import COUNTS, CallKinds, Grouping, ends_of, first_output, joined, nonfinite
@@ -129,37 +128,21 @@ def dtype_of(record: CallRecord) -> str:
     return ", ".join(dict.fromkeys(t.dtype[:50] for t in (record.lhs, record.rhs) if t is not None))
 
 
-def call_filter(arguments: argparse.Namespace, names: NameFilter) -> Callable[[StoredCall], bool]:
-    """Whether the options admit a call."""
-    chosen = arguments
-
-    def admits(call: StoredCall) -> bool:
-        record = call.record
-        return (
-            names(record)
-            and (chosen.phase is None or record.phase == chosen.phase)
-            and (chosen.step is None or record.step in chosen.step)
-            and (not chosen.nonfinite or not finite(call))
-        )
-
-    return admits
-
-
 class Chosen:
     """Applies the options to the calls of a process, in columns.
 
     Args:
         columns: The calls.
-        arguments: The options.
+        choice: What is asked for.
         names: Those of modules and operators.
 
     Attributes:
         kinds: The kinds of the calls that were looked at.
     """
 
-    def __init__(self, columns: Columns, arguments: argparse.Namespace, names: NameFilter) -> None:
+    def __init__(self, columns: Columns, choice: Choice, names: NameFilter) -> None:
         self.kinds = CallKinds(columns)
-        self._columns, self._arguments, self._names = columns, arguments, names
+        self._columns, self._choice, self._names = columns, choice, names
         self._admitted: list[bool] = []
 
     def kinds_of(self, chunk: Arrays) -> tuple[Array, range]:
@@ -169,7 +152,7 @@ class Chosen:
         for kind in new:
             call_site, signature = self.kinds[kind]
             record = signature.record_at(call_site)
-            self._admitted.append(self._names(record) and self._arguments.phase in (None, record.phase))
+            self._admitted.append(self._names(record) and self._choice.phase in (None, record.phase))
         return of, new
 
     def rows(self, of: Array, chunk: Arrays) -> Array:
@@ -178,7 +161,7 @@ class Chosen:
 
     def of_steps(self, chunk: Arrays) -> Array:
         """Which calls of a chunk are of the steps that are asked for."""
-        steps = self._arguments.step
+        steps = self._choice.steps
         if steps is None:
             return np.ones(len(chunk["step"]), bool)
         return np.asarray((chunk["step"] >= steps.start) & (chunk["step"] < steps.stop))
@@ -189,8 +172,8 @@ class Chosen:
         Yields:
             The number of the first call, its columns of these names, the kinds, and which of the calls are admitted.
         """
-        names = tuple({*names, *(("has_more", *COUNTS) if self._arguments.nonfinite else ())})
-        for start, places in self._columns.chunks(("site", "look", "step"), steps=self._arguments.step):
+        names = tuple({*names, *(("has_more", *COUNTS) if self._choice.nonfinite else ())})
+        for start, places in self._columns.chunks(("site", "look", "step"), steps=self._choice.steps):
             of, _ = self.kinds_of(places)
             rows = self.rows(of, places)
             found = np.flatnonzero(rows)
@@ -199,7 +182,7 @@ class Chosen:
             low, high = int(found[0]), int(found[-1]) + 1
             chunk = self._columns.read(names, start + low, start + high)
             rows = rows[low:high]
-            if self._arguments.nonfinite:
+            if self._choice.nonfinite:
                 rows = rows & nonfinite(self._columns, start + low, chunk)
             yield start + low, chunk | {"step": places["step"][low:high]}, of[low:high], rows
 
@@ -228,19 +211,19 @@ class Groups:
         groups: The sums by the values of the keys.
     """
 
-    def __init__(self, arguments: argparse.Namespace, names: NameFilter) -> None:
+    def __init__(self, choice: Choice, names: NameFilter) -> None:
         self.groups: dict[tuple[Any, ...], GroupTotals] = {}
-        self._arguments, self._names = arguments, names
-        self._others = tuple(None if key in ("step", "rank", "run") else "(others)" for key in arguments.by)
+        self._choice, self._names = choice, names
+        self._others = tuple(None if key in ("step", "rank", "run") else "(others)" for key in choice.by)
         self._size = 0
 
     def add(self, run: str, columns: Columns, sums: RunSums) -> None:
         """Add the calls of a process of a run."""
-        arguments = self._arguments
-        chosen = Chosen(columns, arguments, self._names)
+        choice = self._choice
+        chosen = Chosen(columns, choice, self._names)
         slots: list[str | None] = []
         keys: list[tuple[Any, ...]] = []
-        for start, chunk in columns.chunks(_SUMMED, steps=arguments.step):
+        for start, chunk in columns.chunks(_SUMMED, steps=choice.steps):
             of, new = chosen.kinds_of(chunk)
             for kind in new:
                 call_site, signature = chosen.kinds[kind]
@@ -248,16 +231,16 @@ class Groups:
                 slots.append(first_output(signature))
                 given = {"run": run, "step": None}
                 keys.append(
-                    tuple(given[key] if key in given else key_of(record, columns.rank, key) for key in arguments.by)
+                    tuple(given[key] if key in given else key_of(record, columns.rank, key) for key in choice.by)
                 )
             in_steps = chosen.of_steps(chunk)
             bad = nonfinite(columns, start, chunk) & in_steps
             _find_first(sums.first, columns, start, chunk, bad)
             rows = chosen.rows(of, chunk)
-            if arguments.nonfinite:
+            if choice.nonfinite:
                 rows &= bad
             codes = of.astype(np.int64) * 3 + rows + in_steps
-            if "step" in arguments.by:  # those of calls that are not admitted do not matter
+            if "step" in choice.by:  # those of calls that are not admitted do not matter
                 codes = joined(codes, np.where(rows, chunk["step"], 0))
             groups = Grouping(codes)
             seconds = groups.sum(np.where(np.isnan(chunk["elapsed"]), 0.0, chunk["elapsed"])).tolist()
@@ -280,8 +263,8 @@ class Groups:
                 group.stretch(low[place], high[place])
 
     def _group(self, key: tuple[Any, ...], step: int) -> GroupTotals:
-        if "step" in self._arguments.by:
-            key = tuple(step if name == "step" else part for name, part in zip(self._arguments.by, key, strict=True))
+        if "step" in self._choice.by:
+            key = tuple(step if name == "step" else part for name, part in zip(self._choice.by, key, strict=True))
         group = self.groups.get(key)
         if group is None:
             self._size += sum(map(sys.getsizeof, key))

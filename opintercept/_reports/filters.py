@@ -1,4 +1,4 @@
-"""Filters by module and operator, which report a name that matches no call of a run.
+"""`Choice`, what a report is asked for, and filters by module and operator, which report a name that matches no call.
 
 Invariant: a filter keeps a bounded number of names, however many a run has. Must not import torch.
 """
@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
@@ -16,7 +17,33 @@ from opintercept._core.text import printable
 
 _NAMES = 2000  # kept for suggestions
 _LONGEST = 120  # characters of a kept name
-_CLOSE, _SUGGESTED = 0.6, 3  # the defaults of difflib
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which calls a report is about, how it groups and orders them, and how many rows it has.
+
+    Attributes:
+        module: A pattern of module names as in `fnmatch`.
+        op: Operators, `"mm"` or `"aten::mm"`.
+        phase: `"forward"`, `"backward"` or `"recompute"`.
+        steps: A range of steps.
+        rank: The rank of a process.
+        nonfinite: Whether only calls with NaN or Inf are chosen.
+        by: The keys of groups.
+        sort: What decides the order; None for that of the report.
+        limit: The most rows; None for all.
+    """
+
+    module: str | None = None
+    op: Sequence[str] | None = None
+    phase: str | None = None
+    steps: range | None = None
+    rank: int | None = None
+    nonfinite: bool = False
+    by: tuple[str, ...] = ()
+    sort: str | None = None
+    limit: int | None = None
 
 
 class NameFilter:
@@ -90,17 +117,9 @@ def _refuse(option: str, kind: str, given: str, names: dict[str, None], source: 
 
 def nearest(given: str, names: Iterable[str]) -> list[str]:
     """Return the names, or the pattern, that were probably meant: at most three."""
-    names = list(names)
-    found = [f"{given}.*"] if any(name.startswith(f"{given}.") for name in names) else []
-    plain = re.sub(r"[*?\[\]]+", "", given)[:_LONGEST].lower().strip(".")
-    matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2(plain)
-    scores: dict[str, float] = {}
-    for name in names:
-        matcher.set_seq1(name.lower())
-        if plain and plain in name.lower():
-            scores[name] = 1.0
-        elif min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _CLOSE and matcher.ratio() >= _CLOSE:
-            scores[name] = matcher.ratio()
-    found += sorted(scores, key=lambda name: -scores[name])
-    return found[:_SUGGESTED]
+    lower = {name.lower(): name for name in names}
+    found = [f"{given}.*"] if any(name.startswith(f"{given}.") for name in lower.values()) else []
+    if plain := re.sub(r"[*?\[\]]+", "", given)[:_LONGEST].lower().strip("."):
+        found += [name for low, name in lower.items() if plain in low]
+        found += [lower[low] for low in difflib.get_close_matches(plain, lower)]
+    return list(dict.fromkeys(found))[:3]

@@ -1,8 +1,9 @@
-"""How the texts of `opintercept diff` write a module, an operator and a number. Must not import torch."""
+"""How results write a module, an operator, a number, and how much is not finite. Must not import torch."""
 
 from __future__ import annotations
 
 from opintercept._core.text import printable
+from opintercept._values.stats import Values
 from opintercept.runs.compare.pairing import module_name
 
 WIDTH = 60  # characters of a name or a value
@@ -21,3 +22,11 @@ def short_op(op: str) -> str:
 def number_text(value: float | None) -> str:
     """Write a number with three digits, and `-` for None."""
     return "-" if value is None else "0" if value == 0 else f"{value:.3g}"
+
+
+def nonfinite(values: Values | None) -> str:
+    """Count what is not finite, `"3 NaN and 1 Inf of 16"`; empty if everything is."""
+    if values is None or values.finite:
+        return ""
+    counts = [f"{count:,} {name}" for count, name in ((values.nan, "NaN"), (values.inf, "Inf")) if count]
+    return f"{' and '.join(counts)} of {values.count:,}"

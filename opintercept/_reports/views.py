@@ -1,0 +1,143 @@
+"""The reports of `opintercept show`: groups of calls, steps, or calls, each as rows and as text.
+
+Invariant: a name that no call has is refused, before anything is printed if all calls are read by then.
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from opintercept._core.tables import Part
+from opintercept._reports.calls import BATCH, OpenedRun, first_rows, in_order, ranks_of
+from opintercept._reports.columns import CALL_COLUMNS, call_json, call_row
+from opintercept._reports.filters import Choice, NameFilter
+from opintercept._reports.over import COLUMNS, Series
+from opintercept._reports.sums import LONGEST, MAX_GROUPS, Groups, GroupTotals, Row, RunSums
+from opintercept._reports.text import (
+    call_table,
+    cell_text,
+    group_table,
+    overview,
+    runs_table,
+    series_parts,
+    source_text,
+)
+from opintercept.runs.store.codec import StoredCall
+
+
+class View(NamedTuple):
+    """A report.
+
+    Attributes:
+        heads: What JSON says of each run before the rows.
+        name: The name of the rows in JSON.
+        rows: The rows, for JSON and CSV.
+        columns: The columns of CSV.
+        parts: The text.
+    """
+
+    heads: list[Row]
+    name: str
+    rows: Iterable[Row]
+    columns: Sequence[str]
+    parts: Iterable[Part]
+
+
+def show_groups(opened: list[OpenedRun], choice: Choice, names: NameFilter) -> View:
+    """Show groups of calls that share the keys of `--by`."""
+    found = Groups(choice, names)
+    sums = [RunSums() for _ in opened]
+    for (name, run), own in zip(opened, sums, strict=True):
+        for rank in ranks_of(run, choice):
+            found.add(name, run.columns(rank), own)
+        run.close()
+    groups = found.groups
+    names.check(source_text(opened))
+    chosen = sum(own.chosen.seconds for own in sums)
+
+    def row(key: tuple[Any, ...]) -> Row:
+        made = groups[key].row(zip(choice.by, key, strict=True))
+        return made | {"share": made["seconds"] / chosen if chosen > 0 else None}
+
+    keys = first_rows(groups, row, choice.sort or "time", choice.limit)
+
+    def parts() -> Iterator[Part]:
+        if len(opened) == 1:
+            yield from overview(opened[0].run, sums[0], choice.steps is not None)
+        else:
+            yield runs_table(opened, sums)
+        if keys:
+            values = any(info.tensors != "none" for _, run in opened for info in run.infos.values())
+            yield from ("", group_table(list(map(row, keys)), choice.by, values=values))
+        if len(keys) < len(groups):
+            yield f"... and {len(groups) - len(keys)} more rows; --limit all shows them"
+
+    heads = [
+        {"calls": own.total.row(()), "chosen": own.chosen.row(()), "first_nonfinite": own.first.as_dict()}
+        for own in sums
+    ]
+    columns = [*choice.by, *GroupTotals().row(()), "share"]
+    return View(heads, "rows", map(row, keys), columns, parts())
+
+
+def show_steps(opened: list[OpenedRun], choice: Choice, names: NameFilter, bars: bool) -> View:
+    """Show figures of the chosen calls in each step, with bars if stdout can print `BARS`."""
+    series = [Series(choice, names, choice.limit or MAX_GROUPS) for _ in opened]
+    for (_, run), own in zip(opened, series, strict=True):
+        for rank in ranks_of(run, choice):
+            own.add(run.columns(rank))
+        run.close()
+    names.check(source_text(opened))
+    several = len(opened) > 1
+    found = [own.rows() for own in series]
+    rows = (_named(name, row, several) for (name, _), rows in zip(opened, found, strict=True) for row in rows)
+
+    def parts() -> Iterator[Part]:
+        for number, ((name, _), own, rows) in enumerate(zip(opened, series, found, strict=True)):
+            if number:
+                yield ""
+            if several:
+                yield f"run       {cell_text(name, LONGEST)}"
+            yield from series_parts(own, rows, bars)
+
+    heads: list[Row] = [{"width": own.width, "modules": list(own.modules)} for own in series]
+    return View(heads, "rows", rows, [*["run"] * several, "step", "last", *COLUMNS], parts())
+
+
+def show_calls(opened: list[OpenedRun], choice: Choice, names: NameFilter, as_json: bool) -> View:
+    """Show single calls as they are read."""
+    calls = in_order(opened, choice, names)
+    # Wait for the first call, or the end of the run, before printing anything.
+    first = list(itertools.islice(calls, 1))
+    if not first:
+        names.check(source_text(opened))
+    rest: list[Any] = []  # a call that the limit leaves out
+    several = len(opened) > 1
+
+    def rows(row: Callable[[StoredCall], Row]) -> Iterator[Row]:
+        while first:
+            yield _named(first[0][0], row(first.pop()[1]), several)
+        limit = None if choice.limit is None else choice.limit - 1
+        for name, call in itertools.islice(calls, limit):
+            yield _named(name, row(call), several)
+        rest.extend(itertools.islice(calls, 1))
+        if not rest:  # the filters have seen every call
+            names.check(source_text(opened))
+
+    def parts() -> Iterator[Part]:
+        ranks = any(len(run.ranks) > 1 for _, run in opened)
+        made = rows(call_row)
+        while batch := list(itertools.islice(made, BATCH)):
+            yield call_table(batch, ranks=ranks)
+        if rest:
+            yield "... and more; --limit all shows them"
+
+    columns = [*["run"] * several, *CALL_COLUMNS]
+    return View([{} for _ in opened], "calls", rows(call_json if as_json else call_row), columns, parts())
+
+
+def _named(name: str, row: Row, several: bool) -> Row:
+    return {"run": name} | row if several else row

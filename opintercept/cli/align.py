@@ -1,0 +1,28 @@
+"""`opintercept align`: joins the matmuls of two runs by the rows of their weights, and compares them.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from opintercept.cli.options import add_result
+from opintercept.cli.terminal.output import print_result
+from opintercept.cli.terminal.progress import progress
+from opintercept.runs.align.align import align
+from opintercept.runs.store.run import open_run
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("a", help="folder of the run to measure against, recorded with --tensors full")
+    parser.add_argument("b", help="folder of the other run, recorded likewise")
+    add_result(parser, "all calls are joined and none differs by more than rounding")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Join and compare forward calls."""
+    with progress():
+        found = align(open_run(arguments.a), open_run(arguments.b))
+    return print_result(found, arguments.json, arguments.limit)

@@ -1,0 +1,58 @@
+"""`opintercept diff`: finds where two recorded runs first differ. Must not import torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.record import CallRecord
+from opintercept._reports.filters import NameFilter
+from opintercept.cli.options import add_filters, add_result, rename, tolerance
+from opintercept.cli.terminal.output import print_result
+from opintercept.cli.terminal.progress import progress
+from opintercept.runs.compare.diff import compare_runs
+from opintercept.runs.compare.pairing import module_name, operator_name
+from opintercept.runs.compare.values import Comparer
+from opintercept.runs.store.run import open_run
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("a", help="folder of the run to measure against")
+    parser.add_argument("b", help="folder of the other run")
+    parser.add_argument(
+        "--rtol",
+        type=tolerance,
+        default=0.0,
+        metavar="X",
+        help="treat tensors as equal if no value differs by more than X times the largest magnitude in A; judged by "
+        "statistics if values were not recorded (default 0: bit for bit)",
+    )
+    parser.add_argument("--atol", type=tolerance, default=0.0, metavar="X", help="or by more than X (default 0)")
+    add_filters(parser, "report", "op", "module", "phase")
+    parser.add_argument("--no-tensors", action="store_true", help="compare only hashes and statistics")
+    add_result(parser, "the runs are equal")
+    rename(parser, "--ranks", "a command: opintercept ranks RUN")
+    rename(parser, "--align", "a command: opintercept align A B")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Compare two runs."""
+    names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
+    phase = arguments.phase
+    chosen = phase is not None or arguments.op is not None or arguments.module is not None
+
+    def select(record: CallRecord) -> bool:
+        return names(record) and phase in (None, record.phase)
+
+    with progress():
+        a, b = open_run(arguments.a), open_run(arguments.b)
+        comparer = Comparer(a, b, arguments.rtol, arguments.atol, not arguments.no_tensors)
+        worst = arguments.limit if arguments.json else 1  # text does not show them
+        try:
+            found = compare_runs(a, b, comparer, arguments.limit, worst, select if chosen else None)
+        except OpInterceptError:
+            names.check("the runs")
+            raise
+    names.check("the runs")
+    return print_result(found, arguments.json, arguments.limit)
