@@ -177,11 +177,23 @@ def _is_nonfinite(text: str, *, outputs: bool) -> bool:
     return any(isinstance(each, dict) and (each.get("nan") or each.get("inf")) for each in rows)
 
 
-def first_call(columns: Columns, start: int, chunk: Arrays, rows: Array) -> StoredCall:
-    """Return the first of these calls of a chunk, by step and index."""
-    numbers = np.flatnonzero(rows)
-    first = np.lexsort((chunk["index"][numbers], chunk["step"][numbers]))[0]
-    return next(columns.calls_at(numbers[first : first + 1] + start, given=False))
+class EarliestCall:
+    """The first of some calls by step and index, over all processes.
+
+    Attributes:
+        call: The call; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.call: StoredCall | None = None
+
+    def add(self, columns: Columns, start: int, chunk: Arrays, rows: Array) -> None:
+        """Add those calls of a chunk that `rows` marks."""
+        numbers = np.flatnonzero(rows)
+        if len(numbers):
+            first = np.lexsort((chunk["index"][numbers], chunk["step"][numbers]))[:1]
+            (call,) = columns.calls_at(numbers[first] + start, given=False)
+            self.call = call if self.call is None else min(self.call, call, key=lambda each: each.place)
 
 
 def first_output(signature: CallSignature) -> tuple[float, bool]:

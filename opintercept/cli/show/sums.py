@@ -18,13 +18,13 @@ import numpy as np
 from opintercept._core.record import CallRecord
 from opintercept._core.text import amount, counted, duration
 from opintercept.cli.filters import NameFilter
-from opintercept.runs.store.codec import StoredCall, is_output
+from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.sums import (
     COUNTS,
     CallKinds,
+    EarliestCall,
     GroupSums,
-    first_call,
     first_output,
     first_outputs,
     nonfinite,
@@ -78,16 +78,18 @@ class FirstNonfinite:
     """The first call whose output has NaN or Inf; without one, the first call whose operands do."""
 
     def __init__(self) -> None:
-        self.call: StoredCall | None = None
-        self._made = False
+        self._made, self._any = EarliestCall(), EarliestCall()
 
-    def add(self, call: StoredCall) -> None:
-        """Add a call."""
-        if finite(call):
-            return
-        made = any(is_output(role) and not values.finite for role, values in call.values.items())
-        if self.call is None or (not made, call.place) < (not self._made, self.call.place):
-            self.call, self._made = call, made
+    @property
+    def call(self) -> StoredCall | None:
+        """The call; None if all are finite."""
+        return self._made.call or self._any.call
+
+    def add(self, columns: Columns, start: int, chunk: Arrays, bad: Array) -> None:
+        """Add those calls of a chunk that are not finite."""
+        if bad.any():
+            self._any.add(columns, start, chunk, bad)
+            self._made.add(columns, start, chunk, bad & nonfinite(columns, start, chunk, outputs=True))
 
     def as_dict(self) -> Row | None:
         """The call as plain data."""
@@ -250,9 +252,7 @@ class Groups:
             rows, (codes, flops, is_second) = chosen.of(chunk)
             in_steps = chosen.of_steps(chunk)
             bad = nonfinite(columns, start, chunk)
-            if (bad & in_steps).any():
-                made = bad & in_steps & nonfinite(columns, start, chunk, outputs=True)
-                sums.first.add(first_call(columns, start, chunk, made if made.any() else bad & in_steps))
+            sums.first.add(columns, start, chunk, bad & in_steps)
             if self._arguments.nonfinite:
                 rows &= bad
             summed = {

@@ -20,7 +20,7 @@ from opintercept._core.text import printable
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.run import Run
-from opintercept.runs.sums import CallKinds, GroupSums, first_call, seconds_of, slot_figures
+from opintercept.runs.sums import CallKinds, EarliestCall, GroupSums, seconds_of, slot_figures
 
 if TYPE_CHECKING:
     import torch
@@ -46,15 +46,12 @@ _READ += tuple(f"{role}_{name}" for role in ROLES for name in ("nan", "inf", *FI
 
 
 def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
-    """The panels of a run as plain data, and its map, which has so many cells at most. Reads the calls twice."""
+    """The panels of a run as plain data, and its map, which has so many cells at most."""
     info = run.info
     heat = HeatMap(cells, replayable=info.tensors == "full")
-    lines = {rank: run.columns(rank) for rank in run.ranks if not run.in_columns(rank)}  # which are not read twice
+    earliest, matmuls, histograms = EarliestCall(), MatmulTable(), Histograms()
     for rank in run.ranks:
-        heat.lay_out(lines[rank] if rank in lines else run.columns(rank))
-    totals, matmuls, histograms = RunTotals(), MatmulTable(), Histograms()
-    for rank in run.ranks:
-        _add_up(lines.pop(rank) if rank in lines else run.columns(rank), totals, heat, matmuls, histograms)
+        _add_up(run.columns(rank), earliest, heat, matmuls, histograms)
     path = str(run.path)
     shown = {
         "path": shown_text(path, 4 * NAME),
@@ -70,19 +67,22 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
             "devices": [shown_text(name) for name in info.devices[:PAIRS]],
             "flags": _pairs(info.flags.items()),
         },
-        "totals": matmuls.totals()
-        | totals.as_dict()
-        | {"modules": len(heat.modules), "more_modules": heat.left_out > 0},
+        "totals": {
+            **matmuls.totals(),
+            "modules": len(heat.modules),
+            "more_modules": heat.left_out > 0,
+            "first": None if earliest.call is None else _first(earliest.call, heat),
+        },
         "heat": heat.as_dict(),
         "gemms": matmuls.as_dict(),
         "histograms": histograms.as_dict(run),
     }
-    if totals.first is not None:
-        totals.first["row"] = heat.modules.get(totals.first_module)
     return shown, heat
 
 
-def _add_up(columns: Columns, totals: RunTotals, heat: HeatMap, matmuls: MatmulTable, histograms: Histograms) -> None:
+def _add_up(
+    columns: Columns, earliest: EarliestCall, heat: HeatMap, matmuls: MatmulTable, histograms: Histograms
+) -> None:
     """Add the calls of a process to the panels, group by group: call by call takes a hundred times as long."""
 
     def learn(call_site: StoredCallSite, signature: CallSignature) -> list[float]:
@@ -99,14 +99,12 @@ def _add_up(columns: Columns, totals: RunTotals, heat: HeatMap, matmuls: MatmulT
             "flops": np.nan_to_num(flops),
             "seconds": seconds_of(chunk),
         }
-        matmuls.add(row, work | {"bytes": np.nan_to_num(size), "no_flops": np.isnan(flops), "no_bytes": np.isnan(size)})
-        heat.add(columns.rank, spot, chunk, work, dict(zip(ROLES, counts, strict=True)))
-        totals.errors += int(chunk["has_error"].sum())
-        totals.stretch(int(chunk["step"].min()), int(chunk["step"].max()))
         bad = (chunk["output_nan"] > 0) | (chunk["output_inf"] > 0)
-        if bad.any():
-            totals.nonfinite += int(bad.sum())
-            totals.add_first(first_call(columns, start, chunk, bad))
+        earliest.add(columns, start, chunk, bad)
+        unknown = {"no_flops": np.isnan(flops), "no_bytes": np.isnan(size)}
+        counted = {"errors": chunk["has_error"], "nonfinite": bad, "step_min": chunk["step"], "step_max": chunk["step"]}
+        matmuls.add(row, work | {"bytes": np.nan_to_num(size)} | unknown | counted)
+        heat.add(columns.rank, spot, chunk, work, dict(zip(ROLES, counts, strict=True)))
         kept = np.flatnonzero(chunk["has_tensors"]) + start
         for call in columns.calls_at(kept, given=False):
             row_of = heat.modules.get(call.record.module)
@@ -140,50 +138,24 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}")
 
 
-class RunTotals:
-    """Counts over all calls, and the first output that is not finite, by step and index over all processes."""
-
-    def __init__(self) -> None:
-        self.errors = self.nonfinite = 0
-        self.steps = (0, 0)
-        self.first: dict[str, Any] | None = None
-        self.first_place = (0, 0, 0)
-        self.first_module: str | None = None
-        self._stretched = False
-
-    def stretch(self, first: int, last: int) -> None:
-        """Add the steps of some calls."""
-        known = self.steps if self._stretched else (first, last)
-        self.steps = min(known[0], first), max(known[1], last)
-        self._stretched = True
-
-    def add_first(self, call: StoredCall) -> None:
-        """Add a call whose output is not finite."""
-        record, output = call.record, call.values["output"]
-        if self.first is None or call.place < self.first_place:
-            operands = {role: values for role, values in call.values.items() if not is_output(role)}
-            self.first_place, self.first_module = call.place, record.module
-            self.first = {
-                "index": record.index,
-                "rank": call.rank,
-                "step": record.step,
-                "op": shown_text(record.op.removeprefix("aten::")),
-                "phase": record.phase,
-                "module": module_label(record.module),
-                "source": shown_text(record.source or ""),
-                "nan": output.nan,
-                "inf": output.inf,
-                "count": output.count,
-                "from": [role for role, v in operands.items() if not v.finite][:NAMED] if operands else None,
-            }
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "errors": self.errors,
-            "nonfinite": self.nonfinite,
-            "steps": list(self.steps),
-            "first": self.first,
-        }
+def _first(call: StoredCall, heat: HeatMap) -> dict[str, Any]:
+    """The first call whose output is not finite."""
+    record, output = call.record, call.values["output"]
+    operands = {role: values for role, values in call.values.items() if not is_output(role)}
+    return {
+        "index": record.index,
+        "rank": call.rank,
+        "step": record.step,
+        "op": shown_text(record.op.removeprefix("aten::")),
+        "phase": record.phase,
+        "module": module_label(record.module),
+        "source": shown_text(record.source or ""),
+        "nan": output.nan,
+        "inf": output.inf,
+        "count": output.count,
+        "from": [role for role, v in operands.items() if not v.finite][:NAMED] if operands else None,
+        "row": heat.modules.get(record.module),
+    }
 
 
 class HeatMap:
@@ -205,33 +177,13 @@ class HeatMap:
         self.left_out = 0
         self.width = 1
         self._cells = GroupSums()  # by `spot` and column
-        self._filled = GroupSums()  # the cells that there will be, likewise
-
-    def lay_out(self, columns: Columns) -> None:
-        """Make room for the calls of a process: give the modules rows, and the columns a width."""
-
-        def learn(call_site: StoredCallSite, _: CallSignature) -> list[float]:
-            if call_site.module not in self.modules and len(self.modules) < MODULES:
-                self.modules[call_site.module] = len(self.modules)
-            return [self.spot(call_site)]
-
-        kinds = CallKinds(columns, learn)
-        for _, chunk in columns.chunks(("site", "look", "step")):
-            (spot,) = kinds.of(chunk)
-            known = spot >= 0
-            self._filled.add([spot[known].astype(np.int64), chunk["step"][known] // self.width], {})
-            while len(self._filled):
-                spots, places = self._filled.keys
-                used = len(np.unique(places))
-                if used <= COLUMNS and (len(self._filled) <= self._most or used == 1):
-                    break
-                self.width *= 2
-                self._filled.regroup(spots, places // 2)
 
     def spot(self, call_site: StoredCallSite) -> int:
-        """The row of a module and the number of a phase as one number; -1 if there is no row for the module."""
-        row = self.modules.get(call_site.module)
-        return -1 if row is None else row * len(PHASES) + PHASES.index(call_site.phase)
+        """The row of a module and the number of a phase as one number; -1 if there is no room for the module."""
+        if call_site.module not in self.modules and len(self.modules) == MODULES:
+            return -1
+        row = self.modules.setdefault(call_site.module, len(self.modules))
+        return row * len(PHASES) + PHASES.index(call_site.phase)
 
     def add(self, rank: int, spot: Array, chunk: Arrays, work: Arrays, counts: dict[str, Array]) -> None:
         """Add a chunk of calls.
@@ -251,6 +203,10 @@ class HeatMap:
         self.left_out += len(spot) - int(known.sum())
         keys = spot.astype(np.int64), chunk["step"] // self.width
         self._cells.add([key[known] for key in keys], {name: each[known] for name, each in figures.items()})
+        while (used := len(self.columns)) > COLUMNS or (len(self._cells) > self._most and used > 1):
+            self.width *= 2
+            spots, places = self._cells.keys
+            self._cells.regroup(spots, places // 2)
 
     @property
     def columns(self) -> Array:
@@ -339,8 +295,10 @@ class MatmulTable:
 
     def totals(self) -> dict[str, Any]:
         """What all calls add up to."""
-        sums = {name: float(self._sums.figures[name].sum()) if len(self._sums) else 0.0 for name in _WORK}
-        return {"calls": int(sums["calls"]), "flops": int(sums["flops"]), "seconds": sums["seconds"]}
+        figures = self._sums.figures
+        sums = {name: float(figures[name].sum()) if figures else 0.0 for name in _TOTALS}
+        steps = [int(figures["step_min"].min()), int(figures["step_max"].max())] if figures else [0, 0]
+        return {name: value if name == "seconds" else int(value) for name, value in sums.items()} | {"steps": steps}
 
     def as_dict(self) -> dict[str, Any]:
         """The rows that take most time, and what the others add up to."""
@@ -369,7 +327,7 @@ class MatmulTable:
         yield from map(shown_text, (shape, dtype, device))
 
 
-_WORK = ("calls", "flops", "seconds")
+_TOTALS = ("calls", "flops", "seconds", "errors", "nonfinite")
 
 
 def _work(figures: dict[str, float]) -> list[Any]:
