@@ -13,9 +13,10 @@ import torch
 
 from opintercept._native import library
 
-Sums = tuple[int, int, int, int, int, int, float, float]
-Found = tuple[Sums, float, float, int | None, bytearray | None, bytearray | None]
-"""What `read` returns: sums and range as in `_values.sums.Cell`, hash, powers and channels; None if not asked for.
+Found = tuple[
+    tuple[int, int, int, int, int, int, float, float], float, float, int | None, bytearray | None, bytearray | None
+]
+"""What `read` returns: what `Sums.add` of `_values.stats` takes, hash, powers and channels; None if not asked for.
 
 The hash is that of `_values.hash` mod 2**64. The powers are int64, `[277]`, and the channels are float64.
 """

@@ -12,13 +12,14 @@ from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
+from opintercept._values.splitmix import WORD, splitmix64
+
 PATIENCE = 4
 """In how many steps an operand may appear before it is decided whether its ranks should be equal."""
 MOST_KEYS = 1 << 17
 """How many operands are known at most. Later ones are not compared."""
 CONSTANT, WEIGHT = 1, 2
 """Flags of an entry: all elements are equal, and it is a parameter."""
-_MASK = 2**64 - 1
 
 Group = tuple[int, ...]
 """Ranks in ascending order."""
@@ -109,7 +110,7 @@ class Expectations:
             then; and how many operands it has of which it is not known whether they should be equal.
         """
         share = _share(self._all, rank)
-        total, unknown = share * _mixed(step) + share * _mixed(self.version ^ 1 << 63), 0
+        total, unknown = share * splitmix64(step) + share * splitmix64(self.version ^ 1 << 63), 0
         for key, value, _ in entries:
             groups = self._groups.get(key, self._default)
             if groups is None:
@@ -117,8 +118,8 @@ class Expectations:
                 continue
             for group in groups:
                 if rank in group:
-                    total += (_mixed(key) | 1) * _share(group, rank) * _mixed(value)
-        return total & _MASK, unknown
+                    total += (splitmix64(key) | 1) * _share(group, rank) * splitmix64(value)
+        return total & WORD, unknown
 
     def judge(self, tables: Sequence[Sequence[RankOperand]]) -> list[DivergedOperand]:
         """Compare the operands of all ranks in one step, and learn which of them should be equal.
@@ -199,8 +200,8 @@ def key_of(*place: Hashable) -> int:
 def mixed(value: int, *more: int) -> int:
     """A signed number of 64 bits that depends on all bits of others."""
     for each in more:
-        value = _mixed(value) + each
-    value = _mixed(value)
+        value = splitmix64(value) + each
+    value = splitmix64(value)
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -240,7 +241,7 @@ def _share(group: Group, rank: int) -> int:
     """A factor for each rank of a group. Their sum is 0, and all but the last are odd."""
     if rank == group[-1]:
         return -sum(_share(group, other) for other in group[:-1])
-    return _mixed(rank + 2**32) | 1
+    return splitmix64(rank + 2**32) | 1
 
 
 def _digest(version: int, tables: Sequence[Sequence[RankOperand]]) -> int:
@@ -249,11 +250,3 @@ def _digest(version: int, tables: Sequence[Sequence[RankOperand]]) -> int:
         state.update(len(table).to_bytes(8, "big"))
         state.update(array("q", [number for entry in table for number in entry]).tobytes())
     return int.from_bytes(state.digest(), "big")
-
-
-def _mixed(number: int) -> int:
-    """64 bits that look random: splitmix64, S. Vigna, https://prng.di.unimi.it/splitmix64.c."""
-    z = (number * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)

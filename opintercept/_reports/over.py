@@ -12,43 +12,13 @@ import numpy as np
 
 from opintercept._reports.filters import Choice, NameFilter
 from opintercept._reports.sums import Chosen, Row
-from opintercept.runs.store.columns import FIGURES, Columns
-from opintercept.runs.sums import COUNTS, Grouping, SlotStatistics, first_output, nonfinite
+from opintercept.runs.store.columns import FIGURES, CallSignature, Columns, StoredCallSite
+from opintercept.runs.sums import COUNTS, GroupSums, first_output, first_outputs, nonfinite, seconds_of, slot_figures
 
-_SLOTS = ("output", "output1")
-_READ = ("elapsed", "has_more", *COUNTS, *(f"{slot}_{name}" for slot in _SLOTS for name in FIGURES))
+_READ = ("elapsed", "has_more", *COUNTS, *(f"{slot}_{name}" for slot in ("output", "output1") for name in FIGURES))
 _MODULES = 1000  # whose names are counted
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = ("calls", "seconds", "min", "max", "mean", "rms", "nonfinite")
-
-
-class _Figures:
-    """The calls of some steps."""
-
-    __slots__ = ("calls", "finite", "max", "min", "nonfinite", "seconds", "square", "sum")
-
-    def __init__(self) -> None:
-        self.calls = self.nonfinite = 0
-        self.seconds = self.finite = self.sum = self.square = 0.0
-        self.min, self.max = math.inf, -math.inf
-
-    def merge(self, other: _Figures) -> None:
-        for name in ("calls", "nonfinite", "seconds", "finite", "sum", "square"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.min, self.max = min(self.min, other.min), max(self.max, other.max)
-
-    def row(self) -> Row:
-        known = self.finite > 0
-        square = self.square / self.finite if known else -1.0  # negative in a hostile run, too
-        return {
-            "calls": self.calls,
-            "seconds": self.seconds,
-            "min": self.min if known else None,
-            "max": self.max if known else None,
-            "mean": self.sum / self.finite if known else None,
-            "rms": math.sqrt(square) if square >= 0.0 else None,
-            "nonfinite": self.nonfinite,
-        }
 
 
 class Series:
@@ -68,65 +38,47 @@ class Series:
         self.width = 1
         self.modules: dict[str | None, None] = {}
         self._choice, self._names, self._most = choice, names, most
-        self._rows: dict[int, _Figures] = {}
+        self._sums = GroupSums()  # by step, in units of `width`
 
     def add(self, columns: Columns) -> None:
         """Add the calls of a process."""
-        chosen = Chosen(columns, self._choice, self._names)
-        for start, chunk, of, rows in chosen.stretches(_READ):
-            used = np.unique(of[rows]).tolist()
-            for kind in used:
-                if len(self.modules) < _MODULES:
-                    self.modules.setdefault(chosen.kinds[kind][0].module)
-            steps = np.where(rows, chunk["step"], -1)
-            while len(np.unique(steps[rows] // self.width)) > 2 * self._most:
-                self._double()
-            places = np.where(rows, steps // self.width, -1)
-            groups = Grouping(places)
-            seconds = groups.sum(np.nan_to_num(chunk["elapsed"], posinf=0.0, neginf=0.0))
-            bad = groups.sum(nonfinite(columns, start, chunk))
-            signatures = [chosen.kinds[kind][1] for kind in range(len(chosen.kinds))]
-            slots = [first_output(signature) for signature in signatures]
-            moments = []
-            for slot, role in zip(_SLOTS, ("output", "output.1"), strict=True):
-                sizes = [
-                    signature.roles[role][0] if one == slot else -1
-                    for one, signature in zip(slots, signatures, strict=True)
-                ]
-                counts = np.array(sizes, np.float64)[of]
-                if (counts >= 0).any():
-                    moments.append(SlotStatistics(groups, chunk, slot, counts))
-            for number, place in enumerate(groups.codes.tolist()):
-                if place < 0:
-                    continue
-                added = _Figures()
-                added.calls, added.nonfinite = int(groups.counts[number]), int(bad[number])
-                added.seconds = float(seconds[number])
-                for each in moments:
-                    added.finite += float(each.finite[number])
-                    added.sum += float(each.sum[number])
-                    added.square += float(each.square[number])
-                    added.min = min(added.min, float(each.min[number]))
-                    added.max = max(added.max, float(each.max[number]))
-                known = self._rows.setdefault(place, added)
-                if known is not added:
-                    known.merge(added)
-            while len(self._rows) > self._most:
-                self._double()
+        modules: list[str | None] = []
 
-    def _double(self) -> None:
-        self.width *= 2
-        rows, self._rows = self._rows, {}
-        for place, figures in rows.items():
-            known = self._rows.setdefault(place // 2, figures)
-            if known is not figures:
-                known.merge(figures)
+        def learn(call_site: StoredCallSite, signature: CallSignature, _: bool) -> list[float]:
+            modules.append(call_site.module)
+            return [len(modules) - 1, *first_output(signature)]
+
+        chosen = Chosen(columns, self._choice, self._names, learn)
+        for start, chunk, (module, counts, is_second), rows in chosen.stretches(_READ):
+            for number in np.unique(module[rows]).astype(int).tolist():
+                if len(self.modules) < _MODULES:
+                    self.modules.setdefault(modules[number])
+            figures = slot_figures(first_outputs(chunk, is_second > 0), "output", counts)
+            figures["calls"] = np.ones(len(rows))
+            figures["seconds"] = seconds_of(chunk)
+            figures["nonfinite"] = nonfinite(columns, start, chunk)
+            steps = chunk["step"] // self.width
+            self._sums.add([steps[rows]], {name: column[rows] for name, column in figures.items()})
+            while len(self._sums) > self._most:
+                self.width *= 2
+                self._sums.regroup(self._sums.keys[0] // 2)
 
     def rows(self) -> list[Row]:
         """A row for the steps from `step` to `last`, in order."""
+        if not len(self._sums):
+            return []
+        figures, values = self._sums.figures, self._sums.statistics("output")
+        columns = {
+            "step": self._sums.keys[0] * self.width,
+            "last": (self._sums.keys[0] + 1) * self.width - 1,
+            "calls": figures["calls"].astype(int),
+            "seconds": figures["seconds"],
+            **{name: values[name] for name in FIGURES},
+            "nonfinite": figures["nonfinite"].astype(int),
+        }
+        lists = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [
-            {"step": place * self.width, "last": (place + 1) * self.width - 1, **self._rows[place].row()}
-            for place in sorted(self._rows)
+            {name: None if value != value else value for name, value in zip(columns, row, strict=True)} for row in lists
         ]
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,18 @@ import numpy as np
 from opintercept._core.record import CallRecord
 from opintercept._core.text import amount, counted, duration
 from opintercept._reports.filters import Choice, NameFilter
-from opintercept.runs.store.codec import StoredCall, is_output
-from opintercept.runs.store.columns import Array, Arrays, Columns
-from opintercept.runs.sums import COUNTS, CallKinds, Grouping, ends_of, first_output, joined, nonfinite
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite
+from opintercept.runs.sums import (
+    COUNTS,
+    CallKinds,
+    EarliestCall,
+    GroupSums,
+    first_output,
+    first_outputs,
+    nonfinite,
+    seconds_of,
+)
 
 # A run may be made to fill the memory: beyond this many groups, or bytes of their keys, the rest share one group.
 MAX_GROUPS = 100_000
@@ -28,42 +38,33 @@ LONGEST = 200  # characters of a key
 Row = dict[str, Any]
 
 
+@dataclass(slots=True)
 class GroupTotals:
-    """Totals over calls."""
+    """Totals over calls; `flops` is None if that of no call is known, and the range that of their first outputs."""
 
-    __slots__ = ("calls", "counted", "flops", "max", "min", "nonfinite", "raised", "seconds")
+    calls: int = 0
+    flops: int | None = None
+    seconds: float = 0.0
+    nonfinite: int = 0
+    raised: int = 0
+    min: float | None = None
+    max: float | None = None
 
-    def __init__(self) -> None:
-        self.calls = self.flops = self.nonfinite = self.raised = 0
-        self.counted = False  # whether the FLOP of any call is known
-        self.seconds = 0.0
-        self.min: float | None = None
-        self.max: float | None = None
-
-    def add(self, calls: int, flops: int | None, seconds: float, nonfinite: int, raised: int) -> None:
-        """Add calls of one signature, each of so many FLOP."""
-        self.calls += calls
-        if flops is not None:
-            self.flops += flops * calls
-            self.counted = True
-        self.seconds += seconds
-        self.nonfinite += nonfinite
-        self.raised += raised
-
-    def stretch(self, low: float, high: float) -> None:
-        """Add the range of outputs."""
-        if not math.isnan(low) and not math.isnan(high):
-            self.min = low if self.min is None else min(self.min, low)
-            self.max = high if self.max is None else max(self.max, high)
+    def add(self, figures: Mapping[str, float]) -> None:
+        """Add sums over calls."""
+        self.calls += int(figures["calls"])
+        self.seconds += float(figures["seconds"])
+        self.nonfinite += int(figures["nonfinite"])
+        self.raised += int(figures["raised"])
+        if figures["counted"]:
+            self.flops = (self.flops or 0) + int(figures["flops"])
 
     def row(self, key: Iterable[tuple[str, Any]]) -> Row:
         """The totals with the key in front."""
-        own = {name: getattr(self, name) for name in ("calls", "flops", "seconds", "nonfinite", "raised", "min", "max")}
-        own |= {} if self.counted else {"flops": None}
-        return {**dict(key), **own, "flops_per_second": rate(own["flops"], self.seconds)}
+        return {**dict(key), **asdict(self), "flops_per_second": rate(self.flops, self.seconds)}
 
     def __str__(self) -> str:
-        text = f"{counted(self.calls, 'call')}, {amount(self.flops, 'FLOP')}, {duration(self.seconds)} in total"
+        text = f"{counted(self.calls, 'call')}, {amount(self.flops or 0, 'FLOP')}, {duration(self.seconds)} in total"
         return f"{text}, {self.nonfinite:,} not finite, {self.raised:,} raised"
 
 
@@ -76,16 +77,18 @@ class FirstNonfinite:
     """The first call whose output has NaN or Inf; without one, the first call whose operands do."""
 
     def __init__(self) -> None:
-        self.call: StoredCall | None = None
-        self._made = False
+        self._made, self._any = EarliestCall(), EarliestCall()
 
-    def add(self, call: StoredCall) -> None:
-        """Add a call."""
-        if finite(call):
-            return
-        made = any(is_output(role) and not values.finite for role, values in call.values.items())
-        if self.call is None or (not made, call.place) < (not self._made, self.call.place):
-            self.call, self._made = call, made
+    @property
+    def call(self) -> StoredCall | None:
+        """The call; None if all are finite."""
+        return self._made.call or self._any.call
+
+    def add(self, columns: Columns, start: int, chunk: Arrays, bad: Array) -> None:
+        """Add those calls of a chunk that are not finite."""
+        if bad.any():
+            self._any.add(columns, start, chunk, bad)
+            self._made.add(columns, start, chunk, bad & nonfinite(columns, start, chunk, outputs=True))
 
     def as_dict(self) -> Row | None:
         """The call as plain data."""
@@ -135,29 +138,28 @@ class Chosen:
         columns: The calls.
         choice: What is asked for.
         names: Those of modules and operators.
-
-    Attributes:
-        kinds: The kinds of the calls that were looked at.
+        learn: Returns numbers for a call site, a signature, and whether the options admit their calls.
     """
 
-    def __init__(self, columns: Columns, choice: Choice, names: NameFilter) -> None:
-        self.kinds = CallKinds(columns)
-        self._columns, self._choice, self._names = columns, choice, names
-        self._admitted: list[bool] = []
-
-    def kinds_of(self, chunk: Arrays) -> tuple[Array, range]:
-        """The kind of each call of a chunk, and the kinds that are new in it."""
-        of = self.kinds.of(chunk)
-        new = range(len(self._admitted), len(self.kinds))
-        for kind in new:
-            call_site, signature = self.kinds[kind]
+    def __init__(
+        self,
+        columns: Columns,
+        choice: Choice,
+        names: NameFilter,
+        learn: Callable[[StoredCallSite, CallSignature, bool], Sequence[float]] = lambda *_: (),
+    ) -> None:
+        def learn_all(call_site: StoredCallSite, signature: CallSignature) -> list[float]:
             record = signature.record_at(call_site)
-            self._admitted.append(self._names(record) and self._choice.phase in (None, record.phase))
-        return of, new
+            admitted = names(record) and choice.phase in (None, record.phase)
+            return [admitted, *learn(call_site, signature, admitted)]
 
-    def rows(self, of: Array, chunk: Arrays) -> Array:
-        """Which calls of a chunk are admitted, whether they are finite or not."""
-        return np.array(self._admitted, bool)[of] & self.of_steps(chunk)
+        self._columns, self._choice = columns, choice
+        self._kinds = CallKinds(columns, learn_all)
+
+    def of(self, chunk: Arrays) -> tuple[Array, list[Array]]:
+        """Which calls of a chunk are admitted, whether they are finite or not; and the numbers that `learn` returns."""
+        admitted, *learned = self._kinds.of(chunk)
+        return (admitted > 0) & self.of_steps(chunk), learned
 
     def of_steps(self, chunk: Arrays) -> Array:
         """Which calls of a chunk are of the steps that are asked for."""
@@ -166,16 +168,16 @@ class Chosen:
             return np.ones(len(chunk["step"]), bool)
         return np.asarray((chunk["step"] >= steps.start) & (chunk["step"] < steps.stop))
 
-    def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, Arrays, Array, Array]]:
+    def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, Arrays, list[Array], Array]]:
         """Yield stretches of calls that begin and end with an admitted one, reading only call sites for the others.
 
         Yields:
-            The number of the first call, its columns of these names, the kinds, and which of the calls are admitted.
+            The number of the first call, its columns of these names, the numbers that `learn` returns, and which of the
+            calls are admitted.
         """
         names = tuple({*names, *(("has_more", *COUNTS) if self._choice.nonfinite else ())})
         for start, places in self._columns.chunks(("site", "look", "step"), steps=self._choice.steps):
-            of, _ = self.kinds_of(places)
-            rows = self.rows(of, places)
+            rows, learned = self.of(places)
             found = np.flatnonzero(rows)
             if not len(found):
                 continue
@@ -184,7 +186,12 @@ class Chosen:
             rows = rows[low:high]
             if self._choice.nonfinite:
                 rows = rows & nonfinite(self._columns, start + low, chunk)
-            yield start + low, chunk | {"step": places["step"][low:high]}, of[low:high], rows
+            yield (
+                start + low,
+                chunk | {"step": places["step"][low:high]},
+                [numbers[low:high] for numbers in learned],
+                rows,
+            )
 
 
 _SUMMED = ("index", "step", "site", "look", "elapsed", "has_error", "has_more", *COUNTS)
@@ -205,79 +212,84 @@ class RunSums:
 
 
 class Groups:
-    """Adds up the calls of runs by the keys.
-
-    Attributes:
-        groups: The sums by the values of the keys.
-    """
+    """Adds up the calls of runs by the keys."""
 
     def __init__(self, choice: Choice, names: NameFilter) -> None:
-        self.groups: dict[tuple[Any, ...], GroupTotals] = {}
         self._choice, self._names = choice, names
-        self._others = tuple(None if key in ("step", "rank", "run") else "(others)" for key in choice.by)
+        others = tuple(None if key in ("step", "rank", "run") else "(others)" for key in choice.by)
+        self._codes: dict[tuple[Any, ...], int] = {others: 0}  # of keys, without the step
         self._size = 0
+        self._sums = GroupSums()  # by code and step
+        self._seen = 0
 
     def add(self, run: str, columns: Columns, sums: RunSums) -> None:
         """Add the calls of a process of a run."""
-        choice = self._choice
-        chosen = Chosen(columns, choice, self._names)
-        slots: list[str | None] = []
-        keys: list[tuple[Any, ...]] = []
-        for start, chunk in columns.chunks(_SUMMED, steps=choice.steps):
-            of, new = chosen.kinds_of(chunk)
-            for kind in new:
-                call_site, signature = chosen.kinds[kind]
-                record = signature.record_at(call_site)
-                slots.append(first_output(signature))
-                given = {"run": run, "step": None}
-                keys.append(
-                    tuple(given[key] if key in given else key_of(record, columns.rank, key) for key in choice.by)
-                )
+
+        def learn(call_site: StoredCallSite, signature: CallSignature, admitted: bool) -> list[float]:
+            record = signature.record_at(call_site)
+            code = self._code(run, columns.rank, record) if admitted else 0
+            return [code, math.nan if record.flops is None else record.flops, first_output(signature)[1]]
+
+        chosen = Chosen(columns, self._choice, self._names, learn)
+        for start, chunk in columns.chunks(_SUMMED, steps=self._choice.steps):
+            rows, (codes, flops, is_second) = chosen.of(chunk)
             in_steps = chosen.of_steps(chunk)
-            bad = nonfinite(columns, start, chunk) & in_steps
-            _find_first(sums.first, columns, start, chunk, bad)
-            rows = chosen.rows(of, chunk)
-            if choice.nonfinite:
+            bad = nonfinite(columns, start, chunk)
+            sums.first.add(columns, start, chunk, bad & in_steps)
+            if self._choice.nonfinite:
                 rows &= bad
-            codes = of.astype(np.int64) * 3 + rows + in_steps
-            if "step" in choice.by:  # those of calls that are not admitted do not matter
-                codes = joined(codes, np.where(rows, chunk["step"], 0))
-            groups = Grouping(codes)
-            seconds = groups.sum(np.where(np.isnan(chunk["elapsed"]), 0.0, chunk["elapsed"])).tolist()
-            added_up = zip(seconds, groups.sum(bad).tolist(), groups.sum(chunk["has_error"]).tolist(), strict=True)
-            low, high = (ends.tolist() for ends in ends_of(groups, chunk, of, slots))
-            for place, (first, calls, (elapsed, not_finite, raised)) in enumerate(
-                zip(groups.firsts.tolist(), groups.counts.tolist(), added_up, strict=True)
-            ):
-                if not in_steps[first]:
-                    continue
-                kind = int(of[first])
-                _, signature = chosen.kinds[kind]
-                added = (calls, signature.record.flops, elapsed, int(not_finite), int(raised))
-                sums.total.add(*added)
-                if not rows[first]:
-                    continue
-                sums.chosen.add(*added)
-                group = self._group(keys[kind], int(chunk["step"][first]))
-                group.add(*added)
-                group.stretch(low[place], high[place])
+            summed = {
+                "calls": np.ones(len(rows)),
+                "flops": np.nan_to_num(flops),
+                "counted": ~np.isnan(flops),
+                "seconds": seconds_of(chunk),
+                "nonfinite": bad,
+                "raised": chunk["has_error"],
+            }
+            for total, which in ((sums.total, in_steps), (sums.chosen, rows)):
+                total.add({name: column[which].sum() for name, column in summed.items()})
+            outputs = first_outputs(chunk, is_second > 0)
+            figures = summed | {name: outputs[name] for name in ("output_min", "output_max")}
+            figures["place_first"] = np.arange(len(rows)) + (self._seen + start)
+            steps = chunk["step"] if "step" in self._choice.by else np.zeros(len(rows), np.int64)
+            keys = [codes[rows].astype(np.int64), steps[rows]]
+            self._sums.add(keys, {name: column[rows] for name, column in figures.items()})
+            self._join_others()
+        self._seen += len(columns)
 
-    def _group(self, key: tuple[Any, ...], step: int) -> GroupTotals:
-        if "step" in self._choice.by:
-            key = tuple(step if name == "step" else part for name, part in zip(self._choice.by, key, strict=True))
-        group = self.groups.get(key)
-        if group is None:
+    def _code(self, run: str, rank: int, record: CallRecord) -> int:
+        given = {"run": run, "step": None}
+        key = tuple(given[name] if name in given else key_of(record, rank, name) for name in self._choice.by)
+        if key not in self._codes:
             self._size += sum(map(sys.getsizeof, key))
-            key = key if len(self.groups) < MAX_GROUPS and self._size < MAX_KEYS_SIZE else self._others
-            group = self.groups.setdefault(key, GroupTotals())
-        return group
+            if len(self._codes) > MAX_GROUPS or self._size >= MAX_KEYS_SIZE:
+                return 0
+        return self._codes.setdefault(key, len(self._codes))
 
+    def _join_others(self) -> None:
+        """Let groups beyond the limit share one: those whose first calls came last."""
+        if len(self._sums) > MAX_GROUPS:
+            codes, steps = self._sums.keys
+            late = np.argsort(self._sums.figures["place_first"])[MAX_GROUPS:]
+            codes[late], steps[late] = 0, -1
+            self._sums.regroup(codes, steps)
 
-def _find_first(first: FirstNonfinite, columns: Columns, start: int, chunk: Arrays, bad: Array) -> None:
-    if not bad.any():
-        return
-    rows = np.flatnonzero(bad)
-    made = nonfinite(columns, start, chunk, outputs=True)[rows]
-    row = rows[np.lexsort((chunk["index"][rows], chunk["step"][rows], ~made))[0]]
-    (call,) = columns.calls_at(np.array([start + row]), given=False)
-    first.add(call)
+    @property
+    def groups(self) -> dict[tuple[Any, ...], GroupTotals]:
+        """The totals by the values of the keys, in the order of the first calls."""
+        if not len(self._sums):
+            return {}
+        found, keys = {}, list(self._codes)
+        codes, steps = (column.tolist() for column in self._sums.keys)
+        columns = {name: column.tolist() for name, column in self._sums.figures.items()}
+        for place in np.argsort(self._sums.figures["place_first"]).tolist():
+            step = steps[place] if steps[place] >= 0 else None
+            parts = zip(self._choice.by, keys[codes[place]], strict=True)
+            figures = {name: column[place] for name, column in columns.items()}
+            low, high = (
+                None if math.isnan(value) else value for value in (figures["output_min"], figures["output_max"])
+            )
+            group = GroupTotals(min=low, max=high)
+            group.add(figures)
+            found[tuple(step if name == "step" else part for name, part in parts)] = group
+        return found

@@ -10,6 +10,7 @@ import math
 import random
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,14 +20,17 @@ from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
 from opintercept._origin.links import graph_task
 from opintercept._values import hash as _hash
-from opintercept._values.read import moments, stored_values
+from opintercept._values.read import stored_values
 from opintercept._values.stats import Values
+from opintercept._values.sums import PIECE, Reader, flat, scan, together
 
 # Values on these devices are read at once; on others, when the work queued there is done.
 HOST = ("cpu",)
+EMPTY = f"{0:016x}"  # the hash of no values
 REMEMBERED = 4096  # tensors whose values are remembered
 _LONGEST = 1 << 17  # rows and columns of a tensor that is remembered
 
+_READER = Reader(None, False)
 # What was read of tensors, by memory and look: the storage, the tensor's version, its sums, the values.
 _known: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int | None, tuple[int, float], Values]] = {}
 _small: dict[tuple[int, torch.dtype, int], Values] = {}  # of small tensors, by hash, dtype and count
@@ -36,10 +40,10 @@ _lock = threading.RLock()  # a signal's handler may record a call while its thre
 class Content:
     """Hash and statistics of a tensor, which a device may still be computing."""
 
-    __slots__ = ("_known", "_packed", "_ready")
+    __slots__ = ("_hashed", "_known", "_packed", "_ready")
 
-    def __init__(self, known: Values | None, packed: torch.Tensor | None = None) -> None:
-        self._known = known
+    def __init__(self, known: Values | None, packed: torch.Tensor | None = None, hashed: bool = False) -> None:
+        self._known, self._hashed = known, hashed
         self._ready: torch.cuda.Event | None = None
         self._packed = packed
         if packed is not None and packed.is_cuda:
@@ -60,7 +64,10 @@ class Content:
             assert self._packed is not None
             if self._ready is not None:
                 self._ready.synchronize()
-            self._known = _unpacked(self._packed.cpu())
+            packed = self._packed.cpu()
+            *sums, below, high = packed[1:].view(torch.float64).tolist()
+            digits = _hash.digits_of(int(packed[0]), int(sums[0])) if self._hashed else None
+            self._known = _values_of(digits, sums, below, high)
         return self._known
 
 
@@ -73,8 +80,10 @@ def content_of(tensor: Any) -> Content | None:
 
 
 def content_found(found: native.Found) -> Content:
-    """Hash and statistics of a tensor that was read in C++."""
-    return Content(_values_of(found))
+    """Hash and statistics of a tensor that was read in C++, faster than finding out whether it has changed."""
+    sums, below, high, number, *_ = found
+    assert number is not None
+    return Content(_values_of(_hash.digits_of(number, sums[0]) if sums[0] else EMPTY, sums, below, high))
 
 
 def forget() -> None:
@@ -94,14 +103,14 @@ def _content_of(tensor: Any) -> Content | None:
     bits = _hash.bits_of(tensor) if is_strided(tensor) and not tensor.is_quantized else None
     count = values.numel()
     if not count:
-        return Content(Values(None if bits is None else f"{0:016x}", 0, 0, 0, None, None, None, None))
+        return Content(Values(None if bits is None else EMPTY, 0, 0, 0, None, None, None, None))
     if values.device.type not in HOST:
-        return Content(None, _packed(values, bits))
+        return Content(None, _packed(values, bits), bits is not None)
     if bits is not None and count <= _hash.SMALL:
         return Content(_of_small(values, bits))
     alive = tensor._base if tensor._is_view() else tensor
     if bits is None or not _may_remember(alive) or (sums := _sums(values, bits[0])) is None:
-        return Content(_read_now(values, bits, bits and _hash.hash_of(*bits)))
+        return Content(_read_now(values, bits and _hash.hash_of(*bits)))
     # A weight is an operand of many calls, and q, k and v may share theirs. The sums take a tenth of the hash's time.
     # The same living memory of the same version was not written to, unless past autograd, by `.data` say. The sums
     # find that.
@@ -110,7 +119,7 @@ def _content_of(tensor: Any) -> Content | None:
     storage, known = alive.untyped_storage(), _known.get(key)
     if known is not None and known[0]() is storage and known[1:3] == (version, sums):
         return Content(known[3])
-    read = _read_now(values, bits, _hash.hash_of(*bits))
+    read = _read_now(values, _hash.hash_of(*bits))
     with _lock:
         if len(_known) >= REMEMBERED:
             _known.clear()
@@ -126,13 +135,11 @@ def _may_remember(tensor: torch.Tensor) -> bool:
     return graph_task() == -1 or isinstance(tensor, torch.nn.Parameter)
 
 
-def _values_of(found: native.Found) -> Values:
-    """The values of a tensor that was read in C++, in less time than it takes to find out whether it has changed."""
-    (count, finite, nan, *_, total, spread), below, high, number, *_ = found
-    assert number is not None
-    digits = _hash.digits_of(number, count) if count else f"{0:016x}"
+def _values_of(digits: str | None, sums: Sequence[float], below: float, high: float) -> Values:
+    count, finite, nan = map(int, sums[:3])
     if not finite:
         return Values(digits, count, nan, count - nan, None, None, None, None)
+    *_, total, spread = sums
     mean = total / finite
     rms = math.sqrt(spread / finite + mean * mean)
     return Values(digits, count, nan, count - finite - nan, -below, high, _number(mean), _number(rms))
@@ -144,7 +151,7 @@ def _of_small(values: torch.Tensor, bits: tuple[torch.Tensor, bool]) -> Values:
     key = (int(hashed), values.dtype, values.numel())
     known = _small.get(key)
     if known is None:
-        known = _read_now(values, bits, hashed)
+        known = _read_now(values, hashed)
         with _lock:
             if len(_small) >= REMEMBERED:
                 _small.clear()
@@ -182,65 +189,25 @@ def _spread(size: int, of_rows: bool, dtype: torch.dtype) -> torch.Tensor:
     return _hash.check_unwrapped((torch.frombuffer(drawn, dtype=torch.int32).double() / 2**32 + 1.5).to(dtype))
 
 
-def _floats(values: torch.Tensor) -> torch.Tensor:
-    """The values in a dtype that torch can reduce, and in which their squares seldom overflow."""
-    if values.dtype in (torch.float32, torch.float64):
-        return values
-    return values.to(torch.float32 if values.is_floating_point() else torch.float64)
-
-
-def _read_now(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None, number: torch.Tensor | None) -> Values:
+def _read_now(values: torch.Tensor, hashed: torch.Tensor | None) -> Values:
     """Statistics of values on the host, and their hash as digits."""
     count = values.numel()
-    digits = None if number is None else _hash.digits_of(int(number), count)
-    if bits is not None and bits[0].dtype is values.dtype and bits[0].numel() == count:
-        values = bits[0]  # the same values in the order of memory, in which reductions are faster
-    floats = values if values.dtype in (torch.float32, torch.float64) else _floats(values)
-    ends = torch.aminmax(floats)
-    low, high = ends[0].item(), ends[1].item()
-    if count <= _hash.SMALL:  # float32 adds up so few squares with enough digits
-        total, norm = floats.sum().item(), torch.linalg.vector_norm(floats).item()
-    else:
-        total, squares = moments(floats.reshape(-1))
-        norm = math.sqrt(squares)
-    if math.isfinite(low) and math.isfinite(high):
-        if not (math.isfinite(total) and math.isfinite(norm)):
-            double = floats.to(torch.float64)
-            total, norm = double.sum().item(), torch.linalg.vector_norm(double).item()
-        return Values(digits, count, 0, 0, low, high, _number(total / count), _number(norm / math.sqrt(count)))
-    return _unpacked(_packed(values, None), digits)
+    digits = None if hashed is None else _hash.digits_of(int(hashed), count)
+    few = count <= _hash.SMALL
+    wide, nan, low, high, total, squares = scan(values if few else flat(values), few)
+    finite = wide.numel()
+    if not finite:
+        return Values(digits, count, nan, count - nan, None, None, None, None)
+    mean, rms = _number(total / finite), _number(math.sqrt(squares / finite))
+    return Values(digits, count, nan, count - finite - nan, low, high, mean, rms)
 
 
 def _packed(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None) -> torch.Tensor:
-    """Hash and statistics in one tensor, `int64[9]`, without waiting; numbers as the bits of a float64."""
-    floats = _floats(values).to(torch.float64)
-    nan, inf = floats.isnan(), floats.isinf()
-    odd = nan | inf
-    zeros = floats.masked_fill(odd, 0.0)
-    numbers = torch.stack(
-        [
-            floats.masked_fill(odd, math.inf).amin(),
-            floats.masked_fill(odd, -math.inf).amax(),
-            zeros.sum(),
-            torch.linalg.vector_norm(zeros),
-        ]
-    ).view(torch.int64)
+    """Hash and sums in one tensor, `int64[11]`, without waiting; sums as the bits of a float64."""
+    lots = [_READER.reduce(piece) for piece in flat(values).split(PIECE)]
+    sums = lots[0] if len(lots) == 1 else together(torch.stack(lots))
     hashed = torch.zeros((), dtype=torch.int64, device=values.device) if bits is None else _hash.hash_of(*bits)
-    has_hash = torch.full((), bits is not None, dtype=torch.int64, device=values.device)
-    count = torch.full((), values.numel(), dtype=torch.int64, device=values.device)
-    return torch.cat([torch.stack([has_hash, hashed, count, nan.sum(), inf.sum()]), numbers])
-
-
-def _unpacked(packed: torch.Tensor, digits: str | None = None) -> Values:
-    has_hash, number, count, nan, inf = packed[:5].tolist()
-    low, high, total, norm = packed[5:].view(torch.float64).tolist()
-    if has_hash:
-        digits = _hash.digits_of(number, count)
-    finite = count - nan - inf
-    if not finite:
-        return Values(digits, count, nan, inf, None, None, None, None)
-    mean, rms = _number(total / finite), _number(norm / math.sqrt(finite))
-    return Values(digits, count, nan, inf, _number(low), _number(high), mean, rms)
+    return torch.cat([hashed[None], sums.view(torch.int64)])
 
 
 def _number(value: float) -> float | None:

@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from opintercept._values.splitmix import WORD, signed, splitmix64
+
 BLOCK = 1 << 16  # the most weights of rows or columns in a table; larger tensors are read in blocks
 FIRST = 1 << 12  # weights of the first table, which torch makes without waking its threads
 SMALL = 1 << 14  # the most elements whose weights are kept as a whole
@@ -41,6 +43,8 @@ def bits_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 def hash_of(dense: torch.Tensor, swapped: bool) -> torch.Tensor:
     """The hash of what `bits_of` returns: an int64 tensor of no dimension, on the tensor's device."""
+    if not dense.numel():
+        return torch.zeros((), dtype=torch.int64, device=dense.device)
     dense = dense if dense.dim() else dense.view(1)
     lanes = dense.view(_LANES[dense.element_size()])
     wide = lanes.numel() // dense.numel()  # an element of 64 bits has two lanes
@@ -48,13 +52,13 @@ def hash_of(dense: torch.Tensor, swapped: bool) -> torch.Tensor:
     if wide == 1:
         return form(lanes if lanes.dim() == 2 else lanes.view(-1, width), swapped)
     lanes = lanes.view(-1, width, wide)
-    parts = [form(lanes[..., lane], swapped) * _signed(_mixed(lane + 2)) for lane in range(wide)]
+    parts = [form(lanes[..., lane], swapped) * signed(splitmix64(lane + 2)) for lane in range(wide)]
     return torch.stack(parts).sum()
 
 
 def digits_of(number: int, count: int) -> str:
     """The hash of `count` elements in hex digits; the count makes zeros of different shapes differ."""
-    return f"{(number + _mixed(count)) & (2**64 - 1):016x}"
+    return f"{(number + splitmix64(count)) & WORD:016x}"
 
 
 def form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
@@ -78,7 +82,7 @@ def form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
             rows = weights(device, start + piece.size(0), not swapped)[start:]
             part = _summed(_summed(piece, weights(device, piece.size(1), swapped)), rows)
             row, column = top // BLOCK, right // BLOCK
-            total += part * _signed(factor(row, not swapped) * factor(column, swapped))
+            total += part * signed(factor(row, not swapped) * factor(column, swapped))
     return total
 
 
@@ -88,7 +92,7 @@ def weights(device: torch.device, size: int, of_rows: bool) -> torch.Tensor:
     if known is None:
         whole = min(FIRST, BLOCK) if size <= FIRST else BLOCK
         if (table := _tables.get((device, whole, of_rows))) is None:
-            table = check_unwrapped(_all_mixed(2 * torch.arange(whole, device="cpu") + (of_rows + 2**40)).to(device))
+            table = check_unwrapped(splitmix64(2 * torch.arange(whole, device="cpu") + (of_rows + 2**40)).to(device))
             _tables[device, whole, of_rows] = table
         known = _tables[device, size, of_rows] = check_unwrapped(table[:size])
     return known
@@ -96,7 +100,7 @@ def weights(device: torch.device, size: int, of_rows: bool) -> torch.Tensor:
 
 def factor(block: int, of_rows: bool) -> int:
     """The factor of all weights in a block of rows or columns."""
-    return _mixed(2 * block + of_rows + 2**32) | 1
+    return splitmix64(2 * block + of_rows + 2**32) | 1
 
 
 def check_unwrapped(table: torch.Tensor) -> torch.Tensor:
@@ -127,25 +131,3 @@ def _summed(lanes: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     if lanes.device.type == "cpu":
         return torch.mv(lanes, by) if lanes.dim() == 2 else torch.dot(lanes, by)
     return (lanes * by).sum(-1)  # CUDA has neither for integers
-
-
-def _mixed(number: int) -> int:
-    """64 bits that look random: splitmix64, S. Vigna, https://prng.di.unimi.it/splitmix64.c."""
-    z = (number * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return z ^ (z >> 31)
-
-
-def _all_mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """`_signed(_mixed(number))` of each: int64 arithmetic is mod 2**64, and a shift fills up with the sign."""
-    z = numbers * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
-    return z ^ (z >> 31 & 2**33 - 1)
-
-
-def _signed(number: int) -> int:
-    """The same 64 bits as an int64 of torch."""
-    number &= 2**64 - 1
-    return number - 2**64 if number >= 2**63 else number

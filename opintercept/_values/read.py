@@ -5,19 +5,17 @@ Invariant: a tensor whose memory is not there is never read, since that would en
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable
 from operator import mul
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from opintercept._core.errors import OpInterceptWarning
 from opintercept._core.tensors import is_strided
-from opintercept._native import values as native
 
 _Result = TypeVar("_Result")
 
@@ -36,25 +34,6 @@ def without_graph(compute: Callable[..., _Result], *args: Any) -> _Result:
             torch.set_grad_enabled(enabled)
         finally:  # an interrupt came before the line above had run
             torch.set_grad_enabled(enabled)
-
-
-class ValueSummary(NamedTuple):
-    """Range and moments of a tensor's finite values; of a complex tensor, those of the moduli.
-
-    Attributes:
-        std: Population standard deviation, in float64.
-        nonfinite: How many values are NaN or infinite.
-    """
-
-    min: float
-    max: float
-    mean: float
-    std: float
-    nonfinite: int
-
-    def __str__(self) -> str:
-        text = f"min {self.min:.3g} max {self.max:.3g} mean {self.mean:.3g} std {self.std:.3g}"
-        return f"{text} NONFINITE {self.nonfinite}" if self.nonfinite else text
 
 
 # Up to this many bytes, checking the bounds of the memory takes as long as reading it.
@@ -154,34 +133,6 @@ def real_values(tensor: Any) -> torch.Tensor | None:
     try:
         return None if values is None else values.to("cpu", torch.float64).reshape(-1)
     except (RuntimeError, NotImplementedError, TypeError):
-        return None
-
-
-def _summary_of(found: native.Found) -> ValueSummary | None:
-    (count, finite, *_, total, spread), below, high, *_ = found
-    if not count:
-        return None
-    if not finite:
-        return ValueSummary(math.nan, math.nan, math.nan, math.nan, count)
-    return ValueSummary(-below, high, total / finite, math.sqrt(spread / finite), count - finite)
-
-
-def summarize(tensor: Any) -> ValueSummary | None:
-    """Summarise a tensor's values; None if it has none that can be read."""
-    found = native.read(tensor)
-    if found is not None:
-        return _summary_of(found)
-    values = real_values(tensor)
-    if values is None or values.numel() == 0:
-        return None
-    try:
-        finite = values[torch.isfinite(values)]
-        nonfinite = values.numel() - finite.numel()
-        if finite.numel() == 0:
-            return ValueSummary(math.nan, math.nan, math.nan, math.nan, nonfinite)
-        low, high = torch.aminmax(finite)
-        return ValueSummary(low.item(), high.item(), finite.mean().item(), finite.std(correction=0).item(), nonfinite)
-    except RuntimeError:  # under vmap there is no single value to read for a whole batch
         return None
 
 

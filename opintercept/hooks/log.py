@@ -10,9 +10,12 @@ import torch
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count
 from opintercept._core.tables import Held
-from opintercept._values.read import first_output, sample, summarize
+from opintercept._values.read import first_output, sample
+from opintercept._values.sums import summarize
 
 Values = Literal["none", "stats", "sample"]
+
+_FIGURES = ("min", "max", "mean", "std", "nonfinite")
 
 
 class Log(Held):
@@ -68,7 +71,7 @@ class Log(Held):
         read: dict[str, float] | list[float] | None = None
         shown = ""
         if self.values == "stats" and (summary := summarize(output)) is not None:
-            read, shown = summary._asdict(), f" | {summary}"
+            read, shown = {name: getattr(summary, name) for name in _FIGURES}, f" | {summary}"
         elif self.values == "sample":
             read = sample(output, self.size, self._generator)
             shown = f" | sample {' '.join(f'{value:.3g}' for value in read)}"

@@ -8,7 +8,8 @@ from typing import TextIO
 from opintercept._core.call import OpCall
 from opintercept._core.tables import Held
 from opintercept._core.text import printable
-from opintercept._values.read import first_output, summarize
+from opintercept._values.read import first_output
+from opintercept._values.sums import summarize
 
 
 class Print(Held):

@@ -233,13 +233,13 @@ class Stats(Copyable, Table):
         with_channels = with_channels and tensor.dim() > 0
         found = self._reader.read_natively(tensor, with_channels)
         if found is not None:
-            sums, low, high, _, counts, channels = found
+            sums, below, high, _, counts, channels = found
             if not counts and not channels:
-                return _Addition(key, None, None, (sums, low, high))
+                return _Addition(key, None, None, (sums, below, high))
             if channels:
                 self._check_width(key, tensor.size(-1))
             part = Cell(1)
-            part.add(sums, low, high)
+            part.add(sums, below, high)
             part.add_arrays(counts, channels)
             return _Addition(key, part, None)
         values = stored_values(tensor)
@@ -338,13 +338,13 @@ class Stats(Copyable, Table):
             rows = [None] * len(tensors)
         for entry, tensor, row in zip(lot, tensors, rows, strict=True):
             try:
-                sums, low, high = row or self._reader.read(tensor)
+                sums, below, high = row or self._reader.read(tensor)
                 counts = powers(tensor) if self._reader.histogram else None
             except Exception:
                 unread += 1
                 continue
             cell = _own(cells, window, entry.key)
-            cell.add(sums, low, high)
+            cell.add(sums, below, high)
             if counts is not None:
                 cell.add_histogram(counts)
             if entry.part is None:
@@ -497,26 +497,22 @@ class Stats(Copyable, Table):
 
 
 def _row(key: _Key, cell: Cell, with_target: bool) -> StatsRow:
-    count, finite, nan, nonzero, underflow, overflow, total, spread = cell.sums
-    mean, variance, low, high = math.nan, math.nan, math.nan, math.nan
-    if finite:
-        mean, variance = total / finite, spread / finite
-        low, high = 0.0 - cell.range[0], 0.0 + cell.range[1]  # turns -0.0 into 0.0
+    count, low, high = cell.count, cell.min, cell.max
     return StatsRow(
         *key,
         calls=cell.calls,
         count=int(count),
-        nan=int(nan),
-        inf=int(count - finite - nan),
+        nan=int(cell.nan),
+        inf=int(count - cell.finite - cell.nan),
         min=low,
         max=high,
-        mean=mean,
-        std=math.sqrt(variance),
-        rms=math.sqrt(variance + mean * mean),
+        mean=cell.mean,
+        std=cell.std,
+        rms=cell.rms,
         absmax=max(abs(low), abs(high)),
-        zeros=(count - nonzero) / count if count else math.nan,
-        underflow=underflow / count if with_target and count else None,
-        overflow=overflow / count if with_target and count else None,
+        zeros=(count - cell.nonzero) / count if count else math.nan,
+        underflow=cell.underflow / count if with_target and count else None,
+        overflow=cell.overflow / count if with_target and count else None,
     )
 
 

@@ -1,98 +1,152 @@
-"""`CallKinds` and `Grouping`: sort the calls of a chunk into groups and add them up.
+"""`GroupSums` adds up calls by keys, in columns, for `show`, `report` and what they print over steps.
 
-Invariant: groups are in the order of their first calls. Needs numpy. Must not import torch.
+Invariant: memory holds a chunk of calls and a row for each group. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from opintercept.runs.store.codec import is_output
+from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays, CallSignature, Columns, StoredCallSite
 
 COUNTS = tuple(f"{slot}_{name}" for slot in SLOTS for name in ("nan", "inf"))
+STATISTICS = ("count", "nan", "inf", *FIGURES)
+_REDUCE: dict[str, Any] = {"min": np.fmin, "max": np.fmax}
+
+
+class GroupSums:
+    """Groups of calls that share their keys, sorted by these, and figures of each group.
+
+    Of figures whose names end in `min` and `max`, a group has the smallest and the largest number, NaN only if there is
+    no other; of those that end in `first`, that of its first call; of all others the sum, as a float.
+
+    Attributes:
+        keys: Columns of whole numbers.
+        figures: Columns of numbers.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Array] = []
+        self.figures: Arrays = {}
+
+    def __len__(self) -> int:
+        return len(self.keys[0]) if self.keys else 0
+
+    def add(self, keys: Sequence[Array], figures: Arrays) -> None:
+        """Add calls, or groups of them. A figure that others have and these lack is 0, or NaN for `min` and `max`."""
+        if self.keys:
+            sizes = len(self), len(keys[0])
+            keys = [np.concatenate(both) for both in zip(self.keys, keys, strict=True)]
+            names = dict.fromkeys((*self.figures, *figures))
+            parts = {name: [self.figures.get(name), figures.get(name)] for name in names}
+            figures = {name: _joined(name, both, sizes) for name, both in parts.items()}
+        if not len(keys[0]):
+            return
+        order = np.lexsort(keys[::-1])
+        keys = [column[order] for column in keys]
+        new = np.any([column[1:] != column[:-1] for column in keys], axis=0)
+        starts = np.r_[0, np.flatnonzero(new) + 1]
+        self.keys = [column[starts] for column in keys]
+        self.figures = {name: _reduced(name, column[order], starts) for name, column in figures.items()}
+
+    def regroup(self, *keys: Array) -> None:
+        """Replace the keys of the groups, and join those that now share theirs."""
+        figures, self.keys, self.figures = self.figures, [], {}
+        self.add(keys, figures)
+
+    def statistics(self, slot: str) -> Arrays:
+        """The statistics of the values of a slot in each group, by `STATISTICS`; NaN where there are none."""
+        own = {name: self.figures[f"{slot}_{name}"] for name in (*_SUMMED, "min", "max")}
+        with np.errstate(all="ignore"):  # in a hostile run, also the root of a negative number
+            finite = np.where(own["finite"] > 0, own["finite"], np.nan)
+            own |= {name: np.where(own["finite"] > 0, own[name], np.nan) for name in ("min", "max")}
+            own["mean"], own["rms"] = own["total"] / finite, np.sqrt(own["square"] / finite)
+        return {name: own[name] for name in STATISTICS}
+
+
+_SUMMED = ("calls", "count", "nan", "inf", "finite", "total", "square")
+
+
+def slot_figures(chunk: Arrays, slot: str, counts: Array) -> Arrays:
+    """Figures from which `GroupSums.statistics` are made.
+
+    Args:
+        chunk: Has the columns of the slot.
+        slot: The slot.
+        counts: How many values each tensor has; negative for calls without one.
+    """
+    column = {name: chunk[f"{slot}_{name}"] for name in ("nan", "inf", *FIGURES)}
+    here = counts >= 0
+    known = here & ~np.any([np.isnan(column[name]) for name in FIGURES], axis=0)
+    finite = np.where(known, np.maximum(counts - column["nan"] - column["inf"], 0), 0)
+    made = {"calls": here, "finite": finite}
+    made |= {name: np.where(here, each, 0) for name, each in (("count", counts), *list(column.items())[:2])}
+    with np.errstate(over="ignore", invalid="ignore"):  # in a hostile run
+        made["total"] = np.where(known, column["mean"] * finite, 0.0)
+        made["square"] = np.where(known, column["rms"] ** 2 * finite, 0.0)
+    made |= {name: np.where(known, column[name], np.nan) for name in ("min", "max")}
+    return {f"{slot}_{name}": each for name, each in made.items()}
+
+
+def _joined(name: str, both: list[Array | None], sizes: tuple[int, int]) -> Array:
+    blank = np.nan if name.rpartition("_")[2] in _REDUCE else 0.0
+    return np.concatenate(
+        [np.full(size, blank) if each is None else each for each, size in zip(both, sizes, strict=True)]
+    )
+
+
+def _reduced(name: str, column: Array, starts: Array) -> Array:
+    how = name.rpartition("_")[2]
+    if how == "first":
+        return column[starts]
+    if how in _REDUCE:
+        return np.asarray(_REDUCE[how].reduceat(column, starts))
+    return np.add.reduceat(column.astype(np.float64), starts)
+
+
+Learn = Callable[[StoredCallSite, CallSignature], Sequence[float]]
 
 
 class CallKinds:
-    """Numbers the distinct (call site, signature) pairs from 0; such a pair is the kind of a call.
+    """Gives calls what follows from their call site and signature, which is found out once for each pair.
 
     Args:
         columns: The calls.
+        learn: Returns numbers for a call site and a signature. It is asked in the order of the first calls.
     """
 
-    def __init__(self, columns: Columns) -> None:
-        self._columns = columns
+    def __init__(self, columns: Columns, learn: Learn) -> None:
+        self._columns, self._learn = columns, learn
         self._known: dict[int, int] = {}
-        self._codes: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._codes)
-
-    def __getitem__(self, kind: int) -> tuple[StoredCallSite, CallSignature]:
-        call_site, signature = divmod(self._codes[kind], self._columns.signatures)
-        return self._columns.call_site(call_site), self._columns.signature(signature)
-
-    def numbers(self, kind: int) -> tuple[int, int]:
-        """The numbers of the call site and the signature."""
-        call_site, signature = divmod(self._codes[kind], self._columns.signatures)
-        return call_site, signature
+        self._learned: list[Sequence[float]] = []
 
     def of(self, chunk: Arrays) -> Array:
-        """The kind of each call of a chunk, which has the columns `site` and `look`."""
-        groups = Grouping(chunk["site"].astype(np.int64) * self._columns.signatures + chunk["look"])
-        kinds = np.empty(len(groups.codes), np.int32)
-        for place, code in enumerate(groups.codes.tolist()):
+        """The numbers of the calls of a chunk, which has the columns `site` and `look`: `[numbers, calls]`."""
+        codes = chunk["site"].astype(np.int64) * self._columns.signatures + chunk["look"]
+        found, firsts, group = np.unique(codes, return_index=True, return_inverse=True)
+        kinds = np.empty(len(found), np.int64)
+        for place in np.argsort(firsts).tolist():
+            code = int(found[place])
             kind = self._known.get(code)
             if kind is None:
-                kind = self._known[code] = len(self._codes)
-                self._codes.append(code)
+                call_site, signature = divmod(code, self._columns.signatures)
+                kind = self._known[code] = len(self._learned)
+                self._learned.append(
+                    self._learn(self._columns.call_site(call_site), self._columns.signature(signature))
+                )
             kinds[place] = kind
-        return np.asarray(kinds[groups.group])
+        numbers = np.array([self._learned[kind] for kind in kinds.tolist()], np.float64)
+        return np.asarray(numbers.T[:, group])
 
 
-class Grouping:
-    """Groups of rows that share a code.
-
-    Args:
-        codes: Of each row.
-
-    Attributes:
-        codes: Of each group.
-        firsts: The first row of each group.
-        group: The group of each row.
-        counts: How many rows each has.
-    """
-
-    def __init__(self, codes: Array) -> None:
-        found, firsts, inverse, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
-        in_order = np.argsort(firsts)
-        place = np.empty_like(in_order)
-        place[in_order] = np.arange(len(in_order))
-        self.codes, self.firsts, self.counts = found[in_order], firsts[in_order], counts[in_order]
-        self.group = place[inverse]
-        small = self.group.astype(np.uint16) if len(found) < 1 << 16 else self.group  # sorted in linear time
-        self._rows = np.argsort(small, kind="stable")
-        self._starts = np.r_[0, np.cumsum(self.counts)[:-1]] if len(found) else np.empty(0, int)
-
-    def sum(self, values: Array) -> Array:
-        """The sums of numbers, as floats."""
-        return np.bincount(self.group, values, len(self.codes))
-
-    def min(self, values: Array) -> Array:
-        """The smallest numbers; NaN only if there is no other."""
-        return np.asarray(np.fmin.reduceat(values[self._rows], self._starts)) if len(self.codes) else values
-
-    def max(self, values: Array) -> Array:
-        """The largest numbers; NaN only if there is no other."""
-        return np.asarray(np.fmax.reduceat(values[self._rows], self._starts)) if len(self.codes) else values
-
-
-def joined(few: Array, many: Array) -> Array:
-    """Return a code for each pair of numbers. The first are small, and neither is negative."""
-    found, codes = np.unique(many, return_inverse=True)
-    return np.asarray(few.astype(np.int64) * max(len(found), 1) + codes)
+def seconds_of(chunk: Arrays) -> Array:
+    """How long each call took; 0 if that is not known."""
+    elapsed = chunk["elapsed"]
+    return np.where((elapsed >= 0) & np.isfinite(elapsed), elapsed, 0.0)
 
 
 def nonfinite(columns: Columns, start: int, chunk: Arrays, *, outputs: bool = False) -> Array:
@@ -117,51 +171,37 @@ def nonfinite(columns: Columns, start: int, chunk: Arrays, *, outputs: bool = Fa
     return found
 
 
-def first_output(signature: CallSignature) -> str | None:
-    """Return the slot of a signature's first output; None if it has no output, or none in columns."""
+class EarliestCall:
+    """The first of some calls by step and index, over all processes.
+
+    Attributes:
+        call: The call; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.call: StoredCall | None = None
+
+    def add(self, columns: Columns, start: int, chunk: Arrays, rows: Array) -> None:
+        """Add those calls of a chunk that `rows` marks."""
+        numbers = np.flatnonzero(rows)
+        if len(numbers):
+            first = np.lexsort((chunk["index"][numbers], chunk["step"][numbers]))[:1]
+            (call,) = columns.calls_at(numbers[first] + start, given=False)
+            self.call = call if self.call is None else min(self.call, call, key=lambda each: each.place)
+
+
+def first_output(signature: CallSignature) -> tuple[float, bool]:
+    """Return how many values the first output has, and whether it is `output1`; -1 if there is none in columns."""
     role = next((role for role in signature.roles if is_output(role)), None)
-    return None if role is None else ROLES.get(role)
+    slot = None if role is None else ROLES.get(role)
+    if role is None or slot not in ("output", "output1"):
+        return -1, False
+    return signature.roles[role][0], slot == "output1"
 
 
-def ends_of(groups: Grouping, chunk: Arrays, kinds: Array, slots: Sequence[str | None]) -> tuple[Array, Array]:
-    """The smallest and the largest value of the first output in each group; NaN if unknown.
-
-    Args:
-        groups: The groups.
-        chunk: Has the ranges of the outputs.
-        kinds: The kind of each call.
-        slots: `first_output` of each kind.
-    """
-    low, high = np.full(len(kinds), np.nan), np.full(len(kinds), np.nan)
-    for slot in ("output", "output1"):
-        which = np.array([each == slot for each in slots], bool)[kinds]
-        if which.any():
-            known = which & ~np.isnan(chunk[f"{slot}_min"]) & ~np.isnan(chunk[f"{slot}_max"])
-            low, high = np.where(known, chunk[f"{slot}_min"], low), np.where(known, chunk[f"{slot}_max"], high)
-    return groups.min(low), groups.max(high)
-
-
-class SlotStatistics:
-    """The statistics of one slot, added up for each group.
-
-    Args:
-        groups: The groups.
-        chunk: Has the columns of the slot.
-        slot: The slot.
-        counts: How many values each tensor has; -1 for calls without one.
-    """
-
-    def __init__(self, groups: Grouping, chunk: Arrays, slot: str, counts: Array) -> None:
-        nan, inf = chunk[f"{slot}_nan"], chunk[f"{slot}_inf"]
-        figures = {name: chunk[f"{slot}_{name}"] for name in FIGURES}
-        here = counts >= 0
-        known = here & ~np.any([np.isnan(each) for each in figures.values()], axis=0)
-        finite = np.where(known, np.maximum(counts - nan - inf, 0), 0)
-        self.calls = groups.sum(here)
-        self.count, self.nan, self.inf = (groups.sum(np.where(here, each, 0)) for each in (counts, nan, inf))
-        self.finite = groups.sum(finite)
-        with np.errstate(over="ignore", invalid="ignore"):  # in a hostile run
-            self.sum = groups.sum(np.where(known, figures["mean"] * finite, 0.0))
-            self.square = groups.sum(np.where(known, figures["rms"] ** 2 * finite, 0.0))
-        self.min = groups.min(np.where(known, figures["min"], np.inf))
-        self.max = groups.max(np.where(known, figures["max"], -np.inf))
+def first_outputs(chunk: Arrays, is_second: Array) -> Arrays:
+    """The columns of the first outputs as those of `output`, where some calls have theirs in `output1`."""
+    own = {name: column for name, column in chunk.items() if name.startswith("output_")}
+    if not is_second.any():
+        return own
+    return {name: np.where(is_second, chunk[name.replace("_", "1_")], column) for name, column in own.items()}

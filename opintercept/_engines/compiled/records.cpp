@@ -4,6 +4,7 @@
 
 #include "records.h"
 
+#include "../../_native/splitmix.h"
 #include "kernels.h"
 
 #include <cmath>
@@ -17,13 +18,6 @@ const char* const ROLE_NAMES[ROLES] = {"lhs", "rhs", "bias", "value", "output", 
 
 namespace {
 
-uint64_t mixed(uint64_t number) { // `_values.hash._mixed`
-  number *= 0x9e3779b97f4a7c15u;
-  number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9u;
-  number = (number ^ number >> 27) * 0x94d049bb133111ebu;
-  return number ^ number >> 31;
-}
-
 // `runs.store.records.checks_of`
 template <typename Record>
 uint64_t check_of(const Record& record, uint64_t lap) {
@@ -31,7 +25,7 @@ uint64_t check_of(const Record& record, uint64_t lap) {
   static const std::array<uint64_t, words> weights = [] {
     std::array<uint64_t, words> made;
     for (size_t i = 0; i < words; i++) {
-      made[i] = mixed(i + 1) | 1;
+      made[i] = splitmix64(i + 1) | 1;
     }
     return made;
   }();
@@ -51,7 +45,7 @@ bool describe(TensorRecord& record, const Values& values) {
   if ((sums.nan | inf) >> 32 != 0) {
     return false;
   }
-  record.hash = sums.count ? values.hash + mixed(static_cast<uint64_t>(sums.count)) : 0;
+  record.hash = sums.count ? values.hash + splitmix64(static_cast<uint64_t>(sums.count)) : 0;
   record.nan = static_cast<uint32_t>(sums.nan);
   record.inf = static_cast<uint32_t>(inf);
   record.min = record.max = record.mean = record.rms = std::nan("");

@@ -4,6 +4,7 @@
 // Invariant: the results do not depend on the number of threads. This file is compiled for each set of vector
 // instructions, see `sets.h`.
 
+#include "../splitmix.h"
 #include "read_values.h"
 #include "run.h"
 #include "vectors.h"
@@ -294,22 +295,15 @@ struct Powers {
 // The hash of `_values.hash`, in which the names are the same.
 constexpr int64_t HASH_BLOCK = 1 << 16, SMALL = 1 << 14, PIECE = 1 << 18;
 
-uint64_t mixed(uint64_t number) {
-  uint64_t z = number * 0x9E3779B97F4A7C15;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
-  return z ^ (z >> 31);
-}
-
 uint64_t factor(int64_t block, bool of_rows) {
-  return mixed(2 * static_cast<uint64_t>(block) + of_rows + (uint64_t{1} << 32)) | 1;
+  return splitmix64(2 * static_cast<uint64_t>(block) + of_rows + (uint64_t{1} << 32)) | 1;
 }
 
 const uint64_t* weights(bool of_rows) {
   static const std::vector<uint64_t> all = [] {
     std::vector<uint64_t> made(2 * HASH_BLOCK);
     for (uint64_t i = 0; i < made.size(); i++) {
-      made[i] = mixed(2 * (i % HASH_BLOCK) + i / HASH_BLOCK + (uint64_t{1} << 40));
+      made[i] = splitmix64(2 * (i % HASH_BLOCK) + i / HASH_BLOCK + (uint64_t{1} << 40));
     }
     return made;
   }();
@@ -327,7 +321,7 @@ inline uint64_t weighted(const Bits* from, const uint64_t* by, int64_t count) {
       sum += static_cast<uint64_t>(static_cast<int64_t>(from[i])) * by[i];
     }
   }
-  return sizeof(Bits) == 8 ? sum * mixed(2) + upper * mixed(3) : sum;
+  return sizeof(Bits) == 8 ? sum * splitmix64(2) + upper * splitmix64(3) : sum;
 }
 
 // What one thread has found beside the sums. All of it can be put together in any order.
@@ -443,7 +437,7 @@ inline void each_block(const Layout& layout, int64_t chunk, const Use& use) {
 
 // Adds up what was found of two parts.
 void add(Sums& to, const Sums& other) {
-  if (to.finite && other.finite) { // as in `_values.sums._between`
+  if (to.finite && other.finite) { // as in `_values.stats.Sums.add`
     auto mine = static_cast<double>(to.finite), theirs = static_cast<double>(other.finite);
     double apart = to.total / mine - other.total / theirs;
     to.spread += other.spread + apart * apart * (mine * theirs / (mine + theirs));

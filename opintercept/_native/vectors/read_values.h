@@ -20,7 +20,7 @@ namespace opintercept {
 
 constexpr size_t DEEPEST = 16; // dimensions
 
-// What `Stats` adds up, see `_values.sums.Cell`. The range is that of the finite values, as are the total and the sum of
+// The twin of `_values.stats.Sums`. The range is that of the finite values, as are the total and the sum of
 // squared distances from the mean.
 struct Sums {
   int64_t count = 0, finite = 0, nan = 0, zeros = 0, underflow = 0, overflow = 0;

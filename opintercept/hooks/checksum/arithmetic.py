@@ -17,8 +17,8 @@ import torch
 
 from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
+from opintercept.hooks.checksum.memory import ColumnSums
 from opintercept.hooks.checksum.memory import Memory as Memory
-from opintercept.hooks.checksum.memory import Sums
 from opintercept.hooks.checksum.products import Product
 
 PIECE = 1 << 18
@@ -332,7 +332,7 @@ def _norm(values: torch.Tensor, dim: int) -> torch.Tensor:
     return found
 
 
-def _bias_of_product(bias: torch.Tensor, matrix: torch.Tensor, memory: Memory | None) -> Sums:
+def _bias_of_product(bias: torch.Tensor, matrix: torch.Tensor, memory: Memory | None) -> ColumnSums:
     """The checksums of a bias, `[*b, m, g]`, and about the norm of its elements in each group."""
     kept = None if memory is None else memory.look_up(bias, matrix)
     if kept is not None:

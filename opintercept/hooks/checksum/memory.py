@@ -15,7 +15,7 @@ from opintercept._values.read import parameter_of, storage_ref
 REMEMBERED = 1024
 """How many weights and biases have their checksums remembered."""
 
-Sums = tuple[torch.Tensor, torch.Tensor]
+ColumnSums = tuple[torch.Tensor, torch.Tensor]
 """Checksums of a matrix, `[*b, k, g]`, and what the norms of rows of lhs are multiplied by for the norms of rows of the
 product, `[*b, 1, g]`; of a bias, its checksums and norms. The factor is that of the first product with a weight."""
 
@@ -24,9 +24,9 @@ class Memory:
     """Checksums of weights and biases, which hold until torch writes to the weight."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, Sums]] = {}
+        self._kept: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, ColumnSums]] = {}
 
-    def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> Sums | None:
+    def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> ColumnSums | None:
         """What was kept of a weight or a view of one; None if nothing was, or torch has written to the weight since."""
         weight = parameter_of(tensor)
         if weight is None:
@@ -36,7 +36,7 @@ class Memory:
             return None
         return found[2]
 
-    def keep(self, tensor: torch.Tensor, matrix: torch.Tensor, sums: Sums) -> None:
+    def keep(self, tensor: torch.Tensor, matrix: torch.Tensor, sums: ColumnSums) -> None:
         """Remember the checksums of `tensor` with the signs in `matrix` if it is a weight."""
         weight = parameter_of(tensor)
         if weight is None:

@@ -5,9 +5,7 @@ Invariant: nothing waits for a device, since hashes are compared where they are.
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,13 +13,11 @@ import torch
 from opintercept._core.call import OpCall
 from opintercept._core.tensors import is_strided
 from opintercept._kit.copyable import Copyable
-from opintercept._values.hash import WORDS
+from opintercept._values.hash import bits_of, hash_of
 from opintercept._values.read import first_output, in_memory
 
 MOST_CALLS = 64
 """How many forward calls of one module, operator and shape are kept; those outside of checkpoints make room."""
-PIECE = 1 << 18
-"""How many elements are hashed at a time."""
 
 
 class Twins(Copyable):
@@ -44,7 +40,7 @@ class Twins(Copyable):
         if len(tensors) < 3 or not all(is_strided(tensor) and in_memory(tensor) for tensor in tensors):
             return None
         key = call.module, call.op, *(tensor.shape for tensor in tensors)
-        hashes = [hash_of(tensor) for tensor in tensors]
+        hashes = [hash_of(*bits_of(tensor)) for tensor in tensors]
         operands = hashes[0]
         for each in hashes[1:-1]:
             operands = operands * 0x9E3779B97F4A7C1 + each
@@ -65,24 +61,3 @@ class Twins(Copyable):
     def clear(self) -> None:
         """Forget all calls."""
         self._seen.clear()
-
-
-def hash_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash of the bits of a tensor, on its device: a sum of the elements with random weights, mod 2**64."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    lanes = tensor.contiguous().view(WORDS[tensor.element_size()]).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for first in range(0, lanes.numel(), PIECE):
-        piece = lanes[first : first + PIECE].to(torch.int64)
-        total = total * 0x2545F4914F6CDD1D + (piece * _weights(tensor.device)[: piece.numel()]).sum()
-    return total
-
-
-@cache
-def _weights(device: torch.device) -> torch.Tensor:
-    drawn = bytearray(random.Random(0).randbytes(8 * PIECE))  # by Python, since vmap has no torch.randint
-    found = torch.frombuffer(drawn, dtype=torch.int64)
-    found = (found | 1).to(device)
-    found.data_ptr()  # raises under a torch.func transform, after which the tensor would be of no use
-    return found

@@ -13,7 +13,7 @@ import numpy as np
 from opintercept.runs.compare.index import Index
 from opintercept.runs.report.panels import PHASES, HeatMap, module_label, rounded
 from opintercept.runs.store.columns import Array
-from opintercept.runs.sums import Grouping, joined
+from opintercept.runs.sums import GroupSums
 
 PART, MOST = 10, 50  # the first tenth of the steps, and at most so many, show the noise
 ABOVE = 10.0  # an error is above the noise if it is so many times as large
@@ -34,7 +34,7 @@ class Drift:
 
     def __init__(self, heat: HeatMap) -> None:
         self._heat = heat
-        self._cells: dict[tuple[int, int], list[float]] = {}  # the largest error, how many calls differ, and by Inf
+        self._cells = GroupSums()  # by `HeatMap.spot` and column: the largest error, how many calls differ, and by Inf
         self._above: tuple[tuple[int, int, int], dict[str, Any]] | None = None
         self._steps = 0
         self._noise: float | None = None
@@ -93,17 +93,13 @@ class Drift:
 
     def _add_cells(self, places: Array, columns: Array, relative: Array) -> None:
         known = places >= 0
-        places, columns, relative = places[known], columns[known], relative[known]
-        if not len(places):
-            return
-        groups = Grouping(joined(places, columns))
-        infinite = np.isinf(relative)
-        largest = groups.max(np.where(infinite, -1.0, relative)).tolist()
-        infinities = groups.sum(infinite).tolist()
-        at = zip(places[groups.firsts].tolist(), columns[groups.firsts].tolist(), strict=True)
-        for key, error, calls, inf in zip(at, largest, groups.counts.tolist(), infinities, strict=True):
-            cell = self._cells.setdefault(key, [-1.0, 0, 0])
-            cell[:] = max(cell[0], error), cell[1] + calls, cell[2] + int(inf)
+        relative = relative[known]
+        figures = {
+            "error_max": np.where((relative >= 0) & np.isfinite(relative), relative, np.nan),
+            "calls": np.ones(len(relative)),
+            "inf": np.isinf(relative),
+        }
+        self._cells.add([places[known], columns[known]], figures)
 
     def _noise_of(self, codes: Array, kinds: Array, steps: Array, relative: Array) -> Array | None:
         """The noise of the module and pass of each kind of call; None if there is only one step.
@@ -120,9 +116,9 @@ class Drift:
         count = max(1, min(MOST, len(all_steps) // PART))
         early = np.flatnonzero(steps <= all_steps[count - 1])
         mine, errors = codes[kinds[early]], np.fmax(relative[early], 0.0)
-        groups = Grouping(joined(mine, steps[early]))
-        of_steps = groups.max(errors)
-        modules = mine[groups.firsts]
+        groups = GroupSums()
+        groups.add([mine, steps[early]], {"error_max": errors})
+        modules, of_steps = groups.keys[0], groups.figures["error_max"]
         order = np.lexsort((of_steps, modules))
         found, starts, counts = np.unique(modules[order], return_index=True, return_counts=True)
         medians = of_steps[order][starts + (counts - 1) // 2]
@@ -134,14 +130,15 @@ class Drift:
 
     def as_dict(self) -> dict[str, Any]:
         """The errors and what is above the noise, as plain data."""
-        columns = self._heat.columns
+        columns = {column: number for number, column in enumerate(self._heat.columns.tolist())}
         phases: dict[str, dict[str, list[Any]]] = {}
-        for (place, column), (error, calls, infinite) in sorted(self._cells.items()):
+        cells = zip(*(each.tolist() for each in (*self._cells.keys, *self._cells.figures.values())), strict=True)
+        for place, column, error, calls, infinite in cells:
             row, phase = divmod(place, len(PHASES))
             if column not in columns:  # not in a run that stays as it is
                 continue
             lists = phases.setdefault(PHASES[phase], {name: [] for name in ("row", "column", "error", "calls", "inf")})
-            cell = (row, columns[column], rounded(error) if error >= 0 else None, calls, infinite)
+            cell = (row, columns[column], rounded(error), int(calls), int(infinite))
             for values, value in zip(lists.values(), cell, strict=True):
                 values.append(value)
         noise = None if self._noise is None else {"steps": self._steps, "usual": rounded(self._noise), "times": ABOVE}

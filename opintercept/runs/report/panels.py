@@ -18,9 +18,9 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
 from opintercept._core.text import printable
 from opintercept.runs.store.codec import StoredCall, is_output
-from opintercept.runs.store.columns import FIGURES, Array, CallSignature, Columns, StoredCallSite
+from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.run import Run
-from opintercept.runs.sums import CallKinds, Grouping, SlotStatistics, joined
+from opintercept.runs.sums import CallKinds, EarliestCall, GroupSums, seconds_of, slot_figures
 
 if TYPE_CHECKING:
     import torch
@@ -41,20 +41,17 @@ TENSORS = 1 << 30  # bytes of all tensors that are read
 BINS = 60
 PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
-MOMENTS = ("count", "nan", "inf", *FIGURES)
 _READ: tuple[str, ...] = ("index", "step", "site", "look", "elapsed", "has_error", "has_tensors")
 _READ += tuple(f"{role}_{name}" for role in ROLES for name in ("nan", "inf", *FIGURES))
 
 
 def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
-    """The panels of a run as plain data, and its map, which has so many cells at most. Reads the calls twice."""
+    """The panels of a run as plain data, and its map, which has so many cells at most."""
     info = run.info
     heat = HeatMap(cells, replayable=info.tensors == "full")
+    earliest, matmuls, histograms = EarliestCall(), MatmulTable(), Histograms()
     for rank in run.ranks:
-        heat.lay_out(run.columns(rank))
-    totals, matmuls, histograms = RunTotals(), MatmulTable(), Histograms()
-    for rank in run.ranks:
-        _add_up(run.columns(rank), totals, heat, matmuls, histograms)
+        _add_up(run.columns(rank), earliest, heat, matmuls, histograms)
     path = str(run.path)
     shown = {
         "path": shown_text(path, 4 * NAME),
@@ -70,81 +67,49 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
             "devices": [shown_text(name) for name in info.devices[:PAIRS]],
             "flags": _pairs(info.flags.items()),
         },
-        "totals": totals.as_dict() | {"modules": len(heat.modules), "more_modules": heat.calls_left_out > 0},
+        "totals": {
+            **matmuls.totals(),
+            "modules": len(heat.modules),
+            "more_modules": heat.left_out > 0,
+            "first": None if earliest.call is None else _first(earliest.call, heat),
+        },
         "heat": heat.as_dict(),
         "gemms": matmuls.as_dict(),
         "histograms": histograms.as_dict(run),
     }
-    if totals.first is not None:
-        totals.first["row"] = heat.modules.get(totals.first_module)
     return shown, heat
 
 
-def _add_up(columns: Columns, totals: RunTotals, heat: HeatMap, matmuls: MatmulTable, histograms: Histograms) -> None:
+def _add_up(
+    columns: Columns, earliest: EarliestCall, heat: HeatMap, matmuls: MatmulTable, histograms: Histograms
+) -> None:
     """Add the calls of a process to the panels, group by group: call by call takes a hundred times as long."""
-    kinds = CallKinds(columns)
-    known: list[_KindCost] = []
+
+    def learn(call_site: StoredCallSite, signature: CallSignature) -> list[float]:
+        record = signature.record_at(call_site)
+        work = [math.nan if each is None else each for each in (record.flops, record.bytes)]
+        counts = [signature.roles.get(role, (-1,))[0] for role in ROLES]
+        return [heat.spot(call_site), matmuls.row(record), *work, *counts]
+
+    kinds = CallKinds(columns, learn)
     for start, chunk in columns.chunks(_READ):
-        of = kinds.of(chunk)
-        known += [_KindCost(*kinds[kind], heat) for kind in range(len(known), len(kinds))]
-        elapsed = chunk["elapsed"]
-        elapsed = np.where((elapsed >= 0) & np.isfinite(elapsed), elapsed, 0.0)
-        column = chunk["step"] // heat.width
-        groups = Grouping(joined(np.array([kind.spot + 1 for kind in known])[of], column))
-        flops = groups.sum(np.array([kind.flops for kind in known], np.float64)[of]).tolist()
-        seconds = groups.sum(elapsed).tolist()
-        moments = {}
-        for role in ROLES:
-            counts = np.array([kind.signature.roles.get(role, (-1,))[0] for kind in known], np.float64)[of]
-            if (counts >= 0).any():
-                moments[role] = SlotStatistics(groups, chunk, role, counts)
-        for place, (first, calls) in enumerate(zip(groups.firsts.tolist(), groups.counts.tolist(), strict=True)):
-            cell = _HeatCell(calls, int(flops[place]), seconds[place], (columns.rank, int(chunk["index"][first])))
-            for role, each in moments.items():
-                if each.calls[place]:
-                    cell.roles[role] = _CellValues.of(each, place)
-            heat.add_cell(known[int(of[first])].spot, int(column[first]), cell)
-        for kind, calls, time in zip(
-            known,
-            np.bincount(of, minlength=len(known)).tolist(),
-            np.bincount(of, elapsed, len(known)).tolist(),
-            strict=True,
-        ):
-            kind.calls += calls
-            kind.seconds += time
-        totals.errors += int(chunk["has_error"].sum())
-        totals.stretch(int(chunk["step"].min()), int(chunk["step"].max()))
-        bad = np.flatnonzero((chunk["output_nan"] > 0) | (chunk["output_inf"] > 0))
-        if len(bad):
-            row = bad[np.lexsort((chunk["index"][bad], chunk["step"][bad]))[0]]
-            totals.nonfinite += len(bad)
-            totals.add_first(next(columns.calls_at(np.array([start + row]), given=False)))
+        spot, row, flops, size, *counts = kinds.of(chunk)
+        work = {
+            "calls": np.ones(len(spot)),
+            "flops": np.nan_to_num(flops),
+            "seconds": seconds_of(chunk),
+        }
+        bad = (chunk["output_nan"] > 0) | (chunk["output_inf"] > 0)
+        earliest.add(columns, start, chunk, bad)
+        unknown = {"no_flops": np.isnan(flops), "no_bytes": np.isnan(size)}
+        counted = {"errors": chunk["has_error"], "nonfinite": bad, "step_min": chunk["step"], "step_max": chunk["step"]}
+        matmuls.add(row, work | {"bytes": np.nan_to_num(size)} | unknown | counted)
+        heat.add(columns.rank, spot, chunk, work, dict(zip(ROLES, counts, strict=True)))
         kept = np.flatnonzero(chunk["has_tensors"]) + start
         for call in columns.calls_at(kept, given=False):
             row_of = heat.modules.get(call.record.module)
             if row_of is not None:
                 histograms.add(row_of, call)
-    for kind in known:
-        totals.add(kind.calls, kind.flops * kind.calls, kind.seconds)
-        matmuls.add(kind.signature.record_at(kind.call_site), kind.calls, kind.seconds)
-
-
-class _KindCost:
-    """The cost of the calls with one call site and one signature.
-
-    Args:
-        call_site: Their call site.
-        signature: Their signature.
-        heat: The map that shows them.
-    """
-
-    __slots__ = ("call_site", "calls", "flops", "seconds", "signature", "spot")
-
-    def __init__(self, call_site: StoredCallSite, signature: CallSignature, heat: HeatMap) -> None:
-        self.call_site, self.signature = call_site, signature
-        self.spot = heat.spot(call_site)
-        self.flops = signature.record.flops or 0  # of one call
-        self.calls, self.seconds = 0, 0.0
 
 
 def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -173,117 +138,24 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}")
 
 
-class RunTotals:
-    """Counts over all calls, and the first output that is not finite, by step and index over all processes."""
-
-    def __init__(self) -> None:
-        self.calls = self.flops = self.errors = self.nonfinite = 0
-        self.seconds = 0.0
-        self.steps = (0, 0)
-        self.first: dict[str, Any] | None = None
-        self.first_place = (0, 0, 0)
-        self.first_module: str | None = None
-        self._stretched = False
-
-    def add(self, calls: int, flops: int, seconds: float) -> None:
-        self.calls += calls
-        self.flops += flops
-        self.seconds += seconds
-
-    def stretch(self, first: int, last: int) -> None:
-        """Add the steps of some calls."""
-        known = self.steps if self._stretched else (first, last)
-        self.steps = min(known[0], first), max(known[1], last)
-        self._stretched = True
-
-    def add_first(self, call: StoredCall) -> None:
-        """Add a call whose output is not finite."""
-        record, output = call.record, call.values["output"]
-        if self.first is None or call.place < self.first_place:
-            operands = {role: values for role, values in call.values.items() if not is_output(role)}
-            self.first_place, self.first_module = call.place, record.module
-            self.first = {
-                "index": record.index,
-                "rank": call.rank,
-                "step": record.step,
-                "op": shown_text(record.op.removeprefix("aten::")),
-                "phase": record.phase,
-                "module": module_label(record.module),
-                "source": shown_text(record.source or ""),
-                "nan": output.nan,
-                "inf": output.inf,
-                "count": output.count,
-                "from": [role for role, v in operands.items() if not v.finite][:NAMED] if operands else None,
-            }
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "calls": self.calls,
-            "flops": self.flops,
-            "seconds": self.seconds,
-            "errors": self.errors,
-            "nonfinite": self.nonfinite,
-            "steps": list(self.steps),
-            "first": self.first,
-        }
-
-
-class _CellValues:
-    """The `Values` of several tensors, combined."""
-
-    __slots__ = ("count", "finite", "inf", "max", "min", "nan", "square", "sum")
-
-    def __init__(self) -> None:
-        self.count = self.nan = self.inf = self.finite = 0
-        self.sum = self.square = 0.0
-        self.min, self.max = math.inf, -math.inf
-
-    @classmethod
-    def of(cls, moments: SlotStatistics, group: int) -> _CellValues:
-        """Those of a group of calls."""
-        made = cls()
-        made.count, made.nan, made.inf, made.finite = (
-            int(sums[group]) for sums in (moments.count, moments.nan, moments.inf, moments.finite)
-        )
-        made.sum, made.square = float(moments.sum[group]), float(moments.square[group])
-        made.min, made.max = float(moments.min[group]), float(moments.max[group])
-        return made
-
-    def merge(self, other: _CellValues) -> None:
-        for name in ("count", "nan", "inf", "finite", "sum", "square"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.min, self.max = min(self.min, other.min), max(self.max, other.max)
-
-    def as_list(self) -> list[Any]:
-        known = self.finite > 0
-        mean = self.sum / self.finite if known else None
-        # In a hostile run, the mean square can be negative.
-        square = self.square / self.finite if known else -1.0
-        return [
-            self.count,
-            self.nan,
-            self.inf,
-            *map(rounded, (self.min, self.max, mean, math.sqrt(square) if square >= 0.0 else None)),
-        ]
-
-
-class _HeatCell:
-    """The calls of one module, in one phase and the steps of one column."""
-
-    __slots__ = ("call", "calls", "flops", "roles", "seconds")
-
-    def __init__(self, calls: int, flops: int, seconds: float, call: tuple[int, int]) -> None:
-        self.calls, self.flops, self.seconds = calls, flops, seconds
-        self.call = call  # rank and index of one of them
-        self.roles: dict[str, _CellValues] = {}
-
-    def merge(self, other: _HeatCell) -> None:
-        self.calls += other.calls
-        self.flops += other.flops
-        self.seconds += other.seconds
-        self.call = min(self.call, other.call)
-        for role, moments in other.roles.items():
-            self.roles.setdefault(role, _CellValues()).merge(moments)
+def _first(call: StoredCall, heat: HeatMap) -> dict[str, Any]:
+    """The first call whose output is not finite."""
+    record, output = call.record, call.values["output"]
+    operands = {role: values for role, values in call.values.items() if not is_output(role)}
+    return {
+        "index": record.index,
+        "rank": call.rank,
+        "step": record.step,
+        "op": shown_text(record.op.removeprefix("aten::")),
+        "phase": record.phase,
+        "module": module_label(record.module),
+        "source": shown_text(record.source or ""),
+        "nan": output.nan,
+        "inf": output.inf,
+        "count": output.count,
+        "from": [role for role, v in operands.items() if not v.finite][:NAMED] if operands else None,
+        "row": heat.modules.get(record.module),
+    }
 
 
 class HeatMap:
@@ -291,9 +163,8 @@ class HeatMap:
 
     Attributes:
         modules: The row of each module.
-        calls_left_out: How many calls belong to modules that the map has no room for.
+        left_out: How many calls belong to modules that the map has no room for.
         width: How many steps a column has.
-        cells: By phase, row and column.
 
     Args:
         most: How many cells there may be.
@@ -303,118 +174,103 @@ class HeatMap:
     def __init__(self, most: int = CELLS, *, replayable: bool = False) -> None:
         self._most, self._replayable = most, replayable
         self.modules: dict[str | None, int] = {}
-        self.calls_left_out = 0
+        self.left_out = 0
         self.width = 1
-        self.cells: dict[tuple[str, int, int], _HeatCell] = {}
-        self._filled = np.empty((0, 2), np.int64)  # phase and row, and column of each cell that there will be
-
-    def lay_out(self, columns: Columns) -> None:
-        """Make room for the calls of a process: give the modules rows, and the columns a width."""
-        rows: list[int] = []
-        kinds = CallKinds(columns)
-        for _, chunk in columns.chunks(("site", "look", "step")):
-            of = kinds.of(chunk)
-            for kind in range(len(rows), len(kinds)):
-                call_site, _ = kinds[kind]
-                if call_site.module not in self.modules and len(self.modules) < MODULES:
-                    self.modules[call_site.module] = len(self.modules)
-                rows.append(self.spot(call_site))
-            self._fill(np.array(rows, np.int64)[of], chunk["step"])
-
-    def _fill(self, rows: Array, steps: Array) -> None:
-        known = rows >= 0
-        rows, columns = rows[known], steps[known] // self.width
-        firsts = np.unique(joined(rows, columns), return_index=True)[1]
-        new = np.stack([rows[firsts], columns[firsts]], axis=1)
-        self._filled = np.unique(np.concatenate([self._filled, new]), axis=0)
-        while (used := len(np.unique(self._filled[:, 1]))) > COLUMNS or (len(self._filled) > self._most and used > 1):
-            self.width *= 2
-            self._filled[:, 1] //= 2
-            self._filled = np.unique(self._filled, axis=0)
+        self._cells = GroupSums()  # by `spot` and column
 
     def spot(self, call_site: StoredCallSite) -> int:
-        """The row of a module and the number of a phase as one number; -1 if there is no row for the module."""
-        row = self.modules.get(call_site.module)
-        return -1 if row is None else row * len(PHASES) + PHASES.index(call_site.phase)
+        """The row of a module and the number of a phase as one number; -1 if there is no room for the module."""
+        if call_site.module not in self.modules and len(self.modules) == MODULES:
+            return -1
+        row = self.modules.setdefault(call_site.module, len(self.modules))
+        return row * len(PHASES) + PHASES.index(call_site.phase)
 
-    def add_cell(self, spot: int, column: int, cell: _HeatCell) -> None:
-        """Add calls of one module in one phase, and in the steps of one column."""
-        if spot < 0:
-            self.calls_left_out += cell.calls
-            return
-        row, phase = divmod(spot, len(PHASES))
-        known = self.cells.setdefault((PHASES[phase], row, column), cell)
-        if known is not cell:
-            known.merge(cell)
+    def add(self, rank: int, spot: Array, chunk: Arrays, work: Arrays, counts: dict[str, Array]) -> None:
+        """Add a chunk of calls.
+
+        Args:
+            rank: Their process.
+            spot: The `spot` of each.
+            chunk: Their columns.
+            work: Figures of each call.
+            counts: By role, how many values each tensor has; negative for calls without one.
+        """
+        figures = work | {"rank_first": np.full(len(spot), rank), "index_first": chunk["index"]}
+        for role, count in counts.items():
+            if (count >= 0).any():
+                figures |= slot_figures(chunk, role, count)
+        known = spot >= 0
+        self.left_out += len(spot) - int(known.sum())
+        keys = spot.astype(np.int64), chunk["step"] // self.width
+        self._cells.add([key[known] for key in keys], {name: each[known] for name, each in figures.items()})
+        while (used := len(self.columns)) > COLUMNS or (len(self._cells) > self._most and used > 1):
+            self.width *= 2
+            spots, places = self._cells.keys
+            self._cells.regroup(spots, places // 2)
 
     @property
-    def columns(self) -> dict[int, int]:
-        """The number of each column that has calls."""
-        return {column: number for number, column in enumerate(sorted({key[2] for key in self.cells}))}
+    def columns(self) -> Array:
+        """The columns that have calls, in order."""
+        return np.unique(self._cells.keys[1]) if len(self._cells) else np.empty(0, np.int64)
 
     def as_dict(self) -> dict[str, Any]:
         """The map as lists of columns, which compress better than rows."""
-        columns = self.columns
-        roles = [role for role in ROLES if any(role in cell.roles for cell in self.cells.values())]
+        figures = self._cells.figures
+        roles = [role for role in ROLES if f"{role}_calls" in figures]
         names = [module_label(name) for name in self.modules]
         return {
             "modules": names,
             "exact": [label == name for label, name in zip(names, self.modules, strict=True)],
-            "steps": [column * self.width for column in columns],
+            "steps": (self.columns * self.width).tolist(),
             "width": self.width,
             "roles": roles,
-            "phases": {phase: self._phase(phase, columns, roles) for phase in self._phases()},
-            "left_out": self.calls_left_out,
+            "phases": dict(self._phases(roles)),
+            "left_out": self.left_out,
         }
 
-    def _phases(self) -> list[str]:
-        used = {phase for phase, _, _ in self.cells}
-        return [phase for phase in PHASES if phase in used]
+    def _phases(self, roles: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not len(self._cells):
+            return
+        (spots, places), figures = self._cells.keys, self._cells.figures
+        rows, phases = np.divmod(spots, len(PHASES))
+        places = np.searchsorted(self.columns, places)
+        statistics = {role: self._cells.statistics(role) for role in roles}
+        for number, phase in enumerate(PHASES):
+            of = phases == number
+            if not of.any():
+                continue
+            lists: dict[str, Any] = {"row": rows[of].tolist(), "column": places[of].tolist()}
+            lists |= {name: _whole(figures[name][of]) for name in ("calls", "flops")}
+            lists["seconds"] = _rounded(figures["seconds"][of])
+            if self._replayable:
+                lists |= {name: figures[f"{name}_first"][of].tolist() for name in ("rank", "index")}
+            for role, columns in statistics.items():
+                known = figures[f"{role}_calls"][of] > 0
+                shown = {name: (_rounded if name in FIGURES else _whole)(each[of]) for name, each in columns.items()}
+                lists[role] = {
+                    name: [value if here else None for value, here in zip(values, known.tolist(), strict=True)]
+                    for name, values in shown.items()
+                }
+            yield phase, lists
 
-    def _phase(self, phase: str, columns: dict[int, int], roles: list[str]) -> dict[str, Any]:
-        cells = [(row, columns[column], cell) for (of, row, column), cell in self.cells.items() if of == phase]
-        cells.sort(key=lambda entry: entry[:2])
-        lists: dict[str, Any] = {
-            "row": [row for row, _, _ in cells],
-            "column": [column for _, column, _ in cells],
-            "calls": [cell.calls for _, _, cell in cells],
-            "flops": [cell.flops for _, _, cell in cells],
-            "seconds": [rounded(cell.seconds) for _, _, cell in cells],
-        }
-        if self._replayable:
-            lists["rank"], lists["index"] = ([cell.call[side] for _, _, cell in cells] for side in (0, 1))
-        for role in roles:
-            moments = [cell.roles[role].as_list() if role in cell.roles else [None] * 7 for _, _, cell in cells]
-            lists[role] = dict(zip(MOMENTS, map(list, zip(*moments, strict=True)), strict=True))
-        return lists
+
+def _whole(column: Array) -> list[int]:
+    return [int(value) for value in column.tolist()]
 
 
-class _MatmulCost:
-    """What the calls of one row of the table add up to."""
-
-    __slots__ = ("bytes", "calls", "flops", "seconds")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.flops: int | None = 0
-        self.bytes: int | None = 0
-        self.seconds = 0.0
-
-    def add(self, calls: int, flops: int | None, size: int | None, seconds: float) -> None:
-        self.calls += calls
-        self.flops = None if flops is None or self.flops is None else self.flops + flops
-        self.bytes = None if size is None or self.bytes is None else self.bytes + size
-        self.seconds += seconds
+def _rounded(column: Array) -> list[float | None]:
+    return [rounded(value) for value in column.tolist()]
 
 
 class MatmulTable:
     """Calls, work and time by operator, phase, group of modules, shape, dtype and kind of device."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, ...], _MatmulCost] = {}
-        self.rest, self.rest_rows = _MatmulCost(), 0
+        self._rows: dict[tuple[str, ...], int] = {}
+        self._sums = GroupSums()  # by row; -1 for those that were not told apart
 
-    def add(self, record: CallRecord, calls: int, seconds: float) -> None:
+    def row(self, record: CallRecord) -> int:
+        """The number of the row of a call."""
         lhs, gemm = record.lhs, record.gemm
         dtypes = gemm.dtypes if gemm is not None else () if lhs is None else (lhs.dtype,)
         module = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module or "") if record.module is not None else "\0"
@@ -429,23 +285,37 @@ class MatmulTable:
             device,
         )
         key = tuple(map(_ends, texts))
-        row = self.rows.get(key)
-        if row is None:
-            if len(self.rows) == MATMULS_ADDED_UP:
-                row = self.rest
-            else:
-                row = self.rows[key] = _MatmulCost()
-        flops, size = (None if each is None else each * calls for each in (record.flops, record.bytes))
-        row.add(calls, flops, size, seconds)
+        if key not in self._rows and len(self._rows) == MATMULS_ADDED_UP:
+            return -1
+        return self._rows.setdefault(key, len(self._rows))
+
+    def add(self, rows: Array, work: Arrays) -> None:
+        """Add the work of calls to rows."""
+        self._sums.add([rows.astype(np.int64)], work)
+
+    def totals(self) -> dict[str, Any]:
+        """What all calls add up to."""
+        figures = self._sums.figures
+        sums = {name: float(figures[name].sum()) if figures else 0.0 for name in _TOTALS}
+        steps = [int(figures["step_min"].min()), int(figures["step_max"].max())] if figures else [0, 0]
+        return {name: value if name == "seconds" else int(value) for name, value in sums.items()} | {"steps": steps}
 
     def as_dict(self) -> dict[str, Any]:
-        rows = sorted(self.rows.items(), key=lambda item: (-item[1].seconds, -(item[1].flops or 0)))
-        rest = _MatmulCost()
-        for row in (self.rest, *(row for _, row in rows[MATMULS:])):
-            rest.add(row.calls, row.flops, row.bytes, row.seconds)
+        """The rows that take most time, and what the others add up to."""
+        if not len(self._sums):
+            return {"rows": [], "rest": None}
+        (rows,), figures = self._sums.keys, self._sums.figures
+        flops = np.where(figures["no_flops"] > 0, 0.0, figures["flops"])
+        order = np.lexsort((rows, -flops, -figures["seconds"], rows < 0))
+        shown = order[: min(MATMULS, int((rows >= 0).sum()))]
+        keys = list(self._rows)
+        rest = {name: column[order[len(shown) :]].sum() for name, column in figures.items()}
         return {
-            "rows": [[*self._names(key), *_work(row)] for key, row in rows[:MATMULS]],
-            "rest": _work(rest) if rest.calls else None,
+            "rows": [
+                [*self._names(keys[rows[place]]), *_work({name: column[place] for name, column in figures.items()})]
+                for place in shown.tolist()
+            ],
+            "rest": _work(rest) if rest["calls"] else None,
         }
 
     @staticmethod
@@ -457,8 +327,12 @@ class MatmulTable:
         yield from map(shown_text, (shape, dtype, device))
 
 
-def _work(row: _MatmulCost) -> list[Any]:
-    return [row.calls, row.flops, row.bytes, rounded(row.seconds)]
+_TOTALS = ("calls", "flops", "seconds", "errors", "nonfinite")
+
+
+def _work(figures: dict[str, float]) -> list[Any]:
+    flops, size = (None if figures[f"no_{name}"] else int(figures[name]) for name in ("flops", "bytes"))
+    return [int(figures["calls"]), flops, size, rounded(figures["seconds"])]
 
 
 _Stored = tuple[int, int, str]  # rank, step and name of a recorded tensor

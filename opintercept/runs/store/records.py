@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from opintercept._core.call_site import NOWHERE, CallSite
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import OWN, CallRecord, PendingRecord, plain
+from opintercept._values.splitmix import splitmix64
 from opintercept._values.stats import Values
 from opintercept.runs.store.texts import Texts, sealed
 
@@ -97,15 +98,7 @@ _pack_values = struct.Struct("<8xQII4d").pack
 _NO_HASH = 0
 
 
-def mixed(number: int) -> int:
-    """64 bits that look random: splitmix64, S. Vigna, https://prng.di.unimi.it/splitmix64.c."""
-    z = (number * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return z ^ (z >> 31)
-
-
-_WEIGHTS = np.array([mixed(number) | 1 for number in range(1, 65)], np.uint64)
+_WEIGHTS = np.array([splitmix64(number) | 1 for number in range(1, 65)], np.uint64)
 
 
 def checks_of(records: Array, laps: Any = 0) -> Array:
