@@ -1,6 +1,6 @@
 """`Histories`: tells changed operands from inherited ones by how they vary over the differing calls of a module.
 
-Invariant: memory is bounded, however many modules a run names. Needs numpy. Must not import torch.
+Invariant: memory grows with the modules, not with the calls. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import numpy as np
 
 from opintercept.runs.compare.columns import OPERANDS, OTHERS
 from opintercept.runs.store.columns import Array, Arrays
-
-_MOST = 1 << 16
 
 
 class _History:
@@ -88,8 +86,6 @@ class Histories:
         has_others = bool(others.any())
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
             key = int(rows.keys[order[start]])
-            if key not in self._known and len(self._known) >= _MOST:
-                continue
             history = self._known.setdefault(key, _History())
             for slot in used:
                 which = known[slot][start:end]
