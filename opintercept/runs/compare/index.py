@@ -15,13 +15,33 @@ import numpy as np
 from opintercept._core.record import CallRecord
 from opintercept.runs.compare.columns import mixed
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
-from opintercept.runs.store.columns import Array, CallSignature, Columns, StoredCallSite
-from opintercept.runs.sums import CallKinds
+from opintercept.runs.store.columns import Array, Arrays, Columns
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
 _PHASES = ("forward", "backward", "recompute")
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
+
+
+class KindNumbers:
+    """Numbers the kinds of a process's calls from 0: the distinct (call site, signature) pairs.
+
+    Args:
+        columns: The calls.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._signatures = columns.signatures
+        self._known: dict[int, int] = {}
+
+    def of(self, chunk: Arrays) -> tuple[Array, list[tuple[int, int]]]:
+        """The kinds of the calls of a chunk, and the call sites and signatures of those kinds that are new."""
+        codes, inverse = np.unique(
+            chunk["site"].astype(np.int64) * self._signatures + chunk["look"], return_inverse=True
+        )
+        new = [divmod(code, self._signatures) for code in codes.tolist() if code not in self._known]
+        kinds = [self._known.setdefault(code, len(self._known)) for code in codes.tolist()]
+        return np.array(kinds, np.int32)[inverse], new
 
 
 class Index:
@@ -62,11 +82,11 @@ class Index:
         self._names: list[tuple[str | None, str, str, str, str | None]] = []  # of each kind; the family comes second
         self._numbers: list[tuple[int, ...]] = []  # shape, signature, call site, fingerprint, by, unhashed, chosen
         by_name = select is not None and getattr(select, "by_name", False)
-        kinds = CallKinds(columns)
+        kinds = KindNumbers(columns)
         for start, chunk in columns.chunks(("site", "look", *_HASHES)):
-            found = kinds.of(chunk)
-            for kind in range(len(self._names), len(kinds)):
-                self._add(*kinds[kind], *kinds.numbers(kind), select if by_name else None)
+            found, new = kinds.of(chunk)
+            for call_site, signature in new:
+                self._add(call_site, signature, select if by_name else None)
             shapes = np.array([numbers[0] for numbers in self._numbers], np.uint64)[found]
             self.kind[start : start + len(found)] = found
             self.inputs[start : start + len(found)] = mixed(shapes, *(chunk[name] for name in _HASHES))
@@ -86,15 +106,9 @@ class Index:
         """The names of the modules."""
         return {module for module, *_ in self._names if module}
 
-    def _add(
-        self,
-        call_site: StoredCallSite,
-        signature: CallSignature,
-        call_site_number: int,
-        signature_number: int,
-        select: Callable[[CallRecord], bool] | None,
-    ) -> None:
+    def _add(self, call_site_number: int, signature_number: int, select: Callable[[CallRecord], bool] | None) -> None:
         """Add a kind."""
+        call_site, signature = self.columns.call_site(call_site_number), self.columns.signature(signature_number)
         record, phase = signature.record, call_site.phase
         lhs, rhs = record.lhs, record.rhs
         if phase != "forward" or (lhs is not None and lhs.requires_grad):

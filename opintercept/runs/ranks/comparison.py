@@ -191,7 +191,7 @@ class _Comparison:
         for role in ROLES:
             keys = []
             for part in window.parts:
-                key = np.frombuffer(self._windows.operand[role], np.int32)[part.kind]
+                key = part.places[role]
                 asked = (part.columns[f"{role}_hash"] != 0) & self._operands.asks(key)
                 keys.append(np.where(asked, key, -1))
             rows = self._rows(role, window, keys)
@@ -203,8 +203,7 @@ class _Comparison:
 
     def _uneven(self, window: Window) -> Iterator[_Found]:
         """Steps in which ranks make different calls, or the same in another order."""
-        of_kinds = np.frombuffer(self._windows.call, np.int32)
-        keys = [of_kinds[part.kind].astype(np.int64) for part in window.parts]
+        keys = [part.places["call"].astype(np.int64) for part in window.parts]
         if not window.ends:  # a step of very many calls, of which the last one at each place can be named
             for process, (part, calls) in enumerate(zip(window.parts, keys, strict=True)):
                 places, last = np.unique(calls[::-1], return_index=True)
@@ -252,10 +251,10 @@ class _Comparison:
 
     def _outliers(self, window: Window) -> Iterator[_Found]:
         """Outputs of a rank that stay far smaller or larger than those of the others, or are so by a huge factor."""
-        backward = np.frombuffer(self._windows.backward, np.uint8).astype(bool)
-        output = np.frombuffer(self._windows.output, np.int32)
+        backward = np.array(self._windows.backward, bool)
         # The gradients of a batch can be any times smaller than those of another.
-        keys = [np.where(backward[output[part.kind]], -1, output[part.kind]) for part in window.parts]
+        outputs = [part.places["output"] for part in window.parts]
+        keys = [np.where(backward[output], -1, output) for output in outputs]
         rows = self._rows("output", window, keys)
         high = np.abs(np.fmax(-_column(window, keys, "output_min"), _column(window, keys, "output_max")))
         for statistic, values in (("rms", _column(window, keys, "output_rms")), ("max", high)):
@@ -273,16 +272,15 @@ class _Comparison:
 
     def _not_finite(self, window: Window) -> Iterator[_Found]:
         """Outputs with NaN or infinities on fewer than half of the ranks."""
+        scaled = np.array(self._windows.scaled, bool)
+        keys = [part.places["output"] for part in window.parts]
         bad = []
-        for part in window.parts:
-            columns, key = part.columns, np.frombuffer(self._windows.output, np.int32)[part.kind]
-            scaled = np.frombuffer(self._windows.scaled, np.uint8).astype(bool)[key]
+        for part, key in zip(window.parts, keys, strict=True):
+            columns = part.columns
             infinite = (columns["output_inf"] > 0) & (columns["bias_inf"] <= 0)  # a mask is added as a bias
-            bad.append(((columns["output_nan"] > 0) | infinite) & ~scaled)
+            bad.append(((columns["output_nan"] > 0) | infinite) & ~scaled[key])
         if not any(each.any() for each in bad):
             return
-        output = np.frombuffer(self._windows.output, np.int32)
-        keys = [output[part.kind] for part in window.parts]
         rows = self._rows("every output", window, keys)
         of_entries = np.concatenate([each[key >= 0] for each, key in zip(bad, keys, strict=True)])[rows.order]
         numbers = rows.of_entries()

@@ -6,8 +6,7 @@ yet, or where ranks diverge. Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +61,7 @@ class Alike:
         agreed: The groups of processes that should be equal, as they were when this was decided.
     """
 
-    def __init__(self, size: int, weight: array[int]) -> None:
+    def __init__(self, size: int, weight: Sequence[bool]) -> None:
         self.agreed: dict[int, tuple[Group, ...]] = {}
         self._size, self._weight = size, weight
         self._expected = Expectations(size)
@@ -124,7 +123,7 @@ class Alike:
         return found
 
     def _judge(self, key: int, values: Array, constant: bool) -> tuple[Group, ...]:
-        flags = WEIGHT * self._weight[key] | CONSTANT * constant
+        flags = WEIGHT * int(self._weight[key]) | CONSTANT * constant
         signed = values.view(np.int64).tolist()
         tables = [[RankOperand(key, value, flags)] if value else [] for value in signed]
         new = self._pattern[key] < 0
@@ -154,7 +153,7 @@ class Counts:
         size: How many processes there are.
 
     Attributes:
-        shared: 1 for each set of processes that make calls of the same places.
+        shared: True for each set of processes that make calls of the same places.
     """
 
     def __init__(self, size: int) -> None:
@@ -164,7 +163,7 @@ class Counts:
         self._new = False  # whether that step has shown a process at a new place
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}  # in that step, by process and set: calls and number
         self._sets: dict[bytes, int] = {}
-        self.shared = array("B")
+        self.shared: list[bool] = []
 
     def uneven(self, window: Window, keys: list[Array], end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         """Places and times, with the numbers of calls of the processes that ever make such calls."""
@@ -222,7 +221,7 @@ class Counts:
         """A number for the set of processes that make calls of each place."""
         members, places = np.unique(key, return_inverse=True)
         found = [self._sets.setdefault(row.tobytes(), len(self._sets)) for row in self._members[members]]
-        self.shared.extend([1] * (len(self._sets) - len(self.shared)))
+        self.shared.extend([True] * (len(self._sets) - len(self.shared)))
         return np.array(found, np.int64)[places]
 
     def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[MatchedCalls, Array]:
