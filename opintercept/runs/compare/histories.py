@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from opintercept.runs.compare.columns import OPERANDS, OTHERS
+from opintercept.runs.compare.columns import OPERANDS, OTHERS, starts_of
 from opintercept.runs.store.columns import Array, Arrays
 
 
@@ -76,7 +76,7 @@ class Histories:
         if not len(rows.keys):
             return
         order = np.argsort(rows.keys, kind="stable")
-        starts = np.flatnonzero(np.r_[True, np.diff(rows.keys[order]) != 0])
+        starts = starts_of(rows.keys[order])
         sides = {slot: (rows.a[slot][order], rows.b[slot][order]) for slot in (*OPERANDS, "output")}
         known = {slot: (a != 0) & (b != 0) for slot, (a, b) in sides.items()}
         operands, others = rows.operands[order], rows.others[order]

@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.columns import mixed
+from opintercept.runs.compare.columns import mixed, starts_of
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
 from opintercept.runs.store.columns import Array, Arrays, Columns
 
@@ -256,7 +256,7 @@ def _groups(index: Index, name: str, paired: Array) -> dict[int, Array]:
         keys = keys.astype(np.uint16)  # of which sorting takes linear time
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    starts = np.flatnonzero(np.r_[len(keys) > 0, keys[1:] != keys[:-1]])
+    starts = starts_of(keys)
     groups = np.split(numbers[order], starts[1:]) if len(keys) else []
     found = zip(keys[starts].tolist(), groups, strict=True)
     return dict(sorted(found, key=lambda group: int(group[1][0])))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from opintercept._ranks.expectations import Group, RankOperand, by_value
+from opintercept.runs.compare.columns import starts_of
 from opintercept.runs.compare.pairing import module_name
 from opintercept.runs.ranks.difference import RankDifference, RankFinding, What
 from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFinder, grown
@@ -19,8 +20,6 @@ from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, WindowRea
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
 
-MOST_FINDINGS = 10_000
-"""The most findings that are kept; the others are counted."""
 _EDGE = (1 << BLOCK) - 1
 
 
@@ -56,7 +55,6 @@ class _Comparison:
         size = len(windows.ranks)
         self._operands = Alike(size, windows.weight)
         self._found: dict[tuple[object, ...], tuple[_Found, int]] = {}
-        self._more = 0
         self._carried: dict[tuple[str, int], Array] = {}
         self._earlier: dict[tuple[int, int], tuple[int, int]] = {}
         self._counts = Counts(size)
@@ -104,7 +102,7 @@ class _Comparison:
             shared=tuple(sorted(((groups, number) for groups, number in shared.items() if groups), key=_by_number)),
             unshared=unshared,
             findings=tuple(self._finding(found, times) for found, times in every[:limit]),
-            found=len(every) + self._more,
+            found=len(every),
             outliers=len(windows.ranks) > 2,
         )
 
@@ -119,10 +117,8 @@ class _Comparison:
             known = self._found.get(key)
             if known is not None:
                 self._found[key] = known[0], known[1] + each.times
-            elif len(self._found) < MOST_FINDINGS:
-                self._found[key] = each, each.times
             else:
-                self._more += 1
+                self._found[key] = each, each.times
 
     def _finding(self, found: _Found, times: int) -> RankFinding:
         windows = self._windows
@@ -165,7 +161,7 @@ class _Comparison:
         code = (key * len(times) + np.searchsorted(times, time)) * (1 + ordinal.max(initial=0)) + ordinal
         order = np.argsort(code, kind="stable")
         code = code[order]
-        firsts = np.flatnonzero(np.r_[len(code) > 0, code[1:] != code[:-1]])
+        firsts = starts_of(code)
         process = np.repeat(np.arange(len(chosen)), [len(calls) for calls in chosen])[order]
         starts = np.r_[firsts, len(code)]
         at = order[firsts]
@@ -175,10 +171,9 @@ class _Comparison:
         """The number of each call among those of its place in its step."""
         order = np.argsort(key, kind="stable")
         keys, times = key[order], time[order]
-        new = np.r_[True, (keys[1:] != keys[:-1]) | (times[1:] != times[:-1])][: len(keys)]
-        numbers = np.arange(len(keys))
+        starts = starts_of(keys, times)
         found = np.empty(len(keys), np.int64)
-        found[order] = numbers - np.maximum.accumulate(np.where(new, numbers, 0))
+        found[order] = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
         if not (window.begins and window.ends):
             before = grown(self._carried.get(what, np.zeros(0, np.int64)), int(key.max(initial=-1)) + 1)
             found += before[key]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Expectations, Group, RankOperand, by_value
+from opintercept.runs.compare.columns import starts_of
 from opintercept.runs.ranks.windows import Window
 from opintercept.runs.store.columns import Array
 
@@ -101,7 +102,7 @@ class Alike:
             if not len(rows):
                 return
             # One after the other for each key: each may change what is expected of the next.
-            firsts = rows[np.r_[True, keys[rows[1:]] != keys[rows[:-1]]]]
+            firsts = rows[starts_of(keys[rows])]
             for row in firsts.tolist():
                 parts = self._judge(int(keys[row]), table[row], bool(constant[row]))
                 if parts:
@@ -233,8 +234,7 @@ class Counts:
             sets = self.sets(key)
             calls = np.argsort(sets, kind="stable")
             sets, times = sets[calls], part.time[calls]
-            new = np.r_[True, (sets[1:] != sets[:-1]) | (times[1:] != times[:-1])][: len(calls)]
-            firsts = np.flatnonzero(new)
+            firsts = starts_of(sets, times)
             counts = np.diff(np.r_[firsts, len(calls)])
             before = [self._sums.get((process, int(sets[first])), (0, 0)) for first in firsts]
             place = np.arange(len(calls)) - np.repeat(firsts - [count for count, _ in before], counts)
@@ -253,10 +253,9 @@ class Counts:
                 there = time < end[process] and time not in uneven and not self._new
                 rows += [(s, time, p, number) for (p, s), (_, number) in self._sums.items() if there and p == process]
         table = np.array([row[:3] for row in sorted(rows)], np.int64).reshape(-1, 3)
-        new = np.r_[True, (np.diff(table[:, :2], axis=0) != 0).any(axis=1)][: len(table)]
-        firsts = np.flatnonzero(new)
         places = np.zeros(len(table), np.int64)
         sets, times, processes = table.T
+        firsts = starts_of(sets, times)
         made = MatchedCalls(sets[firsts], times[firsts], np.r_[firsts, len(table)], processes, places, places)
         return made, np.array([row[3] | 1 for row in sorted(rows)], np.uint64)
 
@@ -309,10 +308,9 @@ class OutlierFinder:
         # One process at one place after the other.
         order = np.lexsort((row, rows.process[known], rows.key[row]))
         key, process, side = rows.key[row][order], rows.process[known][order], side[order]
-        series = (key[1:] != key[:-1]) | (process[1:] != process[:-1])
-        begins = np.flatnonzero(np.r_[True, series][: len(key)])
-        bounds = np.union1d(begins, 1 + np.flatnonzero(series | (np.diff(side) != 0)))
+        begins, bounds = starts_of(key, process), starts_of(key, process, side)
         ends = np.r_[bounds[1:], len(key)]
+        first, last = np.isin(bounds, begins), np.isin(ends, [*begins, len(key)])
         there = set(zip(key[begins].tolist(), process[begins].tolist(), strict=True)) if self._open else set()
         before = self._open
         self._open = {own: streak for own, streak in before.items() if own not in there}
@@ -322,14 +320,14 @@ class OutlierFinder:
             own, on = (int(key[start]), int(process[start])), int(side[start])
             entry = order[start]
             streak = Streak(int(known[entry]), float(values[known[entry]]), float(np.exp(middle[row[entry]])))
-            if own in before and before[own][0] == on and (start == 0 or series[start - 1]):
+            if own in before and before[own][0] == on and first[place]:
                 streak = before[own][1]
             reporting = streak.times >= STREAK
             streak.times += end - start
             huge = bool((np.abs(apart[order[start:end]]) > np.log(HUGE)).any())
             long = streak.times >= STREAK
             streak.reported = (end - start if reporting else streak.times) if long else int(huge)
-            if end == len(key) or series[end - 1]:
+            if last[place]:
                 self._open[own] = on, streak
             found.append(streak)
         return found
