@@ -51,6 +51,24 @@ class MatchedCalls(NamedTuple):
         return np.repeat(np.arange(len(self.key)), np.diff(self.starts))
 
 
+def _tables(starts: Array, process: Array, value: Array, size: int) -> Iterator[tuple[slice, Array]]:
+    """Some rows after the other as tables, with a column for each of `size` processes; 0 if it has no entry.
+
+    Args:
+        starts: The first entry of each row, and the number of all entries.
+        process: The process of each entry.
+        value: Its value.
+        size: How many processes there are.
+    """
+    step = max(1, _CELLS // size)
+    for low in range(0, len(starts) - 1, step):
+        bounds = starts[low : low + step + 1]
+        entries = slice(bounds[0], bounds[-1])
+        table = np.zeros((len(bounds) - 1, size), value.dtype)
+        table[np.repeat(np.arange(len(table)), np.diff(bounds)), process[entries]] = value[entries]
+        yield slice(low, low + len(table)), table
+
+
 class Alike:
     """Learns what should be equal on which processes, and finds where they diverge.
 
@@ -83,16 +101,10 @@ class Alike:
 
     def diverged(self, rows: MatchedCalls, value: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
         """Yield the rows in which processes diverge that were equal before, and the processes with each value."""
-        step = max(1, _CELLS // self._size)
-        for low in range(0, len(rows.key), step):
-            starts = rows.starts[low : low + step + 1]
-            entries = slice(starts[0], starts[-1])
-            table = np.zeros((len(starts) - 1, self._size), np.uint64)
-            row = np.repeat(np.arange(len(table)), np.diff(starts))
-            table[row, rows.process[entries]] = value[entries]
-            constants = np.bincount(row, constant[entries], len(table)) > 0
-            for number, parts in self._in_table(rows.key[low : low + step], table, constants):
-                yield low + number, parts
+        constants = np.bincount(rows.of_entries(), constant, len(rows.key)) > 0
+        for which, table in _tables(rows.starts, rows.process, value, self._size):
+            for number, parts in self._in_table(rows.key[which], table, constants[which]):
+                yield which.start + number, parts
 
     def _in_table(self, keys: Array, table: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
         self.asks(keys)
@@ -197,14 +209,8 @@ class Counts:
         of_rows = np.concatenate(counts)
         order = np.argsort(row, kind="stable")
         starts = np.searchsorted(row[order], np.arange(len(rows) + 1))
-        step = max(1, _CELLS // self._size)
-        for low in range(0, len(rows), step):
-            high = min(low + step, len(rows))
-            entries = order[starts[low] : starts[high]]
-            table = np.zeros((high - low, self._size), np.int64)
-            table[row[entries] - low, processes[entries]] = of_rows[entries]
-            key, time = rows[low:high] // len(times), times[rows[low:high] % len(times)]
-            yield from self._in_table(key, time, table, end)
+        for which, table in _tables(starts, processes[order], of_rows[order], self._size):
+            yield from self._in_table(rows[which] // len(times), times[rows[which] % len(times)], table, end)
 
     def _in_table(self, key: Array, time: Array, table: Array, end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         numbers = np.arange(len(key))[:, None]
