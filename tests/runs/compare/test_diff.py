@@ -284,6 +284,18 @@ def test_a_call_that_raised_in_one_run_differs(compare: Any) -> None:
     assert (other.first.kind, other.first.a.error) == ("unclear", raised["error"])
 
 
+def test_an_operand_that_one_call_lacks_differs_although_one_of_them_raised(compare: Any) -> None:
+    raised = call("a", "x", "w", None, bias="b", op="aten::addmm", error="RuntimeError: no memory")
+    found = compare([raised], [call("a", "x", "w", "y", op="aten::addmm")])
+    assert (found.first.kind, found.first.changed) == ("changed operand", ("bias",))
+    assert {role.role: role.equal for role in found.first.roles} == {
+        "lhs": True,
+        "rhs": True,
+        "bias": False,
+        "output": None,
+    }
+
+
 def test_without_values_no_call_counts_as_equal(compare: Any) -> None:
     a = [call("a", "x", "w", "y", kept=False)]
     found = compare(a, a)
