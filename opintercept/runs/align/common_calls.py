@@ -64,7 +64,7 @@ def linked(joining: Joining) -> JoinedCalls:
 
 def _add_terms(joining: Joining, links: JoinedCalls, match: Match, term: Term) -> None:
     """Join the calls of a low-rank product with those of the weight that has it already."""
-    side = joining.a if term.side == "a" else joining.b
+    side = joining.sides[term.side]
     numbers = [n for each in (term.first, term.second) for calls in side.weights[each].calls.values() for n in calls]
     if term.side == "b":
         links.of_b.update(numbers)

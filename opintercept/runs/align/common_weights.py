@@ -72,6 +72,9 @@ class Match:
     order: Array | None = None
 
 
+SideName = Literal["a", "b"]
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """A low-rank term that one side adds to what it computes with a weight: `factor * (x @ first.mT) @ second.mT`.
@@ -83,7 +86,7 @@ class Term:
         factor: The factor.
     """
 
-    side: Literal["a", "b"]
+    side: SideName
     first: int
     second: int
     factor: float
@@ -225,6 +228,7 @@ class Joining:
 
     def __init__(self, a: Side, b: Side) -> None:
         self.a, self.b = a, b
+        self.sides: dict[SideName, Side] = {"a": a, "b": b}
         self.matches: list[Match] = []
         self.terms: dict[int, Term] = {}  # by the number of the match
         self._add_equal("rows", fingerprints)
@@ -243,10 +247,8 @@ class Joining:
         """The rows of a match in both runs, `float64[rows, k]` each, in A's order, with what is added to them."""
         match, term = self.matches[number], self.terms.get(number)
         found = []
-        for name, side, weight, rows, part in (
-            ("a", self.a, match.a, match.rows_a, match.part_a),
-            ("b", self.b, match.b, match.rows_b, match.part_b),
-        ):
+        of_sides = (match.a, match.rows_a, match.part_a), (match.b, match.rows_b, match.part_b)
+        for (name, side), (weight, rows, part) in zip(self.sides.items(), of_sides, strict=True):
             each = side.rows(weight)[rows, slice(*part)].double()
             if term is not None and term.side == name:
                 low = side.rows(term.second).double() @ side.rows(term.first).double()
@@ -311,7 +313,7 @@ class Joining:
 
     def _add_sums(self) -> None:
         """Find weights that are those of the other run but for a low-rank product, however large that is."""
-        for name, side, other in (("a", self.a, self.b), ("b", self.b, self.a)):
+        for (name, side), other in zip(self.sides.items(), (self.b, self.a), strict=True):
             sampled: dict[int, torch.Tensor] = {}
             for number, weight in enumerate(side.weights):
                 pairs = _low_rank(side, number) if weight.left.all() else []
@@ -329,7 +331,7 @@ class Joining:
                         continue
                     product = _product(side, pairs, other.rows(candidate).double() - own.double(), rows)
                     if product is not None:
-                        self.terms[len(self.matches)] = Term("a" if name == "a" else "b", *product)
+                        self.terms[len(self.matches)] = Term(name, *product)
                         a, b = (number, candidate) if name == "a" else (candidate, number)
                         self._add(Match(a, b, rows, rows, "values", (0, k), (0, k)))
                         break
@@ -395,13 +397,11 @@ class Joining:
             if match.by != "values" or number in self.terms:
                 continue
             one, other = self.both(number)
-            for name, side, weight, rows, missing in (
-                ("a", self.a, match.a, match.rows_a, other - one),
-                ("b", self.b, match.b, match.rows_b, one - other),
-            ):
+            of_sides = (match.a, match.rows_a, other - one), (match.b, match.rows_b, one - other)
+            for (name, side), (weight, rows, missing) in zip(self.sides.items(), of_sides, strict=True):
                 product = _product(side, _low_rank(side, weight), missing, rows)
                 if product is not None:
-                    self.terms[number] = Term("a" if name == "a" else "b", *product)
+                    self.terms[number] = Term(name, *product)
 
 
 def _low_rank(side: Side, weight: int) -> list[tuple[int, int]]:

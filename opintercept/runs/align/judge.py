@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ import torch
 from opintercept._core.errors import OpInterceptError
 from opintercept.runs.align.alignment import CAUSES, Aligned
 from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
-from opintercept.runs.align.common_weights import Joining
+from opintercept.runs.align.common_weights import Joining, SideName
 from opintercept.runs.align.weights import Factors, factors_of, tensor_of
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
@@ -83,11 +82,11 @@ class _Comparing:
         self._usual = self._usual_errors()
         self._sums: dict[int, _OutputSum] = {}
         self._roundings: dict[int, float | None] = {}  # of calls of B, which several calls of A may share
-        sides = {"a": self._a, "b": self._b}
 
         @lru_cache(_KEPT)
-        def read(side: Literal["a", "b"], number: int) -> Factors:
-            return factors_of(sides[side].run, sides[side].calls[number])
+        def read(name: SideName, number: int) -> Factors:
+            side = joining.sides[name]
+            return factors_of(side.run, side.calls[number])
 
         self._factors = read
 
@@ -244,17 +243,17 @@ class _Comparing:
             return replace(pair, reason="its output is a part of a sum, which is compared with the last of the parts")
         return _with_output(pair, sum_.total, theirs, sum_.filled == k, None)
 
-    def _terms(self, side_name: Literal["a", "b"], number: int, match: int) -> torch.Tensor | float:
+    def _terms(self, name: SideName, number: int, match: int) -> torch.Tensor | float:
         """Compute what low-rank terms add to the output of a call."""
         term = self._joining.terms.get(match)
-        if term is None or term.side != side_name:
+        if term is None or term.side != name:
             return 0.0
-        side = self._a if side_name == "a" else self._b
+        side = self._joining.sides[name]
         base = side.weights[side.weight[number]].calls[side.calls[number].rank]
         last = side.weights[term.second].calls[side.calls[number].rank]
         if len(base) != len(last):
             raise OpInterceptError("the low-rank product is not computed in each call")
-        return term.factor * self._factors(side_name, last[base.index(number)]).columns(True)
+        return term.factor * self._factors(name, last[base.index(number)]).columns(True)
 
     def _bias_differs(self, a: Factors, found: list[tuple[int, int, Factors]]) -> bool:
         for match_number, _, factors in found:
@@ -272,21 +271,23 @@ class _Comparing:
             OpInterceptError: They have different numbers of rows, and it is not known which belong together.
         """
         match_number, _, b = first
-        match = self._joining.matches[match_number]
         if a.x.size(1) == b.x.size(1):
             return None
         if len(a.x) != 1 or len(b.x) != 1 or a.x.size(1) * b.x.size(1) > _TOKENS:
             raise OpInterceptError(f"the outputs have {a.out.size(1)} and {b.out.size(1)} rows")
-        x, y = _elements(a, match.part_a, None), _elements(b, match.part_b, match.order)
-        return _same_tokens(x, y)
+        return _same_tokens(*self._inputs(a, match_number, b))
+
+    def _inputs(self, a: Factors, match_number: int, b: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements of the inputs that a match is about."""
+        match = self._joining.matches[match_number]
+        return _elements(a, match.part_a, None), _elements(b, match.part_b, match.order)
 
     def _lhs_error(
         self, a: Factors, found: list[tuple[int, int, Factors]], tokens: tuple[Array, Array] | None
     ) -> float | None:
         difference = norm = 0.0
         for match_number, _, b in found:
-            match = self._joining.matches[match_number]
-            x, y = _elements(a, match.part_a, None), _elements(b, match.part_b, match.order)
+            x, y = self._inputs(a, match_number, b)
             if tokens is not None:
                 x, y = x[tokens[0]], y[tokens[1]]
             if x.shape != y.shape:
@@ -300,13 +301,13 @@ class _Comparing:
             self._roundings[number] = self._rounding("b", number)
         return self._roundings[number]
 
-    def _rounding(self, side: Literal["a", "b"], number: int) -> float | None:
+    def _rounding(self, name: SideName, number: int) -> float | None:
         """`_rounding` of a call; None if it is no plain product of two matrices."""
-        call = (self._a if side == "a" else self._b).calls[number]
-        if call.record.op.rpartition("::")[2].partition(".")[0] not in _MATMULS:
+        op = self._joining.sides[name].calls[number].record.op
+        if op.rpartition("::")[2].partition(".")[0] not in _MATMULS:
             return None
         try:
-            return _rounding(self._factors(side, number))
+            return _rounding(self._factors(name, number))
         except OpInterceptError:
             return None
 

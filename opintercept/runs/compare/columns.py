@@ -1,24 +1,35 @@
-"""`RuleTable`: compares the columns of calls, by a rule for each pair of signatures.
+"""The one comparer of values: it compares columns of statistics and hashes, of which a single call has one row.
 
-Invariant: the verdicts are those of `Comparer.roles`, which also decides what the signatures alone decide, and what
-the columns lack. Needs numpy. Must not import torch.
+`Rules` keeps what the signatures of two calls decide, `Compared` adds it to what the values say, and `role_differences`
+gives the details of one pair. Invariant: a bound of an error is never larger than the error.
+Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from opintercept.runs.compare.values import SUM_ERROR, Basis, Comparer
+from opintercept._values.stats import Values
+from opintercept.runs.compare.difference import RoleDifference
+from opintercept.runs.compare.pairing import BY
+from opintercept.runs.compare.values import Basis, Comparer, TensorErrors, is_random
 from opintercept.runs.store.codec import StoredCall, is_output
-from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays
+from opintercept.runs.store.columns import FIGURES, Array, Arrays
 
 # A set of operands is a number: the sum of these. All tensors without a role of their own count as one operand.
 OPERANDS = {"lhs": 1, "rhs": 2, "bias": 4, "value": 8, "attn_mask": 16, "grad_out": 32, "logsumexp": 64}
 OTHERS = 128
-_SLOTS = tuple(SLOTS)
+# Means and root mean squares are floating-point sums, whose last digits depend on the order in memory.
+SUM_ERROR = 1e-6
+
+_BITS = ("valued", "hashed", "differs", "same_shape", "same_count")
+_NOTHING, _STATISTICS, _METADATA, _HASH = (BY.index(by) for by in ("nothing", "statistics", "metadata", "hash"))
+_NO_BASIS = Basis("", None, None)
+_DETAILS = ("max_relative", "max_ulp", "cosine")  # what only tensors show
 
 
 def operand(role: str) -> int:
@@ -26,207 +37,283 @@ def operand(role: str) -> int:
     return 0 if is_output(role) else OPERANDS.get(role, OTHERS)
 
 
-class SignaturePair(NamedTuple):
-    """The part of a comparison that the signatures of two calls decide.
+class Verdicts(NamedTuple):
+    """The verdicts on one operand or output of several pairs, as in `RoleDifference`; NaN for unknown errors.
 
     Attributes:
-        slow: Whether some tensors have statistics that are in no column.
-        metadata: Whether they differ in a shape or dtype.
-        argument: Whether they differ in an argument that is not a tensor.
-        unclear: Whether an output can differ although all recorded operands are equal.
-        differing: The operands that differ.
-        changed: Those of them that only one of the calls has, or that are parameters.
-        adds: Whether an output differs.
-        uncompared: Whether nothing shows whether the outputs are equal.
-        bases: What is to be compared in each slot.
-        alone: Which slots belong to parameters, so that a difference counts as changed.
+        equal: Where it is equal.
+        differs: Where it differs. Where it is neither, nothing shows it.
+        by: What that rests on, as an index into `BY`.
+        absolute: The maximal absolute error, or a lower bound.
+        relative: That divided by the largest modulus in the first run.
+        details: `_DETAILS` of tensors that were read.
     """
 
-    slow: bool
-    metadata: bool
-    argument: bool
-    unclear: bool
-    differing: int
-    changed: int
-    adds: bool
-    uncompared: bool
-    bases: dict[str, Basis]
-    alone: frozenset[str]
+    equal: Array
+    differs: Array
+    by: Array
+    absolute: Array
+    relative: Array
+    details: Arrays
 
 
-class RuleTable:
-    """The rules for the calls of two processes, one for each pair of signatures.
-
-    Args:
-        comparer: Compares two calls.
-        signatures: For each process, a function that returns a call with the signature of a number.
-        is_unclear: Whether an output can differ although all recorded operands are equal.
-        only_looks: Whether a process trains nothing, for each.
-    """
-
-    def __init__(
-        self,
-        comparer: Comparer,
-        signatures: tuple[Callable[[int], StoredCall], Callable[[int], StoredCall]],
-        is_unclear: Callable[[StoredCall, StoredCall], bool],
-        is_inference: tuple[bool, bool],
-    ) -> None:
-        self._comparer, self._signatures, self._is_unclear, self._is_inference = (
-            comparer,
-            signatures,
-            is_unclear,
-            is_inference,
-        )
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._rules: list[tuple[int, ...]] = []
-        self._table: Arrays | None = None
-
-    def numbers(self, signature_a: Array, signature_b: Array) -> Array:
-        """The rule of each pair of signatures."""
-        codes, inverse = np.unique((signature_a.astype(np.int64) << 32) | signature_b, return_inverse=True)
-        return np.array([self._number(code >> 32, code & 0xFFFFFFFF) for code in codes.tolist()], np.int32)[inverse]
-
-    def _number(self, signature_a: int, signature_b: int) -> int:
-        known = self._numbers.get((signature_a, signature_b))
-        if known is None:
-            known = self._numbers[signature_a, signature_b] = len(self._rules)
-            self._rules.append(_packed(self._rule(self._signatures[0](signature_a), self._signatures[1](signature_b))))
-            self._table = None
-        return known
-
-    def table(self) -> Arrays:
-        """The fields of the rules, by number."""
-        if self._table is None:
-            self._table = dict(zip(_PACKED, np.array(self._rules, np.int64).reshape(-1, len(_PACKED)).T, strict=True))
-        return self._table
-
-    def _rule(self, a: StoredCall, b: StoredCall) -> SignaturePair:
-        slow = metadata = adds = uncompared = False
-        unclear = self._is_unclear(a, b)
-        differing = changed = 0
-        bases: dict[str, Basis] = {}
-        alone = set()
-        for role, one, other, basis in self._comparer.bases(a, b):
-            if one is not None and other is not None:
-                metadata |= one.shape != other.shape or one.dtype != other.dtype
-            only_one = one is None or other is None
-            sides = zip((one, other), self._is_inference, strict=True)
-            is_parameter = any(meta is not None and meta.requires_grad and inference for meta, inference in sides)
-            if isinstance(basis, Basis):
-                if role not in ROLES:
-                    slow = True
-                    continue
-                bases[ROLES[role]] = basis
-                if is_parameter:
-                    alone.add(ROLES[role])
-            elif is_output(role):
-                adds |= basis.equal is False
-                uncompared |= role == "output" and basis.equal is None and not only_one
-            elif basis.equal is None:
-                unclear = True
-            elif not basis.equal:
-                differing |= operand(role)
-                changed |= operand(role) if only_one or is_parameter else 0
-        argument = bool(self._comparer.arguments(a, b))
-        return SignaturePair(
-            slow, metadata, argument, unclear, differing, changed, adds, uncompared, bases, frozenset(alone)
-        )
-
-
-_FLAGS = SignaturePair._fields[:8]
-_BITS = Basis._fields
-_PACKED = (*_FLAGS, *(f"{slot}_{bit}" for slot in _SLOTS for bit in ("valued", "alone", *_BITS)))
-
-
-def _packed(rule: SignaturePair) -> tuple[int, ...]:
-    row = [int(getattr(rule, name)) for name in _FLAGS]
-    for slot in _SLOTS:
-        basis = rule.bases.get(slot)
-        row += [basis is not None, slot in rule.alone, *(map(int, basis) if basis else [0] * len(_BITS))]
-    return tuple(row)
-
-
-class Compared:
-    """Compares the calls of a chunk by their columns. Rows with slow rules are undefined.
+def verdicts(
+    comparer: Comparer,
+    basis: Arrays,
+    x: Arrays,
+    y: Arrays,
+    pairs: Array,
+    errors: Callable[[int], TensorErrors | None] | None,
+) -> Verdicts:
+    """Compare an operand or output.
 
     Args:
         comparer: Has the tolerances.
-        table: The fields of the rules.
-        rules: The rule of each row.
-        slots: Those that any of the rules compares.
-        a: Columns of the first calls.
-        b: Columns of their counterparts.
-
-    Attributes:
-        differing: The operands that differ.
-        changed: Those that are parameters, or that only one of the calls has.
-        output_differs: Which rows have an output that differs.
-        uncompared: Where nothing shows whether the outputs are equal.
-        unclear: Where an output can differ although all recorded operands are equal.
-        by_statistics: Where a tensor is equal, judged by statistics.
-        relative: The largest relative error of an output; -1 if unknown.
+        basis: The fields of the basis of each pair.
+        x: Hash, counts and figures in the first run.
+        y: The same in the second.
+        pairs: The numbers of the pairs.
+        errors: Reads the tensors of a pair, where neither hashes nor counts decide; None if there are none.
     """
-
-    def __init__(
-        self, comparer: Comparer, table: Arrays, rules: Array, slots: Sequence[str], a: Arrays, b: Arrays
-    ) -> None:
-        fields = {name: table[name][rules] for name in _FLAGS}
-        self.differing, self.changed = fields["differing"].astype(np.uint8), fields["changed"].astype(np.uint8)
-        self.output_differs, self.uncompared = fields["adds"] > 0, fields["uncompared"] > 0
-        self.unclear = fields["unclear"] > 0
-        self.by_statistics = np.zeros(len(rules), bool)
-        self.relative = np.full(len(rules), -1.0)
-        for slot in slots:
-            basis = {bit: table[f"{slot}_{bit}"][rules] > 0 for bit in _SLOT_BITS}
-            self._compare(slot, SLOTS[slot], comparer, basis, a, b)
-
-    def _compare(self, slot: str, role: str, comparer: Comparer, basis: Arrays, a: Arrays, b: Arrays) -> None:
-        valued = basis["valued"]
-        x, y = ({name: side[f"{slot}_{name}"] for name in ("hash", "nan", "inf", *FIGURES)} for side in (a, b))
-        same = basis["hashed"] & basis["same_dtype"] & basis["same_count"] & (x["hash"] == y["hash"])
-        absolute, unknown = least_errors(x, y, basis["same_count"])
-        peaks = peak(x)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            relative = np.where(absolute == 0, 0.0, np.where(peaks > 0, absolute / peaks, np.inf))
-            within = absolute <= comparer.atol + comparer.rtol * peaks
-        differs = basis["differs"]
-        equal = same | (~differs & ~unknown & within)
-        unequal = valued & ~same & np.where(unknown, differs, differs | ~within)
-        neither = valued & ~equal & ~unequal
-        if operand(role):
-            self.differing |= np.where(unequal, operand(role), 0).astype(np.uint8)
-            self.changed |= np.where(unequal & basis["alone"], operand(role), 0).astype(np.uint8)
-            self.unclear |= neither
-        else:
-            self.output_differs |= unequal
-            if role == "output":
-                self.uncompared |= neither
-            known = valued & (same | ~unknown)
-            size = np.where(same, 0.0, relative)
-            self.relative = np.where(known, np.maximum(self.relative, size), self.relative)
-        self.by_statistics |= valued & equal & ~same
+    same = basis["hashed"] & basis["same_count"] & (x["hash"] == y["hash"])
+    uneven = (x["nan"] != y["nan"]) | (x["inf"] != y["inf"])
+    bound, unknown = _least_errors(x, y)
+    absolute, unknown = np.where(uneven, np.inf, bound), np.where(uneven, False, unknown) | ~basis["same_count"]
+    absolute[same], unknown[same] = 0.0, False
+    by = np.where(same, _HASH, np.where(unknown, np.where(basis["differs"], _METADATA, _NOTHING), _STATISTICS))
+    details = {name: np.full(len(same), np.nan) for name in _DETAILS}
+    if errors is not None:
+        # Tensors have only errors of finite values; counts show that others differ.
+        for row in np.flatnonzero(~same & basis["same_shape"] & ~(uneven & basis["same_count"])).tolist():
+            if (found := errors(int(pairs[row]))) is None:
+                continue
+            bounded = found.by == "sample" and not unknown[row]
+            absolute[row] = max(found.max_absolute, absolute[row]) if bounded else found.max_absolute
+            unknown[row], by[row] = False, BY.index(found.by)
+            for name, column in details.items():
+                value = getattr(found, name)
+                column[row] = np.nan if value is None else value
+    peaks = _peaks(x)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        relative = np.where(absolute == 0, 0.0, np.where(peaks > 0, absolute / peaks, np.inf))
+        within = absolute <= comparer.atol + comparer.rtol * peaks
+    equal = same | (~basis["differs"] & ~unknown & within)
+    differs = ~same & np.where(unknown, basis["differs"], basis["differs"] | ~within)
+    by[differs & basis["differs"] & basis["hashed"] & (by == _STATISTICS)] = _HASH
+    absolute[unknown], relative[unknown] = np.nan, np.nan
+    return Verdicts(equal, differs, by, absolute, relative, details)
 
 
-_SLOT_BITS = ("valued", "alone", *_BITS)
-
-
-def least_errors(x: Arrays, y: Arrays, same_count: Array) -> tuple[Array, Array]:
-    """Lower bounds of the maximal absolute error, by statistics, and where they give none: `comparer` for columns."""
-    sum_error = SUM_ERROR * np.maximum(peak(x), peak(y))
-    bound = np.zeros(len(same_count))
-    unknown = np.zeros(len(same_count), bool)
-    with np.errstate(invalid="ignore"):
+def _least_errors(x: Arrays, y: Arrays) -> tuple[Array, Array]:
+    """Lower bounds of the maximal absolute error, by statistics, and where they give none."""
+    sum_error = SUM_ERROR * np.maximum(_peaks(x), _peaks(y))
+    bound, unknown = np.zeros(len(sum_error)), np.zeros(len(sum_error), bool)
+    with np.errstate(invalid="ignore", over="ignore"):
         for name in FIGURES:
             lacks_x, lacks_y = np.isnan(x[name]), np.isnan(y[name])
             unknown |= lacks_x != lacks_y
             gap = np.abs(x[name] - y[name])
             gap = np.where(np.isnan(gap), np.where(lacks_x | lacks_y, 0.0, np.inf), gap)
             bound = np.maximum(bound, np.where(gap <= (sum_error if name in ("mean", "rms") else 0.0), 0.0, gap))
-    other = (x["nan"] != y["nan"]) | (x["inf"] != y["inf"]) | ~same_count
-    return np.where(other, np.inf, bound), np.where(other, ~same_count, unknown)
+    return bound, unknown
 
 
-def peak(x: Arrays) -> Array:
+def _peaks(x: Arrays) -> Array:
     """The largest finite modulus."""
     ends = [np.where(np.isfinite(x[name]), np.abs(x[name]), 0.0) for name in ("min", "max")]
     return np.maximum(*ends)
+
+
+def columns_of(values: Sequence[Values]) -> Arrays:
+    """Statistics of calls as columns."""
+    made = {"hash": np.array([int(each.hash or "0", 16) for each in values], np.uint64)}
+    made |= {name: np.array([getattr(each, name) for each in values], np.int64) for name in ("nan", "inf")}
+    return made | {name: np.array([getattr(each, name) for each in values], np.float64) for name in FIGURES}
+
+
+def role_differences(comparer: Comparer, a: StoredCall, b: StoredCall) -> tuple[RoleDifference, ...]:
+    """The operands and outputs of two calls, except those that one run did not record."""
+    return tuple(_role_difference(comparer, basis, a, b) for basis in comparer.bases(a, b))
+
+
+def _role_difference(comparer: Comparer, basis: Basis, a: StoredCall, b: StoredCall) -> RoleDifference:
+    role, x, y = basis.role, a.values.get(basis.role), b.values.get(basis.role)
+    known: dict[str, Any] = {"equal": basis.equal, "by": basis.by}
+    if basis.valued and x is not None and y is not None:
+        bits = {name: np.array([getattr(basis, name)]) for name in _BITS}
+        sides = columns_of([x]), columns_of([y])
+        found = verdicts(comparer, bits, *sides, np.zeros(1, int), lambda _: comparer.errors(role, a, b))
+        known = {"equal": bool(found.equal[0]) if found.equal[0] or found.differs[0] else None}
+        known["by"] = None if found.by[0] == _NOTHING else BY[found.by[0]]
+        errors = {"max_absolute": found.absolute, "relative": found.relative} | found.details
+        known |= {name: None if np.isnan(column[0]) else float(column[0]) for name, column in errors.items()}
+    return RoleDifference(role=role, a=basis.a, b=basis.b, a_values=x, b_values=y, **known)
+
+
+class Rule(NamedTuple):
+    """What the signatures of two calls decide.
+
+    Attributes:
+        metadata: Whether they differ in a shape or dtype.
+        argument: Whether they differ in an argument that is not a tensor.
+        unclear: Whether an output can differ although all recorded operands are equal.
+        output_differs: Whether an output differs.
+        uncompared: Whether nothing shows whether the outputs are equal.
+        differing: The operands that differ.
+        changed: Those of them that only one of the calls has, or that are parameters.
+        by: What the verdicts of equal operands and outputs rest on, as an index into `BY`.
+        bases: The operands and outputs that values decide.
+        parameters: Those of them that are parameters, so that a difference counts as changed.
+    """
+
+    metadata: bool
+    argument: bool
+    unclear: bool
+    output_differs: bool
+    uncompared: bool
+    differing: int
+    changed: int
+    by: int
+    bases: Mapping[str, Basis]
+    parameters: frozenset[str]
+
+
+_DECIDED = Rule._fields.index("bases")  # how many fields a pair takes from its rule as they are
+
+
+class Rules:
+    """The rules for the calls of two processes, one for each pair of signatures.
+
+    Args:
+        comparer: Compares two calls.
+        signatures: For each process, a function that returns a call with the signature of a number.
+        is_inference: Whether a process trains nothing, for each.
+    """
+
+    def __init__(
+        self,
+        comparer: Comparer,
+        signatures: tuple[Callable[[int], StoredCall], Callable[[int], StoredCall]],
+        is_inference: tuple[bool, bool],
+    ) -> None:
+        self._comparer, self._signatures, self._is_inference = comparer, signatures, is_inference
+        self._known: dict[int, Rule] = {}
+
+    def of(self, signature_a: Array, signature_b: Array) -> tuple[list[Rule], Array]:
+        """The rules of some pairs of signatures, and which of them each pair has."""
+        codes, which = np.unique((signature_a.astype(np.int64) << 32) | signature_b, return_inverse=True)
+        for code in codes.tolist():
+            if code not in self._known:
+                self._known[code] = self._rule(self._signatures[0](code >> 32), self._signatures[1](code & 0xFFFFFFFF))
+        return [self._known[code] for code in codes.tolist()], which
+
+    def _rule(self, a: StoredCall, b: StoredCall) -> Rule:
+        metadata = output_differs = uncompared = False
+        unclear, by = is_random(a) or is_random(b), _HASH
+        differing = changed = 0
+        bases: dict[str, Basis] = {}
+        parameters = set()
+        for basis in self._comparer.bases(a, b):
+            role, one, other = basis.role, basis.a, basis.b
+            if one is not None and other is not None:
+                metadata |= one.shape != other.shape or one.dtype != other.dtype
+            sides = zip((one, other), self._is_inference, strict=True)
+            is_parameter = any(meta is not None and meta.requires_grad and inference for meta, inference in sides)
+            if basis.valued:
+                bases[role] = basis
+                if is_parameter:
+                    parameters.add(role)
+            elif basis.equal:
+                by = _METADATA
+            elif is_output(role):
+                output_differs |= basis.equal is False
+                uncompared |= role == "output" and basis.equal is None and not basis.only_one
+            elif basis.equal is None:
+                unclear = True
+            else:
+                differing |= operand(role)
+                # No value of another call explains an operand that only one of them has, nor a parameter.
+                changed |= operand(role) if basis.only_one or is_parameter else 0
+        argument = bool(self._comparer.arguments(a, b))
+        found = metadata, argument, unclear, output_differs, uncompared, differing, changed, by
+        return Rule(*found, bases, frozenset(parameters))
+
+
+# Takes a role and the numbers of some rows, and returns the columns of these.
+Side = Callable[[str, Array], Arrays]
+# Takes a role and the number of a row, and reads the tensors.
+Errors = Callable[[str, int], TensorErrors | None]
+
+
+class Compared:
+    """Compares pairs of calls.
+
+    Args:
+        comparer: Has the tolerances.
+        rules: The rules of the pairs.
+        which: Which of them each pair has.
+        a: The values of the first calls.
+        b: Those of their counterparts.
+        errors: Reads tensors; None if there are none.
+
+    Attributes:
+        metadata, argument, unclear, output_differs, uncompared, differing, changed: As in `Rule`.
+        by: Of what makes the pairs equal, what shows least, as an index into `BY`.
+        relative: The largest relative error of an output; -1 if unknown.
+        others: A hash of the tensors without a role of their own that differ; 0 for none.
+    """
+
+    def __init__(
+        self, comparer: Comparer, rules: Sequence[Rule], which: Array, a: Side, b: Side, errors: Errors | None = None
+    ) -> None:
+        fields = [np.array(column)[which] for column in list(zip(*rules, strict=True))[:_DECIDED]]
+        self.metadata, self.argument, self.unclear, self.output_differs, self.uncompared, *numbers = fields
+        self.differing, self.changed, self.by = (column.astype(np.uint8) for column in numbers)
+        self.relative, self.others = np.full(len(which), -1.0), np.zeros(len(which), np.uint64)
+        for role in dict.fromkeys(role for rule in rules for role in rule.bases):
+            bases = [rule.bases.get(role, _NO_BASIS) for rule in rules]
+            rows = np.flatnonzero(np.array([basis.valued for basis in bases])[which])
+            if not len(rows):
+                continue
+            basis = {name: np.array([getattr(each, name) for each in bases])[which[rows]] for name in _BITS}
+            parameters = np.array([role in rule.parameters for rule in rules])[which[rows]]
+            x, y = a(role, rows), b(role, rows)
+            read = None if errors is None else partial(errors, role)
+            self._add(role, rows, parameters, verdicts(comparer, basis, x, y, rows, read), x["hash"], y["hash"])
+
+    def _add(self, role: str, rows: Array, parameters: Array, found: Verdicts, hash_x: Array, hash_y: Array) -> None:
+        neither = ~found.equal & ~found.differs
+        number = operand(role)
+        if number:
+            self.differing[rows[found.differs]] |= number
+            self.changed[rows[found.differs & parameters]] |= number
+            self.unclear[rows] |= neither
+        else:
+            self.output_differs[rows] |= found.differs
+            if role == "output":
+                self.uncompared[rows] |= neither
+            self.relative[rows] = np.fmax(self.relative[rows], found.relative)
+        self.by[rows] = np.where(found.equal, np.minimum(self.by[rows], found.by), self.by[rows])
+        if number == OTHERS:
+            hashed = found.differs & (hash_x != 0) & (hash_y != 0)
+            start = self.others[rows[hashed]] ^ np.uint64(hash(role) & 0xFFFFFFFF)
+            self.others[rows[hashed]] = mixed(start, hash_x[hashed], hash_y[hashed]).view(np.uint64)
+
+
+def starts_of(*keys: Array) -> Array:
+    """The first row of each stretch of rows with equal keys."""
+    new = np.ones(len(keys[0]), bool)
+    new[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return np.flatnonzero(new)
+
+
+def mixed(first: Array, *hashes: Array) -> Array:
+    """A number for each row of hashes, 0 if all of them are."""
+    found = first.astype(np.uint64)
+    known = np.zeros(len(first), bool)
+    for digits in hashes:
+        found = (found ^ digits) * np.uint64(0x9E3779B97F4A7C15)
+        found ^= found >> np.uint64(29)
+        known |= digits != 0
+    found |= np.uint64(1)
+    return np.where(known, found, np.uint64(0)).view(np.int64)

@@ -1,6 +1,6 @@
 """`Histories`: tells changed operands from inherited ones by how they vary over the differing calls of a module.
 
-Invariant: memory is bounded, however many modules a run names. Needs numpy. Must not import torch.
+Invariant: memory grows with the modules, not with the calls. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from opintercept.runs.compare.columns import OPERANDS, OTHERS
+from opintercept.runs.compare.columns import OPERANDS, OTHERS, starts_of
 from opintercept.runs.store.columns import Array, Arrays
-
-_MOST = 1 << 16
 
 
 class _History:
@@ -78,7 +76,7 @@ class Histories:
         if not len(rows.keys):
             return
         order = np.argsort(rows.keys, kind="stable")
-        starts = np.flatnonzero(np.r_[True, np.diff(rows.keys[order]) != 0])
+        starts = starts_of(rows.keys[order])
         sides = {slot: (rows.a[slot][order], rows.b[slot][order]) for slot in (*OPERANDS, "output")}
         known = {slot: (a != 0) & (b != 0) for slot, (a, b) in sides.items()}
         operands, others = rows.operands[order], rows.others[order]
@@ -88,8 +86,6 @@ class Histories:
         has_others = bool(others.any())
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
             key = int(rows.keys[order[start]])
-            if key not in self._known and len(self._known) >= _MOST:
-                continue
             history = self._known.setdefault(key, _History())
             for slot in used:
                 which = known[slot][start:end]

@@ -1,45 +1,64 @@
 """`Index` and `Pairs`: pair each call of one run with its counterpart in another.
 
-Invariant: a call costs thirty bytes of memory, whatever the run says of it, and every step takes about linear time,
-except for one that has a budget. Needs numpy. Must not import torch.
+Invariant: a call costs thirty bytes of memory, and every step takes about linear time, except for one that has a
+budget. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
-from typing import Any
 
 import numpy as np
 
 from opintercept._core.record import CallRecord
+from opintercept.runs.compare.columns import mixed, starts_of
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
-from opintercept.runs.store.columns import Array, Columns
+from opintercept.runs.store.columns import Array, Arrays, Columns
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
-_SOME = 10_000  # names that are kept, and changed calls that are looked at to find shuffled ones
-_LONGEST = 200  # characters of a name that is kept
+_SOME = 10_000  # changed calls that are looked at to find shuffled ones
 _PHASES = ("forward", "backward", "recompute")
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
+
+
+class KindNumbers:
+    """Numbers the kinds of a process's calls from 0: the distinct (call site, signature) pairs.
+
+    Args:
+        columns: The calls.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._signatures = columns.signatures
+        self._known: dict[int, int] = {}
+
+    def of(self, chunk: Arrays) -> tuple[Array, list[tuple[int, int]]]:
+        """The kinds of the calls of a chunk, and the call sites and signatures of those kinds that are new."""
+        codes, inverse = np.unique(
+            chunk["site"].astype(np.int64) * self._signatures + chunk["look"], return_inverse=True
+        )
+        new = [divmod(code, self._signatures) for code in codes.tolist() if code not in self._known]
+        kinds = [self._known.setdefault(code, len(self._known)) for code in codes.tolist()]
+        return np.array(kinds, np.int32)[inverse], new
 
 
 class Index:
     """The calls of one process, in the order in which they ended.
 
     A kind is a distinct (call site, signature) pair. `key`, `loose`, `module`, `phase`, `shape`, `signature`,
-    `call_site`, `fingerprint`, `by` and `chosen_kind` have a number for each kind; `kind` and `inputs` have one for
-    each call.
+    `call_site`, `fingerprint`, `by` and `unhashed` have an entry for each kind; `kind` and `inputs` have one for each
+    call.
 
     Args:
-        columns: The calls; None for a process that the run does not have.
+        columns: The calls.
         ids: Numbers for equal things, shared with the other run's index.
         select: Which calls the caller asks for. If it has an attribute `by_name` that is true, it is called once for
             each kind.
 
     Attributes:
-        names: The names of the modules, at most `_SOME` of them.
+        columns: The calls.
         kind: The kind of each call.
         inputs: Shapes and hashes of the first operands; 0 if no hash is recorded.
         key: Module, operator, phase and `grad_of`.
@@ -49,74 +68,59 @@ class Index:
         shape: Phase, family and the GEMM, or the operands' shapes if there is no GEMM.
         signature: The number of the signature.
         call_site: The number of the call site.
-        whole: Everything that is compared except for values.
+        fingerprint: Everything that is compared except for values.
         by: What there is of the outputs' values, as an index into `pairing.BY`.
         unhashed: Whether some tensors have no hash.
         is_inference: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
     """
 
-    def __init__(self, columns: Columns | None, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
-        self.names: set[str] = set()
+    def __init__(self, columns: Columns, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
+        self.columns = columns
+        self.kind, self.inputs = np.empty(len(columns), np.int32), np.empty(len(columns), np.int64)
         self.is_inference = True
-        self._columns = columns
         self._ids = ids
-        self._kinds: list[tuple[int, int]] = []
-        self._by_name = select is None or getattr(select, "by_name", False)
-        size = 0 if columns is None else len(columns)
-        self.kind = np.empty(size, np.int32)
-        self.inputs = np.empty(size, np.int64)
-        self._fixed: list[tuple[int, int, int]] = []  # shape, whole and by of each kind
-        self._chosen_kinds = array("B")
-        if columns is not None:
-            self._read(columns, select)
-        self.number("")
+        self._names: list[tuple[str | None, str, str, str, str | None]] = []  # of each kind; the family comes second
+        self._numbers: list[tuple[int, ...]] = []  # shape, signature, call site, fingerprint, by, unhashed, chosen
+        by_name = select is not None and getattr(select, "by_name", False)
+        kinds = KindNumbers(columns)
+        for start, chunk in columns.chunks(("site", "look", *_HASHES)):
+            found, new = kinds.of(chunk)
+            for call_site, signature in new:
+                self._add(call_site, signature, select if by_name else None)
+            shapes = np.array([numbers[0] for numbers in self._numbers], np.uint64)[found]
+            self.kind[start : start + len(found)] = found
+            self.inputs[start : start + len(found)] = mixed(shapes, *(chunk[name] for name in _HASHES))
+        fixed = np.array(self._numbers, np.int64).reshape(-1, 7).T
+        self.shape, self.signature, self.call_site, self.fingerprint, self.by, unhashed, chosen = fixed
+        self.unhashed, self._chosen_kinds = unhashed > 0, chosen > 0
         self._chosen: Array | None = None
-        if columns is not None and select is not None and not self._by_name:
-            self._chosen = np.fromiter((select(call.record) for call in columns.calls()), bool, size)
+        if select is not None and not by_name:
+            self._chosen = np.fromiter((select(call.record) for call in columns.calls()), bool, len(columns))
+        self.number("")
 
     def __len__(self) -> int:
         return len(self.kind)
 
     @property
-    def columns(self) -> Columns:
-        """The calls."""
-        assert self._columns is not None
-        return self._columns
+    def names(self) -> set[str]:
+        """The names of the modules."""
+        return {module for module, *_ in self._names if module}
 
-    def _read(self, columns: Columns, select: Callable[[CallRecord], bool] | None) -> None:
-        known: dict[int, int] = {}
-        for start, chunk in columns.chunks(("site", "look", *_HASHES)):
-            codes, inverse = np.unique(
-                chunk["site"].astype(np.int64) * columns.signatures + chunk["look"], return_inverse=True
-            )
-            for code in codes.tolist():
-                if code not in known:
-                    known[code] = len(known)
-                    self._add_kind(code // columns.signatures, code % columns.signatures, select)
-            kinds = np.array([known[code] for code in codes.tolist()], np.int32)[inverse]
-            end = start + len(kinds)
-            self.kind[start:end] = kinds
-            shapes = np.array([shape for shape, _, _ in self._fixed], np.uint64)[kinds]
-            self.inputs[start:end] = mixed(shapes, *(chunk[name] for name in _HASHES))
-
-    def _add_kind(
-        self, call_site_number: int, signature_number: int, select: Callable[[CallRecord], bool] | None
-    ) -> None:
+    def _add(self, call_site_number: int, signature_number: int, select: Callable[[CallRecord], bool] | None) -> None:
+        """Add a kind."""
         call_site, signature = self.columns.call_site(call_site_number), self.columns.signature(signature_number)
-        record = signature.record
-        module = module_name(call_site.module)
-        if module and len(self.names) < _SOME:
-            self.names.add(module[:_LONGEST])
+        record, phase = signature.record, call_site.phase
         lhs, rhs = record.lhs, record.rhs
-        shape: Any = record.gemm and record.gemm[:4]
-        if shape is None:
-            shape = (lhs and lhs.shape, rhs and rhs.shape)
-        by, known = fingerprint(signature.template)
-        self._kinds.append((call_site_number, signature_number))
-        self._fixed.append((self._ids("shape", call_site.phase, family(record), shape), known, by))
-        if call_site.phase != "forward" or (lhs is not None and lhs.requires_grad):
+        if phase != "forward" or (lhs is not None and lhs.requires_grad):
             self.is_inference = False
-        self._chosen_kinds.append(select is None or not self._by_name or select(signature.record_at(call_site)))
+        operands = (lhs and lhs.shape, rhs and rhs.shape) if record.gemm is None else record.gemm[:4]
+        names = module_name(call_site.module), family(record), operator_name(record.op), phase, call_site.grad_of
+        self._names.append(names)
+        known, by = fingerprint(signature.template)
+        unhashed = not all(hashed for _, hashed in signature.roles.values())
+        chosen = select is None or select(signature.record_at(call_site))
+        shape = self._ids("shape", phase, family(record), operands)
+        self._numbers.append((shape, signature_number, call_site_number, known, by, unhashed, chosen))
 
     def number(self, model: str) -> None:
         """Number keys, families and modules.
@@ -124,29 +128,14 @@ class Index:
         Args:
             model: A model's class to put before plain names of modules, as `first_models` gives it.
         """
-        key, loose, modules, phases = array("I"), array("I"), array("I"), array("B")
         ids = self._ids
-        for call_site_number, signature_number in self._kinds:
-            call_site, record = (
-                self.columns.call_site(call_site_number),
-                self.columns.signature(signature_number).record,
-            )
-            module = module_name(call_site.module)
+        found = []
+        for module, kin, op, phase, grad_of in self._names:
             if model and module and is_plain(module):
                 module = f"{model}.{module}"
-            key.append(ids("key", module, operator_name(record.op), call_site.phase, call_site.grad_of))
-            loose.append(ids("loose", module, call_site.phase, family(record)))
-            modules.append(ids("module", module))
-            phases.append(_PHASES.index(call_site.phase))
-        self.key, self.loose, self.module, self.phase = map(np.asarray, (key, loose, modules, phases))
-        self.call_site = np.array([call_site for call_site, _ in self._kinds], np.int32)
-        self.signature = np.array([signature for _, signature in self._kinds], np.int32)
-        fixed = np.array(self._fixed, np.int64).reshape(-1, 3)
-        self.shape, self.fingerprint, self.by = fixed.T
-        signatures = (self.columns.signature(signature) for _, signature in self._kinds)
-        self.unhashed = np.array(
-            [not all(hashed for _, hashed in signature.roles.values()) for signature in signatures], bool
-        )
+            key, loose = ids("key", module, op, phase, grad_of), ids("loose", module, phase, kin)
+            found.append((key, loose, ids("module", module), _PHASES.index(phase)))
+        self.key, self.loose, self.module, self.phase = np.array(found, np.int64).reshape(-1, 4).T
 
     def forget_inputs(self) -> None:
         """Free the memory of `inputs`."""
@@ -156,30 +145,18 @@ class Index:
         """Return which of these calls the caller selects."""
         if self._chosen is not None:
             return np.asarray(self._chosen[numbers])
-        return np.asarray(self._chosen_kinds, bool)[self.kind[numbers]]
+        return np.asarray(self._chosen_kinds[self.kind[numbers]])
 
     def weights(self, numbers: Array) -> list[int]:
         """Shape, and hashes of the right operand and the bias; 0 if no hash is recorded."""
         read = self.columns.gather(numbers, _HASHES[1:])
         known = mixed(self.shape[self.kind[numbers]].astype(np.uint64), read["rhs_hash"], read["bias_hash"])
-        return [int(each) for each in np.where(read["rhs_hash"] == 0, 0, known)]
+        return np.where(read["rhs_hash"] == 0, 0, known).tolist()  # type: ignore[no-any-return]
 
     def steps(self, numbers: Array) -> list[tuple[int, int]]:
         """The steps together with the shapes."""
         steps = self.columns.gather(numbers, ("step",))["step"]
         return list(zip(self.shape[self.kind[numbers]].tolist(), steps.tolist(), strict=True))
-
-
-def mixed(first: Array, *hashes: Array) -> Array:
-    """A number for each row of hashes, 0 if all of them are."""
-    found = first.astype(np.uint64)
-    known = np.zeros(len(first), bool)
-    for digits in hashes:
-        found = (found ^ digits) * np.uint64(0x9E3779B97F4A7C15)
-        found ^= found >> np.uint64(29)
-        known |= digits != 0
-    found |= np.uint64(1)
-    return np.where(known, found, np.uint64(0)).view(np.int64)
 
 
 class Pairs:
@@ -218,24 +195,20 @@ class Pairs:
                 return
         how = how or 1
         # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
-        if renamed:
-            self._join(_by_turns(in_a.tolist(), in_b.tolist(), a.weights(in_a), b.weights(in_b)), how, renamed)
-        else:
-            known = a.inputs[in_a].tolist(), b.inputs[in_b].tolist()
-            self._join(_by_turns(in_a.tolist(), in_b.tolist(), *known), how)
+        known = (a.weights(in_a), b.weights(in_b)) if renamed else (a.inputs[in_a].tolist(), b.inputs[in_b].tolist())
+        self._join(_by_turns(in_a.tolist(), in_b.tolist(), *known), how)
         for signs in (Index.steps, _shapes):
             in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.of_b[in_b] < 0]
             if len(in_a) and len(in_b):
-                self._join(self._in_order(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how, renamed)
+                self._join(self._in_order(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how)
         in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.of_b[in_b] < 0]
         if len(in_a) == len(in_b) and not renamed:
             self._join(zip(in_a.tolist(), in_b.tolist(), strict=True), how)
 
-    def _join(self, pairs: Iterable[tuple[int, int]], how: int, renamed: bool = False) -> None:
+    def _join(self, pairs: Iterable[tuple[int, int]], how: int) -> None:
         for i, j in pairs:
-            if renamed and not self._may_be_renamed(i, j):
-                continue
-            self.of_a[i], self.of_b[j], self.how[i] = j, i, how
+            if PAIRINGS[how] != "shape" or self._may_be_renamed(i, j):
+                self.of_a[i], self.of_b[j], self.how[i] = j, i, how
 
     def _may_be_renamed(self, i: int, j: int) -> bool:
         """Return whether two modules may be one under two names: a module that both runs have is not."""
@@ -283,7 +256,7 @@ def _groups(index: Index, name: str, paired: Array) -> dict[int, Array]:
         keys = keys.astype(np.uint16)  # of which sorting takes linear time
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    starts = np.flatnonzero(np.r_[len(keys) > 0, keys[1:] != keys[:-1]])
+    starts = starts_of(keys)
     groups = np.split(numbers[order], starts[1:]) if len(keys) else []
     found = zip(keys[starts].tolist(), groups, strict=True)
     return dict(sorted(found, key=lambda group: int(group[1][0])))

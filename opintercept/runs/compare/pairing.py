@@ -12,7 +12,6 @@ from typing import Any, Literal
 from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import short_name
-from opintercept._values.stats import Values
 from opintercept.runs.store.codec import StoredCall, is_output
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
@@ -63,16 +62,13 @@ def metas(call: StoredCall) -> dict[str, TensorMeta]:
 
 
 class Ids:
-    """Numbers things: equal things get equal numbers, in both of two runs that share an instance.
-
-    Only the 64-bit hashes of the things are kept: in a hostile run, each call can have another long name.
-    """
+    """Numbers things from 1: equal things get equal numbers, in both of two runs that share an instance."""
 
     def __init__(self) -> None:
-        self._ids: dict[int, int] = {}
+        self._ids: dict[tuple[Any, ...], int] = {}
 
     def __call__(self, *parts: Any) -> int:
-        return self._ids.setdefault(hash(parts), len(self._ids) + 1)
+        return self._ids.setdefault(parts, len(self._ids) + 1)
 
 
 def first_models(a: set[str], b: set[str]) -> tuple[str, str] | None:
@@ -102,31 +98,28 @@ def is_plain(name: str) -> bool:
     return bool(name) and not _OF_MODEL.match(name) and not _MODEL.fullmatch(name)
 
 
-BY = ("nothing", "statistics", "hash")
+BY = ("nothing", "statistics", "sample", "tensors", "metadata", "hash")
+"""What shows that calls are equal: first what shows least."""
 
 
 def fingerprint(call: StoredCall) -> tuple[int, int]:
-    """Return one number for all that is compared of a call, and what it rests on.
+    """Return one number for all that is compared of a call apart from values, and what is known of its outputs' values.
+
+    Args:
+        call: The template of a signature.
 
     Returns:
-        What is known of the outputs' values, as an index into `BY`, and the fingerprint, equal for equal calls.
+        The number, equal for equal signatures, and an index into `BY`.
     """
     found = metas(call)
-    parts: list[Any] = [outcome(call.error)]
-    for role, meta in found.items():
-        parts += (role, meta.shape, meta.dtype)
-    for role, values in call.values.items():
-        parts += (role, values.hash if values.hash is not None else _figures(values))
-    if call.arguments is not None:
-        parts.append(repr(sorted(call.arguments.items())))
+    parts: list[Any] = [(role, meta.shape, meta.dtype) for role, meta in found.items()]
+    parts += [(role, values.count, values.hash) for role, values in call.values.items()]
+    parts.append(repr(sorted((call.arguments or {}).items())))
     judged = [role for role in found if is_output(role)] or list(found)
-    hashes = [call.values[role].hash is not None if role in call.values else None for role in judged]
-    by = 0 if None in hashes or not hashes else 1 + all(hashes)
-    return by, hash(tuple(parts))
-
-
-def _figures(values: Values) -> tuple[float | None, ...]:
-    return (values.count, values.nan, values.inf, values.min, values.max, values.mean, values.rms)
+    if not judged or not all(role in call.values for role in judged):
+        return hash(tuple(parts)), BY.index("nothing")
+    hashed = all(call.values[role].hash is not None for role in judged)
+    return hash(tuple(parts)), BY.index("hash" if hashed else "statistics")
 
 
 def outcome(error: str | None) -> str | None:

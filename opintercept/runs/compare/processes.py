@@ -6,6 +6,7 @@ Needs numpy. Must not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
@@ -30,37 +31,27 @@ def compare_ranks(
 ) -> None:
     """Compare a process of each run; None stands for one that the run does not have."""
     ids = Ids()
-    a = Index(None if rank_a is None else run_a.columns(rank_a), ids, select)
-    b = Index(None if rank_b is None else run_b.columns(rank_b), ids, select)
-    if (models := first_models(a.names, b.names)) is not None:
-        a.number(models[0])
-        b.number(models[1])
-    total.calls[0] += len(a)
-    total.calls[1] += len(b)
-    if rank_a is not None and rank_b is not None:
-        total.ranks.append((rank_a, rank_b))
-        if len(a) and len(b):
-            ProcessPair(a, b, (rank_a, rank_b), comparer).compare(total)
+    a, b = (
+        None if rank is None else Index(run.columns(rank), ids, select)
+        for run, rank in ((run_a, rank_a), (run_b, rank_b))
+    )
+    sizes = [0 if index is None else len(index) for index in (a, b)]
+    total.calls = [before + size for before, size in zip(total.calls, sizes, strict=True)]
+    if a is not None and b is not None:
+        total.ranks.append((a.columns.rank, b.columns.rank))
+        if all(sizes):
+            if (models := first_models(a.names, b.names)) is not None:
+                a.number(models[0])
+                b.number(models[1])
+            ProcessPair(a, b, total.ranks[-1], comparer).compare(total)
             return
-        if len(a) == len(b):
+        if not any(sizes):
             return
-    if len(a):
-        _add_alone("a", total, a, rank_a)
-    else:
-        total.absent.append(Absent("a", _first(rank_a, rank_b), rank_a is not None, len(b)))
-    if len(b):
-        _add_alone("b", total, b, rank_b)
-    else:
-        total.absent.append(Absent("b", _first(rank_b, rank_a), rank_b is not None, len(a)))
-
-
-def _add_alone(side: str, total: DiffTotals, index: Index, rank: int | None) -> None:
-    assert rank is not None
-    total.add_unmatched("a" if side == "a" else "b", rank, index, np.full(len(index), -1))
-
-
-def _first(rank: int | None, other: int | None) -> int:
-    """The rank, or that of the other run's process if this one has none."""
-    found = rank if rank is not None else other
-    assert found is not None
-    return found
+    sides: tuple[Literal["a", "b"], ...] = ("a", "b")
+    for side, index, other, others in zip(sides, (a, b), (b, a), reversed(sizes), strict=True):
+        if index is not None and len(index):
+            total.add_unmatched(side, index.columns.rank, index, np.full(len(index), -1))
+        else:
+            there = other if index is None else index
+            assert there is not None
+            total.absent.append(Absent(side, there.columns.rank, index is not None, others))

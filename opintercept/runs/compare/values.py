@@ -1,7 +1,7 @@
-"""`Comparer`: compares two calls, their arguments and each operand and output, by hash, tensors or statistics.
+"""`Comparer`: what the signatures of two calls say of their operands and arguments, and how far tensors are apart.
 
-Invariant: a verdict rests on what both runs recorded; what either left out is no difference.
-Imports torch only if both runs have tensors.
+Invariant: a verdict rests on what both runs recorded; what either left out is no difference. `columns` compares values.
+Must not import numpy. Imports torch only if both runs have tensors.
 """
 
 from __future__ import annotations
@@ -14,50 +14,65 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import short_name
 from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNWRITTEN
-from opintercept._values.stats import Values
-from opintercept.runs.compare.difference import NOT_RECORDED, By, RoleDifference
+from opintercept.runs.compare.difference import NOT_RECORDED, By
 from opintercept.runs.compare.pairing import metas, operator_name
-from opintercept.runs.store.codec import MAX_ROLES, StoredCall, is_output
+from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
 
 if TYPE_CHECKING:
     import torch
 
-MAX_TENSOR = 1 << 30  # bytes of a tensor that is read
-
 _WITH_METADATA = ("lhs", "rhs", "bias")  # every run records shape and dtype of these
 # A run on another device, or in another dtype, has to differ in these arguments.
 _DTYPES = ("dtype", "out_dtype")
-# Means and root mean squares are floating-point sums, whose last digits depend on the order in memory.
-SUM_ERROR = 1e-6
-
-
-class Verdict(NamedTuple):
-    """The verdict on an operand or output without its values, as in `RoleDifference`."""
-
-    equal: bool | None
-    by: By | None
+_CHANCES = ("dropout_p", "dropout")
 
 
 class Basis(NamedTuple):
-    """What is known of an operand or output of which both runs have statistics.
+    """What the signatures of two calls say of an operand or output.
 
     Attributes:
-        same_shape: Whether the shapes are equal, but for flattened dimensions.
-        same_dtype: Whether the dtypes are.
-        hashed: Whether hashes can show that the values are equal.
+        role: Its role.
+        a: Its shape and dtype in the first call; None if that has none.
+        b: The same in the second.
+        equal: As in `RoleDifference`, unless values decide.
+        by: The same.
+        valued: Whether values decide: both runs have them.
+        hashed: Whether equal hashes show that the values are equal.
         differs: Whether values that are not known to be equal count as different.
+        same_shape: Whether the shapes are equal, but for flattened dimensions.
         same_count: Whether there are as many values.
     """
 
-    same_shape: bool
-    same_dtype: bool
-    hashed: bool
-    differs: bool
-    same_count: bool
+    role: str
+    a: TensorMeta | None
+    b: TensorMeta | None
+    equal: bool | None = None
+    by: By | None = None
+    valued: bool = False
+    hashed: bool = False
+    differs: bool = False
+    same_shape: bool = False
+    same_count: bool = False
+
+    @property
+    def only_one(self) -> bool:
+        """Whether only one of the calls has it."""
+        return self.a is None or self.b is None
 
 
-_Figures = tuple[float, float | None, float | None, float | None]  # absolute and relative error, ulp, cosine
+class TensorErrors(NamedTuple):
+    """How far a tensor of one run is from that of the other, as in `RoleDifference`.
+
+    Attributes:
+        by: `"tensors"`, or `"sample"` if only some values were recorded.
+    """
+
+    by: By
+    max_absolute: float
+    max_relative: float
+    max_ulp: float | None
+    cosine: float
 
 
 class Comparer:
@@ -84,9 +99,7 @@ class Comparer:
 
     def arguments(self, a: StoredCall, b: StoredCall) -> tuple[tuple[str, Any, Any], ...]:
         """The arguments other than tensors that differ: name, value in `a`, value in `b`."""
-        one, other = a.arguments, b.arguments
-        if one is None or other is None:
-            return ()  # a run of 0.1 has none
+        one, other = a.arguments or {}, b.arguments or {}
         same_func = a.record.func == b.record.func
         found = []
         for name in dict.fromkeys((*one, *other)):
@@ -110,14 +123,8 @@ class Comparer:
             return bool(abs(x - y) <= self.atol + self.rtol * abs(x))
         return bool(x == y)
 
-    def roles(self, a: StoredCall, b: StoredCall) -> tuple[RoleDifference, ...]:
-        """Compare the operands and outputs, except those that one run did not record."""
-        return tuple(self._role(*basis, a, b) for basis in self.bases(a, b))
-
-    def bases(
-        self, a: StoredCall, b: StoredCall
-    ) -> Iterator[tuple[str, TensorMeta | None, TensorMeta | None, Basis | Verdict]]:
-        """The operands and outputs to compare, and on what the verdict rests: on the signatures of both calls.
+    def bases(self, a: StoredCall, b: StoredCall) -> Iterator[Basis]:
+        """The operands and outputs to compare, except those that one run did not record.
 
         Of statistics, only their counts and whether there are hashes is read.
         """
@@ -125,115 +132,76 @@ class Comparer:
         same_operator = operator_name(a.record.op) == operator_name(b.record.op)
         for role in metas_a | metas_b:
             one, other = metas_a.get(role), metas_b.get(role)
+            only_one = one is None or other is None
             if any(_means_nothing(role, call) for call in (a, b)):
                 continue
-            if (one is None or other is None) and role not in _WITH_METADATA and not is_output(role):
-                # One run may only not have recorded its values.
-                arguments = (a if one is None else b).arguments
-                if arguments is None or role.partition("[")[0] not in arguments:
-                    continue
-            if role not in ("lhs", "rhs", "output") and (one is None or other is None) and not same_operator:
+            arguments = (a if one is None else b).arguments or {}
+            if only_one and not (role in _WITH_METADATA or is_output(role) or role.partition("[")[0] in arguments):
+                continue  # one run may only not have recorded its values
+            if role not in ("lhs", "rhs", "output") and only_one and not same_operator:
                 continue  # mm and an addition stand for addmm; another attention returns other logarithms of sums
             if role.startswith("output.") and one is not None and "int" in one.dtype:
                 continue  # seed and offset of an attention's dropout, which mean nothing without dropout
-            basis = self._basis(role, one, other, a, b, same_operator)
-            if role == "output" and isinstance(basis, Basis) and short_name(a.record.op) in UNWRITTEN:
-                basis = Verdict(True, "metadata")
-            yield role, one, other, basis
+            basis = self._basis(Basis(role, one, other), a, b, same_operator)
+            if role == "output" and basis.valued and short_name(a.record.op) in UNWRITTEN:
+                basis = Basis(role, one, other, True, "metadata")
+            yield basis
 
-    def _basis(
-        self,
-        role: str,
-        one: TensorMeta | None,
-        other: TensorMeta | None,
-        a: StoredCall,
-        b: StoredCall,
-        same_operator: bool,
-    ) -> Basis | Verdict:
+    def _basis(self, bare: Basis, a: StoredCall, b: StoredCall, same_operator: bool) -> Basis:
+        role, one, other, *_ = bare
         x, y = a.values.get(role), b.values.get(role)
         if one is None or other is None:
             # Only one call has it. A call that raised has no output, which the comparison of errors covers.
-            return Verdict(None if a.error or b.error else False, "metadata")
+            raised = is_output(role) and (a.error or b.error)
+            return bare._replace(equal=None if raised else False, by="metadata")
         if role == "output" and not same_operator and (a.record.bias is None) != (b.record.bias is None):
-            return Verdict(None, None)  # one output includes the bias, the other does not
+            return bare  # one output includes the bias, the other does not
         same_shape = _same_but_flattened(one.shape, other.shape)
         if not same_shape and (same_operator or sorted(one.shape) != sorted(other.shape)):
-            return Verdict(False, "metadata")
+            return bare._replace(equal=False, by="metadata")
         same_dtype = one.dtype == other.dtype
         if x is None or y is None:
-            return Verdict(False, "metadata") if self._exact and not same_dtype else Verdict(None, None)
+            return bare._replace(equal=False, by="metadata") if self._exact and not same_dtype else bare
         hashed = x.hash is not None and y.hash is not None and same_shape
         differs = self._exact and (not same_dtype or hashed)
-        return Basis(same_shape, same_dtype, hashed, differs, x.count == y.count)
+        return Basis(role, one, other, None, None, True, hashed and same_dtype, differs, same_shape, x.count == y.count)
 
-    def _role(
-        self,
-        role: str,
-        one: TensorMeta | None,
-        other: TensorMeta | None,
-        basis: Basis | Verdict,
-        a: StoredCall,
-        b: StoredCall,
-    ) -> RoleDifference:
-        x, y = a.values.get(role), b.values.get(role)
-
-        def difference(equal: bool | None, by: By | None, *figures: float | None) -> RoleDifference:
-            return RoleDifference(role, equal, by, one, other, x, y, *figures)
-
-        if isinstance(basis, Verdict) or x is None or y is None:
-            assert isinstance(basis, Verdict)
-            return difference(*basis)
-        same_shape, same_dtype, hashed, differs, _ = basis
-        if same_shape and same_dtype and _same_hash(x, y):
-            return difference(True, "hash", 0.0, 0.0)
-        by: By
-        figures = self._by_tensors(role, a, b) if same_shape else None
-        if figures is None:
-            bound, by = _least_error(x, y), "statistics"
-            if bound is None:
-                return difference(False, "metadata") if differs else difference(None, None)
-            figures = (bound, None, None, None)
-        elif (x.nan, x.inf) != (y.nan, y.inf) and x.count == y.count:
-            figures, by = (math.inf, None, None, None), "statistics"  # the others are figures of finite values
-        else:
-            by = "sample" if a.tensors[role].endswith(".sample") else "tensors"
-            if by == "sample" and (bound := _least_error(x, y)) is not None:
-                figures = (max(figures[0], bound), *figures[1:])
-        absolute, peak = figures[0], _peak(x)
-        relative = 0.0 if not absolute else absolute / peak if peak else math.inf
-        if not differs:
-            equal = absolute <= self.atol + self.rtol * peak
-            return difference(equal, by, absolute, relative, *figures[1:])
-        if hashed and same_dtype and by == "statistics":
-            by = "hash"
-        return difference(False, by, absolute, relative, *figures[1:])
-
-    def _by_tensors(self, role: str, a: StoredCall, b: StoredCall) -> _Figures | None:
+    def errors(self, role: str, a: StoredCall, b: StoredCall) -> TensorErrors | None:
         """The errors of the recorded values; None if they are missing, or cannot be compared."""
         names = a.tensors.get(role), b.tensors.get(role)
         if not self.reads_tensors or names[0] is None or names[1] is None:
             return None
-        if names[0].endswith(".sample") != names[1].endswith(".sample"):
+        is_sample = names[0].endswith(".sample")
+        if is_sample != names[1].endswith(".sample"):
             return None  # a sample is comparable with one of the same places only
         try:
-            x, y = self._a.tensor(a, role, MAX_TENSOR), self._b.tensor(b, role, MAX_TENSOR)
+            x, y = self._a.tensor(a, role), self._b.tensor(b, role)
         except OpInterceptError:
             return None  # the file is lost, or does not hold what the call says
         if x is None or y is None or x.numel() != y.numel() or not x.numel():
             return None
-        return _errors(x, y)
+        return _errors("sample" if is_sample else "tensors", x, y)
+
+
+def is_random(call: StoredCall) -> bool:
+    """Whether a call draws random numbers, of which nothing is recorded."""
+    given = call.arguments or {}
+    if given.get("train") is False or given.get("training") is False:
+        return False
+    names = ("p", *_CHANCES) if "dropout" in call.record.op else _CHANCES
+    return any(isinstance(given.get(name), (int, float)) and given[name] > 0 for name in names)
 
 
 def _means_nothing(role: str, call: StoredCall) -> bool:
     """Return whether a tensor's values do not matter: scratch memory, or an operand that is only overwritten."""
     if is_output(role):
         place = role.removeprefix("output.")
-        return place.isdecimal() and int(place) >= FOR_PROGRAM.get(call.record.op, MAX_ROLES)
+        return place.isdecimal() and int(place) >= FOR_PROGRAM.get(call.record.op, math.inf)
     name = role.partition("[")[0]
     return name in SCRATCH or (name == "self" and short_name(call.record.op) in OVERWRITES)
 
 
-def _errors(x: torch.Tensor, y: torch.Tensor) -> _Figures | None:
+def _errors(by: By, x: torch.Tensor, y: torch.Tensor) -> TensorErrors | None:
     import torch
 
     from opintercept._values.errors import Errors
@@ -249,40 +217,9 @@ def _errors(x: torch.Tensor, y: torch.Tensor) -> _Figures | None:
         errors.add(y, x, coarser)
     except (RuntimeError, TypeError):  # a dtype that cannot be widened
         return None
-    return errors.absolute, errors.relative, errors.ulp if floating else None, errors.cosine
-
-
-def _least_error(x: Values, y: Values) -> float | None:
-    """A lower bound of the maximal absolute error, by statistics; None if they give none."""
-    if (x.nan, x.inf, x.count) != (y.nan, y.inf, y.count):
-        return math.inf if x.count == y.count else None
-    sum_error = SUM_ERROR * max(_peak(x), _peak(y))
-    gaps = []
-    for one, other, error in (
-        (x.min, y.min, 0.0),
-        (x.max, y.max, 0.0),
-        (x.mean, y.mean, sum_error),
-        (x.rms, y.rms, sum_error),
-    ):
-        if one is None or other is None:
-            if (one is None) != (other is None):
-                return None
-            continue
-        gap = abs(one - other)
-        gaps.append(math.inf if math.isnan(gap) else 0.0 if gap <= error else gap)
-    return max(gaps, default=0.0)
-
-
-def _same_hash(x: Values | None, y: Values | None) -> bool:
-    return x is not None and y is not None and x.hash is not None and (x.hash, x.count) == (y.hash, y.count)
-
-
-def _peak(values: Values) -> float:
-    """The largest finite modulus."""
-    ends = [abs(end) for end in (values.min, values.max) if end is not None and math.isfinite(end)]
-    return max(ends, default=0.0)
+    return TensorErrors(by, errors.absolute, errors.relative, errors.ulp if floating else None, errors.cosine)
 
 
 def _same_but_flattened(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether two shapes are equal, except that one may have flattened leading dimensions of the other."""
-    return one == other or (math.prod(one) == math.prod(other) and one[-1:] == other[-1:] and min(one, default=0) >= 0)
+    return one == other or (math.prod(one) == math.prod(other) and one[-1:] == other[-1:])

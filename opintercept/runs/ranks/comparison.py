@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from opintercept._ranks.expectations import Group, RankOperand, by_value
+from opintercept.runs.compare.columns import starts_of
 from opintercept.runs.compare.pairing import module_name
 from opintercept.runs.ranks.difference import RankDifference, RankFinding, What
 from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFinder, grown
@@ -19,8 +20,6 @@ from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, WindowRea
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
 
-MOST_FINDINGS = 10_000
-"""The most findings that are kept; the others are counted."""
 _EDGE = (1 << BLOCK) - 1
 
 
@@ -56,7 +55,6 @@ class _Comparison:
         size = len(windows.ranks)
         self._operands = Alike(size, windows.weight)
         self._found: dict[tuple[object, ...], tuple[_Found, int]] = {}
-        self._more = 0
         self._carried: dict[tuple[str, int], Array] = {}
         self._earlier: dict[tuple[int, int], tuple[int, int]] = {}
         self._counts = Counts(size)
@@ -105,7 +103,7 @@ class _Comparison:
             shared=tuple(sorted(((groups, number) for groups, number in shared.items() if groups), key=_by_number)),
             unshared=unshared,
             findings=tuple(self._finding(found, times) for found, times in every[:limit]),
-            found=len(every) + self._more,
+            found=len(every),
             outliers=len(windows.ranks) > 2,
         )
 
@@ -120,10 +118,8 @@ class _Comparison:
             known = self._found.get(key)
             if known is not None:
                 self._found[key] = known[0], known[1] + each.times
-            elif len(self._found) < MOST_FINDINGS:
-                self._found[key] = each, each.times
             else:
-                self._more += 1
+                self._found[key] = each, each.times
 
     def _finding(self, found: _Found, times: int) -> RankFinding:
         windows = self._windows
@@ -166,7 +162,7 @@ class _Comparison:
         code = (key * len(times) + np.searchsorted(times, time)) * (1 + ordinal.max(initial=0)) + ordinal
         order = np.argsort(code, kind="stable")
         code = code[order]
-        firsts = np.flatnonzero(np.r_[len(code) > 0, code[1:] != code[:-1]])
+        firsts = starts_of(code)
         process = np.repeat(np.arange(len(chosen)), [len(calls) for calls in chosen])[order]
         starts = np.r_[firsts, len(code)]
         at = order[firsts]
@@ -176,10 +172,9 @@ class _Comparison:
         """The number of each call among those of its place in its step."""
         order = np.argsort(key, kind="stable")
         keys, times = key[order], time[order]
-        new = np.r_[True, (keys[1:] != keys[:-1]) | (times[1:] != times[:-1])][: len(keys)]
-        numbers = np.arange(len(keys))
+        starts = starts_of(keys, times)
         found = np.empty(len(keys), np.int64)
-        found[order] = numbers - np.maximum.accumulate(np.where(new, numbers, 0))
+        found[order] = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
         if not (window.begins and window.ends):
             before = grown(self._carried.get(what, np.zeros(0, np.int64)), int(key.max(initial=-1)) + 1)
             found += before[key]
@@ -192,7 +187,7 @@ class _Comparison:
         for role in ROLES:
             keys = []
             for part in window.parts:
-                key = np.frombuffer(self._windows.operand[role], np.int32)[part.kind]
+                key = part.places[role]
                 asked = (part.columns[f"{role}_hash"] != 0) & self._operands.asks(key)
                 keys.append(np.where(asked, key, -1))
             rows = self._rows(role, window, keys)
@@ -204,8 +199,7 @@ class _Comparison:
 
     def _uneven(self, window: Window) -> Iterator[_Found]:
         """Steps in which ranks make different calls, or the same in another order."""
-        of_kinds = np.frombuffer(self._windows.call, np.int32)
-        keys = [of_kinds[part.kind].astype(np.int64) for part in window.parts]
+        keys = [part.places["call"].astype(np.int64) for part in window.parts]
         if not window.ends:  # a step of very many calls, of which the last one at each place can be named
             for process, (part, calls) in enumerate(zip(window.parts, keys, strict=True)):
                 places, last = np.unique(calls[::-1], return_index=True)
@@ -253,10 +247,10 @@ class _Comparison:
 
     def _outliers(self, window: Window) -> Iterator[_Found]:
         """Outputs of a rank that stay far smaller or larger than those of the others, or are so by a huge factor."""
-        backward = np.frombuffer(self._windows.backward, np.uint8).astype(bool)
-        output = np.frombuffer(self._windows.output, np.int32)
+        backward = np.array(self._windows.backward, bool)
         # The gradients of a batch can be any times smaller than those of another.
-        keys = [np.where(backward[output[part.kind]], -1, output[part.kind]) for part in window.parts]
+        outputs = [part.places["output"] for part in window.parts]
+        keys = [np.where(backward[output], -1, output) for output in outputs]
         rows = self._rows("output", window, keys)
         high = np.abs(np.fmax(-_column(window, keys, "output_min"), _column(window, keys, "output_max")))
         for statistic, values in (("rms", _column(window, keys, "output_rms")), ("max", high)):
@@ -274,16 +268,15 @@ class _Comparison:
 
     def _not_finite(self, window: Window) -> Iterator[_Found]:
         """Outputs with NaN or infinities on fewer than half of the ranks."""
+        scaled = np.array(self._windows.scaled, bool)
+        keys = [part.places["output"] for part in window.parts]
         bad = []
-        for part in window.parts:
-            columns, key = part.columns, np.frombuffer(self._windows.output, np.int32)[part.kind]
-            scaled = np.frombuffer(self._windows.scaled, np.uint8).astype(bool)[key]
+        for part, key in zip(window.parts, keys, strict=True):
+            columns = part.columns
             infinite = (columns["output_inf"] > 0) & (columns["bias_inf"] <= 0)  # a mask is added as a bias
-            bad.append(((columns["output_nan"] > 0) | infinite) & ~scaled)
+            bad.append(((columns["output_nan"] > 0) | infinite) & ~scaled[key])
         if not any(each.any() for each in bad):
             return
-        output = np.frombuffer(self._windows.output, np.int32)
-        keys = [output[part.kind] for part in window.parts]
         rows = self._rows("every output", window, keys)
         of_entries = np.concatenate([each[key >= 0] for each, key in zip(bad, keys, strict=True)])[rows.order]
         numbers = rows.of_entries()

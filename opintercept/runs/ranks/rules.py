@@ -6,14 +6,14 @@ yet, or where ranks diverge. Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Expectations, Group, RankOperand, by_value
+from opintercept.runs.compare.columns import starts_of
 from opintercept.runs.ranks.windows import Window
 from opintercept.runs.store.columns import Array
 
@@ -51,6 +51,24 @@ class MatchedCalls(NamedTuple):
         return np.repeat(np.arange(len(self.key)), np.diff(self.starts))
 
 
+def _tables(starts: Array, process: Array, value: Array, size: int) -> Iterator[tuple[slice, Array]]:
+    """Some rows after the other as tables, with a column for each of `size` processes; 0 if it has no entry.
+
+    Args:
+        starts: The first entry of each row, and the number of all entries.
+        process: The process of each entry.
+        value: Its value.
+        size: How many processes there are.
+    """
+    step = max(1, _CELLS // size)
+    for low in range(0, len(starts) - 1, step):
+        bounds = starts[low : low + step + 1]
+        entries = slice(bounds[0], bounds[-1])
+        table = np.zeros((len(bounds) - 1, size), value.dtype)
+        table[np.repeat(np.arange(len(table)), np.diff(bounds)), process[entries]] = value[entries]
+        yield slice(low, low + len(table)), table
+
+
 class Alike:
     """Learns what should be equal on which processes, and finds where they diverge.
 
@@ -62,7 +80,7 @@ class Alike:
         agreed: The groups of processes that should be equal, as they were when this was decided.
     """
 
-    def __init__(self, size: int, weight: array[int]) -> None:
+    def __init__(self, size: int, weight: Sequence[bool]) -> None:
         self.agreed: dict[int, tuple[Group, ...]] = {}
         self._size, self._weight = size, weight
         self._expected = Expectations(size)
@@ -83,16 +101,10 @@ class Alike:
 
     def diverged(self, rows: MatchedCalls, value: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
         """Yield the rows in which processes diverge that were equal before, and the processes with each value."""
-        step = max(1, _CELLS // self._size)
-        for low in range(0, len(rows.key), step):
-            starts = rows.starts[low : low + step + 1]
-            entries = slice(starts[0], starts[-1])
-            table = np.zeros((len(starts) - 1, self._size), np.uint64)
-            row = np.repeat(np.arange(len(table)), np.diff(starts))
-            table[row, rows.process[entries]] = value[entries]
-            constants = np.bincount(row, constant[entries], len(table)) > 0
-            for number, parts in self._in_table(rows.key[low : low + step], table, constants):
-                yield low + number, parts
+        constants = np.bincount(rows.of_entries(), constant, len(rows.key)) > 0
+        for which, table in _tables(rows.starts, rows.process, value, self._size):
+            for number, parts in self._in_table(rows.key[which], table, constants[which]):
+                yield which.start + number, parts
 
     def _in_table(self, keys: Array, table: Array, constant: Array) -> Iterator[tuple[int, tuple[Group, ...]]]:
         self.asks(keys)
@@ -102,7 +114,7 @@ class Alike:
             if not len(rows):
                 return
             # One after the other for each key: each may change what is expected of the next.
-            firsts = rows[np.r_[True, keys[rows[1:]] != keys[rows[:-1]]]]
+            firsts = rows[starts_of(keys[rows])]
             for row in firsts.tolist():
                 parts = self._judge(int(keys[row]), table[row], bool(constant[row]))
                 if parts:
@@ -124,7 +136,7 @@ class Alike:
         return found
 
     def _judge(self, key: int, values: Array, constant: bool) -> tuple[Group, ...]:
-        flags = WEIGHT * self._weight[key] | CONSTANT * constant
+        flags = WEIGHT * int(self._weight[key]) | CONSTANT * constant
         signed = values.view(np.int64).tolist()
         tables = [[RankOperand(key, value, flags)] if value else [] for value in signed]
         new = self._pattern[key] < 0
@@ -154,7 +166,7 @@ class Counts:
         size: How many processes there are.
 
     Attributes:
-        shared: 1 for each set of processes that make calls of the same places.
+        shared: True for each set of processes that make calls of the same places.
     """
 
     def __init__(self, size: int) -> None:
@@ -164,7 +176,7 @@ class Counts:
         self._new = False  # whether that step has shown a process at a new place
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}  # in that step, by process and set: calls and number
         self._sets: dict[bytes, int] = {}
-        self.shared = array("B")
+        self.shared: list[bool] = []
 
     def uneven(self, window: Window, keys: list[Array], end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         """Places and times, with the numbers of calls of the processes that ever make such calls."""
@@ -197,14 +209,8 @@ class Counts:
         of_rows = np.concatenate(counts)
         order = np.argsort(row, kind="stable")
         starts = np.searchsorted(row[order], np.arange(len(rows) + 1))
-        step = max(1, _CELLS // self._size)
-        for low in range(0, len(rows), step):
-            high = min(low + step, len(rows))
-            entries = order[starts[low] : starts[high]]
-            table = np.zeros((high - low, self._size), np.int64)
-            table[row[entries] - low, processes[entries]] = of_rows[entries]
-            key, time = rows[low:high] // len(times), times[rows[low:high] % len(times)]
-            yield from self._in_table(key, time, table, end)
+        for which, table in _tables(starts, processes[order], of_rows[order], self._size):
+            yield from self._in_table(rows[which] // len(times), times[rows[which] % len(times)], table, end)
 
     def _in_table(self, key: Array, time: Array, table: Array, end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         numbers = np.arange(len(key))[:, None]
@@ -222,7 +228,7 @@ class Counts:
         """A number for the set of processes that make calls of each place."""
         members, places = np.unique(key, return_inverse=True)
         found = [self._sets.setdefault(row.tobytes(), len(self._sets)) for row in self._members[members]]
-        self.shared.extend([1] * (len(self._sets) - len(self.shared)))
+        self.shared.extend([True] * (len(self._sets) - len(self.shared)))
         return np.array(found, np.int64)[places]
 
     def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[MatchedCalls, Array]:
@@ -234,8 +240,7 @@ class Counts:
             sets = self.sets(key)
             calls = np.argsort(sets, kind="stable")
             sets, times = sets[calls], part.time[calls]
-            new = np.r_[True, (sets[1:] != sets[:-1]) | (times[1:] != times[:-1])][: len(calls)]
-            firsts = np.flatnonzero(new)
+            firsts = starts_of(sets, times)
             counts = np.diff(np.r_[firsts, len(calls)])
             before = [self._sums.get((process, int(sets[first])), (0, 0)) for first in firsts]
             place = np.arange(len(calls)) - np.repeat(firsts - [count for count, _ in before], counts)
@@ -254,10 +259,9 @@ class Counts:
                 there = time < end[process] and time not in uneven and not self._new
                 rows += [(s, time, p, number) for (p, s), (_, number) in self._sums.items() if there and p == process]
         table = np.array([row[:3] for row in sorted(rows)], np.int64).reshape(-1, 3)
-        new = np.r_[True, (np.diff(table[:, :2], axis=0) != 0).any(axis=1)][: len(table)]
-        firsts = np.flatnonzero(new)
         places = np.zeros(len(table), np.int64)
         sets, times, processes = table.T
+        firsts = starts_of(sets, times)
         made = MatchedCalls(sets[firsts], times[firsts], np.r_[firsts, len(table)], processes, places, places)
         return made, np.array([row[3] | 1 for row in sorted(rows)], np.uint64)
 
@@ -310,10 +314,9 @@ class OutlierFinder:
         # One process at one place after the other.
         order = np.lexsort((row, rows.process[known], rows.key[row]))
         key, process, side = rows.key[row][order], rows.process[known][order], side[order]
-        series = (key[1:] != key[:-1]) | (process[1:] != process[:-1])
-        begins = np.flatnonzero(np.r_[True, series][: len(key)])
-        bounds = np.union1d(begins, 1 + np.flatnonzero(series | (np.diff(side) != 0)))
+        begins, bounds = starts_of(key, process), starts_of(key, process, side)
         ends = np.r_[bounds[1:], len(key)]
+        first, last = np.isin(bounds, begins), np.isin(ends, [*begins, len(key)])
         there = set(zip(key[begins].tolist(), process[begins].tolist(), strict=True)) if self._open else set()
         before = self._open
         self._open = {own: streak for own, streak in before.items() if own not in there}
@@ -323,14 +326,14 @@ class OutlierFinder:
             own, on = (int(key[start]), int(process[start])), int(side[start])
             entry = order[start]
             streak = Streak(int(known[entry]), float(values[known[entry]]), float(np.exp(middle[row[entry]])))
-            if own in before and before[own][0] == on and (start == 0 or series[start - 1]):
+            if own in before and before[own][0] == on and first[place]:
                 streak = before[own][1]
             reporting = streak.times >= STREAK
             streak.times += end - start
             huge = bool((np.abs(apart[order[start:end]]) > np.log(HUGE)).any())
             long = streak.times >= STREAK
             streak.reported = (end - start if reporting else streak.times) if long else int(huge)
-            if end == len(key) or series[end - 1]:
+            if last[place]:
                 self._open[own] = on, streak
             found.append(streak)
         return found

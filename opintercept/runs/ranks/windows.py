@@ -6,23 +6,23 @@ there are. Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.pairing import Ids, metas, module_name, operator_name
+from opintercept.runs.compare.index import KindNumbers
+from opintercept.runs.compare.pairing import metas, module_name, operator_name
 from opintercept.runs.store.columns import Array, Arrays, Columns, StoredCallSite, dtype_of
 from opintercept.runs.store.run import Run
 
 ROLES = ("lhs", "rhs", "bias", "value")
+_PLACES = ("call", "output", *ROLES)
 _COLUMNS = [f"{role}_{name}" for role in ROLES for name in ("hash", "min", "max")]
 _COLUMNS += ["index", "site", "look", "bias_inf", *(f"output_{name}" for name in ("nan", "inf", "min", "max", "rms"))]
 MOST = 1 << 19
 """How many calls are compared together."""
-_KEPT = 1 << 18  # calls that are kept as columns if they are lines on disk
 BLOCK = 40  # bits of a time that are its step
 
 
@@ -30,13 +30,14 @@ class ProcessCalls(NamedTuple):
     """The calls of one process in a window, in order.
 
     Attributes:
-        kind: The kind of each, see `WindowReader`.
+        places: The numbers of their places, see `WindowReader`: of the `"call"`, of its `"output"`, and of operands by
+            role; -1 if it has none.
         time: Block and step, which never decrease.
         place: The place of each call in its step.
         columns: What was recorded of values.
     """
 
-    kind: Array
+    places: Arrays
     time: Array
     place: Array
     columns: Arrays
@@ -60,14 +61,14 @@ class Numbers:
     """Numbers distinct things of all processes from 0, and keeps where each was first seen."""
 
     def __init__(self) -> None:
-        self._ids = Ids()
+        self._known: dict[tuple[object, ...], int] = {}
         self.places: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __call__(self, rank: int, call_site: int, signature: int, *parts: object) -> int:
-        number = self._ids(*parts) - 1
+        number = self._known.setdefault(parts, len(self._known))
         if number == len(self.places):
             self.places.append((rank, call_site, signature))
         return number
@@ -76,9 +77,8 @@ class Numbers:
 class WindowReader:
     """Reads a run of several processes.
 
-    A kind is a distinct (call site, signature) pair of one process. `operand[role]`, `output` and `call` hold, for each
-    kind, the number of a place, which processes share. A place is a module, a line, an operator, a phase, and a tensor
-    with its shape. So a last batch of another size is another place for activations, and the same place for weights.
+    Places have numbers that processes share. A place is a module, a line, an operator, a phase, and a tensor with its
+    shape. So a last batch of another size is another place for activations, and the same place for weights.
 
     Args:
         run: The run.
@@ -102,15 +102,13 @@ class WindowReader:
         self._most = most
         self.ranks = run.ranks
         self.operands, self.outputs, self.calls = Numbers(), Numbers(), Numbers()
-        self.weight, self.backward, self.scaled = array("B"), array("B"), array("B")
+        self.weight: list[bool] = []
+        self.backward: list[bool] = []
+        self.scaled: list[bool] = []
         self.role: list[str] = []
-        self.operand = {role: array("i") for role in ROLES}
-        self.output, self.call = array("i"), array("i")
         self._run = run
-        self._kinds: list[dict[int, int]] = [{} for _ in self.ranks]
-        self._kept: dict[int, Columns] = {}
-        self._room = _KEPT
-        self._latest: Columns | None = None
+        self._kinds = [KindNumbers(self.columns(rank)) for rank in self.ranks]
+        self._places: list[list[tuple[int, ...]]] = [[] for _ in self.ranks]  # of each kind, in the order of `_PLACES`
         self._times: list[Array] = []  # of each process, each once
         self._starts: list[Array] = []  # the number of the first call at each time, and how many calls there are
         for rank in self.ranks:
@@ -167,43 +165,35 @@ class WindowReader:
         time = self._times[process][which] if first < end else np.empty(0, np.int64)
         place = numbers - self._starts[process][which]
         if first == end:
-            empty = np.empty(0, np.int64)
-            return ProcessCalls(empty, time, empty, {name: np.empty(0, dtype_of(name)) for name in _COLUMNS})
+            none = np.empty(0, np.int64)
+            read = {name: np.empty(0, dtype_of(name)) for name in _COLUMNS}
+            return ProcessCalls(dict.fromkeys(_PLACES, none), time, none, read)
         columns = self.columns(self.ranks[process])
         read = columns.read(_COLUMNS, first, end)
-        codes, inverse = np.unique(
-            read["site"].astype(np.int64) * columns.signatures + read["look"], return_inverse=True
-        )
-        known = self._kinds[process]
-        for code in codes.tolist():
-            if code not in known:
-                known[code] = self._add(columns, code // columns.signatures, code % columns.signatures)
-        kinds = np.array([known[code] for code in codes.tolist()], np.int64)
-        return ProcessCalls(kinds[inverse], time, place, read)
+        kinds, new = self._kinds[process].of(read)
+        self._places[process] += [self._add(columns, *numbers) for numbers in new]
+        places = np.array(self._places[process], np.int32)[kinds]
+        return ProcessCalls(dict(zip(_PLACES, places.T, strict=True)), time, place, read)
 
-    def _add(self, columns: Columns, call_site_number: int, signature_number: int) -> int:
-        """A new kind."""
+    def _add(self, columns: Columns, call_site_number: int, signature_number: int) -> tuple[int, ...]:
+        """Number the places of a new kind."""
         call_site, template = columns.call_site(call_site_number), columns.signature(signature_number).template
         record, found = template.record, metas(template)
         seen = columns.rank, call_site_number, signature_number
         place = module_name(call_site.module), call_site.source, call_site.phase, operator_name(record.op)
-        self.call.append(self.calls(*seen, *place))
         output = found.get("output")
-        signatures = None if output is None else (output.shape, output.dtype)
-        self.output.append(self.outputs(*seen, *place, signatures))
+        signature = None if output is None else (output.shape, output.dtype)
+        numbers = [self.calls(*seen, *place), self.outputs(*seen, *place, signature)]
         if len(self.backward) < len(self.outputs):
             self.backward.append(call_site.phase == "backward")
-            self.scaled.append(signatures is not None and signatures[1] == "float16" and call_site.phase == "backward")
+            self.scaled.append(output is not None and output.dtype == "float16" and call_site.phase == "backward")
         for role in ROLES:
             meta = found.get(role)
-            if meta is None:
-                self.operand[role].append(-1)
-                continue
-            self.operand[role].append(self.operands(*seen, *place, role, meta.shape, meta.dtype))
+            numbers.append(-1 if meta is None else self.operands(*seen, *place, role, meta.shape, meta.dtype))
             if len(self.weight) < len(self.operands):
                 self.role.append(role)
                 self.weight.append(is_weight(record, call_site.phase, role))
-        return len(self.call) - 1
+        return tuple(numbers)
 
 
 def is_weight(record: CallRecord, phase: str, role: str) -> bool:

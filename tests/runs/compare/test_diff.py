@@ -134,14 +134,6 @@ def test_a_weight_that_training_changes_is_inherited(compare: Any) -> None:
     assert found.kinds == {"added": 2, "inherited": 4}
 
 
-@pytest.mark.parametrize(("value", "kind"), [("v", "added"), ("v'", "inherited")], ids=["equal value", "other value"])
-def test_an_attention_has_operands_that_are_not_recorded(compare: Any, value: str, kind: str) -> None:
-    a = [*chain("v"), call("attn", "q", "k", "y", op=ATTENTION, more={"value": "v"})]
-    b = [*chain("v", of="v"), call("attn", "q", "k", "y'", op=ATTENTION, more={"value": value})]
-    found = compare(a, b)
-    assert kinds(found)["attn"] == {kind: 1}
-
-
 @pytest.mark.parametrize(
     ("name", "one", "other"),
     [
@@ -291,6 +283,18 @@ def test_a_call_that_raised_in_one_run_differs(compare: Any) -> None:
     assert same.equal
     other = compare([raised], [call("a", "x", "w", "y")])
     assert (other.first.kind, other.first.a.error) == ("unclear", raised["error"])
+
+
+def test_an_operand_that_one_call_lacks_differs_although_one_of_them_raised(compare: Any) -> None:
+    raised = call("a", "x", "w", None, bias="b", op="aten::addmm", error="RuntimeError: no memory")
+    found = compare([raised], [call("a", "x", "w", "y", op="aten::addmm")])
+    assert (found.first.kind, found.first.changed) == ("changed operand", ("bias",))
+    assert {role.role: role.equal for role in found.first.roles} == {
+        "lhs": True,
+        "rhs": True,
+        "bias": False,
+        "output": None,
+    }
 
 
 def test_without_values_no_call_counts_as_equal(compare: Any) -> None:
