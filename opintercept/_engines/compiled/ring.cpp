@@ -229,6 +229,9 @@ void Ring::forget_parent() {
   if (generation != nullptr && generation->plan->checker != nullptr) {
     generation->plan->checker->forget_parent();
   }
+  if (generation != nullptr && generation->plan->writes != nullptr) {
+    generation->plan->writes->forget_parent();
+  }
 }
 
 Ring::~Ring() {

@@ -202,7 +202,6 @@ class RunRecorder:
                 self._flight.forget_parent()
             if self._sink is not None:
                 self._sink.forget_parent()
-                self._sink = None
         with self._lock:
             if not self._entered:  # otherwise another interceptor's block is active
                 self._outside = outside
@@ -217,8 +216,6 @@ class RunRecorder:
         self._stop()  # if nobody has ended the last block
         if self._closed is not None and self._closed.failure is not None:
             return  # the recording has stopped
-        if self._info is None:
-            self._begin_texts()
         self._write(*self._claimed())
 
     def _write(self, info: RunInfo, claim: Claim) -> None:
@@ -231,11 +228,6 @@ class RunRecorder:
         self._info, self._writer = info, writer
         self._open_sink()
         atexit.register(self._stop_late)
-
-    def _begin_texts(self) -> None:
-        """Number signatures and call sites anew, for files that have none; kernels have to ask again."""
-        self._encoder.forget()
-        forget()
 
     def _claimed(self) -> tuple[RunInfo, Claim]:
         """Claim the folder of a new run, or that of the run that this recorder has begun."""
@@ -297,8 +289,9 @@ class RunRecorder:
         self._land(flight, failed=False)  # if nobody has ended the last block
         info, claim = self._claimed()
         try:
-            if self._info is None:
-                self._begin_texts()
+            if self._info is None:  # the files of the last block are gone, and kernels know numbers of theirs
+                self._encoder.forget()
+                forget()
             write_info(self._folder, info, finished=False)
             flight.open(self._folder)
         except BaseException:
@@ -361,10 +354,10 @@ class RunRecorder:
         writer = self._writer
         if writer is None or self._process != os.getpid():
             return
-        writer.close()
-        self._writer, self._closed = None, writer
         if self._sink is not None:
             self._sink.close()
+        writer.close()
+        self._writer, self._closed = None, writer
         atexit.unregister(self._stop_late)
 
     def _stop_late(self) -> None:
@@ -464,6 +457,8 @@ class RunRecorder:
         if self._process != os.getpid() or (self.flight is None and writer is None):
             return False
         if writer is not None and writer.failure is not None:
+            if self._sink is not None:
+                self._sink.close()  # kernels need not show each call from now on
             self._tell(writer)
             return False
         return True

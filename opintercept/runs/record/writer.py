@@ -245,7 +245,8 @@ class Writer(threading.Thread):
         """Stop if files that were written are gone, or if another recorder has taken over the folder."""
         mine = os.fstat(self._opened[-1].fileno())
         self._left = mine.st_dev, mine.st_ino, mine.st_size
-        if not self.is_there() or not (self._claim is None or self._claim.holds()):
+        there = self.is_there() and all(os.fstat(file.fileno()).st_nlink for file in self._opened)
+        if not there or not (self._claim is None or self._claim.holds()):
             raise OpInterceptError(
                 "the folder was deleted or taken over by another recorder; the calls written so far are lost"
             )
@@ -317,14 +318,14 @@ class Writer(threading.Thread):
     def _add_many(self, entry: Snapshot) -> dict[str, Any]:
         """Add the calls of kernels or of a flight recorder to the batch."""
         calls, tensors = entry.calls, entry.tensors
-        tensors["check"] = 0
-        data, size = tensors.tobytes(), TENSOR.itemsize
-        numbers = np.zeros(len(tensors) + 1, np.uint32)
-        used = np.unique(np.concatenate([calls[slot] for slot in SLOTS]))
-        for row in used[used > 0].tolist():
-            numbers[row] = self._row(data[(row - 1) * size : row * size])
-        for slot in SLOTS:
-            calls[slot] = numbers[calls[slot]]
+        used, places = np.unique(np.stack([calls[slot] for slot in SLOTS]), return_inverse=True)
+        kept = tensors[used[used > 0] - 1]
+        kept["check"] = 0
+        data, size = kept.tobytes(), TENSOR.itemsize
+        rows = [self._row(data[start : start + size]) for start in range(0, len(data), size)]
+        numbers = np.array([*[0] * (len(used) - len(kept)), *rows], np.uint32)[places].reshape(len(SLOTS), -1)
+        for slot, column in zip(SLOTS, numbers, strict=True):
+            calls[slot] = column
         for call in np.flatnonzero(calls["text"]).tolist():
             start = int(calls["text"][call]) - 1
             calls["text"][call] = self._text(entry.texts[start : entry.texts.index(b"\n", start) + 1])

@@ -47,7 +47,7 @@ from opintercept.runs.store.records import ROLES as ROLES
 from opintercept.runs.store.records import SLOTS as SLOTS
 from opintercept.runs.store.records import Array as Array
 from opintercept.runs.store.records import Arrays as Arrays
-from opintercept.runs.store.texts import MAX_LINE, lines_of, members_of, opened
+from opintercept.runs.store.texts import MAX_LINE, lines_of, members_of, number_in, opened
 from opintercept.runs.store.untrusted import WRONG, text
 
 PLACES = ("index", "step", "site", "look", "forward", "started", "thread", "elapsed")
@@ -170,17 +170,14 @@ class Columns:
             flight.calls[slot] += np.where(flight.calls[slot] > 0, before, 0).astype(np.uint32)
         flight.calls["text"] += np.where(flight.calls["text"] > 0, self._texts_size, 0).astype(np.uint64)
         self._calls = RecordTable(folder / CALLS, dtypes[0], seal(flight.calls))
-        self._lines, sites = (_lines(folder / name) for name in SHARED_TEXTS)
-        self._sites = [_site_of(members_of(line)) for line in sites]
-        self.signatures = len(self._lines)
+        self._lines, self._sites = (_SharedTexts(folder / name) for name in SHARED_TEXTS)
+        self.signatures = len(self._lines.numbers)
         self._signatures: OrderedDict[int, CallSignature] = OrderedDict()
         self.left_out = flight.left_out
         self._check(before)
 
     def _check(self, in_file: int) -> None:
         """Find the records that are whole and name what is there, and the call sites that they have."""
-        named = [np.array([members_of(line) is not None for line in self._lines], bool)]
-        named.append(np.array([site is not None for site in self._sites], bool))
         bad = np.zeros(0, np.int64)
         for start, records in _pieces(self._tensors, in_file):
             wrong = records["check"] != checks_of(records)
@@ -192,8 +189,7 @@ class Columns:
         for start, records in _pieces(self._calls, len(self._calls)):
             right = records["check"] == checks_of(records)
             _refuse_ruin(self._calls.path, ~right)
-            for numbers, there in zip((records["signature"], records["site"]), named, strict=True):
-                right &= np.append(there, False)[np.minimum(numbers, len(there))]
+            right &= self._lines.has(records["signature"]) & self._sites.has(records["site"])
             for slot in SLOTS:
                 right &= records[slot] <= len(self._tensors)
                 right &= ~np.isin(records[slot], bad) if len(bad) else True
@@ -226,9 +222,7 @@ class Columns:
         return np.array(found, np.uint64)
 
     def _call_site(self, code: int) -> StoredCallSite:
-        site = self._sites[code >> 4]
-        assert site is not None
-        module, source = site
+        module, source = _site_of(members_of(self._sites.lines[self._sites.places(np.array([code >> 4]))[0]]))
         return StoredCallSite(module, source, CHOICES["phase"][code >> 2 & 3] or "", CHOICES["grad_of"][code & 3])
 
     def __len__(self) -> int:
@@ -247,7 +241,7 @@ class Columns:
         """A signature by its number."""
         signature = self._signatures.get(number)
         if signature is None:
-            signature = self._signatures[number] = CallSignature(members_of(self._lines[number]))
+            signature = self._signatures[number] = CallSignature(members_of(self._lines.lines[number]))
             if len(self._signatures) > _KNOWN:
                 self._signatures.popitem(last=False)
         return signature
@@ -267,7 +261,7 @@ class Columns:
             if name == "site":
                 column = np.searchsorted(self._codes, _codes_of(records))
             elif name == "look":
-                column = records["signature"]
+                column = self._lines.places(records["signature"])
             elif name in FLAGS:
                 column = records["has"] >> FLAGS.index(name) & 1
             elif slot in SLOTS:
@@ -426,19 +420,33 @@ def _size_of(path: Path) -> int:
         return 0
 
 
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return list(lines_of(read_plain(path, MAX_SHARED)))
-    except FileNotFoundError:
-        return []
+class _SharedTexts:
+    """The lines of a file by their numbers, without damaged ones."""
+
+    def __init__(self, path: Path) -> None:
+        known: dict[int, bytes] = {}
+        with suppress(FileNotFoundError):
+            for line in lines_of(read_plain(path, MAX_SHARED)):
+                if (number := number_in(line)) is not None:
+                    known[number] = line
+        self.numbers = np.array(sorted(known), np.int64)
+        self.lines = [known[number] for number in self.numbers.tolist()]
+
+    def places(self, numbers: Array) -> Array:
+        """The places of numbers among those that there are."""
+        return np.searchsorted(self.numbers, numbers)
+
+    def has(self, numbers: Array) -> Array:
+        """Which of these numbers there are."""
+        return np.asarray(np.append(self.numbers, -1)[self.places(numbers)] == numbers)
 
 
-def _site_of(members: Any) -> tuple[str | None, str | None] | None:
+def _site_of(members: Any) -> tuple[str | None, str | None]:
     try:
         module, source = (None if members[name] is None else text(members[name]) for name in IN_SITE)
         return module, source
-    except WRONG:
-        return None
+    except WRONG as wrong:
+        raise OpInterceptError("the run is damaged: a call site is not that of a call") from wrong
 
 
 def dtypes_of(tables: Any, path: Path) -> tuple[Any, Any]:

@@ -145,7 +145,6 @@ class Flight:
         """In a forked child, leave the files to the parent."""
         if self.sink is not None:
             self.sink.forget_parent()
-            self.sink = None
         self._maps = self._files = ()
 
 

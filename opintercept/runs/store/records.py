@@ -224,17 +224,17 @@ class Encoder:
         """
         summary = note.summary
 
-        def text() -> bytes:
-            own = {"autocast": note.autocast_name, **plain(summary)}
+        def members() -> dict[str, Any]:
             known = {role: (count, hashed) for role, count, hashed in roles}
-            return sealed(own | {"arguments": json.loads(arguments), "roles": known})
+            own = {"autocast": note.autocast_name, **plain(summary)}
+            return own | {"arguments": json.loads(arguments), "roles": known}
 
-        return self.signatures.number((id(summary), note.autocast, arguments, roles), text, summary)
+        return self.signatures.number((id(summary), note.autocast, arguments, roles), members, summary)
 
     def site(self, place: CallSite) -> int:
         """The number of a place in the program."""
         site = (place.module, place.source)
-        return self.sites.number(site, lambda: sealed(dict(zip(IN_SITE, site, strict=True))))
+        return self.sites.number(site, lambda: dict(zip(IN_SITE, site, strict=True)))
 
 
 def writes_as_kernels() -> bool:

@@ -5,6 +5,7 @@ Invariant: a line is what was written, or it is found to be damaged. Must not im
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import zlib
@@ -50,44 +51,54 @@ def lines_of(data: bytes) -> Iterator[bytes]:
         start = end
 
 
+_NUMBER = b'{"number":'
+
+
+def number_in(line: bytes) -> int | None:
+    """The number of a text that calls share; None if the line is damaged, or has none."""
+    if opened(line) is None or not line.startswith(_NUMBER):
+        return None
+    digits = line[len(_NUMBER) : len(_NUMBER) + 11].partition(b",")[0]
+    return int(digits) if digits.isdigit() and len(digits) < 11 else None
+
+
 class Texts:
-    """Numbers texts in the order in which they come, for several threads."""
+    """Numbers texts, for several threads. Each line says its number, so that their order in a file does not matter."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, tuple[int, Any]] = {}
-        self._taken = 0
+        self._next = itertools.count()
         self._new: list[bytes] = []
         self._lock = threading.RLock()  # a signal handler may ask meanwhile
 
-    def number(self, key: Hashable, text: Callable[[], bytes], alive: Any = None) -> int:
+    def number(self, key: Hashable, members: Callable[[], dict[str, Any]], alive: Any = None) -> int:
         """The number of a text.
 
         Args:
             key: Equal for equal texts.
-            text: Makes its line.
+            members: Makes its object.
             alive: Is kept alive, so that no other object gets an address that is in the key.
         """
         known = self._numbers.get(key)
         if known is None:
-            line = text()
+            made = members()
             with self._lock:
                 known = self._numbers.get(key)
                 if known is None:
                     if len(self._numbers) >= MOST:
                         self._numbers.clear()
-                    number = self._taken + len(self._new)  # right even if an interrupt comes after the next line
-                    self._new.append(line)
+                    number = next(self._next)
+                    self._new.append(sealed({"number": number} | made))
                     known = self._numbers[key] = (number, alive)
         return known[0]
 
     def take(self) -> bytes:
         """The lines that are new since the last time."""
         with self._lock:
-            new = self._new
-            self._taken, self._new = self._taken + len(new), []
+            new, self._new = self._new, []
         return b"".join(new)
 
     def forget(self) -> None:
         """Begin anew."""
         with self._lock:
-            self._taken, self._new, self._numbers = 0, [], {}
+            self._next, self._new, self._numbers = itertools.count(), [], {}

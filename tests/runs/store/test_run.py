@@ -76,8 +76,9 @@ TABLES = ("calls.bin", "tensors.bin", "signatures.jsonl", "sites.jsonl", "texts.
 DELETED = object()
 
 
-def line(members: Any) -> bytes:
-    return members if isinstance(members, bytes) else sealed(members)
+def line(members: Any, number: int | None = None) -> bytes:
+    shared = {} if number is None else {"number": number}
+    return members if isinstance(members, bytes) else sealed(shared | members)
 
 
 def make(folder: Path, *calls: dict[str, Any], info: Any = None) -> Path:
@@ -91,8 +92,10 @@ def make(folder: Path, *calls: dict[str, Any], info: Any = None) -> Path:
         made[number]["forward"], made[number]["phase"], made[number]["lhs"] = -1, 1, number + 1
         made[number]["text"], made[number]["has"] = place + 1, 6
         place += len(line(call["text"]))
-    for name, part in (("signatures", "signature"), ("sites", "site"), ("texts", "text")):
-        (folder / f"{name}.jsonl").write_bytes(b"".join(line(call[part]) for call in calls))
+    for part in ("signature", "site"):
+        lines = [line(call[part], number) for number, call in enumerate(calls)]
+        (folder / f"{part}s.jsonl").write_bytes(b"".join(lines))
+    (folder / "texts.jsonl").write_bytes(b"".join(line(call["text"]) for call in calls))
     values = np.array([(0, number, 0, 0, 0.0, 1.0, 0.5, 0.6) for number in range(len(calls))], TENSOR)
     (folder / "tensors.bin").write_bytes(seal(values).tobytes())
     (folder / "calls.bin").write_bytes(seal(made).tobytes())
@@ -354,7 +357,7 @@ EXTREME = {
 @pytest.mark.parametrize("part", ["signature", "site", "text"])
 @pytest.mark.parametrize("text", EXTREME)
 def test_an_extreme_text_takes_little_memory_and_time(text: str, part: str, tmp_path: Path) -> None:
-    whole = b'{"a":%s}' % EXTREME[text]
+    whole = b'{"number":1,"a":%s}' % EXTREME[text]
     folder = make(tmp_path, CALL, CALL | {part: b'%s,"crc":"%08x"}\n' % (whole[:-1], zlib.crc32(whole))})
     tracemalloc.start()
     started = time.process_time()
@@ -366,6 +369,18 @@ def test_an_extreme_text_takes_little_memory_and_time(text: str, part: str, tmp_
         tracemalloc.stop()
     assert peak < 100 << 20
     assert time.process_time() - started < 5
+
+
+def test_lines_that_are_shared_may_come_in_any_order_and_twice(tmp_path: Path) -> None:
+    folder = make(tmp_path, CALL, OTHER, CALL)
+    right = read(folder)
+    for name in ("signatures.jsonl", "sites.jsonl"):
+        lines = (folder / name).read_bytes().splitlines(keepends=True)
+        (folder / name).write_bytes(b"".join([*lines[::-1], lines[1]]))
+    assert read(folder) == right
+    lines = (folder / "signatures.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "signatures.jsonl").write_bytes(b"".join(lines[1:]))
+    assert read(folder) == right[:2]
 
 
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
