@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -254,34 +254,53 @@ class Columns:
         return self._columns_of(self._records(first, end), names)
 
     def _columns_of(self, records: Array, names: Sequence[str]) -> Arrays:
-        made: Arrays = {}
-        values: dict[str, Array] = {}
+        wanted: dict[str, list[str]] = {}
         for name in names:
             slot, _, figure = name.rpartition("_")
+            if slot in SLOTS:
+                wanted.setdefault(slot, []).append(figure)
+        values = self._values({slot: records[slot].astype(np.int64) for slot in wanted}, wanted)
+        made: Arrays = {}
+        for name in names:
             if name == "site":
                 column = np.searchsorted(self._codes, _codes_of(records))
             elif name == "look":
                 column = self._lines.places(records["signature"])
             elif name in FLAGS:
                 column = records["has"] >> FLAGS.index(name) & 1
-            elif slot in SLOTS:
-                if slot not in values:
-                    values[slot] = self._values(records[slot].astype(np.int64))
-                column = values[slot][figure]
             else:
-                column = _field(records, name)
-            made[name] = column.astype(dtype_of(name))
+                column = values[name] if name in values else _field(records, name)
+            made[name] = column.astype(dtype_of(name), copy=False)
         return made
 
-    def _values(self, rows: Array) -> Array:
-        """The records of tensors, blank where the row is 0."""
-        if not len(self._tensors):
-            return np.repeat(_BLANK, len(rows))
-        there = rows > 0
-        if there.all():
-            return self._tensors.gather(rows - 1)
-        made = np.repeat(_BLANK, len(rows))
-        made[there] = self._tensors.gather(rows[there] - 1)
+    def _values(self, rows: Arrays, wanted: Mapping[str, list[str]]) -> Arrays:
+        """Some figures of the tensors of calls, unknown where the row is 0.
+
+        Args:
+            rows: The numbers of the tensors' records, by slot.
+            wanted: The figures, by slot.
+        """
+        used = [column[column > 0] for column in rows.values()]
+        every = np.concatenate(used) if used else np.zeros(0, np.int64)
+        if not len(every):
+            return {
+                f"{slot}_{name}": np.repeat(_BLANK[name], len(rows[slot])) for slot in rows for name in wanted[slot]
+            }
+        first, end = int(every.min()) - 1, int(every.max())
+        near = end - first <= 4 * len(every) + _BLOCK
+        block = self._tensors.read(first, end) if near else None
+        made: Arrays = {}
+        for slot, numbers in rows.items():
+            there = numbers > 0
+            known = numbers[there] - 1
+            found, places = (self._tensors.gather(known), slice(None)) if block is None else (block, known - first)
+            for name in wanted[slot]:
+                column = found[name][places]  # of one figure: to copy whole records takes longer
+                if len(known) < len(numbers):
+                    whole = np.repeat(_BLANK[name], len(numbers))
+                    whole[there] = column
+                    column = whole
+                made[f"{slot}_{name}"] = column
         return made
 
     def texts(self, numbers: Array) -> Iterator[CallText]:
