@@ -6,6 +6,7 @@ and those of its tensors are bound to its lap, so that a reader takes no mixture
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -91,7 +92,8 @@ class Flight:
         """Write the signatures and call sites that are new, before a record names them."""
         for file, texts in zip(self._files, (self._encoder.signatures, self._encoder.sites), strict=False):
             if new := texts.take():
-                file.write(new)
+                with contextlib.suppress(ValueError):  # another thread has ended the block and closed the file
+                    file.write(new)
 
     def put(self, note: PendingRecord, arguments: str, values: Mapping[str, Values], error: str | None) -> None:
         """Write a call over the oldest one. Outside of a block and in a forked child, do nothing."""
@@ -108,7 +110,8 @@ class Flight:
             if len(line) > TEXT:
                 return -1
             start = next(self._texts) % self._slots * TEXT
-            maps[2][start : start + len(line)] = line
+            with contextlib.suppress(ValueError):  # see below
+                maps[2][start : start + len(line)] = line
             return start + 1
 
         short = None if error is None else error[: TEXT // 4]
@@ -119,16 +122,16 @@ class Flight:
             return
         number = next(self._numbers)
         slot, lap = number % self._slots, number // self._slots + 1
-        calls, tensors = np.frombuffer(maps[0], CALL), np.frombuffer(maps[1], TENSOR)
-        calls["check"][slot] = 0  # of no record, until the last line
-        if rows:
-            first = slot * ROWS_OF_CALL
-            tensors[first : first + len(rows)] = seal(np.frombuffer(bytearray(b"".join(rows)), TENSOR), lap)
         record = np.frombuffer(bytearray(call), CALL)
         record["lap"] = lap
-        check = checks_of(record)[0]
-        calls[slot] = record[0]
-        calls["check"][slot] = check
+        whole = seal(record).tobytes()
+        tensors = seal(np.frombuffer(bytearray(b"".join(rows)), TENSOR), lap).tobytes()
+        start, first = slot * CALL.itemsize, slot * ROWS_OF_CALL * TENSOR.itemsize
+        with contextlib.suppress(ValueError):  # another thread has ended the block and closed the maps
+            maps[0][start : start + 8] = bytes(8)  # of no record, until the last line
+            maps[1][first : first + len(tensors)] = tensors
+            maps[0][start + 8 : start + len(whole)] = whole[8:]
+            maps[0][start : start + 8] = whole[:8]
 
     def close(self, folder: Path) -> Snapshot:
         """End the writing and return what the files have, which stay. May be called again."""
@@ -136,9 +139,10 @@ class Flight:
             return NOTHING
         if self.sink is not None:
             self.sink.close()
-        for file in self._files:
-            file.close()
+        maps, files = self._maps, self._files
         self._maps = self._files = ()
+        for each in (*maps, *files):
+            each.close()
         return snapshot(folder)
 
     def forget_parent(self) -> None:
