@@ -84,7 +84,11 @@ def outputs(page: Path) -> list[tuple[str, subprocess.CompletedProcess[str]]]:
             for command in code.splitlines() if language == "sh" else ():
                 first, *arguments = shlex.split(command)
                 argv = ["-m", PROGRAMS[first], *arguments]
-                done.append((command, run_python(*argv, cwd=folder, env=wide)))
+                result = run_python(*argv, cwd=folder, env=wide)
+                for _ in range(3):  # on a busy machine a thread of torch's now and then aborts a rank that has ended
+                    if first == "torchrun" and "terminate called without an active exception" in result.stderr:
+                        result = run_python(*argv, cwd=folder, env=wide)
+                done.append((command, result))
     return done
 
 
