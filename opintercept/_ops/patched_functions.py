@@ -21,17 +21,11 @@ _namespace: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"
 
 
 class PatchedFunction(NamedTuple):
-    """Where a patched function is.
+    """Where a patched function is."""
 
-    Attributes:
-        owner: The module or the class that has the function.
-        attribute: Its name there.
-        value: What is there: a function, a `staticmethod`, a Triton kernel.
-    """
-
-    owner: Any
-    attribute: str
-    value: Any
+    owner: Any  # the module or the class that has the function
+    attribute: str  # its name there
+    value: Any  # what is there: a function, a `staticmethod`, a Triton kernel
 
 
 def is_patched(name: object) -> TypeGuard[str]:
@@ -55,19 +49,16 @@ def locate(name: str) -> PatchedFunction | None:
 def can_replace(target: PatchedFunction) -> bool:
     """Whether what is there is a function, in a place that takes another value.
 
-    Not one that computes after it has returned, such as an `async def`. Anything else, such as the None of a library
-    that could not import it, may be everywhere in the process.
+    Not one that computes after it has returned, such as an `async def`: blocks see what that calls. Anything else, such
+    as the None of a library that could not import it, may be everywhere in the process.
     """
     if isinstance(target.value, type) or (isinstance(target.owner, type) and target.owner.__flags__ & _IMMUTABLE):
         return False
     function = function_of(target.value)
-    return callable(function) and type(function).__hash__ is not None and not _runs_later(function)
-
-
-def _runs_later(function: Any) -> bool:
-    """Whether a call computes nothing yet, but returns what does: blocks see what that calls."""
-    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
-    return any(is_kind(function) for is_kind in kinds)
+    later = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return (
+        callable(function) and type(function).__hash__ is not None and not any(is_kind(function) for is_kind in later)
+    )
 
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, of types in C

@@ -141,8 +141,7 @@ def register_op(
 def recheck() -> None:
     """Check the roles again after libraries have come, which `register_op` could not see or had other schemas then.
 
-    Warns:
-        OpInterceptWarning: A registration does not fit. Hooks do not get the argument that is missing.
+    A registration that does not fit gets a warning. Hooks do not get the argument that is missing.
     """
     for key, row in _programs.copy().items():
         spec = getattr(sys.modules.get(key.partition(":")[0]), "__spec__", None)
@@ -157,15 +156,10 @@ def recheck() -> None:
                 warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
 
 
-def offer_op(
-    target: str,
+def offer_ops(
+    targets: str,
+    arguments: str = "",
     *,
-    lhs: Role | None = None,
-    rhs: Role | None = None,
-    value: Role | None = None,
-    bias: Role | None = None,
-    out: Role | None = None,
-    scales: Role | Iterable[Role] = (),
     layout: Layout | None = "kn",
     gemm: Callable[..., Any] | None = None,
     flops: Callable[..., Any] | None = None,
@@ -173,33 +167,35 @@ def offer_op(
     family: Family = "foreign",
     opaque: bool = False,
 ) -> None:
-    """Declare an operator for a pack, as `register_op` does, unless the program or torch's own table has declared it.
+    """Declare operators for a pack, as `register_op` does, unless the program or torch's own table has declared them.
+
+    An operator without such an lhs or rhs stays undeclared, with a warning: the pack does not fit this version of its
+    library. Other arguments come and go between versions.
 
     Args:
-        target: The name of a packet, or the place of a function. The row of one overload would win over what the
+        targets: The names of packets, or the places of functions. The row of one overload would win over what the
             program declares for all.
-        lhs: As for `register_op`, and so are all others but these:
-        value: An attention's value.
-        family: What kind of operator it is.
-        opaque: Whether it multiplies inside, where no single product can be seen.
-
-    Warns:
-        OpInterceptWarning: The operator has no such lhs or rhs, so that the pack does not fit this version of its
-            library. It stays undeclared. Other arguments come and go between versions.
+        arguments: Their arguments as `role:parameter`: the roles of `register_op`, `scale` for one of the scales, and
+            `value` for that of an attention.
+        layout: As for `register_op`, and so are the formulas.
+        family: What kind of operators they are. Those of attention are opaque.
+        opaque: Whether they multiply inside, where no single product can be seen.
     """
-    roles = {"lhs": lhs, "rhs": rhs, "value": value, "bias": bias, "out": out}
-    key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
-    operands = {role: where for role, where in declared.roles.items() if role in ("lhs", "rhs")}
-    try:
-        if (
-            not patched_functions.is_patched(key) or patched_functions.locate(key) is not None
-        ):  # versions of a library have other functions
-            _check_roles(key, replace(declared, roles=operands, scales=()))
-    except ValueError as error:
-        text = f"{error}, which opintercept does not know yet; declare it with register_op"
-        warnings.warn(text, OpInterceptWarning, stacklevel=2)
-        return
-    ROWS.offer(key, replace(row, family=family, opaque=opaque))
+    words = [word.split(":") for word in arguments.split()]
+    roles = {role: parameter for role, parameter in words if role != "scale"}
+    operands = {role: parameter for role, parameter in roles.items() if role in ("lhs", "rhs")}
+    scales = [parameter for role, parameter in words if role == "scale"]
+    for target in targets.split():
+        key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
+        # Versions of a library have other functions.
+        if not patched_functions.is_patched(key) or patched_functions.locate(key) is not None:
+            try:
+                _check_roles(key, replace(declared, roles=operands, scales=()))
+            except ValueError as error:
+                text = f"{error}, which opintercept does not know yet; declare it with register_op"
+                warnings.warn(text, OpInterceptWarning, stacklevel=2)
+                continue
+        ROWS.offer(key, replace(row, family=family, opaque=opaque or family == "attention"))
 
 
 def _row(
@@ -273,11 +269,7 @@ def _key_of(target: Any) -> tuple[str, str]:
 
 
 def _check_roles(key: str, declared: Declared) -> None:
-    """Check the roles if the operator is loaded. One of its overloads must have all of them.
-
-    Raises:
-        ValueError: There is no such argument, or no such function.
-    """
+    """Check the roles if the operator is loaded. One of its overloads must have all of them."""
     found = _functions(key) if patched_functions.is_patched(key) else overloads(key)
     problems = [_problem(key, overload, declared) for overload in found]
     if found and all(problems):
@@ -285,11 +277,7 @@ def _check_roles(key: str, declared: Declared) -> None:
 
 
 def _functions(key: str) -> list[Any]:
-    """The function that is patched; none if its module is not imported.
-
-    Raises:
-        ValueError: The module has no such function.
-    """
+    """The function that is patched; none if its module is not imported."""
     module, _, path = key.partition(":")
     target = patched_functions.locate(key)
     if target is None and module in sys.modules:
@@ -309,7 +297,6 @@ def _problem(key: str, func: Any, declared: Declared) -> str | None:
             raise TypeError(f"{role} must be the name or the position of an argument, got {given!r}")
         if patched_functions.is_patched(key) and patched_functions.takes_any(func, given):
             continue
-        missing = given not in names if isinstance(given, str) else not 0 <= given < len(names)
-        if missing:
+        if given not in names if isinstance(given, str) else not 0 <= given < len(names):
             return f"{role} must be an argument of {key}, which has {', '.join(names)}; got {given!r}"
     return None

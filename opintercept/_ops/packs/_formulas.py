@@ -16,13 +16,7 @@ def linear(lhs: Sizes, n: int, k: int | None = None) -> Gemm:
 
 
 def batched(lhs: Sizes, rhs: Sizes, packed: int = 1) -> Gemm:
-    """`[*b, m, k] @ [*b, n, k].T`. Without a batch in rhs, all rows of lhs are those of one product.
-
-    Args:
-        lhs: The sizes of lhs.
-        rhs: The sizes of rhs.
-        packed: How many values an element of lhs holds.
-    """
+    """`[*b, m, k] @ [*b, n, k].T`, with `packed` values in an element of lhs. One product without a batch in rhs."""
     if len(rhs) < 3:
         return linear(lhs, rhs[0], lhs[-1] * packed)
     return math.prod(rhs[:-2]), lhs[-2], rhs[-2], lhs[-1] * packed
@@ -39,11 +33,8 @@ def rows(lhs: Sizes, n: int, packed: int = 1) -> int:
 def grouped(lhs: Sizes, rhs: Sizes, packed: int = 1, rhs_packed: int = 1) -> int:
     """FLOPs of a product in groups, of which rhs has one matrix each, `[k, n]` or `[n, k]`: whichever has lhs's k.
 
-    Args:
-        lhs: `[m, k]`, whose rows are in groups; `[g, m, k]`; or, with a matrix as rhs, `[m, k]` grouped along k.
-        rhs: `[g, k, n]`, `[g, n, k]`, or a matrix.
-        packed: How many values an element of lhs holds.
-        rhs_packed: How many values an element of rhs holds, along k.
+    lhs is `[m, k]`, whose rows are in groups; `[g, m, k]`; or, with a matrix as rhs, `[m, k]` grouped along k. Elements
+    hold `packed` and `rhs_packed` values along k.
     """
     k = lhs[-1] * packed
     n = rhs[-1] if rhs[-2] * rhs_packed == k and rhs[-1] * rhs_packed != k else rhs[-2]
@@ -62,21 +53,20 @@ def experts(tokens: int, up: Sizes, down: Sizes, chosen: int) -> int:
     return 2 * tokens * chosen * (math.prod(up[1:]) + math.prod(down[1:]))
 
 
+def unknown(*_: Any, **__: Any) -> int:
+    """What arguments do not tell: the device knows how many rows or keys there are, or how a value is packed."""
+    raise NotImplementedError
+
+
 def attention(
     query: str, key: str, value: str, products: int = 2, ragged: Sequence[str] = (), never: Sequence[str] = ()
 ) -> Callable[..., int]:
     """Return the formula for the FLOPs of an attention, 2 products forward and 5 backward, on `[b, s, h, d]`.
 
-    As for torch's own, masks and causality do not lower the count.
-
-    Args:
-        query: The name of the parameter.
-        key: Likewise.
-        value: Likewise.
-        products: 2 or 5.
-        ragged: The parameters with the offsets of sequences that lie one after the other, as `[s, h, d]`. Only the
-            device knows how long each is, so that the count is unknown unless there is only one.
-        never: Parameters with which the count is unknown: lengths on the device, pages, other operands.
+    As for torch's own, masks and causality do not lower the count. The arguments are names of parameters. Those in
+    `ragged` have the offsets of sequences that lie one after the other, as `[s, h, d]`: only the device knows how long
+    each is, so that the count is unknown unless there is only one. With those in `never` it is unknown too: lengths on
+    the device, pages, other operands.
     """
 
     def flops(**arguments: Any) -> int:

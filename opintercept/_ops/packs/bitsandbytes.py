@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opintercept._ops.packs._formulas import linear
-from opintercept._ops.register import offer_op
+from opintercept._ops.register import offer_ops
 
 
 def _values_4bit(
@@ -59,32 +59,24 @@ def _values_int8(codes: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return codes * (largest / 127).view(*codes.shape[:-1], 1)
 
 
-offer_op(
+offer_ops(
     "bitsandbytes::gemm_4bit",
-    lhs="A",
-    rhs="B",
-    bias="bias",
-    scales=("absmax", "absmax_8bit"),
+    "lhs:A rhs:B bias:bias scale:absmax scale:absmax_8bit",
     layout="nk",
     gemm=lambda A, shapeB, **_: linear(A, shapeB[0]),
     dequantize=_values_4bit,
 )
-offer_op(
+offer_ops(
     "bitsandbytes::gemv_4bit",
-    lhs="A",
-    rhs="B",
-    scales="absmax",
+    "lhs:A rhs:B scale:absmax",
     layout="nk",
     gemm=lambda A, shapeB, **_: linear(A, shapeB[0]),
     dequantize=_values_of_gemv,
 )
-offer_op("bitsandbytes::int8_linear_matmul", lhs="A", rhs="B", layout="nk")
-offer_op(
+offer_ops("bitsandbytes::int8_linear_matmul", "lhs:A rhs:B", layout="nk")
+offer_ops(
     "bitsandbytes::int8_scaled_mm",
-    lhs="A",
-    rhs="B",
-    bias="bias",
-    scales=("row_stats", "col_stats"),
+    "lhs:A rhs:B bias:bias scale:row_stats scale:col_stats",
     layout="nk",
     dequantize={
         "lhs": lambda A, row_stats, **_: _values_int8(A, row_stats),
@@ -92,12 +84,9 @@ offer_op(
     },
 )
 # The columns with outliers are multiplied apart, in A's own dtype. They are zero in CA, so that A has the values.
-offer_op(
+offer_ops(
     "bitsandbytes::int8_mixed_scaled_mm",
-    lhs="CA",
-    rhs="CB",
-    bias="bias",
-    scales=("SCA", "SCB"),
+    "lhs:CA rhs:CB bias:bias scale:SCA scale:SCB",
     layout="nk",
     dequantize={"lhs": lambda A, **_: A, "rhs": lambda CB, SCB, **_: _values_int8(CB, SCB)},
 )

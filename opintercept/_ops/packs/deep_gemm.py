@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from opintercept._ops.op import Layout
-from opintercept._ops.packs._formulas import Gemm, rows
-from opintercept._ops.register import offer_op
+from opintercept._ops.packs._formulas import Gemm, rows, unknown
+from opintercept._ops.register import offer_ops
 
 # The layout of rhs by the last letter of `nt`, `nn`, `tn`, `tt`; the first says whether lhs is transposed.
 _LAYOUTS: dict[str, Layout] = {"n": "kn", "t": "nk"}
+_SCALES = {"bf16": "", **dict.fromkeys(("fp8", "fp8_fp4", "fp4"), " scale:a scale:b")}
 
 
 def _sizes(operand: Any) -> Any:
@@ -38,44 +39,32 @@ def _in_groups(a: Any, b: Any, d: Any, *_: Any, **__: Any) -> int:
     return rows(_sizes(a), d[-1])
 
 
-def _unknown(*_: Any, **__: Any) -> int:
-    raise NotImplementedError  # the device knows the sizes of the groups, or float4 is packed
-
-
 def _along_k(a: Any, b: Any, d: Any, ks: Any, *_: Any, **__: Any) -> int:
     return int(2 * sum(ks) * math.prod(d[-2:]))
 
 
-for _letters in ("nt", "nn", "tn", "tt"):
-    for _kind in ("bf16", "fp8", "fp8_fp4"):
-        offer_op(
+for _kind in ("bf16", "fp8", "fp8_fp4"):
+    for _letters in ("nt", "nn", "tn", "tt"):
+        offer_ops(
             f"deep_gemm:{_kind}_gemm_{_letters}",
-            lhs="a",
-            rhs="b",
-            bias="c",
-            out="d",
-            scales=() if _kind == "bf16" else ("a", "b"),
+            "lhs:a rhs:b bias:c out:d" + _SCALES[_kind],
             layout=_LAYOUTS[_letters[1]] if _letters[0] == "n" else None,
             gemm=_gemm(_letters, mixed=_kind == "fp8_fp4"),
         )
-offer_op("deep_gemm:fp4_gemm_nt", lhs="a", rhs="b", bias="c", out="d", scales=("a", "b"), layout="nk", flops=_unknown)
+offer_ops("deep_gemm:fp4_gemm_nt", "lhs:a rhs:b bias:c out:d" + _SCALES["fp4"], layout="nk", flops=unknown)
 # Version 1.
-offer_op(
+offer_ops(
     "deep_gemm:gemm_fp8_fp8_bf16_nt",
-    lhs="lhs",
-    rhs="rhs",
-    out="out",
-    scales=("lhs", "rhs"),
+    "lhs:lhs rhs:rhs out:out scale:lhs scale:rhs",
     layout="nk",
     gemm=lambda lhs, rhs, out: _gemm("nt", mixed=False)(lhs, rhs, out),
 )
-for _kind in ("bf16", "fp8", "fp8_fp4", "fp4"):
-    _scales = () if _kind == "bf16" else ("a", "b")
+for _kind, _scales in _SCALES.items():
     for _name, _flops in (
-        (f"m_grouped_{_kind}_gemm_nt_contiguous", _in_groups if "fp4" not in _kind else _unknown),
-        (f"m_grouped_{_kind}_gemm_nn_contiguous", _in_groups if "fp4" not in _kind else _unknown),
-        (f"m_grouped_{_kind}_gemm_nt_masked", _unknown),
+        (f"m_grouped_{_kind}_gemm_nt_contiguous", _in_groups if "fp4" not in _kind else unknown),
+        (f"m_grouped_{_kind}_gemm_nn_contiguous", _in_groups if "fp4" not in _kind else unknown),
+        (f"m_grouped_{_kind}_gemm_nt_masked", unknown),
         (f"k_grouped_{_kind}_gemm_nt_contiguous", _along_k),
         (f"k_grouped_{_kind}_gemm_tn_contiguous", _along_k),
     ):
-        offer_op(f"deep_gemm:{_name}", lhs="a", rhs="b", out="d", scales=_scales, layout=None, flops=_flops)
+        offer_ops(f"deep_gemm:{_name}", "lhs:a rhs:b out:d" + _scales, layout=None, flops=_flops)

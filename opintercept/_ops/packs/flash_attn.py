@@ -7,24 +7,17 @@ The schemas are those of `flash_attn/flash_attn_interface.py` of 2.8, and of `ho
 from __future__ import annotations
 
 from opintercept._ops.packs._formulas import flash_attention
-from opintercept._ops.register import offer_op
+from opintercept._ops.register import offer_ops
 
-for _name in ("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"):
-    offer_op(
-        _name,
-        lhs="q",
-        rhs="k",
-        value="v",
-        flops=flash_attention(),
-        family="attention",
-        opaque=True,
-    )
-for _name in ("flash_attn::_flash_attn_backward", "flash_attn::_flash_attn_varlen_backward", "flash_attn_3::bwd"):
-    offer_op(
-        _name,
-        lhs="q",
-        rhs="k",
-        value="v",
-        flops=flash_attention(products=5),
-        opaque=True,
-    )
+offer_ops(
+    "flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward flash_attn_3::fwd",
+    "lhs:q rhs:k value:v",
+    flops=flash_attention(),
+    family="attention",
+)
+offer_ops(
+    "flash_attn::_flash_attn_backward flash_attn::_flash_attn_varlen_backward flash_attn_3::bwd",
+    "lhs:q rhs:k value:v",
+    flops=flash_attention(products=5),
+    opaque=True,
+)

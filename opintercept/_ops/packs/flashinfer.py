@@ -8,79 +8,61 @@ from __future__ import annotations
 
 from typing import Any
 
-from opintercept._ops.packs._formulas import Sizes, batched, experts, rows
-from opintercept._ops.register import offer_op
-
-
-def _unknown(**_: Any) -> int:
-    raise NotImplementedError  # the device knows how many rows or keys there are
+from opintercept._ops.packs._formulas import Sizes, batched, experts, rows, unknown
+from opintercept._ops.register import offer_ops
 
 
 def _in_groups(packed: int = 1) -> Any:
     return lambda a, b, **_: rows(a, b[1], packed)
 
 
-for _name in ("mm_bf16", "tgv_gemm_sm100"):
-    offer_op(f"flashinfer.gemm:{_name}", lhs="a", rhs="b", bias="bias", out="out")
-for _name in ("bmm_bf16", "bmm_fp8", "bmm_mxfp8"):
-    offer_op(f"flashinfer.gemm:{_name}", lhs="A", rhs="B", out="out", scales=("A_scale", "B_scale"))
-# Its weight is `[k, n]`, or prepared as `[k / 128, n, 128]`.
-offer_op(
-    "flashinfer.gemm:mm_fp8", lhs="a", rhs="b", out="out", scales="alpha", gemm=lambda a, b, **_: (1, a[0], b[1], a[1])
+offer_ops("flashinfer.gemm:mm_bf16 flashinfer.gemm:tgv_gemm_sm100", "lhs:a rhs:b bias:bias out:out")
+offer_ops(
+    "flashinfer.gemm:bmm_bf16 flashinfer.gemm:bmm_fp8 flashinfer.gemm:bmm_mxfp8",
+    "lhs:A rhs:B out:out scale:A_scale scale:B_scale",
 )
-offer_op("flashinfer.gemm:mm_mxfp8", lhs="a", rhs="b", out="out", scales=("a_descale", "b_descale"))
-offer_op(
+# Its weight is `[k, n]`, or prepared as `[k / 128, n, 128]`.
+offer_ops("flashinfer.gemm:mm_fp8", "lhs:a rhs:b out:out scale:alpha", gemm=lambda a, b, **_: (1, a[0], b[1], a[1]))
+offer_ops("flashinfer.gemm:mm_mxfp8", "lhs:a rhs:b out:out scale:a_descale scale:b_descale")
+offer_ops(
     "flashinfer.gemm:mm_fp4",
-    lhs="a",
-    rhs="b",
-    out="out",
-    scales=("a_descale", "b_descale", "alpha"),
+    "lhs:a rhs:b out:out scale:a_descale scale:b_descale scale:alpha",
     gemm=lambda a, b, **_: (1, a[0], b[1], 2 * a[1]),
 )
-for _name in ("gemm_fp8_nt_groupwise", "gemm_fp8_nt_blockscaled"):
-    offer_op(
-        f"flashinfer.gemm:{_name}",
-        lhs="a",
-        rhs="b",
-        out="out",
-        scales=("a_scale", "b_scale"),
-        layout="nk",
-        gemm=lambda a, b, **_: batched(a, b),
-    )
-offer_op(
+offer_ops(
+    "flashinfer.gemm:gemm_fp8_nt_groupwise flashinfer.gemm:gemm_fp8_nt_blockscaled",
+    "lhs:a rhs:b out:out scale:a_scale scale:b_scale",
+    layout="nk",
+    gemm=lambda a, b, **_: batched(a, b),
+)
+offer_ops(
     "flashinfer.gemm:fp8_blockscale_gemm_sm90",
-    lhs="input",
-    rhs="weight",
-    out="out",
-    scales=("input_scale", "weight_scale"),
+    "lhs:input rhs:weight out:out scale:input_scale scale:weight_scale",
     layout="nk",
 )
-for _name, _flops in (
-    ("gemm:group_gemm_fp8_nt_groupwise", _in_groups()),
-    ("gemm:group_gemm_fp8_nt_groupwise_contiguous", _in_groups()),
-    ("gemm:group_deepgemm_fp8_nt_groupwise", _in_groups()),
-    ("gemm:group_gemm_mxfp8_mxfp4_nt_groupwise", _in_groups()),
-    ("gemm:group_gemm_nvfp4_nt_groupwise", _in_groups(packed=2)),
-    ("gemm:batch_deepgemm_fp8_nt_groupwise", _unknown),
-    ("grouped_mm:grouped_mm_bf16", _in_groups()),
-    ("grouped_mm:grouped_mm_fp8", _in_groups()),
-    ("grouped_mm:grouped_mm_mxfp8", _in_groups()),
-    ("grouped_mm:grouped_mm_fp4", _in_groups(packed=2)),
+for _names, _flops in (
+    (
+        "flashinfer.gemm:group_gemm_fp8_nt_groupwise flashinfer.gemm:group_gemm_fp8_nt_groupwise_contiguous"
+        " flashinfer.gemm:group_deepgemm_fp8_nt_groupwise flashinfer.gemm:group_gemm_mxfp8_mxfp4_nt_groupwise"
+        " flashinfer.grouped_mm:grouped_mm_bf16 flashinfer.grouped_mm:grouped_mm_fp8"
+        " flashinfer.grouped_mm:grouped_mm_mxfp8",
+        _in_groups(),
+    ),
+    (
+        "flashinfer.gemm:group_gemm_nvfp4_nt_groupwise flashinfer.grouped_mm:grouped_mm_fp4",
+        _in_groups(packed=2),
+    ),
+    ("flashinfer.gemm:batch_deepgemm_fp8_nt_groupwise", unknown),
 ):
-    offer_op(
-        f"flashinfer.{_name}",
-        lhs="a",
-        rhs="b",
-        out="out",
-        scales=("a_scale", "b_scale", "a_descale", "b_descale", "alpha"),
+    offer_ops(
+        _names,
+        "lhs:a rhs:b out:out scale:a_scale scale:b_scale scale:a_descale scale:b_descale scale:alpha",
         layout="nk",
         flops=_flops,
     )
-offer_op(
+offer_ops(
     "flashinfer.gemm:SegmentGEMMWrapper.run",
-    lhs="x",
-    rhs="weights",
-    out="out",
+    "lhs:x rhs:weights out:out",
     layout=None,
     flops=lambda x, weights, weight_column_major, **_: rows(x, weights[1 if weight_column_major else 2]),
 )
@@ -94,20 +76,24 @@ def _prefill(q: Sizes, k: Sizes, v: Sizes, kv_layout: str = "NHD", **_: Any) -> 
 for _name, _flops in (
     ("prefill:single_prefill_with_kv_cache", _prefill),
     ("decode:single_decode_with_kv_cache", lambda q, **others: _prefill((1, *q), **others)),
-    ("prefill:BatchPrefillWithRaggedKVCacheWrapper.run", _unknown),
+    ("prefill:BatchPrefillWithRaggedKVCacheWrapper.run", unknown),
 ):
-    offer_op(f"flashinfer.{_name}", lhs="q", rhs="k", value="v", flops=_flops, family="attention", opaque=True)
-for _name, _query, _cache in (
-    ("prefill:BatchPrefillWithPagedKVCacheWrapper.run", "q", "paged_kv_cache"),
-    ("decode:BatchDecodeWithPagedKVCacheWrapper.run", "q", "paged_kv_cache"),
-    ("mla:BatchMLAPagedAttentionWrapper.run", "q_nope", "ckv_cache"),
-    ("prefill:trtllm_batch_context_with_kv_cache", "query", "kv_cache"),
-    ("decode:trtllm_batch_decode_with_kv_cache", "query", "kv_cache"),
-    ("decode:xqa_batch_decode_with_kv_cache", "query", "kv_cache"),
-    ("mla:trtllm_batch_decode_with_kv_cache_mla", "query", "kv_cache"),
-    ("mla:xqa_batch_decode_with_kv_cache_mla", "query", "kv_cache"),
+    offer_ops(f"flashinfer.{_name}", "lhs:q rhs:k value:v", flops=_flops, family="attention")
+for _names, _operands in (
+    (
+        "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper.run"
+        " flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.run",
+        "lhs:q rhs:paged_kv_cache",
+    ),
+    ("flashinfer.mla:BatchMLAPagedAttentionWrapper.run", "lhs:q_nope rhs:ckv_cache"),
+    (
+        "flashinfer.prefill:trtllm_batch_context_with_kv_cache flashinfer.decode:trtllm_batch_decode_with_kv_cache"
+        " flashinfer.decode:xqa_batch_decode_with_kv_cache flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla"
+        " flashinfer.mla:xqa_batch_decode_with_kv_cache_mla",
+        "lhs:query rhs:kv_cache",
+    ),
 ):
-    offer_op(f"flashinfer.{_name}", lhs=_query, rhs=_cache, out="out", flops=_unknown, family="attention", opaque=True)
+    offer_ops(_names, f"{_operands} out:out", flops=unknown, family="attention")
 
 
 def _experts(
@@ -118,21 +104,18 @@ def _experts(
     return experts(input[0], fc1_expert_weights, fc2_expert_weights, token_selected_experts[1])
 
 
-offer_op(
+offer_ops(
     "flashinfer.fused_moe:cutlass_fused_moe",
-    lhs="input",
-    rhs="fc1_expert_weights",
-    scales="quant_scales",
+    "lhs:input rhs:fc1_expert_weights scale:quant_scales",
     layout="nk",
     flops=_experts,
     opaque=True,
 )
-for _name in (
-    "trtllm_bf16_moe",
-    "trtllm_bf16_routed_moe",
-    "trtllm_fp8_per_tensor_scale_moe",
-    "trtllm_fp8_per_channel_scale_moe",
-    "trtllm_fp8_block_scale_moe",
-    "trtllm_fp4_block_scale_moe",
-):
-    offer_op(f"flashinfer.fused_moe:{_name}", lhs="hidden_states", rhs="gemm1_weights", flops=_unknown, opaque=True)
+offer_ops(
+    "flashinfer.fused_moe:trtllm_bf16_moe flashinfer.fused_moe:trtllm_bf16_routed_moe"
+    " flashinfer.fused_moe:trtllm_fp8_per_tensor_scale_moe flashinfer.fused_moe:trtllm_fp8_per_channel_scale_moe"
+    " flashinfer.fused_moe:trtllm_fp8_block_scale_moe flashinfer.fused_moe:trtllm_fp4_block_scale_moe",
+    "lhs:hidden_states rhs:gemm1_weights",
+    flops=unknown,
+    opaque=True,
+)

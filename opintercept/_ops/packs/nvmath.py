@@ -5,9 +5,8 @@ The signatures are those of nvmath-python 0.2 to 1.0. Operands of NumPy and CuPy
 
 from __future__ import annotations
 
-from opintercept._ops.register import offer_op
+from opintercept._ops.register import offer_ops
 
-for _module in ("nvmath.linalg", "nvmath.linalg.advanced"):
-    offer_op(f"{_module}:matmul", lhs="a", rhs="b", bias="c")
-    # The operands were given to the object before.
-    offer_op(f"{_module}:Matmul.execute", opaque=True)
+offer_ops("nvmath.linalg:matmul nvmath.linalg.advanced:matmul", "lhs:a rhs:b bias:c")
+# The operands were given to the object before.
+offer_ops("nvmath.linalg:Matmul.execute nvmath.linalg.advanced:Matmul.execute", opaque=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from opintercept._ops.packs._formulas import Gemm, Sizes
-from opintercept._ops.register import offer_op
+from opintercept._ops.register import offer_ops
 
 _GEMM = "transformer_engine.pytorch.cpp_extensions.gemm"
 
@@ -26,5 +26,5 @@ def _grouped(A: Sequence[Sizes], B: Sequence[Sizes], layout: str = "TN", **_: An
     return sum(2 * math.prod(_gemm(a, b, layout)) for a, b in zip(A, B, strict=True))
 
 
-offer_op(f"{_GEMM}:general_gemm", lhs="B", rhs="A", bias="bias", out="out", layout=None, gemm=_gemm)
-offer_op(f"{_GEMM}:general_grouped_gemm", lhs="B", rhs="A", out="out", layout=None, flops=_grouped)
+offer_ops(f"{_GEMM}:general_gemm", "lhs:B rhs:A bias:bias out:out", layout=None, gemm=_gemm)
+offer_ops(f"{_GEMM}:general_grouped_gemm", "lhs:B rhs:A out:out", layout=None, flops=_grouped)

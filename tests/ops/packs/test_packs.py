@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import run_threads
 
 from opintercept import OpInterceptWarning, hooks, intercept, register_op
 from opintercept._ops import packs
-from opintercept._ops.register import offer_op
+from opintercept._ops.register import offer_ops
 
 LIBRARY = torch.library.Library("pack_tests", "DEF")
 FOLDER = Path(packs.__file__).parent
@@ -68,11 +68,7 @@ def test_threads_that_load_at_the_same_time_load_once(pack: Callable[[str, str],
         packs.load({"slowly"})
         seen.append(sys.packs_loaded)  # type: ignore[attr-defined]
 
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*[load] * 4)
     assert seen == [1, 1, 1, 1]
     del sys.packs_loaded  # type: ignore[attr-defined]
 
@@ -80,7 +76,7 @@ def test_threads_that_load_at_the_same_time_load_once(pack: Callable[[str, str],
 def test_a_pack_that_cannot_be_imported_warns_once(pack: Callable[[str, str], None]) -> None:
     pack("broken", "1 / 0")
     name = define("beside_a_broken_pack")
-    offer_op(name, lhs="a", rhs="b")
+    offer_ops(name, "lhs:a rhs:b")
     with pytest.warns(
         OpInterceptWarning, match=r"operators of broken, .* \(ZeroDivisionError: division by zero\)"
     ) as told:
@@ -94,7 +90,7 @@ def test_a_pack_that_cannot_be_imported_warns_once(pack: Callable[[str, str], No
 def test_the_row_of_a_pack_is_like_a_registration() -> None:
     name = define("offered")
     assert [record.op for record in called(name)] == ["aten::mm"]
-    offer_op(name, lhs="a", rhs="b", scales="b", family="attention", opaque=True)
+    offer_ops(name, "lhs:a rhs:b scale:b", family="attention")
     (call,) = called(name)
     assert (call.op, call.flops, call.opaque) == (name, 48, True)
 
@@ -102,7 +98,7 @@ def test_the_row_of_a_pack_is_like_a_registration() -> None:
 def test_a_registration_of_the_program_wins_over_a_later_pack() -> None:
     name = define("declared_first")
     with register_op(name, lhs="a", rhs="b", flops=lambda **_: 7):
-        offer_op(name, lhs="a", rhs="b")
+        offer_ops(name, "lhs:a rhs:b")
         assert [record.flops for record in called(name)] == [7]
         with pytest.raises(ValueError, match=r"declared once, got pack_tests::declared_first again; call remove\(\)"):
             register_op(name, lhs="a", rhs="b")
@@ -111,7 +107,7 @@ def test_a_registration_of_the_program_wins_over_a_later_pack() -> None:
 
 def test_a_registration_of_the_program_replaces_the_row_of_a_pack_until_it_is_removed() -> None:
     name = define("declared_later")
-    offer_op(name, lhs="a", rhs="b")
+    offer_ops(name, "lhs:a rhs:b")
     registration = register_op(name, lhs="a", rhs="b", flops=lambda **_: 7)
     assert [record.flops for record in called(name)] == [7]
     registration.remove()
@@ -123,7 +119,7 @@ def test_a_registration_of_the_program_replaces_the_row_of_a_pack_until_it_is_re
 
 
 def test_a_pack_leaves_torchs_own_rows_alone() -> None:
-    offer_op("aten::mm", lhs="mat2", rhs="self", flops=lambda **_: 7)
+    offer_ops("aten::mm", "lhs:mat2 rhs:self", flops=lambda **_: 7)
     with intercept(recorder := hooks.Recorder()):
         torch.ones(2, 3) @ torch.ones(3, 4)
     assert [record.flops for record in recorder.records] == [48]
@@ -136,9 +132,9 @@ def test_a_row_that_does_not_fit_the_library_warns_and_is_left_out() -> None:
     with pytest.warns(
         OpInterceptWarning, match=r"rhs must be an argument of .* which has a, b; got 'w', which opinter"
     ):
-        offer_op(name, lhs="a", rhs="w")
+        offer_ops(name, "lhs:a rhs:w")
     assert [record.op for record in called(name)] == ["aten::mm"]
-    offer_op(name, lhs="a", rhs="b", bias="bias", scales=("a_scale", "b_scale"))  # these come and go
+    offer_ops(name, "lhs:a rhs:b bias:bias scale:a_scale scale:b_scale")  # these come and go
     assert [record.op for record in called(name)] == [name]
 
 
@@ -148,7 +144,7 @@ def test_a_formula_that_cannot_tell_says_so_without_a_warning() -> None:
     def unknown(**_: Any) -> int:
         raise NotImplementedError
 
-    offer_op(name, lhs="a", rhs="b", flops=unknown)
+    offer_ops(name, "lhs:a rhs:b", flops=unknown)
     assert [record.flops for record in called(name)] == [None]
 
 
