@@ -5,7 +5,6 @@ The protocol sets the width of the page, since `--window-size` makes no window n
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -96,11 +95,6 @@ class Browser:
         result = self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
-
-    def screenshot(self, path: Path) -> None:
-        """Write a PNG of the whole page, however long."""
-        picture = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from opintercept.runs.compare.index import Index
-from opintercept.runs.report.panels import PHASES, HeatMap, module_label, rounded
+from opintercept.runs.report.panels import PHASES, HeatMap, about, rounded
 from opintercept.runs.store.columns import Array
 from opintercept.runs.sums import GroupSums
 
@@ -21,15 +21,12 @@ _TOGETHER = 1 << 20  # calls that are grouped together, which takes fifty bytes 
 
 
 class Drift:
-    """Errors of the outputs of calls of run A, in the cells of its map.
+    """Errors of the outputs of calls of run A, in the cells of its map, which has all of them.
 
     The noise of a module in a pass is the median error of its first steps: of a tenth, at least one, at most `MOST`.
     The error of a step is the largest of its calls. Of an even number of steps, the median is the smaller middle one.
     A call is above the noise if its error is more than `ABOVE` times that; where the runs begin equal, if it has any.
     A module that does not run in the first steps has the median noise of those that do.
-
-    Args:
-        heat: The map of run A, with all calls.
     """
 
     def __init__(self, heat: HeatMap) -> None:
@@ -40,14 +37,9 @@ class Drift:
         self._noise: float | None = None
 
     def add(self, index: Index, numbers: Array, relative: Array, differs: Array, ranks: tuple[int, int]) -> None:
-        """Add pairs of calls of two processes.
+        """Add those calls of run A, by `numbers`, that have a counterpart in another process.
 
-        Args:
-            index: The calls of run A.
-            numbers: Which of them have a counterpart.
-            relative: Relative errors of their outputs; negative if unknown.
-            differs: Which differ from their counterparts.
-            ranks: The processes.
+        `relative` has the errors of their outputs, negative if unknown, and `differs` says which calls differ.
         """
         if not len(numbers):
             return
@@ -70,26 +62,16 @@ class Drift:
         if not len(found):
             return
         indexes = index.columns.gather(numbers[found], ("index",))["index"]
-        first = np.lexsort((indexes, steps[found]))[0]
-        at = found[first]
-        step, number = int(steps[at]), int(indexes[first])
-        if self._above is not None and self._above[0] <= (step, number, ranks[0]):
-            return
-        call_site = index.columns.call_site(int(index.call_site[kinds[at]]))
-        error = float(relative[at])
-        self._above = (
-            (step, number, ranks[0]),
-            {
-                "step": step,
-                "index": number,
-                "rank": ranks[0],
-                "phase": call_site.phase,
-                "module": module_label(call_site.module),
-                "row": self._heat.modules.get(call_site.module),
+        at = found[np.lexsort((indexes, steps[found]))[0]]
+        (call,) = index.columns.calls_at(numbers[[at]], given=False)
+        if self._above is None or call.place < self._above[0]:
+            error = float(relative[at])
+            figures = {
+                "row": self._heat.modules.get(call.record.module),
                 "error": "inf" if np.isinf(error) else rounded(error),
                 "noise": rounded(float(noise[kinds[at]])),
-            },
-        )
+            }
+            self._above = call.place, about(call) | figures
 
     def _add_cells(self, places: Array, columns: Array, relative: Array) -> None:
         known = places >= 0
@@ -102,14 +84,7 @@ class Drift:
         self._cells.add([places[known], columns[known]], figures)
 
     def _noise_of(self, codes: Array, kinds: Array, steps: Array, relative: Array) -> Array | None:
-        """The noise of the module and pass of each kind of call; None if there is only one step.
-
-        Args:
-            codes: The module and pass of each kind.
-            kinds: The kind of each call.
-            steps: The step of each call.
-            relative: The error of each call.
-        """
+        """The noise of the module and pass (`codes`) of each kind of call; None if there is only one step."""
         all_steps = np.unique(steps)
         if len(all_steps) < 2:
             return None

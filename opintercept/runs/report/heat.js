@@ -1,10 +1,9 @@
 "use strict";
 // The panel of modules over steps: a map of one statistic, or of work.
 const heat = (() => {
-  const { element } = plots;
-  const { byId, clear, counted, figure, fill, nonfinite, notes, plain, time } = parts;
-  const { chosenBox, colors, foldButtons, found, pastText, rowsOf, scaled, stepText, toggle } = maps;
-  const { letterOf, remember } = state;
+  const { byId, clear, counted, figure, fill, nonfinite, notes, plain, rangeText, time } = parts;
+  const { foldButtons, pastText, rowsOf, scaled, stepText } = maps;
+  const { letterOf } = state;
 
   const statistics = {
     rms: { text: "root mean square", scale: "log", format: plain },
@@ -26,7 +25,7 @@ const heat = (() => {
       .filter(([, each]) => each.work || heat.roles.length).map(([key, each]) => [key, each.text]));
     fill(byId("heat-role"), heat.roles.map((role) => [role, roles[role]]));
     fill(byId("heat-phase"), Object.keys(heat.phases).map((phase) => [phase, phase]));
-    fill(byId("heat-colors"), heat.steps.length > 1 ? colors : colors.slice(0, 1));
+    fill(byId("heat-colors"), maps.colorsFor(heat));
   }
   function heatDraw() {
     const { data, run } = state;
@@ -35,19 +34,21 @@ const heat = (() => {
     const [key, role, phase] = ["heat-statistic", "heat-role", "heat-phase"].map((id) => byId(id).value);
     byId("heat-role").parentElement.hidden = heat.roles.length < 2 || Boolean(statistic.work);
     byId("heat-text").textContent = !run.totals.calls ? "The run has no calls."
-      : heat.roles.length ? "Colour shows the statistic over all calls of the module in the step; a group of modules has all of theirs. Cells without calls are blank."
+      : heat.roles.length ? "Colour shows the statistic over all calls of the module in the step; a group of modules "
+        + "has all of theirs. Cells without calls are blank."
         : "No values were recorded, so this shows work. Record with tensors=\"stats\" to see values.";
     notes("heat-notes", [
       heat.width > 1 && `To fit, each column combines ${counted(heat.width, "step")}.`,
-      heat.left_out && `The map shows the first ${counted(heat.modules.length, "module")} and leaves out ${counted(heat.left_out, "call")} of others.`,
+      heat.left_out && `The map shows the first ${counted(heat.modules.length, "module")} and leaves out ${
+        counted(heat.left_out, "call")} of others.`,
     ]);
     byId("heat-controls").hidden = !run.totals.calls;
-    const { nodes, open, rows } = rowsOf("heat", run, phase, byId("heat-filter").value.toLowerCase());
-    foldButtons("heat", nodes, open, heatDraw);
-    clear("heat-chosen");
+    const tree = rowsOf("heat", run, phase, byId("heat-filter").value.toLowerCase());
+    const { rows } = tree;
     if (!rows.length) {
-      byId("heat-key").replaceChildren(run.totals.calls ? "No module has a name that contains this." : "");
-      return clear("heat-plot");
+      foldButtons("heat", tree, heatDraw);
+      ["heat-chosen", "heat-plot"].forEach(clear);
+      return byId("heat-key").replaceChildren(run.totals.calls ? "No module has a name that contains this." : "");
     }
     const cells = heat.phases[phase];
     const known = modules.index(cells);
@@ -55,7 +56,7 @@ const heat = (() => {
     const values = sums.map((row) => row.map((sum) => sum && sum[key]));
     const log = statistic.scale === "log";
     const past = byId("heat-colors").value === "past" ? values.map((row) => modules.againstPast(row, log)) : null;
-    const { ramp, part, texts } = scaled(values, past, statistic);
+    const colors = scaled(values, past, statistic);
     const broken = { nan: 0, inf: 0 };
     rows.forEach((row, y) => {
       row.cells = sums[y].map((sum, x) => {
@@ -63,34 +64,39 @@ const heat = (() => {
         const mark = statistic.work ? null : sum.nan ? "nan" : sum.inf ? "inf" : null;
         if (mark && !row.group) broken[mark]++;
         const value = values[y][x];
-        return { part: value === null ? null : part(value, past && past[y][x]), text: value === null ? "none" : statistic.format(value), mark };
+        if (value === null) return { part: null, text: "none", mark };
+        return { part: colors.part(value, past && past[y][x]), text: statistic.format(value), mark };
       });
     });
     const lines = (row, x) => {
-      const sum = sums[rows.indexOf(row)][x];
-      return [row.title, `step ${stepText(heat, x)}, ${phase}, ${counted(sum.calls, "call")}`, `${statistic.text}: ${row.cells[x].text}`,
-        ...(past ? pastText(past[rows.indexOf(row)][x], log) : []),
-        ...(!statistic.work && sum.nan + sum.inf ? [`${nonfinite([sum.nan, sum.inf])} of ${counted(sum.count, "value")}`] : [])];
+      const y = rows.indexOf(row);
+      const sum = sums[y][x];
+      return [
+        row.title, `step ${stepText(heat, x)}, ${phase}, ${counted(sum.calls, "call")}`,
+        `${statistic.text}: ${row.cells[x].text}`, ...pastText(past, y, x, log),
+        ...(!statistic.work && sum.nan + sum.inf
+          ? [`${nonfinite([sum.nan, sum.inf])} of ${counted(sum.count, "value")}`] : []),
+      ];
     };
-    const selected = found(rows, heat);
-    const redraw = (changes) => { remember({ panel: "heat", run: data.runs.length > 1 ? letterOf() : null, phase, ...changes }); heatDraw(); divergence.draw(); outputs.follow(); };
-    plots.heat(byId("heat-plot"), {
-      label: `${statistic.text} of each module by step`, rows, steps: heat.steps, ramp, lines, selected,
-      onSelect: (row, column) => redraw({ module: rows[row].key, step: heat.steps[column] }),
-      onFold: (group) => { toggle(open, group); heatDraw(); },
-    });
-    byId("heat-key").replaceChildren(...(statistic.work || !role ? [] : [
-      broken.nan && `✖ has NaN: ${counted(broken.nan, "cell")}`,
-      broken.inf && `▲ has Inf, no NaN: ${counted(broken.inf, "cell")}`,
-      broken.nan + broken.inf ? "Statistics cover only the finite values." : "All values are finite.",
-    ].filter(Boolean).map((text) => element("span", {}, text))), ...(heat.steps.length > 1 ? [plots.legend(ramp, texts)] : []));
-    if (!selected) return;
-    const [row, sum] = [rows[selected.row], sums[selected.row][selected.column]];
-    byId("heat-chosen").replaceChildren(chosenBox(row, heat, phase, selected.column, sum ? [
+    const facts = (sum) => [
       counted(sum.calls, "call"), `${time(sum.seconds)} of host time`, figure(sum.flops, "FLOP"),
-      ...(sum.values ? [`${roles[role]}: smallest ${plain(sum.min)}, largest ${plain(sum.max)}, mean ${plain(sum.mean)}, root mean square ${plain(sum.rms)}`,
-        nonfinite([sum.nan, sum.inf]) || "all finite"] : []),
-    ] : ["no calls"], commands.of(run, row, phase, selected.column, sum && sum.call)));
+      ...(sum.values ? [`${roles[role]}: ${rangeText(sum).join(", ")}`, nonfinite([sum.nan, sum.inf]) || "all finite"]
+        : []),
+    ];
+    maps.draw("heat", {
+      label: `${statistic.text} of each module by step`, heat, phase, tree, colors, lines,
+      chose: { run: data.runs.length > 1 ? letterOf() : null },
+      redraw: heatDraw, follow: () => { divergence.draw(); outputs.follow(); },
+      keys: statistic.work || !role ? [] : [
+        broken.nan && `✖ has NaN: ${counted(broken.nan, "cell")}`,
+        broken.inf && `▲ has Inf, no NaN: ${counted(broken.inf, "cell")}`,
+        broken.nan + broken.inf ? "Statistics cover only the finite values." : "All values are finite.",
+      ],
+      box: (row, { row: y, column }) => {
+        const sum = sums[y][column];
+        return [sum ? facts(sum) : ["no calls"], commands.of(run, row, phase, column, sum && sum.call)];
+      },
+    });
   }
   return { draw: heatDraw, options: heatOptions };
 })();

@@ -3,39 +3,43 @@
 const maps = (() => {
   const { element } = plots;
   const { byId, least, most, name, plain } = parts;
-  const { chosen } = state;
+  const { chosen, remember } = state;
 
-  const colors = [["absolute", "absolute"], ["past", "against the row's own past"]];
   const folds = new Map(); // by run, pass and map, which groups are open
 
   // Rows that matter: of the first output that is not finite, of the first divergence, and of the one above the noise.
   function wanted(each) {
     const { data } = state;
-    const found = data.divergence;
-    const rows = [each.totals.first?.row, ...(each === data.runs[0] && found ? [found.first?.row, found.drift?.above?.row] : [])];
+    const found = each === data.runs[0] ? data.divergence : null;
+    const rows = [each.totals.first?.row, found?.first?.row, found?.drift?.above?.row];
     return new Set(rows.filter((row) => row !== null && row !== undefined));
   }
   function rowsOf(map, each, phase, filter) {
     const { data } = state;
     const { heat } = each;
     const used = new Set(heat.phases[phase] ? heat.phases[phase].row : []);
-    const rows = [...heat.modules.keys()].filter((row) => used.has(row) && heat.modules[row].toLowerCase().includes(filter));
+    const rows = [...heat.modules.keys()]
+      .filter((row) => used.has(row) && heat.modules[row].toLowerCase().includes(filter));
     const nodes = modules.tree(heat.modules, heat.exact, rows);
     const key = [map, data.runs.indexOf(each), phase].join();
     if (!folds.has(key)) folds.set(key, modules.opened(nodes, wanted(each)));
     const open = folds.get(key);
     return { nodes, open, rows: modules.flat(nodes, (group) => Boolean(filter) || open.has(group)) };
   }
-  function foldButtons(map, nodes, open, redraw) {
+  function foldButtons(map, { nodes, open }, redraw) {
     byId(`${map}-fold`).onclick = () => { open.clear(); redraw(); };
     byId(`${map}-open`).onclick = () => { modules.keys(nodes).forEach((key) => open.add(key)); redraw(); };
     for (const button of ["fold", "open"]) byId(`${map}-${button}`).hidden = !modules.keys(nodes).length;
   }
-  function stepText(heat, column) {
-    return heat.width === 1 ? `${heat.steps[column]}` : `${heat.steps[column]}–${heat.steps[column] + heat.width - 1}`;
+  function stepText({ steps, width }, column) {
+    return width === 1 ? `${steps[column]}` : `${steps[column]}–${steps[column] + width - 1}`;
   }
   const columnOf = (heat, step) => heat.steps.findIndex((first) => first <= step && step < first + heat.width);
 
+  function colorsFor({ steps }) {
+    const absolute = ["absolute", "absolute"];
+    return steps.length > 1 ? [absolute, ["past", "against the row's own past"]] : [absolute];
+  }
   // Colours for rows of values: { ramp, part(value, past), texts }.
   function scaled(values, past, { scale, format }) {
     const known = values.flat().filter((value) => value !== null && Number.isFinite(value));
@@ -50,23 +54,22 @@ const maps = (() => {
     const positive = known.filter((value) => value > 0);
     const log = scale === "log" && positive.length > 0;
     const largest = most(known.map(Math.abs));
-    const [low, high] = log ? [least(positive), most(positive)] : scale === "signed" ? [-largest, largest] : [Math.min(0, least(known)), most(known)];
+    const [low, high] = log ? [least(positive), most(positive)]
+      : scale === "signed" ? [-largest, largest] : [Math.min(0, least(known)), most(known)];
     const at = log ? (value) => Math.log10(Math.max(value, low)) : (value) => value / 2; // halves do not overflow
     const [from, to] = at(low) < at(high) ? [at(low), at(high)] : [at(low) - 0.5, at(high) + 0.5];
     return {
-      ramp: scale === "signed" ? "signed" : "even", part: (value) => (value === null ? null : (at(value) - from) / (to - from)),
+      ramp: scale === "signed" ? "signed" : "even",
+      part: (value) => (value === null ? null : (at(value) - from) / (to - from)),
       texts: [0, 0.5, 1].map((part) => from + part * (to - from)).map((tick) => format(log ? 10 ** tick : tick * 2)),
     };
   }
-  function pastText(against, log) {
-    if (against === null) return [];
-    return [log ? `${plain(2 ** against)} times the median before` : `${plain(against)} of the median's size above the median before`];
+  function pastText(past, y, x, log) {
+    if (!past || past[y][x] === null) return [];
+    return [log ? `${plain(2 ** past[y][x])} times the median before`
+      : `${plain(past[y][x])} of the median's size above the median before`];
   }
 
-  function toggle(open, group) {
-    const key = group.slice(0, -2);
-    if (!open.delete(key)) open.add(key);
-  }
   // The row and column that are chosen; of a row that is folded away, the group that has it.
   function found(rows, heat) {
     if (!chosen.has("module") || !chosen.has("step")) return null;
@@ -76,9 +79,34 @@ const maps = (() => {
     const over = row >= 0 ? row : rows.findLastIndex((each) => each.group && key.startsWith(each.key.slice(0, -1)));
     return over < 0 || column < 0 ? null : { row: over, column };
   }
-  function chosenBox(row, heat, phase, column, facts, texts) {
-    return element("div", { class: "chosen" }, element("b", {}, name(row.title)), `, ${phase}, step ${stepText(heat, column)}`,
-      element("div", { class: "quiet small" }, facts.join("; ")), ...commands.list(texts));
+  // Draws a map, its key and the box of the cell that is chosen, whose facts and commands `box` returns.
+  // `chose` is what is chosen with a cell, `redraw` draws this map again, and `follow` what shows the same cell.
+  function draw(panel, { label, heat, phase, tree, colors, lines, chose, redraw, follow, keys, box }) {
+    const { open, rows } = tree;
+    foldButtons(panel, tree, redraw);
+    const selected = found(rows, heat);
+    plots.heat(byId(`${panel}-plot`), {
+      label, rows, steps: heat.steps, ramp: colors.ramp, lines, selected,
+      onSelect: (row, column) => {
+        remember({ panel, phase, module: rows[row].key, step: heat.steps[column], ...chose });
+        redraw();
+        follow();
+      },
+      onFold: (group) => {
+        const key = group.slice(0, -2);
+        if (!open.delete(key)) open.add(key);
+        redraw();
+      },
+    });
+    byId(`${panel}-key`).replaceChildren(...keys.filter(Boolean).map((text) => element("span", {}, text)),
+      ...(heat.steps.length > 1 ? [plots.legend(colors.ramp, colors.texts)] : []));
+    byId(`${panel}-chosen`).replaceChildren();
+    if (!selected) return;
+    const row = rows[selected.row];
+    const [facts, texts] = box(row, selected);
+    byId(`${panel}-chosen`).append(element("div", { class: "chosen" }, element("b", {}, name(row.title)),
+      `, ${phase}, step ${stepText(heat, selected.column)}`,
+      element("div", { class: "quiet small" }, facts.join("; ")), ...commands.list(texts)));
   }
-  return { chosenBox, colors, columnOf, foldButtons, found, pastText, rowsOf, scaled, stepText, toggle };
+  return { colorsFor, columnOf, draw, foldButtons, pastText, rowsOf, scaled, stepText };
 })();

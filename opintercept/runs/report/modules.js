@@ -5,14 +5,16 @@ const modules = (() => {
   // Where there are more rows than this, groups are folded.
   const most = 60;
 
-  // Rows as a tree: { key, label, rows: all below, own: its own row or null, children }. A group with one child joins it.
+  // Rows as a tree: { key, label, rows: all below, own: its own row or null, children }. A group with one child joins
+  // it.
   function tree(names, exact, rows) {
-    const root = { key: "", label: "", rows: [], own: null, children: new Map() };
+    const made = (key, label) => ({ key, label, rows: [], own: null, children: new Map() });
+    const root = made("", "");
     for (const row of rows) {
       const parts = exact[row] ? names[row].split(".") : [names[row]];
       let node = root;
       parts.forEach((part, number) => {
-        if (!node.children.has(part)) node.children.set(part, { key: parts.slice(0, number + 1).join("."), label: part, rows: [], own: null, children: new Map() });
+        if (!node.children.has(part)) node.children.set(part, made(parts.slice(0, number + 1).join("."), part));
         node = node.children.get(part);
         node.rows.push(row);
       });
@@ -51,12 +53,13 @@ const modules = (() => {
 
   // What is shown of a tree: { key, label, title, depth, folded, rows, group }.
   function flat(nodes, isOpen, depth = 0) {
+    const leaf = ({ key }, label, depth, rows) => ({ key, label, title: key, depth, folded: null, rows, group: false });
     return nodes.flatMap((node) => {
-      if (!node.children.length) return [{ key: node.key, label: node.label, title: node.key, depth, folded: null, rows: node.rows, group: false }];
+      if (!node.children.length) return [leaf(node, node.label, depth, node.rows)];
       const key = `${node.key}.*`;
-      const row = { key, label: node.label, title: key, depth, folded: !isOpen(node.key), rows: node.rows, group: true };
+      const row = { ...leaf({ key }, node.label, depth, node.rows), folded: !isOpen(node.key), group: true };
       if (row.folded) return [row];
-      const own = node.own === null ? [] : [{ key: node.key, label: "(itself)", title: node.key, depth: depth + 1, folded: null, rows: [node.own], group: false }];
+      const own = node.own === null ? [] : [leaf(node, "(itself)", depth + 1, [node.own])];
       return [row, ...own, ...flat(node.children, isOpen, depth + 1)];
     });
   }
@@ -80,11 +83,10 @@ const modules = (() => {
       for (const cell of known.get(row) || []) {
         const column = cells.column[cell];
         const sum = found[column] || (found[column] = {
-          calls: 0, flops: 0, seconds: 0, call: null, count: 0, nan: 0, inf: 0, finite: 0, sum: 0, square: 0, min: null, max: null, values: false,
+          calls: 0, flops: 0, seconds: 0, call: null, count: 0, nan: 0, inf: 0, finite: 0, sum: 0, square: 0,
+          min: null, max: null, values: false,
         });
-        sum.calls += cells.calls[cell];
-        sum.flops += cells.flops[cell];
-        sum.seconds += cells.seconds[cell] || 0;
+        for (const name of ["calls", "flops", "seconds"]) sum[name] += cells[name][cell] || 0;
         if (cells.index) {
           const call = [cells.rank[cell], cells.index[cell]];
           if (!sum.call || call[0] < sum.call[0] || (call[0] === sum.call[0] && call[1] < sum.call[1])) sum.call = call;

@@ -9,7 +9,10 @@
   const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
   state.data = data;
   state.run = data.runs[0];
-  const inputs = { phase: "heat-phase", statistic: "heat-statistic", tensors: "heat-role", colors: "heat-colors", filter: "heat-filter" };
+  const inputs = {
+    phase: "heat-phase", statistic: "heat-statistic", tensors: "heat-role", colors: "heat-colors",
+    filter: "heat-filter",
+  };
 
   function drawAll() {
     divergence.draw();
@@ -44,11 +47,11 @@
   overview.draw();
   divergence.text();
   byId("choice").hidden = data.runs.length < 2;
-  fill(byId("divergence-colors"), state.run.heat.steps.length > 1 ? maps.colors : maps.colors.slice(0, 1));
+  fill(byId("divergence-colors"), maps.colorsFor(state.run.heat));
   on(["divergence-phase", "divergence-colors"], "change", divergence.draw);
   on(["run"], "change", () => { remember({ run: "AB"[Number(byId("run").value)] }); showChosen(); });
   for (const [key, id] of Object.entries(inputs)) {
-    byId(id).addEventListener(id === "heat-filter" ? "input" : "change", () => { remember({ [key]: byId(id).value }); heat.draw(); });
+    on([id], id === "heat-filter" ? "input" : "change", () => { remember({ [key]: byId(id).value }); heat.draw(); });
   }
   on(["outputs-module", "outputs-scale"], "change", outputs.draw);
   dark.addEventListener("change", drawAll);

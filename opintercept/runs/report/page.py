@@ -29,7 +29,7 @@ from opintercept.runs.report.panels import (
     PAIRS,
     PHASES,
     HeatMap,
-    module_label,
+    about,
     panels_of,
     rounded,
     shown_text,
@@ -38,61 +38,18 @@ from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
 
 WORST = 10
-SCRIPTS = (
-    "plots",
-    "modules",
-    "parts",
-    "state",
-    "commands",
-    "maps",
-    "overview",
-    "heat",
-    "matmuls",
-    "outputs",
-    "divergence",
-    "page",
-)
 WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited")
 
 
 def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> None:
-    """Write the page. If that fails, `path` stays as it was.
-
-    Args:
-        path: The page, a plain file if it exists.
-        run: The run.
-        other: A run to compare it with.
-
-    Raises:
-        OpInterceptError: The file cannot be written.
-        ImportError: numpy is not installed; or a run has tensors, and safetensors is not installed.
-
-    Example:
-        >>> import os, tempfile, torch
-        >>> from opintercept import intercept, runs
-        >>> from opintercept.runs import report
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with intercept(runs.RunRecorder(f"{folder}/run")):
-        ...         _ = torch.nn.Linear(3, 2)(torch.zeros(4, 3))
-        ...     report.write(f"{folder}/page.html", runs.open_run(f"{folder}/run"))
-        ...     sorted(os.listdir(folder))
-        ['page.html', 'run']
-    """
+    """Write the page, which compares the run with the other. If that fails, `path` stays as it was."""
     text = page(run, other)
     with replaced(path, "the page") as partial, open(partial, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
 
 
 def page(run: Run, other: Run | None = None) -> str:
-    """The page as text: less than 2 MB, most of which are the compressed statistics.
-
-    Args:
-        run: The run.
-        other: A run to compare it with.
-
-    Raises:
-        ImportError: numpy is not installed; or a run has tensors, and safetensors is not installed.
-    """
+    """The page as text: less than 2 MB, most of which are the compressed statistics."""
     cells = CELLS if other is None else CELLS // 2
     shown, heat = panels_of(run, cells)
     data: dict[str, Any] = {"runs": [shown], "divergence": None}
@@ -102,10 +59,11 @@ def page(run: Run, other: Run | None = None) -> str:
         other.close()
         data = {"runs": [shown, shown_of_other], "divergence": divergence(run, other, heat)}
     files = resources.files("opintercept.runs.report")
-    scripts = {name: files.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS}
+    template = files.joinpath("page.html").read_text("utf-8")
+    names = re.findall(r"<script>@@(\w+)@@</script>", template)
+    scripts = {name: files.joinpath(f"{name}.js").read_text("utf-8") for name in names}
     parts = {"policy": _policy(*scripts.values()), "data": _packed(data), **scripts}
     # One pass over the template: what is put in is not searched for further marks.
-    template = files.joinpath("page.html").read_text("utf-8")
     return re.sub(r"@@(\w+)@@", lambda match: parts[match[1]], template)
 
 
@@ -120,11 +78,6 @@ def _packed(plain: Any) -> str:
     """JSON, compressed and in letters that an HTML parser cannot take for markup."""
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode())).decode()
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """What a page shows of one run, as plain data."""
-    return panels_of(run)[0]
 
 
 def divergence(a: Run, b: Run, heat: HeatMap) -> dict[str, Any]:
@@ -142,14 +95,8 @@ def divergence(a: Run, b: Run, heat: HeatMap) -> dict[str, Any]:
             left_out += 1
             continue
         kind = next(kind for kind in WORST_FIRST if each.kinds.get(kind))
-        point = [
-            row,
-            each.phase,
-            kind,
-            each.calls,
-            sum(each.kinds.get(kind, 0) for kind in WORST_FIRST),
-            _size(each.relative),
-        ]
+        differ = sum(each.kinds.get(kind, 0) for kind in WORST_FIRST)
+        point = [row, each.phase, kind, each.calls, differ, _size(each.relative)]
         known = worst.setdefault((row, each.phase), point)
         if _known(each.relative) > _known(known[5]):
             worst[row, each.phase] = point
@@ -172,16 +119,9 @@ def divergence(a: Run, b: Run, heat: HeatMap) -> dict[str, Any]:
 
 
 def _pair(pair: CallDifference) -> dict[str, Any]:
-    record, output = pair.a.record, pair.output
-    return {
-        "index": record.index,
+    output = pair.output
+    return about(pair.a) | {
         "other_index": pair.b.record.index,
-        "rank": pair.a.rank,
-        "step": record.step,
-        "op": shown_text(record.op.removeprefix("aten::")),
-        "phase": record.phase,
-        "module": module_label(record.module),
-        "source": shown_text(record.source or ""),
         "kind": pair.kind,
         "changed": list(pair.changed[:NAMED]),
         "arguments": [

@@ -88,17 +88,13 @@ def _add_up(
     def learn(call_site: StoredCallSite, signature: CallSignature) -> list[float]:
         record = signature.record_at(call_site)
         work = [math.nan if each is None else each for each in (record.flops, record.bytes)]
-        counts = [signature.roles.get(role, (-1,))[0] for role in ROLES]
+        counts = [signature.roles[role][0] if role in signature.slots else -1 for role in ROLES]
         return [heat.spot(call_site), matmuls.row(record), *work, *counts]
 
     kinds = CallKinds(columns, learn)
     for start, chunk in columns.chunks(_READ):
         spot, row, flops, size, *counts = kinds.of(chunk)
-        work = {
-            "calls": np.ones(len(spot)),
-            "flops": np.nan_to_num(flops),
-            "seconds": seconds_of(chunk),
-        }
+        work = {"calls": np.ones(len(spot)), "flops": np.nan_to_num(flops), "seconds": seconds_of(chunk)}
         bad = (chunk["output_nan"] > 0) | (chunk["output_inf"] > 0)
         earliest.add(columns, start, chunk, bad)
         unknown = {"no_flops": np.isnan(flops), "no_bytes": np.isnan(size)}
@@ -138,10 +134,9 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}")
 
 
-def _first(call: StoredCall, heat: HeatMap) -> dict[str, Any]:
-    """The first call whose output is not finite."""
-    record, output = call.record, call.values["output"]
-    operands = {role: values for role, values in call.values.items() if not is_output(role)}
+def about(call: StoredCall) -> dict[str, Any]:
+    """Which call it is, as the page shows it."""
+    record = call.record
     return {
         "index": record.index,
         "rank": call.rank,
@@ -150,32 +145,29 @@ def _first(call: StoredCall, heat: HeatMap) -> dict[str, Any]:
         "phase": record.phase,
         "module": module_label(record.module),
         "source": shown_text(record.source or ""),
-        "nan": output.nan,
-        "inf": output.inf,
-        "count": output.count,
-        "from": [role for role, v in operands.items() if not v.finite][:NAMED] if operands else None,
-        "row": heat.modules.get(record.module),
     }
+
+
+def _first(call: StoredCall, heat: HeatMap) -> dict[str, Any]:
+    """The first call whose output is not finite."""
+    output = call.values["output"]
+    operands = {role: values for role, values in call.values.items() if not is_output(role)}
+    causes = [role for role, values in operands.items() if not values.finite][:NAMED] if operands else None
+    figures = {"nan": output.nan, "inf": output.inf, "count": output.count}
+    return about(call) | figures | {"from": causes, "row": heat.modules.get(call.record.module)}
 
 
 class HeatMap:
     """Modules, in the order of their first calls, over steps. A column has as many steps as it takes to fit.
 
-    Attributes:
-        modules: The row of each module.
-        left_out: How many calls belong to modules that the map has no room for.
-        width: How many steps a column has.
-
-    Args:
-        most: How many cells there may be.
-        replayable: Whether cells name a call of theirs.
+    There are `most` cells at most, which name a call of theirs if the run is `replayable`.
     """
 
     def __init__(self, most: int = CELLS, *, replayable: bool = False) -> None:
         self._most, self._replayable = most, replayable
-        self.modules: dict[str | None, int] = {}
-        self.left_out = 0
-        self.width = 1
+        self.modules: dict[str | None, int] = {}  # their rows
+        self.left_out = 0  # calls of modules that the map has no room for
+        self.width = 1  # steps of a column
         self._cells = GroupSums()  # by `spot` and column
 
     def spot(self, call_site: StoredCallSite) -> int:
@@ -186,15 +178,7 @@ class HeatMap:
         return row * len(PHASES) + PHASES.index(call_site.phase)
 
     def add(self, rank: int, spot: Array, chunk: Arrays, work: Arrays, counts: dict[str, Array]) -> None:
-        """Add a chunk of calls.
-
-        Args:
-            rank: Their process.
-            spot: The `spot` of each.
-            chunk: Their columns.
-            work: Figures of each call.
-            counts: By role, how many values each tensor has; negative for calls without one.
-        """
+        """Add a chunk of calls; `counts` says by role how many values each tensor has, negative if there is none."""
         figures = work | {"rank_first": np.full(len(spot), rank), "index_first": chunk["index"]}
         for role, count in counts.items():
             if (count >= 0).any():
@@ -271,20 +255,10 @@ class MatmulTable:
 
     def row(self, record: CallRecord) -> int:
         """The number of the row of a call."""
-        lhs, gemm = record.lhs, record.gemm
-        dtypes = gemm.dtypes if gemm is not None else () if lhs is None else (lhs.dtype,)
         module = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module or "") if record.module is not None else "\0"
-        shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(lhs.shape))
-        device = "" if lhs is None else lhs.device.partition(":")[0]
-        texts = (
-            record.op.removeprefix("aten::"),
-            record.phase,
-            module,
-            shape,
-            ", ".join(dict.fromkeys(dtypes)),
-            device,
-        )
-        key = tuple(map(_ends, texts))
+        device = "" if record.main is None else record.main.device.partition(":")[0]
+        names = (record.op.removeprefix("aten::"), record.phase, module, record.shape, record.dtype, device)
+        key = tuple(map(_ends, names))
         if key not in self._rows and len(self._rows) == MATMULS_ADDED_UP:
             return -1
         return self._rows.setdefault(key, len(self._rows))
@@ -341,8 +315,7 @@ _Stored = tuple[int, int, str]  # rank, step and name of a recorded tensor
 class _Spots:
     """Outputs of one module in one phase, spread evenly over the steps, and the last ones.
 
-    Args:
-        size: How many make one histogram.
+    So many (`size`) make one histogram.
     """
 
     def __init__(self, size: int) -> None:

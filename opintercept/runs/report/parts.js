@@ -5,7 +5,8 @@ const parts = (() => {
   const byId = (id) => document.getElementById(id);
   const name = (text) => element("span", { class: "name" }, text);
   const cell = (text, kind) => element("div", { class: `name cell ${kind}` }, text);
-  const counted = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many || one + "s"}`;
+  const digits = (number) => number.toLocaleString("en");
+  const counted = (number, one, many) => `${digits(number)} ${number === 1 ? one : many || one + "s"}`;
 
   function figure(value, unit) {
     if (value === null || value === undefined) return "?";
@@ -26,6 +27,9 @@ const parts = (() => {
   }
   function nonfinite([nan, inf]) {
     return [nan && counted(nan, "NaN", "NaN"), inf && counted(inf, "Inf", "Inf")].filter(Boolean).join(" and ");
+  }
+  function rangeText({ min, max, mean, rms }) {
+    return [`smallest ${plain(min)}, largest ${plain(max)}`, `mean ${plain(mean)}, root mean square ${plain(rms)}`];
   }
   // Shortens "encoder.layer.11.attention.query" to "e.l.11.a.query": the last part and the numbers say most.
   function short(text, most) {
@@ -53,5 +57,8 @@ const parts = (() => {
   // A long array is too many arguments for Math.min.
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
   const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
-  return { byId, cell, clear, counted, figure, fill, least, most, name, nonfinite, notes, on, plain, short, time };
+  return {
+    byId, cell, clear, counted, digits, figure, fill, least, most, name, nonfinite, notes, on, plain, rangeText,
+    short, time,
+  };
 })();

@@ -12,7 +12,8 @@ const plots = (() => {
     return node;
   }
   const element = (tag, attributes, ...children) => made(document.createElement(tag), attributes, children);
-  const shape = (tag, attributes, ...children) => made(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  const svg = "http://www.w3.org/2000/svg";
+  const shape = (tag, attributes, ...children) => made(document.createElementNS(svg, tag), attributes, children);
 
   // --- the text beside the pointer
 
@@ -55,8 +56,18 @@ const plots = (() => {
 
   const rowHeight = 20;
   const marks = {
-    nan: (ink, x, y, size) => { ink.moveTo(x - size, y - size); ink.lineTo(x + size, y + size); ink.moveTo(x + size, y - size); ink.lineTo(x - size, y + size); },
-    inf: (ink, x, y, size) => { ink.moveTo(x - size, y + size); ink.lineTo(x, y - size); ink.lineTo(x + size, y + size); ink.closePath(); },
+    nan: (ink, x, y, size) => {
+      for (const slope of [1, -1]) {
+        ink.moveTo(x - size, y - slope * size);
+        ink.lineTo(x + size, y + slope * size);
+      }
+    },
+    inf: (ink, x, y, size) => {
+      ink.moveTo(x - size, y + size);
+      ink.lineTo(x, y - size);
+      ink.lineTo(x + size, y + size);
+      ink.closePath();
+    },
     star: (ink, x, y, size) => {
       for (let point = 0; point < 10; point++) {
         const [turn, reach] = [Math.PI * (point / 5 - 0.5), (point % 2 ? 0.5 : 1.3) * size];
@@ -66,7 +77,7 @@ const plots = (() => {
     },
   };
 
-  // rows: { key, label, title, depth, folded (null for one that cannot fold), cells: by column { part, text, mark, equal } }.
+  // rows: { key, label, title, depth, folded (null for one that cannot fold), cells: by column { part, text, mark } }.
   // With a single column, `text` and the length of a bar tell values apart better than colours do.
   function heat(place, { label, rows, steps, ramp, lines, selected, onSelect, onFold }) {
     const scrolled = place.querySelector(".rows")?.scrollTop || 0;
@@ -74,19 +85,23 @@ const plots = (() => {
     const columns = steps.length;
     const names = element("div", { class: "names" });
     for (const row of rows) {
-      const title = row.title || row.label;
-      const text = element("span", { class: "name" }, row.label);
-      const style = `padding-left:${4 + row.depth * (narrow() ? 7 : 14)}px`;
+      const known = { title: row.title || row.label, style: `padding-left:${4 + row.depth * (narrow() ? 7 : 14)}px` };
+      const words = [element("span", { class: "name" }, row.label), ...(row.sign ? [element("i", {}, row.sign)] : [])];
       if (row.folded === null) {
-        names.append(element("div", { class: "leaf", title, style }, text, ...(row.sign ? [element("i", {}, row.sign)] : [])));
+        names.append(element("div", { class: "leaf", ...known }, ...words));
       } else {
-        const button = element("button", { type: "button", title, style, "aria-expanded": String(!row.folded), "data-key": row.key }, element("b", { "aria-hidden": "true" }, row.folded ? "▸" : "▾"), text, ...(row.sign ? [element("i", {}, row.sign)] : []));
+        const button = element("button",
+          { type: "button", ...known, "aria-expanded": String(!row.folded), "data-key": row.key },
+          element("b", { "aria-hidden": "true" }, row.folded ? "▸" : "▾"), ...words);
         button.addEventListener("click", () => onFold(row.key));
         names.append(button);
       }
     }
-    const canvas = element("canvas", { tabindex: "0", role: "application", "data-key": "canvas", "aria-roledescription": "heat map",
-      "aria-label": `${label}: ${rows.length} rows, ${columns} columns. Arrow keys choose a cell, + and - open and fold a row.` });
+    const canvas = element("canvas", {
+      tabindex: "0", role: "application", "data-key": "canvas", "aria-roledescription": "heat map",
+      "aria-label": `${label}: ${rows.length} rows, ${columns} columns. `
+        + "Arrow keys choose a cell, + and - open and fold a row.",
+    });
     const axis = element("div", { class: "steps", "aria-hidden": "true" });
     place.replaceChildren(element("div", { class: "rows" }, names, element("div", { class: "cells" }, canvas)), axis);
     const width = canvas.parentElement.clientWidth;
@@ -105,8 +120,8 @@ const plots = (() => {
       rows.forEach((row, y) => row.cells.forEach((cell, x) => {
         if (!cell) return;
         const [left, top] = [x * wide, y * rowHeight];
+        const long = cell.part === null ? 0 : Math.max(2, (0.04 + 0.96 * cell.part) * (width - 130));
         if (columns === 1) {
-          const long = cell.part === null ? 0 : Math.max(2, (0.04 + 0.96 * cell.part) * (width - 130));
           ink.fillStyle = bar;
           ink.fillRect(left, top + 3, long, rowHeight - 6);
           ink.fillStyle = text;
@@ -117,7 +132,7 @@ const plots = (() => {
         }
         if (!cell.mark) return;
         const size = Math.max(2.5, Math.min(5, wide * 0.4));
-        const at = columns === 1 ? (cell.part === null ? 0 : Math.max(2, (0.04 + 0.96 * cell.part) * (width - 130))) + 12 : left + wide / 2;
+        const at = columns === 1 ? long + 12 : left + wide / 2;
         ink.beginPath();
         marks[cell.mark](ink, at, top + rowHeight / 2, size);
         ink.lineWidth = 4;
@@ -135,11 +150,13 @@ const plots = (() => {
       }
     };
     draw();
-    const shown = columns === 1 ? [0] : ticks(0, columns - 1, Math.max(2, Math.floor(width / 70))).filter(Number.isInteger);
-    axis.append(element("span", { class: "axis" }, "step"), element("div", {}, ...shown.map((column) => element("span", { style: `left:${(column + 0.5) * wide}px` }, String(steps[column])))));
+    const shown = ticks(0, columns - 1, Math.max(2, Math.floor(width / 70))).filter(Number.isInteger);
+    axis.append(element("span", { class: "axis" }, "step"), element("div", {}, ...shown.map((column) => element("span",
+      { style: `left:${(column + 0.5) * wide}px` }, String(steps[column])))));
     const at = (event) => {
       const box = canvas.getBoundingClientRect();
-      const [column, row] = [Math.floor((event.clientX - box.left) / wide), Math.floor((event.clientY - box.top) / rowHeight)];
+      const column = Math.floor((event.clientX - box.left) / wide);
+      const row = Math.floor((event.clientY - box.top) / rowHeight);
       return rows[row]?.cells[column] ? { row, column } : null;
     };
     canvas.addEventListener("pointermove", (event) => {
@@ -148,10 +165,16 @@ const plots = (() => {
       else hideTip();
     });
     canvas.addEventListener("pointerleave", hideTip);
-    canvas.addEventListener("click", (event) => { const found = at(event); if (found) onSelect(found.row, found.column); });
+    canvas.addEventListener("click", (event) => {
+      const found = at(event);
+      if (found) onSelect(found.row, found.column);
+    });
     canvas.addEventListener("keydown", (event) => {
       const from = selected || { row: 0, column: -1 };
-      const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -columns], End: [0, columns] };
+      const moves = {
+        ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0],
+        Home: [0, -columns], End: [0, columns],
+      };
       const { folded, key } = rows[from.row];
       if (event.key in moves) {
         const [down, right] = moves[event.key];
@@ -166,10 +189,12 @@ const plots = (() => {
     });
     const box = place.querySelector(".rows");
     box.scrollTop = scrolled;
-    if (focused) [...place.querySelectorAll("[data-key]")].find((each) => each.dataset.key === focused)?.focus({ preventScroll: true });
+    const again = [...place.querySelectorAll("[data-key]")].find((each) => each.dataset.key === focused);
+    if (again) again.focus({ preventScroll: true });
     if (selected) {
       const top = selected.row * rowHeight;
-      if (top < box.scrollTop || top + rowHeight > box.scrollTop + box.clientHeight) box.scrollTop = top - box.clientHeight / 2;
+      const { scrollTop, clientHeight } = box;
+      if (top < scrollTop || top + rowHeight > scrollTop + clientHeight) box.scrollTop = top - clientHeight / 2;
     }
   }
 
@@ -181,8 +206,11 @@ const plots = (() => {
     const rough = (high - low) / most;
     const power = 10 ** Math.floor(Math.log10(rough));
     const every = [1, 2, 5, 10].map((part) => part * power).find((step) => step >= rough * 0.999) || rough;
+    const within = (value) => value <= high + every * 1e-9;
     const found = [];
-    for (let number = Math.ceil(low / every - 1e-9); number * every <= high + every * 1e-9 && found.length < 50; number++) found.push(Number((number * every).toPrecision(12)));
+    for (let number = Math.ceil(low / every - 1e-9); within(number * every) && found.length < 50; number++) {
+      found.push(Number((number * every).toPrecision(12)));
+    }
     return found;
   }
   function logTicks(low, high, most) {
@@ -191,8 +219,8 @@ const plots = (() => {
     const found = [];
     for (let power = first; power <= last; power += every) found.push(10 ** power);
     if (found.length > 1) return found;
-    return [1, 2, 5].flatMap((part) => [first - 1, first, last].map((power) => part * 10 ** power))
-      .filter((value, number, all) => value >= low && value <= high && all.indexOf(value) === number).sort((one, other) => one - other);
+    const round = [1, 2, 5].flatMap((part) => [first - 1, first, last].map((power) => part * 10 ** power));
+    return [...new Set(round)].filter((value) => value >= low && value <= high).sort((one, other) => one - other);
   }
 
   // Each axis is { title, low, high, log, format }; `draw` gets the functions from values to pixels and returns shapes.
@@ -214,7 +242,8 @@ const plots = (() => {
         shape("text", { class: "tick", x: left - 6, y: atY(value) + 4, "text-anchor": "end" }, y.format(value)));
     }
     for (const value of x.ticks || values(x, Math.max(2, Math.floor((right - left) / 80)))) {
-      drawn.append(shape("text", { class: "tick", x: atX(value), y: bottom + 16, "text-anchor": "middle" }, x.format(value)));
+      const place = { class: "tick", x: atX(value), y: bottom + 16, "text-anchor": "middle" };
+      drawn.append(shape("text", place, x.format(value)));
     }
     drawn.append(shape("line", { class: "frame", x1: left, x2: right, y1: bottom, y2: bottom }),
       shape("text", { class: "title", x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, x.title),

@@ -1,6 +1,6 @@
 "use strict";
-// What the panels share: the data, the run that is shown, and what is chosen, which the address keeps. `page.js` sets the
-// data, the run, and `showChosen`, which puts what is chosen into all panels.
+// What the panels share: the data, the run that is shown, and what is chosen, which the address keeps. `page.js` sets
+// the data, the run, and `showChosen`, which puts what is chosen into all panels.
 const state = (() => {
   const chosen = new Map(new URLSearchParams(location.hash.slice(1)));
   const fields = ["run", "phase", "statistic", "tensors", "colors", "filter", "step", "module", "panel"];
@@ -11,8 +11,8 @@ const state = (() => {
       if (value === null || value === "") chosen.delete(key);
       else chosen.set(key, String(value));
     }
-    const address = new URLSearchParams(fields.filter((key) => chosen.has(key)).map((key) => [key, chosen.get(key)])).toString();
-    history.replaceState(null, "", address ? `#${address}` : location.pathname);
+    const kept = fields.filter((key) => chosen.has(key)).map((key) => [key, chosen.get(key)]);
+    history.replaceState(null, "", kept.length ? `#${new URLSearchParams(kept)}` : location.pathname);
   }
   const shared = { data: null, run: null, showChosen: null, chosen, letter, letterOf, remember };
   return shared;
