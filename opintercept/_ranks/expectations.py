@@ -26,29 +26,18 @@ Group = tuple[int, ...]
 
 
 class RankOperand(NamedTuple):
-    """One operand of a rank, by its hash.
+    """One operand of a rank, by its hash."""
 
-    Attributes:
-        key: The place of the operand, from `key_of`.
-        value: A hash of its values.
-        flags: `CONSTANT`, `WEIGHT`, or both.
-    """
-
-    key: int
-    value: int
-    flags: int = 0
+    key: int  # its place, from `key_of`
+    value: int  # a hash of its values
+    flags: int = 0  # CONSTANT, WEIGHT, or both
 
 
 class DivergedOperand(NamedTuple):
-    """Ranks whose operands should be equal and are not.
+    """Ranks whose operands should be equal and are not."""
 
-    Attributes:
-        key: The place of the operand.
-        ranks: The ranks with each value. The group with the most ranks is first.
-    """
-
-    key: int
-    ranks: tuple[Group, ...]
+    key: int  # the place of the operand
+    ranks: tuple[Group, ...]  # those with each value, the largest group first
 
 
 class _Candidate:
@@ -63,14 +52,11 @@ class _Candidate:
 
 
 class Expectations:
-    """The groups of ranks that should be equal, by operand.
+    """The groups of ranks that should be equal, by operand: all of them in every operand if `all_equal`.
 
-    Args:
-        size: How many ranks there are.
-        all_equal: Whether all ranks should be equal in every operand. Otherwise a weight should be equal on the ranks
-            that have it in common when it first appears. Another operand should be equal on the ranks that have had
-            it in common in two steps with different values. Constants do not count, since ranks have zeros in common
-            by chance.
+    Otherwise a weight should be equal on the ranks that have it in common when it first appears. Another operand should
+    be equal on the ranks that have had it in common in two steps with different values. Constants do not count, since
+    ranks have zeros in common by chance.
     """
 
     def __init__(self, size: int, all_equal: bool = False) -> None:
@@ -98,16 +84,10 @@ class Expectations:
         return any(rank in group for group in groups)
 
     def summed(self, rank: int, step: int, entries: Iterable[RankOperand]) -> tuple[int, int]:
-        """Return what a rank contributes to the sum over all ranks.
+        """What the entries of a rank contribute to the sums over all ranks, in its comparison number `step`.
 
-        Args:
-            rank: The rank.
-            step: The number of its comparison.
-            entries: Its operands.
-
-        Returns:
-            A number whose sum over all ranks is 0 mod 2**64 if all agree, and, but for a chance of about 2**-60, only
-            then; and how many operands it has of which it is not known whether they should be equal.
+        The first sum is 0 mod 2**64 if all ranks agree and, but for a chance of about 2**-60, only then. The second
+        counts operands of which it is not known whether they should be equal.
         """
         share = _share(self._all, rank)
         total, unknown = share * splitmix64(step) + share * splitmix64(self.version ^ 1 << 63), 0
@@ -124,13 +104,8 @@ class Expectations:
     def judge(self, tables: Sequence[Sequence[RankOperand]]) -> list[DivergedOperand]:
         """Compare the operands of all ranks in one step, and learn which of them should be equal.
 
-        Operands that only some ranks have are compared on those. Ranks that diverge are not expected to be equal again.
-
-        Args:
-            tables: The operands of each rank, in the order of its calls.
-
-        Returns:
-            Which operands have diverged, in the order of the calls.
+        The table of a rank has its operands in the order of its calls, and so has the result. Operands that only some
+        ranks have are compared on those. Ranks that diverge are not expected to be equal again.
         """
         found: dict[int, dict[int, RankOperand]] = {}
         first: dict[int, int] = {}

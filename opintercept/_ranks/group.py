@@ -17,17 +17,11 @@ _inherited: Any = None  # the process group of the parent, which a forked child 
 
 
 class Ranks(NamedTuple):
-    """A group of at least two ranks.
+    """A group of at least two ranks."""
 
-    Attributes:
-        group: What `torch.distributed` calls it; None for all ranks.
-        rank: This process, by its place in `members`.
-        members: The global ranks.
-    """
-
-    group: Any
-    rank: int
-    members: tuple[int, ...]
+    group: Any  # what torch.distributed calls it; None for all ranks
+    rank: int  # this process, by its place in `members`
+    members: tuple[int, ...]  # the global ranks
 
     def summed(self, numbers: Sequence[int]) -> list[int]:
         """The sum over all ranks of each number, mod 2**64."""
@@ -52,11 +46,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: Any) -> Ranks | str:
-    """The ranks of a group, or why there is nothing to compare.
-
-    Args:
-        group: A process group, or None for all ranks.
-    """
+    """The ranks of a process group, all of them if None; or why there is nothing to compare."""
     if not dist.is_available() or not dist.is_initialized():
         return "torch.distributed is not initialised"
     if dist.group.WORLD is _inherited:

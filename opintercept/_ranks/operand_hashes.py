@@ -47,15 +47,7 @@ class OperandHashes:
         self._streams.clear()
 
     def of(self, tensor: torch.Tensor, constants: bool) -> Hash | None:
-        """Hash a tensor; None if it has no values of its own.
-
-        Args:
-            tensor: Any tensor.
-            constants: Whether to find out if its elements are all equal.
-
-        Raises:
-            RuntimeError, TypeError, NotImplementedError: Torch cannot read the values.
-        """
+        """Hash a tensor, and with `constants` find out if its elements are all equal; None without own values."""
         whole, weight = tensor, parameter_of(tensor)
         if weight is None:
             return self._hashed(tensor, constants)

@@ -265,11 +265,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run(tmp_path_factory.mktemp("four"), 4, *FOUR)
 
 
-def finding(said: dict[str, Any]) -> dict[str, Any]:
+def finding(said: dict[str, Any]) -> hooks.Divergence:
     """The only finding."""
-    (found,) = said["findings"]
-    names = ("ranks", "step", "index", "module", "op", "phase", "operand", "weight", "source", "more")
-    return dict(zip(names, found, strict=True))
+    ((ranks, *others),) = said["findings"]
+    return hooks.Divergence(tuple(map(tuple, ranks)), *others)
 
 
 pytestmark = needs_ranks
@@ -291,34 +290,34 @@ def test_data_parallel_training_raises_no_alarm_and_keeps_its_bits(two: Any, way
 def test_one_flipped_bit_of_a_weight_is_named_with_its_ranks(four: Any) -> None:
     for rank in four:
         found = finding(rank["flipped"])
-        assert found["ranks"] == [[0, 2, 3], [1]]
-        assert (found["step"], found["module"], found["op"], found["phase"]) == (
-            3,
-            "blocks.1.down",
-            "aten::addmm",
-            "forward",
-        )
-        assert (found["operand"], found["weight"], found["more"]) == ("rhs", True, 2)  # recomputed, and in backward
-        assert (
-            "rank 1 diverged from ranks 0, 2, 3 at step 3, call 51, module blocks.1.down, rhs (weight)"
-            in (rank["flipped"]["text"])
-        )
+        assert found.ranks == ((0, 2, 3), (1,))
+        assert (found.step, found.module, found.op, found.phase) == (3, "blocks.1.down", "aten::addmm", "forward")
+        assert (found.operand, found.weight, found.more) == ("rhs", True, 2)  # recomputed, and in backward
+        named = "rank 1 diverged from ranks 0, 2, 3 at step 3, call 51, module blocks.1.down, rhs (weight)"
+        assert named in rank["flipped"]["text"]
 
 
 @slow
-def test_a_flipped_bit_is_named_under_autocast_and_with_every(two: Any) -> None:
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("flipped under autocast", {"step": 3, "module": "blocks.1.down", "operand": "rhs", "weight": True}),
+        ("every other step", {"step": 4}),
+        ("not synchronised", {"step": 1, "module": "blocks.0.up", "operand": "rhs", "weight": True}),
+        ("frozen", {"step": 3, "operand": "rhs"}),  # torch has written to the weight, so it was hashed again
+        ("copied", {"step": 3}),  # a rank with a copy of its hook makes all ranks learn anew
+    ],
+    ids=str,
+)
+def test_the_only_divergence_is_named(two: Any, program: str, expected: dict[str, Any]) -> None:
     for rank in two:
-        found = finding(rank["flipped under autocast"])
-        assert (found["step"], found["module"], found["operand"], found["weight"]) == (3, "blocks.1.down", "rhs", True)
-        assert finding(rank["every other step"])["step"] == 4
-        assert rank["every other step"]["compared"] == 4
+        found = finding(rank[program])
+        assert {name: getattr(found, name) for name in expected} == expected
 
 
 @slow
-def test_ranks_that_nothing_synchronises_diverge_in_the_second_step(two: Any) -> None:
-    for rank in two:
-        found = finding(rank["not synchronised"])
-        assert (found["step"], found["module"], found["operand"], found["weight"]) == (1, "blocks.0.up", "rhs", True)
+def test_every_compares_every_other_step(two: Any) -> None:
+    assert [rank["every other step"]["compared"] for rank in two] == [4, 4]
 
 
 @slow
@@ -333,16 +332,15 @@ def test_an_activation_that_diverges_is_named(two: Any) -> None:
 @slow
 def test_ranks_may_make_different_calls(two: Any) -> None:
     found = [finding(rank["uneven"]) for rank in two]
-    assert [each["index"] for each in found] == [51, 61]  # each says its own number
-    assert all((each["step"], each["module"], each["operand"]) == (3, "blocks.1.down", "rhs") for each in found)
+    assert [each.index for each in found] == [51, 61]  # each says its own number
+    assert all((each.step, each.module, each.operand) == (3, "blocks.1.down", "rhs") for each in found)
 
 
 @slow
 def test_raise_raises_on_all_ranks_and_warn_warns_once(two: Any) -> None:
     for rank in two:
-        assert rank["raised"]["error"].startswith(
-            "rank 1 diverged from rank 0 at step 3, call 51, module blocks.1.down"
-        )
+        said = rank["raised"]["error"]
+        assert said.startswith("rank 1 diverged from rank 0 at step 3, call 51, module blocks.1.down")
         assert rank["raised"]["compared"] == 4
         (warning,) = rank["warned"]["warnings"]
         assert warning.startswith("rank 1 diverged from rank 0 at step 3, call 52, module head, rhs (weight)")
@@ -353,15 +351,12 @@ def test_named_modules_must_be_equal_from_the_first_step_on(two: Any) -> None:
     for rank in two:
         said = rank["named"]
         assert said["weights"]["findings"] == []
-        assert {name.partition(" ")[0] for name in said["weights"]["expected"]} == {
-            "blocks.0.up",
-            "blocks.1.up",
-            "head",
-        }
+        named = {name.partition(" ")[0] for name in said["weights"]["expected"]}
+        assert named == {"blocks.0.up", "blocks.1.up", "head"}
         found = finding(said["others"])
-        assert (found["step"], found["module"], found["operand"]) == (0, "blocks.1.down", "rhs")
+        assert (found.step, found.module, found.operand) == (0, "blocks.1.down", "rhs")
         found = finding(said["activations"])
-        assert (found["step"], found["module"], found["operand"], found["weight"]) == (0, "head", "lhs", False)
+        assert (found.step, found.module, found.operand, found.weight) == (0, "head", "lhs", False)
         (warning,) = said["warnings"]
         assert "module='blocks'" in warning
 
@@ -369,16 +364,6 @@ def test_named_modules_must_be_equal_from_the_first_step_on(two: Any) -> None:
 @slow
 def test_what_is_equal_by_chance_raises_no_alarm(two: Any) -> None:
     assert all(rank["constants"]["findings"] == [] for rank in two)
-
-
-@slow
-def test_a_frozen_weight_that_torch_writes_to_is_hashed_again(two: Any) -> None:
-    assert all((found["step"], found["operand"]) == (3, "rhs") for found in (finding(r["frozen"]) for r in two))
-
-
-@slow
-def test_a_rank_with_a_copy_makes_all_ranks_learn_anew(two: Any) -> None:
-    assert all(finding(rank["copied"])["step"] == 3 for rank in two)
 
 
 @slow
@@ -400,7 +385,7 @@ def test_groups_of_a_grid_are_found_and_a_rank_that_diverges_from_its_group_is_n
     for number, rank in enumerate(four):
         said = rank["grid"]["everywhere"]
         found = finding(said)
-        assert (found["ranks"], found["step"], found["operand"], found["weight"]) == ([[1], [3]], 4, "rhs", True)
+        assert (found.ranks, found.step, found.operand, found.weight) == (((1,), (3,)), 4, "rhs", True)
         assert said["expected"]["Linear aten::mm forward lhs"] == [[0, 1], [2, 3]]
         assert said["expected"]["Linear aten::mm forward rhs"] == [[0, 2], [1, 3]]
         of_data = rank["grid"]["of data"]["findings"]

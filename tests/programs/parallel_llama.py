@@ -19,19 +19,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from opintercept import intercept, runs
 
 
+def llama(seed: int = 0, layers: int = 2) -> Any:
+    torch.manual_seed(seed)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)
+    return transformers.LlamaForCausalLM(config).train(False)
+
+
 def main(folder: str, rank: int, size: int) -> None:
     faulthandler.dump_traceback_later(150, exit=True)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model: Any = transformers.LlamaForCausalLM(config).train(False)
+    model = llama()
     if size > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timedelta(seconds=60)

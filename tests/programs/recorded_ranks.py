@@ -33,12 +33,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 def train(path: str, *, autocast: bool = False, batches: int = 1, last: bool = False, flipped: bool = False) -> None:
     """Record a training with dropout on data of this rank's own.
 
-    Args:
-        path: The run's folder.
-        autocast: Whether products are in bfloat16.
-        batches: How many batches to accumulate gradients of.
-        last: Whether the last batch has another size on each rank.
-        flipped: Whether a weight of rank 2 changes.
+    With `last`, the last batch has another size on each rank, and with `flipped`, a weight of rank 2 changes.
     """
     rank = dist.get_rank()
     torch.manual_seed(3)

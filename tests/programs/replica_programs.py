@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import faulthandler
 import json
 import os
@@ -84,12 +85,8 @@ def train(
 
 
 def said(replicas: hooks.Replicas) -> dict[str, Any]:
-    found = [
-        [f.ranks, f.step, f.index, f.module, f.op, f.phase, f.operand, f.weight, f.source, f.more]
-        for f in replicas.findings
-    ]
     return {
-        "findings": found,
+        "findings": [dataclasses.astuple(finding) for finding in replicas.findings],
         "text": str(replicas),
         "compared": replicas.compared,
         "expected": replicas.expected,

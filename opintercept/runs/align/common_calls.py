@@ -7,7 +7,7 @@ Reads no tensor.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -25,10 +25,10 @@ class JoinedCalls:
 
     Attributes:
         of_a: For each call of A that is joined, the calls of B, each with the number of a match; None for neighbours.
-        shards: For a call of B, those of A's processes that make parts of its output.
         of_b: The calls of B that are joined.
         terms: The calls of A that the other run does not compute by themselves, and why.
-        reasons: Why other calls are not, by side and number.
+        shards: For a call of B, those of A's processes that make parts of its output.
+        reasons: Why other calls are not joined, by side and number.
     """
 
     of_a: dict[int, list[tuple[int, int | None]]] = field(default_factory=lambda: defaultdict(list))
@@ -143,17 +143,15 @@ def _pair_between(joining: Joining, links: JoinedCalls, in_a: range, in_b: range
         left_a = [number for number in in_a if number not in done and _may_be_neighbour(joining.a, number)]
         done = {b for number in in_a for b, _ in links.of_a.get(number, ())}
         left_b = [number for number in in_b if number not in done and _may_be_neighbour(joining.b, number)]
-        signatures_a = [signature(joining.a.calls[number].record) for number in left_a]
-        signatures_b = [signature(joining.b.calls[number].record) for number in left_b]
+        of_a = {number: signature(joining.a.calls[number].record) for number in left_a}
+        of_b = {number: signature(joining.b.calls[number].record) for number in left_b}
         # Where one product more of this signature stands there, it is not known which of them belongs to which.
-        alone = {
-            each for each in {*signatures_a} & {*signatures_b} if signatures_a.count(each) == signatures_b.count(each)
-        }
-        chosen_a = [number for number, each in zip(left_a, signatures_a, strict=True) if each in alone]
-        chosen_b = [number for number, each in zip(left_b, signatures_b, strict=True) if each in alone]
-        one = [each for each in signatures_a if each in alone]
-        other = [each for each in signatures_b if each in alone]
-        for i, j, size in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+        counts_a, counts_b = Counter(of_a.values()), Counter(of_b.values())
+        of_a = {number: each for number, each in of_a.items() if counts_a[each] == counts_b[each]}
+        of_b = {number: each for number, each in of_b.items() if counts_a[each] == counts_b[each]}
+        chosen_a, chosen_b = [*of_a], [*of_b]
+        matcher = SequenceMatcher(None, [*of_a.values()], [*of_b.values()], autojunk=False)
+        for i, j, size in matcher.get_matching_blocks():
             for turn in range(size):
                 links.add(chosen_a[i + turn], chosen_b[j + turn], None)
 

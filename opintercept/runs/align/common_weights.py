@@ -31,45 +31,26 @@ _SHORTEST = 16  # elements of a row that is found whatever their order: shorter 
 
 @dataclass(slots=True)
 class Weight:
-    """A weight, and the calls that multiply by it.
+    """A weight, and the calls that multiply by it."""
 
-    Attributes:
-        shape: Groups, rows and elements of a row.
-        calls: The numbers of the calls, by rank.
-        left: Whether each row has no counterpart yet.
-        sure: Whether it may be a parameter. The operands of attention have groups, too.
-    """
-
-    shape: tuple[int, int, int]
-    calls: dict[int, list[int]]
-    left: Array
-    sure: bool
+    shape: tuple[int, int, int]  # groups, rows and elements of a row
+    calls: dict[int, list[int]]  # their numbers, by rank
+    left: Array  # whether each row has no counterpart yet
+    sure: bool  # whether it may be a parameter: the operands of attention have groups, too
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Rows of a weight of A that are rows of a weight of B.
-
-    Attributes:
-        a: The weight of A.
-        b: The weight of B.
-        rows_a: The rows.
-        rows_b: The row of B for each of them.
-        by: How they were found: equal `"rows"`, equal `"parts"` of rows, equal rows with `"permuted"` elements, or
-            `"values"` that are close.
-        part_a: The elements of A's rows that these are, `(0, k)` for whole rows.
-        part_b: Those of B's.
-        order: For each of A's elements, that of B; None if the order is the same.
-    """
+    """Rows of a weight of A that are rows of a weight of B."""
 
     a: int
     b: int
     rows_a: Array
-    rows_b: Array
-    by: By
-    part_a: tuple[int, int]
+    rows_b: Array  # the row of B for each of A
+    by: By  # equal "rows", equal "parts" of rows, equal rows with "permuted" elements, or "values" that are close
+    part_a: tuple[int, int]  # the elements of A's rows that these are, `(0, k)` for whole rows
     part_b: tuple[int, int]
-    order: Array | None = None
+    order: Array | None = None  # for each of A's elements, that of B; None if the order is the same
 
 
 SideName = Literal["a", "b"]
@@ -77,38 +58,23 @@ SideName = Literal["a", "b"]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A low-rank term that one side adds to what it computes with a weight: `factor * (x @ first.mT) @ second.mT`.
-
-    Attributes:
-        side: `"a"` or `"b"`.
-        first: The weight `[r, k]`.
-        second: The weight `[n, r]`.
-        factor: The factor.
-    """
+    """A low-rank term that one side adds to what it computes with a weight: `factor * (x @ first.mT) @ second.mT`."""
 
     side: SideName
-    first: int
-    second: int
+    first: int  # the weight `[r, k]`
+    second: int  # the weight `[n, r]`
     factor: float
 
 
 @dataclass(slots=True)
 class Side:
-    """The forward calls of a run, and their weights.
-
-    Attributes:
-        run: The run.
-        calls: The calls, rank by rank, in the order in which they ended.
-        weights: The weights, in the order in which they were first used.
-        weight: For each call, the number of its weight; -1 if it has none.
-        reasons: Why a call has no weight.
-    """
+    """The forward calls of a run, rank by rank, in the order in which they ended, and their weights."""
 
     run: Run
     calls: list[StoredCall] = field(default_factory=list)
-    weights: list[Weight] = field(default_factory=list)
-    weight: list[int] = field(default_factory=list)
-    reasons: dict[int, str] = field(default_factory=dict)
+    weights: list[Weight] = field(default_factory=list)  # in the order in which they were first used
+    weight: list[int] = field(default_factory=list)  # for each call, the number of its weight; -1 if it has none
+    reasons: dict[int, str] = field(default_factory=dict)  # why a call has no weight
 
     @classmethod
     def of(cls, run: Run) -> Side:
@@ -183,11 +149,7 @@ class _FingerprintTable:
             found, weights, rows = (np.concatenate(column) for column in zip(*each, strict=True))
             order = np.argsort(found, kind="stable")
             self._by_k[k] = found[order], weights[order], rows[order]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths of rows."""
-        return list(self._by_k)
+        self.lengths = list(self._by_k)  # of rows
 
     def find(self, found: Array, k: int, like: int) -> dict[int, tuple[Array, Array]]:
         """Find these rows: for each weight that has some, which ones and where.

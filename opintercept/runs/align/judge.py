@@ -39,17 +39,11 @@ def compared(joining: Joining, links: JoinedCalls) -> list[Aligned]:
 
 @dataclass(frozen=True, slots=True)
 class _RowErrors:
-    """How the rows of a match differ.
+    """How the rows of a match differ."""
 
-    Attributes:
-        scale: For each row, the factor of A's row that is nearest to B's.
-        rest: What remains of the difference, relative to A's row.
-        scaled: Whether most factors are far from 1, since B's program multiplies by the rest of the weight later.
-    """
-
-    scale: Array
-    rest: Array
-    scaled: bool
+    scale: Array  # for each row, the factor of A's row that is nearest to B's
+    rest: Array  # what remains of the difference, relative to A's row
+    scaled: bool  # most factors are far from 1, since B's program multiplies by the rest of the weight later
 
     @classmethod
     def of(cls, a: torch.Tensor, b: torch.Tensor) -> _RowErrors:

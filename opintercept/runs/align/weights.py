@@ -25,19 +25,12 @@ _PIECE = 1 << 22  # elements that are widened to 64 bits at once
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The tensors of a call, arranged as `x @ w.mT + bias = out`, one product for each of `g` groups.
+    """The tensors of a call, arranged as `x @ w.mT + bias = out`, one product for each of `g` groups."""
 
-    Attributes:
-        x: `[g, m, k]`.
-        w: `[g, n, k]`.
-        out: `[g, m, n]`.
-        bias: `[g or 1, m or 1, n]`, or None.
-    """
-
-    x: torch.Tensor
-    w: torch.Tensor
-    out: torch.Tensor
-    bias: torch.Tensor | None
+    x: torch.Tensor  # [g, m, k]
+    w: torch.Tensor  # [g, n, k]
+    out: torch.Tensor  # [g, m, n]
+    bias: torch.Tensor | None  # [g or 1, m or 1, n]
 
     def columns(self, bias: bool) -> torch.Tensor:
         """The output as `float64[m, g * n]`, a column for each row of the weight, with or without the bias."""
@@ -54,11 +47,7 @@ class Factors:
 
 
 def shape_of(call: StoredCall) -> tuple[int, int, int]:
-    """The shape `[g, n, k]` of the right operand, whose values are not read.
-
-    Raises:
-        OpInterceptError: It was not recorded, or the call is not a product of two matrices.
-    """
+    """The shape `[g, n, k]` of the right operand, whose values are not read; raises OpInterceptError as `weight_of`."""
     batch, _, n, k = _gemm(call)
     _name(call, "rhs")
     shape = call.record.rhs.shape if call.record.rhs is not None else ()
@@ -68,11 +57,7 @@ def shape_of(call: StoredCall) -> tuple[int, int, int]:
 
 
 def weight_of(run: Run, call: StoredCall) -> torch.Tensor:
-    """The right operand, `[g, n, k]`.
-
-    Raises:
-        OpInterceptError: It was not recorded, or the call is not a product of two matrices.
-    """
+    """The right operand, `[g, n, k]`; OpInterceptError if it was not recorded, or of no product of two matrices."""
     batch, n, k = shape_of(call)
     rhs = tensor_of(run, call, "rhs")
     if rhs.numel() != batch * n * k:
@@ -82,11 +67,7 @@ def weight_of(run: Run, call: StoredCall) -> torch.Tensor:
 
 
 def factors_of(run: Run, call: StoredCall) -> Factors:
-    """All tensors of a call.
-
-    Raises:
-        OpInterceptError: One was not recorded, or the call is not a product of two matrices.
-    """
+    """All tensors of a call; OpInterceptError if one was not recorded, or it is no product of two matrices."""
     batch, m, n, k = _gemm(call)
     x, out = tensor_of(run, call, "lhs"), tensor_of(run, call, "output")
     if x.numel() != batch * m * k or out.numel() != batch * m * n:
@@ -115,11 +96,7 @@ def _name(call: StoredCall, role: str) -> str:
 
 
 def tensor_of(run: Run, call: StoredCall, role: str) -> torch.Tensor:
-    """The values of a real operand or output.
-
-    Raises:
-        OpInterceptError: They were not recorded, or are complex.
-    """
+    """The values of an operand or output; OpInterceptError if they were not recorded, or are complex."""
     found = run.load(call.rank, _name(call, role))
     if found.is_complex():
         raise OpInterceptError(f"its {role} is complex")
@@ -129,9 +106,7 @@ def tensor_of(run: Run, call: StoredCall, role: str) -> torch.Tensor:
 def fingerprints(rows: torch.Tensor, *, ordered: bool = True) -> Array:
     """A number for each row of `[n, k]`, `uint64[n]`: a multilinear hash of the bfloat16 bits, see `_values/hash.py`.
 
-    Args:
-        rows: The rows.
-        ordered: Whether the order of the elements counts.
+    Unless it is `ordered`, the order of the elements does not count.
     """
     found = []
     for piece in rows.split(max(1, _PIECE // max(1, rows.size(1)))):

@@ -6,6 +6,7 @@ Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,13 +40,7 @@ class _Found(NamedTuple):
 
 
 def compare(run: Run, limit: int, window: int = MOST) -> RankDifference:
-    """Compare the ranks of a run.
-
-    Args:
-        run: A run of at least two processes.
-        limit: The most findings to return.
-        window: How many calls to compare together.
-    """
+    """Compare the ranks of a run of at least two processes, so many calls together."""
     return _Comparison(run, WindowReader(run, window)).result(limit)
 
 
@@ -78,29 +73,24 @@ class _Comparison:
             found += self._not_finite(window)
             self._keep(found)
         every = sorted(self._found.values(), key=lambda kept: _when(kept[0]))
-        shared: dict[tuple[Group, ...], int] = {}
-        unshared = 0
-        for key, groups in self._operands.agreed.items():
-            # Activation checkpointing shows a weight a second time, in a recompute.
-            if windows.weight[key] and windows.named(windows.operands.places[key])[0].phase == "forward":
-                shared[self._ranks(groups)] = shared.get(self._ranks(groups), 0) + bool(groups)
-                unshared += not groups
+        # Activation checkpointing shows a weight a second time, in a recompute.
+        shared = Counter(
+            self._ranks(groups)
+            for key, groups in self._operands.agreed.items()
+            if windows.weight[key] and windows.named(windows.operands.places[key])[0].phase == "forward"
+        )
+        unshared = shared.pop((), 0)
         size = max(info.world_size for info in infos.values())
-        last = zip(windows.ranks, windows.last.tolist(), strict=True)
-        with_calls = tuple(rank for rank, time in last if time >= 0)
+        last = {rank: time for rank, time in zip(windows.ranks, windows.last.tolist(), strict=True) if time >= 0}
         expected = {*range(min(size, 1 << 16)), *windows.ranks}
         return RankDifference(
             run=self._run.head(),
-            ranks=with_calls,
-            missing=tuple(sorted(expected - {*with_calls})),
-            unfinished={
-                rank: time & _EDGE
-                for rank, time in zip(windows.ranks, windows.last.tolist(), strict=True)
-                if not infos[rank].finished and time >= 0
-            },
+            ranks=tuple(last),
+            missing=tuple(sorted(expected - {*last})),
+            unfinished={rank: time & _EDGE for rank, time in last.items() if not infos[rank].finished},
             calls=windows.size,
             steps=windows.steps or (0, 0),
-            shared=tuple(sorted(((groups, number) for groups, number in shared.items() if groups), key=_by_number)),
+            shared=tuple(sorted(shared.items(), key=lambda each: (-each[1], each[0]))),
             unshared=unshared,
             findings=tuple(self._finding(found, times) for found, times in every[:limit]),
             found=len(every),
@@ -115,11 +105,8 @@ class _Comparison:
         for each in sorted(found, key=_when):
             odd = each.parts[1:] if each.what in ("calls", "outlier", "not finite") else ()
             key = (each.what, each.key, odd)
-            known = self._found.get(key)
-            if known is not None:
-                self._found[key] = known[0], known[1] + each.times
-            else:
-                self._found[key] = each, each.times
+            first, times = self._found.get(key, (each, 0))
+            self._found[key] = first, times + each.times
 
     def _finding(self, found: _Found, times: int) -> RankFinding:
         windows = self._windows
@@ -295,10 +282,6 @@ def _when(found: _Found) -> tuple[int, int, int]:
 
 
 _WHATS: tuple[What, ...] = ("weight", "operand", "calls", "order", "not finite", "outlier")
-
-
-def _by_number(shared: tuple[tuple[Group, ...], int]) -> tuple[int, tuple[Group, ...]]:
-    return -shared[1], shared[0]
 
 
 def _at(what: What, window: Window, rows: MatchedCalls, row: int, parts: tuple[Group, ...]) -> _Found:

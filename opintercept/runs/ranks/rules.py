@@ -28,23 +28,14 @@ _TINY = 1e-30  # stands for 0, which has no logarithm
 
 
 class MatchedCalls(NamedTuple):
-    """Calls of several processes with the same place, step and number in that step.
+    """Rows of calls of several processes with the same place, step and number in that step; an entry is one call."""
 
-    Attributes:
-        key: The place of each row. Rows are in its order, then in that of time.
-        time: The time of each row.
-        starts: The first entry of each row, and the number of all entries.
-        process: The process of each entry.
-        call: The number of its call in the window's part of that process.
-        order: Sorts what is known of the calls, process after process, in the order of the entries.
-    """
-
-    key: Array
-    time: Array
-    starts: Array
-    process: Array
-    call: Array
-    order: Array
+    key: Array  # the place of each row: rows are in its order, then in that of time
+    time: Array  # of each row
+    starts: Array  # the first entry of each row, and the number of all entries
+    process: Array  # of each entry
+    call: Array  # its number in the window's part of that process
+    order: Array  # sorts what is known of the calls, process after process, in the order of the entries
 
     def of_entries(self) -> Array:
         """The row of each entry."""
@@ -52,14 +43,7 @@ class MatchedCalls(NamedTuple):
 
 
 def _tables(starts: Array, process: Array, value: Array, size: int) -> Iterator[tuple[slice, Array]]:
-    """Some rows after the other as tables, with a column for each of `size` processes; 0 if it has no entry.
-
-    Args:
-        starts: The first entry of each row, and the number of all entries.
-        process: The process of each entry.
-        value: Its value.
-        size: How many processes there are.
-    """
+    """Some rows after the other as tables of values, with a column for each of `size` processes; 0 without an entry."""
     step = max(1, _CELLS // size)
     for low in range(0, len(starts) - 1, step):
         bounds = starts[low : low + step + 1]
@@ -70,19 +54,11 @@ def _tables(starts: Array, process: Array, value: Array, size: int) -> Iterator[
 
 
 class Alike:
-    """Learns what should be equal on which processes, and finds where they diverge.
-
-    Args:
-        size: How many processes there are.
-        weight: For each key whether it is that of a weight; grows.
-
-    Attributes:
-        agreed: The groups of processes that should be equal, as they were when this was decided.
-    """
+    """Learns what should be equal on which processes, and finds where they diverge."""
 
     def __init__(self, size: int, weight: Sequence[bool]) -> None:
-        self.agreed: dict[int, tuple[Group, ...]] = {}
-        self._size, self._weight = size, weight
+        self.agreed: dict[int, tuple[Group, ...]] = {}  # by key, as it was when this was decided
+        self._size, self._weight = size, weight  # whether each key is that of a weight: grows
         self._expected = Expectations(size)
         self._groups: list[tuple[Group, ...]] = [()]
         self._numbers: dict[tuple[Group, ...], int] = {(): 0}
@@ -160,14 +136,7 @@ class Alike:
 
 
 class Counts:
-    """Compares how many calls of each place the processes make in each step, and in which order.
-
-    Args:
-        size: How many processes there are.
-
-    Attributes:
-        shared: True for each set of processes that make calls of the same places.
-    """
+    """Compares how many calls of each place the processes make in each step, and in which order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -176,7 +145,7 @@ class Counts:
         self._new = False  # whether that step has shown a process at a new place
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}  # in that step, by process and set: calls and number
         self._sets: dict[bytes, int] = {}
-        self.shared: list[bool] = []
+        self.shared: list[bool] = []  # true for each set of processes that make calls of the same places
 
     def uneven(self, window: Window, keys: list[Array], end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         """Places and times, with the numbers of calls of the processes that ever make such calls."""
@@ -268,23 +237,14 @@ class Counts:
 
 @dataclass(slots=True)
 class Streak:
-    """Consecutive outputs of one process at one place that are all far too large, or all far too small.
+    """Consecutive outputs of one process at one place that are all far too large, or all far too small."""
 
-    Attributes:
-        first: The entry of the first output, until the caller has taken it; None from then on.
-        value: What that output has.
-        usual: What the median process has there.
-        times: How many outputs there have been.
-        reported: How many have to be reported now.
-        about: The caller's.
-    """
-
-    first: int | None
-    value: float
-    usual: float
-    times: int = 0
-    reported: int = 0
-    about: Any = None
+    first: int | None  # the entry of the first output, until the caller has taken it
+    value: float  # what that output has
+    usual: float  # what the median process has there
+    times: int = 0  # how many outputs there have been
+    reported: int = 0  # how many have to be reported now
+    about: Any = None  # the caller's
 
 
 class OutlierFinder:
@@ -294,12 +254,7 @@ class OutlierFinder:
         self._open: dict[tuple[int, int], tuple[int, Streak]] = {}  # by place and process, with the side
 
     def of(self, rows: MatchedCalls, values: Array) -> list[Streak]:
-        """Streaks that begin or go on in these rows.
-
-        Args:
-            rows: Outputs.
-            values: The statistic of each entry.
-        """
+        """Streaks that begin or go on in these rows of outputs, by the statistic of each entry."""
         known = np.flatnonzero(np.isfinite(values))
         row = rows.of_entries()[known]
         logs = np.log(np.maximum(values[known], _TINY))

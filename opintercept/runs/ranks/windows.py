@@ -27,34 +27,20 @@ BLOCK = 40  # bits of a time that are its step
 
 
 class ProcessCalls(NamedTuple):
-    """The calls of one process in a window, in order.
+    """The calls of one process in a window, in order."""
 
-    Attributes:
-        places: The numbers of their places, see `WindowReader`: of the `"call"`, of its `"output"`, and of operands by
-            role; -1 if it has none.
-        time: Block and step, which never decrease.
-        place: The place of each call in its step.
-        columns: What was recorded of values.
-    """
-
-    places: Arrays
-    time: Array
-    place: Array
-    columns: Arrays
+    places: Arrays  # see `WindowReader`: of the `"call"`, of its `"output"`, and of operands by role; -1 for none
+    time: Array  # block and step, which never decrease
+    place: Array  # of each call in its step
+    columns: Arrays  # what was recorded of values
 
 
 class Window(NamedTuple):
-    """Calls of the same steps.
+    """Calls of the same steps."""
 
-    Attributes:
-        parts: One for each process, in the order of `WindowReader.ranks`.
-        begins: Whether the first step begins here.
-        ends: Whether the last step ends here; only a window of a single step may not.
-    """
-
-    parts: list[ProcessCalls]
-    begins: bool
-    ends: bool
+    parts: list[ProcessCalls]  # one for each process, in the order of `WindowReader.ranks`
+    begins: bool  # the first step begins here
+    ends: bool  # the last step ends here; only a window of a single step may not
 
 
 class Numbers:
@@ -78,22 +64,15 @@ class WindowReader:
     """Reads a run of several processes.
 
     Places have numbers that processes share. A place is a module, a line, an operator, a phase, and a tensor with its
-    shape. So a last batch of another size is another place for activations, and the same place for weights.
-
-    Args:
-        run: The run.
-        most: How many calls a window may have.
+    shape. So a last batch of another size is another place for activations, and the same place for weights. A window
+    has at most `most` calls.
 
     Attributes:
-        ranks: The ranks of the processes.
-        size: How many calls they have, together.
+        size: How many calls there are.
         steps: The first and the last step; None without calls.
         last: For each process the last time that it has a call at; -1 without calls.
-        operands: The places of operands.
-        outputs: The places of outputs.
-        calls: The places of calls.
-        role: For each place of an operand its role.
-        weight: And whether it is that of a weight.
+        operands, outputs, calls: Their places.
+        role, weight: For each place of an operand its role, and whether it is that of a weight.
         backward: For each place of an output whether it is that of a backward call.
         scaled: And whether its infinities mean little: gradients in float16 overflow until their scale is found.
     """

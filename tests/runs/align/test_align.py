@@ -15,6 +15,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel_llama import llama
 from processes import run_beside
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
@@ -54,20 +55,6 @@ class Part(nn.Module):
         if not self.number:
             self.whole[0].last = self.whole[0](x)
         return self.whole[0].last[self.number]
-
-
-def llama(seed: int = 0, layers: int = 2, **options: Any) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config).train(False)
 
 
 def fused(model: Any) -> Any:
@@ -126,13 +113,7 @@ def test_fused_and_permuted_projections_are_joined_with_their_parts(tmp_path: Pa
     weighted = [pair for pair in found.pairs if pair.of]
     assert len(weighted) == 29
     assert {pair.by for pair in weighted} == {"rows"}
-    names = {
-        "q_proj": "qkv",
-        "k_proj": "qkv",
-        "v_proj": "qkv",
-        "gate_proj": "gate_up",
-        "up_proj": "gate_up",
-    }
+    names = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
     for pair in weighted:
         name, others = modules(pair)
         assert name is not None
@@ -267,13 +248,7 @@ def test_lora_apart_is_joined_with_lora_merged(swapped: bool, size: float, tmp_p
 def gpt2(attention: str) -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=50,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
+        vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
     )
     model: Any = transformers.GPT2LMHeadModel(config).train(False)
     model.set_attn_implementation(attention)
@@ -308,14 +283,8 @@ def test_attention_by_two_products_is_joined_with_a_fused_one(swapped: bool, tmp
 
 def test_an_encoder_is_joined_with_one_by_hand_that_adds_biases_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=32,
-    )
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=50, max_position_embeddings=32, **sizes)
     bert: Any = transformers.BertModel(config, add_pooling_layer=False).train(False)
 
     def by_hand(tokens: Tensor) -> None:
@@ -535,6 +504,6 @@ def test_fingerprints_are_those_of_rows_and_not_of_layouts(n: int, k: int, seed:
     order = torch.randperm(k)
     assert np.array_equal(fingerprints(rows[:, order], ordered=False), fingerprints(rows, ordered=False))
     changed = rows.clone()
-    changed[0, k // 2] = changed[0, k // 2] * 2 + 1
+    changed[0, k // 2] += 1
     assert fingerprints(changed)[0] != found[0]
     assert np.array_equal(fingerprints(changed)[1:], found[1:])
