@@ -14,7 +14,7 @@ import longest
 import pytest
 import sampled
 import torch
-from native import read_values
+from native import read_values, reading
 from recorded import no_writer
 
 from opintercept._engines import choose, compiled
@@ -65,23 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def interruptible() -> None:
-    """Restore the handling of SIGINT, which a shell switches off in the background, for programs that tests start."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def plain_tables() -> None:
-    """Forget the terminal's width, which pytest-xdist tells its workers, and colours, which a CI may ask for."""
-    os.environ.pop("COLUMNS", None)
-    os.environ.pop("FORCE_COLOR", None)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def convolutions_told() -> None:
-    """Take the process to have told of convolutions, which it does once, whichever test is the first to have some."""
-    Watcher.told_of_convolutions = True
+def plain_process() -> None:
+    """Do not depend on how the process was started, nor on which test is the first."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # for programs that tests start
+    os.environ.pop("COLUMNS", None)  # the terminal's width, which pytest-xdist tells its workers
+    os.environ.pop("FORCE_COLOR", None)  # which a CI may ask for
+    Watcher.told_of_convolutions = True  # a process tells of them once
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -125,12 +115,27 @@ def clean_torch() -> Iterator[None]:
     assert dispatcher_state() == before
 
 
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Let `gc.collect` look only at what the test makes, and not at millions of objects that were there before."""
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections() -> None:
+    """Let `gc.collect` look only at what tests make, and not for a second at the half a million objects of torch."""
+    gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def values_in_cpp() -> Iterator[None]:
+    """Let hooks read values in C++ with every engine, so that sums are equal to the last bit."""
+    with reading(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one thread for small tensors, for which a second one would only keep a core busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
-    gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from opintercept._core import exits
 from opintercept._core.errors import OpInterceptError
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Block, Watcher
+from opintercept._engines.dynamo import keep_out
 from opintercept._origin.links import graph_task
 
 
@@ -28,11 +29,7 @@ def enter_block(block: Block) -> None:
 
 
 def leave_block(block: Block) -> None:
-    """Take a block out of the engine that feeds it. Can be repeated.
-
-    Raises:
-        OpInterceptError: Blocks that were entered later are still active.
-    """
+    """Take a block out of the engine that feeds it, and refuse to leave others inside of it. Can be repeated."""
     first, later = not block.left, _later(block)
     if block.pauses:
         _scope.leave(block)
@@ -56,11 +53,7 @@ def _later(block: Block) -> int:
 
 
 def check_leaving(block: Block | None) -> None:
-    """Refuse to leave a block in another backward pass than the one in which it was entered.
-
-    Raises:
-        OpInterceptError: The passes differ. The block stays entered.
-    """
+    """Refuse to leave a block in another backward pass than the one in which it was entered. It stays entered."""
     if block is not None and not block.left and block.graph_task != graph_task():
         raise OpInterceptError(
             "a block must be left in the same backward pass in which it was entered, or outside of any if it was "
@@ -69,11 +62,7 @@ def check_leaving(block: Block | None) -> None:
 
 
 def innermost(watcher: Watcher, *, pauses: bool) -> Block:
-    """The innermost block of a watcher that may be left here.
-
-    Raises:
-        OpInterceptError: There is none.
-    """
+    """The innermost block of a watcher that may be left here. There must be one."""
     block = _scope.current().innermost(watcher, pauses)
     if block is None:
         raise OpInterceptError(
@@ -109,6 +98,20 @@ class Part:
             self._block = None
 
 
+class Entered:
+    """The context manager for a `Part`."""
+
+    def __init__(self, watcher: Watcher, *, pauses: bool) -> None:
+        self._watcher = watcher
+        self._pauses = pauses
+
+    @keep_out
+    def __enter__(self) -> None:
+        exits.enter(self, Part(self._watcher, pauses=self._pauses))
+
+    __exit__ = exits.Exit(lambda self: innermost(self._watcher, pauses=self._pauses).entry)
+
+
 def open_blocks() -> tuple[Block, ...]:
     """The blocks that see what this thread runs: its own, and those that watch all threads."""
     return tuple(dict.fromkeys((*_scope.current().blocks, *_scope.state.everywhere.blocks)))
@@ -120,8 +123,7 @@ def force_out(blocks: Iterable[Block]) -> list[str]:
     for block in sorted(blocks, key=lambda block: block.order, reverse=True):
         hooks = [getattr(hook, "__name__", type(hook).__name__) for hook in block.watcher.pipeline.hooks]
         named.append(f"intercept({', '.join(hooks)}){'.paused()' if block.pauses else ''}")
-        with contextlib.suppress(
-            OpInterceptError
-        ):  # a torch mode that was entered later was forgotten too, but ours is out
+        # If a torch mode that was entered later was forgotten too, this raises, but ours is out.
+        with contextlib.suppress(OpInterceptError):
             exits.finish(block.entry, OpInterceptError("left by force"))  # so that hooks which fail to exit warn
     return named

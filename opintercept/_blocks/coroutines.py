@@ -12,10 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
 from opintercept._blocks import outside
-from opintercept._blocks.blocks import Part, innermost
+from opintercept._blocks.blocks import Entered
 from opintercept._core import exits
 from opintercept._engines.base import Watcher
-from opintercept._engines.dynamo import keep_out
 
 
 def suspending(watcher: Watcher, function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -71,7 +70,7 @@ def _awaited(watcher: Watcher, awaitable: Any) -> Generator[Any, Any, Any]:
 
 def _drive(watcher: Watcher, body: Any) -> Generator[Any, Any, Any]:
     """Run a generator-like body, active only between its suspensions."""
-    active = _Active(watcher)
+    active = Entered(watcher, pauses=False)  # its hooks have entered before
     resume: Callable[..., Any] = body.send
     value: Any = None
     while True:
@@ -89,19 +88,6 @@ def _drive(watcher: Watcher, body: Any) -> Generator[Any, Any, Any]:
             raise
         except BaseException as exception:
             resume, value = body.throw, exception
-
-
-class _Active:
-    """Watches between two suspensions of a body, whose hooks have entered before."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    @keep_out
-    def __enter__(self) -> None:
-        exits.enter(self, Part(self._watcher, pauses=False))
-
-    __exit__ = exits.Exit(lambda self: innermost(self._watcher, pauses=False).entry)
 
 
 class _Body:

@@ -17,17 +17,11 @@ _Trace = Callable[[str, tuple[Any, Any]], Any]
 
 
 class _Thread(threading.local):
-    """The state of a thread while it is in a block.
+    """The state of a thread while it is in a block."""
 
-    Attributes:
-        trace: Our trace function while greenlet has it, otherwise None.
-        before: The trace function that was set before, which ours calls.
-        inside: The scopes of greenlets that switched away inside a hook or an operator.
-    """
-
-    trace: _Trace | None = None
-    before: _Trace | None = None
-    inside: weakref.WeakKeyDictionary[Any, _scope.Scope]
+    trace: _Trace | None = None  # our trace function, while greenlet has it
+    before: _Trace | None = None  # the trace function that was set before, which ours calls
+    inside: weakref.WeakKeyDictionary[Any, _scope.Scope]  # of greenlets that switched away in a hook or an operator
 
 
 _thread = _Thread()

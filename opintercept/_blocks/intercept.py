@@ -15,7 +15,7 @@ from typing import Any, Literal, Never, ParamSpec, TypeVar, cast, get_args
 import torch
 
 from opintercept._blocks import outside
-from opintercept._blocks.blocks import Part, check_leaving, enter_block, innermost, leave_block
+from opintercept._blocks.blocks import Entered, check_leaving, enter_block, innermost, leave_block
 from opintercept._blocks.coroutines import suspending
 from opintercept._core import exits
 from opintercept._core.checks import check_choice, check_count
@@ -50,15 +50,17 @@ def intercept(
 
     Args:
         hooks: One hook or an iterable of them. A plain callable `hook(call)` runs after each operator.
-        ops: `"all"` for every operator, or one or more of: the families `"matmul"` and `"convolution"`, names
-            (`"bmm"`, `"aten::mm.out"`), `OpOverloadPacket`s, `OpOverload`s, and at function level functions of
-            torch (`torch.bmm`).
+        ops: `"all"` for every operator, or one or more of: families (`"matmul"`, `"convolution"`, `"norm"`,
+            `"activation"`, `"softmax"`, `"elementwise"`, `"reduction"`, `"view"`, `"copy"`, `"embedding"`, `"random"`,
+            `"optimizer"`), names (`"bmm"`, `"aten::mm.out"`), `OpOverloadPacket`s, `OpOverload`s, and at function
+            level functions of torch (`torch.bmm`). A family with a minus is left out: `("all", "-view")`.
         level: `"dispatch"` shows what runs, below autograd and autocast, forward and backward. `"function"` shows
             what the program calls, above autograd.
-        engine: At dispatch level, `"kernel"` watches named operators and `"mode"` any. `"compiled"` is the kernel
-            engine in C++: a compiler builds it within a minute when it is first used, and torch's cache of extensions
-            keeps it. `"auto"` builds nothing. For named operators it takes `"compiled"` where that has been built and
-            `"kernel"` elsewhere, see `opintercept.info`; for all operators it takes `"mode"`.
+        engine: At dispatch level, `"kernel"` is a kernel for each operator, and `"compiled"` the same in C++: a
+            compiler builds it within a minute when it is first used, and torch's cache of extensions keeps it.
+            `"auto"` builds nothing. It takes `"compiled"` where that has been built and `"kernel"` elsewhere, see
+            `opintercept.info`. `"mode"` is a `TorchDispatchMode`: factories have their
+            own names in it, and under `inference_mode` composites are whole.
         threads: `"current"` watches the threads that enter, and autograd's threads that work for them. `"all"`
             watches the whole process, with the kernel engine only, compiled or not.
         on_error: `"raise"`, or `"warn"` to switch a hook that raises off with one warning.
@@ -102,8 +104,8 @@ class Interceptor:
         check_choice("on_error", on_error, get_args(OnError))
         if not isinstance(ops, (str, torch._ops.OpOverloadPacket)) and isinstance(ops, Iterable):
             ops = list(ops)
-        self._options = (ops, level, engine, threads, on_error)
-        chosen = choose(ops, level, engine, threads)
+        self._options: dict[str, Any] = {"level": level, "engine": engine, "threads": threads, "on_error": on_error}
+        chosen = choose(level, engine, threads)
         hooks = _hooks(hooks, level)
         chosen.require()
         below = level == "dispatch"
@@ -113,8 +115,8 @@ class Interceptor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, also one in another process, is a new interceptor with copies of the hooks, and has not been entered.
-        ops, *options = self._options
-        return _rebuilt, (list(self.watcher.pipeline.hooks), _by_name(ops), *options)
+        again = functools.partial(Interceptor, ops=_by_name(self.watcher.ops), **self._options)
+        return again, (list(self.watcher.pipeline.hooks),)
 
     def register(self, hook: Hook) -> Handle:
         """Append a hook. It takes part from the next call on.
@@ -145,7 +147,7 @@ class Interceptor:
 
     def paused(self) -> Pause:
         """A context manager inside which this interceptor sees nothing of the thread that entered it."""
-        return Pause(self.watcher)
+        return Pause(self.watcher, pauses=True)
 
     @property
     def opaque(self) -> dict[str, int]:
@@ -185,10 +187,6 @@ class Interceptor:
                     return function(*args, **kwargs)
 
         return cast(Callable[P, R], functools.wraps(function)(wrapper))
-
-
-def _rebuilt(hooks: Any, ops: Any, level: Any, engine: Any, threads: Any, on_error: Any) -> Interceptor:
-    return Interceptor(hooks, ops=ops, level=level, engine=engine, threads=threads, on_error=on_error)
 
 
 def _by_name(ops: Any) -> Any:
@@ -243,17 +241,13 @@ class _Stay:
         if failed is None:
             _tell_of_convolutions(self._watcher.pipeline, self._skipped)
         elsewhere = _scope.unseen_calls() - self._unseen
-        if elsewhere and failed is None and not block.watcher.everywhere:
-            self._tell_of_other_threads(elsewhere)
-
-    def _tell_of_other_threads(self, calls: int) -> None:
         pipeline = self._watcher.pipeline
-        if pipeline.hooks and not pipeline.calls:
+        if elsewhere and failed is None and not block.watcher.everywhere and pipeline.hooks and not pipeline.calls:
             warnings.warn(
-                f"a block saw no call, but other threads ran watched operators {calls} times meanwhile; "
+                f"a block saw no call, but other threads ran watched operators {elsewhere} times meanwhile; "
                 'use intercept(..., threads="all") to see them',
                 OpInterceptWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
@@ -270,27 +264,16 @@ def _tell_of_convolutions(pipeline: Pipeline, before: int) -> None:
         )
 
 
-class Pause:
+class Pause(Entered):
     """The context manager of `Interceptor.paused`."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
 
     def __repr__(self) -> str:
         return f"<Pause of {list(self._watcher.pipeline.hooks)!r}>"
 
-    @keep_out
-    def __enter__(self) -> None:
-        exits.enter(self, Part(self._watcher, pauses=True))
-
-    __exit__ = exits.Exit(lambda self: innermost(self._watcher, pauses=True).entry)
-
 
 def _hooks(hooks: Any, level: Level) -> list[Hook]:
-    if not isinstance(hooks, (str, type)) and not is_hook(hooks) and isinstance(hooks, Iterable):
-        found = list(hooks)
-    else:
-        found = [hooks]
+    several = not isinstance(hooks, (str, type)) and not is_hook(hooks) and isinstance(hooks, Iterable)
+    found = list(hooks) if several else [hooks]
     for hook in found:
         check_hook(hook, level)
     return found

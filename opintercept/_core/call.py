@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -79,6 +79,8 @@ class Spec(Protocol):
     def roles(self) -> Mapping[str, tuple[int, str]]: ...
     @property
     def scales(self) -> tuple[tuple[int, str], ...]: ...
+    @property
+    def overwritten(self) -> Collection[str]: ...
     @property
     def dequantize(self) -> Mapping[str, Callable[..., Any]]: ...
     def argument(self, role: str, args: Any, kwargs: Any, /) -> Any: ...
@@ -292,13 +294,20 @@ class OpCall:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the operands and the output, or None if a layout has no fixed size per element."""
+        """Bytes of the operands and the output, or None if a layout has no fixed size per element; 0 for a view.
+
+        An operator without operands, such as an addition, reads all its tensors.
+        """
+        if getattr(self.func, "is_view", False):
+            return 0
         sizes = [nbytes(t) for t in (*self._inputs(), *tensors_in(self.output))]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
 
     def _inputs(self) -> list[Any]:
         spec, args, kwargs = self._spec, self.args, self.kwargs
+        if not spec.roles:
+            return [tensor for name, tensor in self.tensors.items() if name.partition("[")[0] not in spec.overwritten]
         once = ("lhs",) if spec.roles.get("lhs") == spec.roles.get("rhs") else ("lhs", "rhs")  # a list with both
         operands = [tensor for role in once for tensor in tensors_in(spec.argument(role, args, kwargs))]
         return [*operands, self.operand("bias"), *self.scales]

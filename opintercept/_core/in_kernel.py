@@ -19,7 +19,13 @@ The sums are how many values there are, and how many are finite, NaN, not zero, 
 the target dtype; the total of the finite ones, and the sum of their squared distances from their mean.
 """
 
-ROLES = ("lhs", "rhs", "bias", "value", "output", "output.1")
+Overwritten = list[tuple[Any, float, float]]
+"""The tensors that a call is about to change, each with its smallest and its largest value."""
+
+OVERWRITTEN = "overwritten"
+"""The key by which `OpCall.once` has these, if a kernel has read them for `Work.finite`."""
+
+ROLES = ("lhs", "rhs", "bias", "value", "output", "output.1", "output.2", "attn_mask", "grad_out", "logsumexp")
 
 
 class Work(NamedTuple):
@@ -34,6 +40,8 @@ class Work(NamedTuple):
         settings: Whether `learn` depends on torch's settings for the precision of products.
         writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
         checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
+        keeps: Whether the hook takes the calls together, with `keep`, and looks at them later. It does so if every hook
+            of the interceptor does; otherwise each call goes to `noted`.
     """
 
     rows: bool = True
@@ -44,6 +52,15 @@ class Work(NamedTuple):
     settings: bool = False
     writes: RecordWriter | None = None
     checker: Checks | None = None
+    keeps: bool = False
+
+
+class Chunk(Protocol):
+    """Calls that kernels have noted, oldest first. They take 90 bytes each, and `row` makes objects of them."""
+
+    def row(self, number: int, /) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]]: ...
+    def opaque(self) -> list[tuple[Any, int]]: ...
+    def size(self) -> int: ...
 
 
 class InKernel(Protocol):
@@ -90,7 +107,8 @@ class InKernel(Protocol):
     def learn(self, call: OpCall) -> Any:
         """What holds for all calls that look like this one, for `noted`; None if the hook has to see such calls.
 
-        It is asked in Python, once for each kind of call, before `post` sees the call.
+        It is asked in Python, once for each kind of call, before `post` sees the call. Calls of an operator that does
+        not multiply look alike also if numbers with a fraction differ, such as the rate of an optimizer.
         """
 
     def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:
@@ -98,7 +116,7 @@ class InKernel(Protocol):
 
         Args:
             note: What its record is made of; `note.record()` makes it.
-            values: What was read, by role. A tensor that cannot be read in C++ is not in it.
+            values: What was read, by role. Views and uninitialised memory are not read, nor what C++ cannot read.
             learned: What `learn` returned.
         """
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from opintercept._core.call import OpCall
 from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Handle
-from opintercept._core.in_kernel import ROLES, Checker, Found, InKernel, RecordWriter, Sink, Work
+from opintercept._core.in_kernel import ROLES, Checker, Chunk, Found, InKernel, RecordWriter, Sink, Work
 from opintercept._core.record import PendingRecord
 
 
@@ -30,6 +30,7 @@ class Ring(Protocol):
     def sink(self) -> Sink: ...
     def checker(self) -> Checker: ...
     def take(self) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
+    def take_all(self) -> Chunk | None: ...
     def empty(self) -> bool: ...
     def forget_parent(self) -> None: ...
 
@@ -41,12 +42,13 @@ class NotedCalls:
         ring: Where kernels put them.
     """
 
-    __slots__ = ("_failures", "_hooks", "_lock", "_notifier", "_writer", "ring")
+    __slots__ = ("_failures", "_hooks", "_keeps", "_lock", "_notifier", "_writer", "ring")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
         self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
+        self._keeps = False  # whether all of these take their calls together
         self._writer: tuple[InKernel, RecordWriter] | None = None
         self._lock: Any = threading.RLock()  # for `_is_owned`, which `Condition` uses too
         self._notifier: int | None = None  # the thread that notifies hooks
@@ -67,12 +69,13 @@ class NotedCalls:
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
         together = _together(works)
-        if not works or links is None or together is None:
+        if links is None or together is None:
             return False
         every = zip(handles, hooks, works, strict=True)
         self._hooks = tuple(
             (weakref.ref(handle), hook) for handle, hook, work in every if work is not None and work.rows
         )
+        self._keeps = together.rows and together.keeps
         sink = checker = None
         for hook, work in zip(hooks, works, strict=True):
             if work is not None and work.writes is not None:
@@ -143,6 +146,8 @@ class NotedCalls:
 
     def _next_failures(self, notify: Notify) -> list[Failure]:
         failed, self._failures = self._failures, []
+        if self._keeps and not failed and (chunk := self.ring.take_all()) is not None:
+            failed = notify(chunk, {}, self._hooks)
         take = self.ring.take
         while not failed and (row := take()) is not None:
             failed = notify(PendingRecord._make((*row[0], None)), row[1], row[2])
@@ -170,9 +175,9 @@ class NotedCalls:
 Failure = tuple[Handle, PendingRecord, Exception]
 """A hook that failed, the call of which it was notified, and what it raised."""
 
-Notify = Callable[[PendingRecord, dict[str, Found], tuple[Any, ...]], list[Failure]]
+Notify = Callable[[Any, dict[str, Found], tuple[Any, ...]], list[Failure]]
 """Notifies hooks of a call: takes what was noted and read of it, and pairs of a reference to a handle and of what its
-hook has learned."""
+hook has learned. Of a `Chunk` of calls, nothing has been read."""
 
 
 def _is_in_kernel(hook: Any) -> bool:
@@ -181,7 +186,7 @@ def _is_in_kernel(hook: Any) -> bool:
 
 def _together(works: Iterable[Work | None]) -> Work | None:
     """What to do for several hooks; None if one of them has to see each call, or two of them want different things."""
-    found = Work(rows=False)
+    found = Work(rows=False, keeps=True)
     for work in works:
         if work is None or (None not in (found.target, work.target) and found.target != work.target):
             return None
@@ -196,6 +201,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
             found.settings or work.settings,
             found.writes or work.writes,
             found.checker or work.checker,
+            found.keeps and (work.keeps or not work.rows),
         )
     return found
 

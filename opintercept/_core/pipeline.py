@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter, itemgetter
 from time import perf_counter, time_ns
 from typing import Any
@@ -24,7 +25,7 @@ from opintercept._core.errors import HookError, OpInterceptWarning
 from opintercept._core.exits import never_began, raised_here
 from opintercept._core.fork import in_child
 from opintercept._core.hook import Handle, Hook, Level, OnError
-from opintercept._core.in_kernel import Found
+from opintercept._core.in_kernel import OVERWRITTEN, Found, Overwritten
 from opintercept._core.noted import Failure, NotedCalls, Ring
 from opintercept._core.record import CallRecord, PendingRecord, Phase, signature_of
 from opintercept._core.replace import check_alike, check_replacement, checked_inputs, written_back
@@ -123,6 +124,7 @@ class Pipeline:
         self.end_step: tuple[Handle, ...] = ()
         if ring is not None:
             ring.attach(weakref.ref(self))
+            self._set(())
         for hook in hooks:
             self.register(hook)
         _remember(self)
@@ -164,20 +166,31 @@ class Pipeline:
         """
         if self.queue is None:
             return
-        for handle, note, failure in self.queue.flush(self._notify, only_if_free):
-            try:
-                if not self.survives(handle, "post", note.record(), failure):
-                    raise failure
-            finally:
-                del failure  # its traceback keeps this frame
+        for failed in self.queue.flush(self._notify, only_if_free):
+            self._outlives(failed)
+
+    def _outlives(self, failed: Failure) -> None:
+        handle, note, failure = failed
+        try:
+            if not self.survives(handle, "post", note.record(), failure):
+                raise failure
+        finally:
+            del failure, failed  # its traceback keeps this frame
 
     def flush_quietly(self) -> None:
         """The same where an exception would be lost. The next `flush` raises it."""
         if self.queue is not None:
             self.queue.flush_quietly(self._notify, self.on_error == "warn")
 
-    def _notify(self, note: PendingRecord, values: dict[str, Found], learned: tuple[Any, ...]) -> list[Failure]:
+    def _notify(self, note: Any, values: dict[str, Found], learned: tuple[Any, ...]) -> list[Failure]:
         failed: list[Failure] = []
+        if not isinstance(note, PendingRecord):
+            for summary, calls in note.opaque():
+                self.count_opaque(summary.op, calls)
+            for handle in filter(None, (reference() for reference, _ in learned)):
+                if not handle.removed:
+                    handle.hook.keep(note)
+            return failed
         if note.summary.opaque:
             self.count_opaque(note.summary.op)
         for reference, known in learned:
@@ -315,56 +328,82 @@ class Pipeline:
         handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
         return self._tap(self, call, handles) if handles and self._tap is not None else None
 
-    def after_kernel(
+    def beside_kernel(
         self,
+        call: OpCall | None,
         spec: Spec,
         func: Any,
         phase: Phase,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        output: Any,
-        exception: BaseException | None,
         index: int,
         place: CallSite | None,
         started: int,
+        overwritten: Overwritten,
+        ran: bool,
+        output: Any,
+        exception: BaseException | None,
         elapsed: float,
-    ) -> tuple[Any, ...] | None:
-        """Run the hooks of a call whose operator has run already, in a kernel that could not note the call.
+    ) -> OpCall | tuple[Any, ...] | None:
+        """Run the hooks of a call that runs in a kernel which could not note it.
 
-        The operator writes to none of its arguments. Returns what holds for all calls that look like this one: their
-        summary, their autocast dtype, what hooks have learned, and a record's number; None if kernels cannot note them.
+        A call that writes to its arguments is shown before it runs and again afterwards, others once afterwards.
 
         Args:
+            call: What this returned before the operator ran; None if it was not asked.
             spec: As for `run`, as are func, phase, args and kwargs.
-            output: What the operator returned.
-            exception: What it raised instead, or None.
             index: The number of the call.
             place: Where it comes from, or None.
             started: When the operator started, in nanoseconds since 1970: a while ago if other threads ran.
+            overwritten: What has been read of the arguments that it writes to.
+            ran: Whether the operator has run. The next three are only then known.
+            output: What the operator returned.
+            exception: What it raised instead, or None.
             elapsed: The operator's time.
+
+        Returns:
+            The call if the operator has yet to run. Otherwise what holds for all calls that look like this one: their
+            summary, their autocast dtype, what hooks have learned, and a record's number; None if kernels cannot note
+            them.
         """
         began = perf_counter() - (time_ns() - started) / 1e9
-        self.flush()
-        call = OpCall(self, spec, func, phase, args, kwargs, index)
-        call.call_site = place
+        goes_on = False
         try:
-            _before(self, call)
-            if spec.opaque:
-                self.count_opaque(spec.name)
+            if call is None:
+                self.flush()
+                call = OpCall(self, spec, func, phase, args, kwargs, index)
+                call.call_site = place
+                if overwritten:
+                    call.once(OVERWRITTEN, partial(_same, overwritten))
+                _before(self, call)
+                if spec.opaque:
+                    self.count_opaque(spec.name)
+                if not ran:
+                    goes_on = True
+                    return call
             call.began = began
             if exception is not None:
                 _report((self,), [call], exception)
                 return None
             call.output, call.elapsed = output, elapsed
+            if output is None:
+                call.output = spec.result(func, call.args, call.kwargs)
             learned = None if self.queue is None else self.queue.learn(call)
             shared = None if learned is None else (call.summary, self.origin.autocast(call), *learned)
-            _after(self, call, spec, args, kwargs)
+            _after(self, call, spec, call.args, call.kwargs)
             return shared
         finally:
-            call.owner = None
-            del call, args, kwargs, output, exception  # as in `run`
+            if call is not None and not goes_on:
+                call.owner = None
+            del call, args, kwargs, output, exception, overwritten  # as in `run`
 
-    # Kernels in C++ call these four.
+    def deliver(self, row: tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]]) -> None:
+        """Notify the hooks of a call for which the ring had no room."""
+        self.flush()
+        for failed in self._notify(PendingRecord._make((*row[0], None)), row[1], row[2]):
+            self._outlives(failed)
+
+    # Kernels in C++ call these four, too.
 
     def number_of(self, place: CallSite) -> bytes:
         """The number by which a record names a call site."""
@@ -386,10 +425,10 @@ class Pipeline:
         """
         return self.origin.forward_of(operands, lhs)
 
-    def count_opaque(self, name: str) -> None:
-        """Count a call of an opaque operator."""
+    def count_opaque(self, name: str, calls: int = 1) -> None:
+        """Count calls of an opaque operator."""
         with self._counting:
-            self.opaque[name] += 1
+            self.opaque[name] += calls
 
     def survives(self, handle: Handle, phase: str, call: OpCall | CallRecord, exception: Exception) -> bool:
         """Handle an exception of a hook: add a note that says where, or switch the hook off and return True."""
@@ -562,6 +601,10 @@ def _in_place_of(
         return written_back(spec.returned(func, given_args, given_kwargs), output)
     written_back(spec.written(func, given_args, given_kwargs), spec.result(func, args, kwargs))
     return None
+
+
+def _same(value: Overwritten, _: OpCall) -> Overwritten:
+    return value
 
 
 def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -66,6 +66,22 @@ class Summary:
     opaque: bool = field(metadata=shared(lambda call: call.opaque))
 
     @property
+    def main(self) -> TensorMeta | None:
+        """The left operand; of a call without one, the first output."""
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        return self.lhs or next((each for each in outputs if each is not None), None)
+
+    @property
+    def shape(self) -> str:
+        """The GEMM; of a call without one, the shape of `main`."""
+        return str(self.gemm) if self.gemm is not None else "" if self.main is None else str(list(self.main.shape))
+
+    @property
+    def dtype(self) -> str:
+        """The distinct dtypes of the operands, or that of `main`."""
+        return ", ".join(dict.fromkeys(each.dtype for each in (self.main, self.rhs) if each is not None))
+
+    @property
     def terms(self) -> int | None:
         """How many products of an element of lhs and one of rhs each element of the output sums; None if unknown."""
         output = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
@@ -173,8 +189,10 @@ def taken_of(call: Call) -> SimpleNamespace | None:
     return SimpleNamespace(**{name: read(call) for name, read in _take.items()}) if _take else None
 
 
+_key_bytes = 0
 _summaries: dict[Any, tuple[Summary, Any]] = {}  # with the operator, whose identity is in the key
-_MOST_SUMMARIES = 4096  # a program whose shapes never come again would add one for each call
+# A program whose shapes or numbers never come again would add one for each call.
+_MOST_SUMMARIES, _MOST_BYTES = 4096, 1 << 23
 _PLAIN = frozenset((NoneType, bool, int, float, complex, str))
 
 
@@ -185,20 +203,24 @@ def summary_of(call: Call, signature_of: Callable[..., Any]) -> Summary:
         call: The call, once its operator has returned.
         signature_of: The function of this module, or its compiled counterpart.
     """
+    global _key_bytes
     try:
         key = signature_of(call.func, call.args, call.kwargs, call.output)
         known = _summaries.get(key)
     except Exception:  # an exotic tensor, a symbolic size, a subclass whose attributes raise
         return _summarise(call)
     if known is None:
-        if len(_summaries) >= _MOST_SUMMARIES:
-            _summaries.clear()
+        if len(_summaries) >= _MOST_SUMMARIES or _key_bytes > _MOST_BYTES:
+            forget_summaries()
+        _key_bytes += len(key) if isinstance(key, bytes) else 0  # those of a list of tensors are long
         known = _summaries[key] = (_summarise(call), call.func)
     return known[0]
 
 
 def forget_summaries() -> None:
     """Work all summaries out anew: the operator table has changed."""
+    global _key_bytes
+    _key_bytes = 0
     _summaries.clear()
 
 

@@ -88,6 +88,23 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.4g} {prefixes[0]}{unit}"
 
 
+def number(value: float | None, unit: float) -> str:
+    """Write a number in a unit: `1,234.50`, or `?` if it is not known."""
+    return "?" if value is None else f"{value / unit:,.2f}"
+
+
+def work_text(flops: int | None, size: int | None) -> str:
+    """Write work in MFLOP, or for operators without a formula for it the bytes that they move: `1.28 kB`."""
+    return number(flops, 1e6) if flops is not None or size is None else amount(size, "B")
+
+
+def rate_text(flops: int | None, size: int | None, seconds: float | None) -> str:
+    """Write work per second in GFLOP/s, or for operators without a formula bytes: `1.28 GB/s`."""
+    if not seconds or (flops is None and size is None):
+        return "?"
+    return number(flops / seconds, 1e9) if flops is not None else amount((size or 0) / seconds, "B/s")
+
+
 def duration(seconds: float) -> str:
     """Write a time: `2.500 s`, `12.300 ms`."""
     return f"{seconds:,.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"

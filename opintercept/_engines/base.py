@@ -10,7 +10,7 @@ import itertools
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from opintercept._core.noted import Ring
 from opintercept._core.pipeline import Pipeline
 from opintercept._engines import foreign
 from opintercept._ops.patched_functions import is_patched
-from opintercept._ops.select import patched_of, split
+from opintercept._ops.select import ALL, PRODUCTS, patched_of, split
 from opintercept._ops.table import ROWS
 from opintercept._origin import stack
 from opintercept._origin.links import graph_task
@@ -40,7 +40,6 @@ class Engine(Protocol):
             kernels in Python and in C++ serve each other's blocks.
         instead: What to use where it cannot run, for messages.
         needs: The private API of torch that it is built on, by path; None for what this torch lacks.
-        every_operator: Whether a block may watch all operators instead of named ones.
         every_thread: Whether a block may watch all threads.
     """
 
@@ -48,7 +47,6 @@ class Engine(Protocol):
     source: str
     instead: str
     needs: Mapping[str, Any]
-    every_operator: bool = False
     every_thread: bool = False
 
     def require(self) -> None:
@@ -71,18 +69,24 @@ class Engine(Protocol):
             TypeError: An entry that cannot name an operator.
             ValueError: An unknown operator, or one that the engine cannot watch.
         """
-        if isinstance(ops, str) and ops == "all":
-            return None
-        families, entries = split(ops)
-        entries = [entry for entry in entries if not is_patched(entry)]  # those are not for engines
-        found: list[Any] = [self.named(entries)] if entries else []
-        if families or not found:
-            found.append(_of_families(self, families, ROWS.version))  # type: ignore[arg-type]  # engines are hashable
-        keys: Keys = found[0] if len(found) == 1 else found[0] | found[1]
-        return keys
+        chosen = split(ops)
+        entries = [entry for entry in chosen.entries if not is_patched(entry)]  # those are not for engines
+        version = self.version((*chosen.families, *chosen.without))
+        families: Any = _of_families(self, chosen.families, chosen.without, version)  # type: ignore[arg-type]
+        if not entries or chosen.everything:
+            return families  # type: ignore[no-any-return]
+        return self.named(entries) | families  # type: ignore[no-any-return]
+
+    def version(self, families: tuple[str, ...]) -> Any:
+        """A value that changes when families may have come to hold other operators."""
+        return ROWS.version
+
+    def everything(self) -> Keys:
+        """What `ops="all"` watches; None for whatever comes."""
+        return None
 
     def of_families(self, families: tuple[str, ...]) -> Any:
-        """What to watch of whole families, `"matmul"` and `"convolution"`. It is asked once while the rows stay."""
+        """What to watch of whole families. It is asked once for each version."""
         return frozenset()
 
     def named(self, entries: list[Any]) -> Any:
@@ -138,9 +142,31 @@ class Engine(Protocol):
 
 
 @functools.lru_cache(maxsize=32)
-def _of_families(engine: Engine, families: tuple[str, ...], version: int) -> Any:
-    # `version` is that of the rows. All blocks get the same object: kernels know by its identity what is installed.
-    return engine.of_families(families)
+def _of_families(engine: Engine, families: tuple[str, ...], without: tuple[str, ...], version: Any) -> Any:
+    # All blocks get the same object: kernels know by its identity what is installed.
+    keys = engine.everything() if ALL in families else engine.of_families(families)
+    if not without:
+        return keys
+    left_out = engine.of_families(without)
+    if keys is None:
+        return AllBut(left_out)
+    if isinstance(keys, Mapping):
+        return {name: keys[name] for name in keys if name not in left_out}
+    return frozenset(keys) - frozenset(left_out)
+
+
+class AllBut(Container[Any]):
+    """Every key but some.
+
+    Args:
+        left_out: Those.
+    """
+
+    def __init__(self, left_out: Container[Any]) -> None:
+        self._left_out = left_out
+
+    def __contains__(self, key: object) -> bool:
+        return key not in self._left_out
 
 
 class Watcher:
@@ -156,16 +182,19 @@ class Watcher:
         skipped: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
             process has told of them, since skipping a call takes some microseconds.
         shown: What its engine must show: `keys`, `unknown` and `skipped`.
+        only_products: Whether it watches families of products and nothing else.
         everywhere: Whether it watches all threads.
         told_of_convolutions: Whether a block of this process has told of convolutions.
     """
 
     __slots__ = (
-        "_rows",
+        "_chosen_at",
+        "_families",
         "_tells",
         "engine",
         "everywhere",
         "keys",
+        "only_products",
         "ops",
         "patched",
         "pipeline",
@@ -183,16 +212,18 @@ class Watcher:
         self.everywhere = everywhere
         self._tells: Pipeline | None = None
         foreign.look()
-        self._rows = ROWS.version
         self._choose()
 
     def _choose(self) -> None:
+        chosen = split(self.ops)
+        self._families = (*chosen.families, *chosen.without)
+        self._chosen_at = self.engine.version(self._families)
+        self.only_products = not chosen.entries and set(chosen.families) <= set(PRODUCTS)
         keys: Any = self.engine.keys(self.ops)
-        families, entries = split(self.ops)
-        self.patched = patched_of(families, entries)
-        self.unknown: Any = self.engine.unknown() if "matmul" in families else frozenset()
+        self.patched = patched_of(chosen)
+        self.unknown: Any = self.engine.unknown() if "matmul" in chosen.families else frozenset()
         self.skipped: Any = frozenset()
-        if families == ("matmul",) and not entries and not Watcher.told_of_convolutions:
+        if chosen == (("matmul",), [], ()) and not Watcher.told_of_convolutions:
             self.skipped = self.engine.skipped()
         self.keys: Keys = keys
         self.shown: Keys = keys
@@ -204,8 +235,8 @@ class Watcher:
     def renew(self) -> None:
         """Watch what has come since: a library may register its operators after the interceptor was made."""
         foreign.look()
-        if self._rows != ROWS.version or (self.skipped and Watcher.told_of_convolutions):
-            self._rows = ROWS.version
+        come = self._chosen_at != self.engine.version(self._families)
+        if come or (self.skipped and Watcher.told_of_convolutions):
             self._choose()
 
     def watched_by(self, key: Any) -> Pipeline | None:

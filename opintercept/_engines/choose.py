@@ -5,7 +5,7 @@ Invariant: a combination that does not exist is refused here, before any state h
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from opintercept._core.checks import check_choice
 from opintercept._core.hook import Level
@@ -20,29 +20,24 @@ ENGINES: dict[str, Engine] = {
 """The engines at dispatch level, by the name that `intercept(engine=...)` takes."""
 
 
-def choose(ops: Any, level: Level, engine: str, threads: str) -> Engine:
+def choose(level: Level, engine: str, threads: str) -> Engine:
     """The engine for the arguments of `intercept`.
 
     Raises:
         ValueError: An unknown engine, or a combination that does not exist.
     """
     check_choice("engine", engine, ("auto", *ENGINES))
-    everything = isinstance(ops, str) and ops == "all"
     if level == "function":
         if engine != "auto":
             raise ValueError(f'function level has one engine, leave engine="auto" out, got engine={engine!r}')
         chosen: Engine = function_mode.ENGINE
     elif engine == "auto":
-        chosen = ENGINES["mode" if everything else "compiled" if compiled.is_there() else "kernel"]
+        chosen = ENGINES["compiled" if compiled.is_there() else "kernel"]
     else:
         chosen = ENGINES[engine]
-    if everything and not chosen.every_operator:
-        raise ValueError(
-            f'the {chosen.name} engine needs named operators, got ops="all"; name the ops, or use engine="mode"'
-        )
     if threads == "all" and not chosen.every_thread:
         raise ValueError(
             f'threads="all" needs the kernel engine, since torch\'s modes belong to one thread, got {level} level with '
-            f'the {chosen.name} engine; use level="dispatch" with named ops, or enter the interceptor in each thread'
+            f'the {chosen.name} engine; use level="dispatch" without engine=, or enter the interceptor in each thread'
         )
     return chosen

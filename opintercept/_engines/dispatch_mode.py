@@ -49,7 +49,8 @@ class DispatchModeEngine(ModeEngine):
 
     def of_families(self, families: tuple[str, ...]) -> frozenset[str]:
         """All overloads, composites too: under inference_mode a dispatch mode gets them whole."""
-        return frozenset(overloads.of_families(families)) | (HIGHER_ORDER if "matmul" in families else frozenset())
+        found = frozenset(overloads.of_families(families, lambda: overloads.everything(())))
+        return found | (HIGHER_ORDER if "matmul" in families else frozenset())
 
     def unknown(self) -> frozenset[str]:
         """Any overload that looks like a matmul."""

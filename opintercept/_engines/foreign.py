@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,10 +66,18 @@ _told: set[str] = set()
 _told_of_change: set[str] = set()
 
 
+def _loads() -> Any:
+    return len(sys.modules), len(_defined), len(_implemented), len(torch.ops.loaded_libraries)
+
+
+registrations: Callable[[], Any] = _loads
+"""Returns a value that changes whenever operators may have come or gone. Compiled kernels count them exactly."""
+
+
 def look() -> None:
     """Load the packs of libraries that have come since the last look. `ROWS.version` grows if any came or went."""
     global _seen, _modules
-    now = (len(sys.modules), len(_defined), len(_implemented), len(torch.ops.loaded_libraries))
+    now = _loads()
     gone = forget_unloaded()
     if now == _seen and not gone:
         return
@@ -79,6 +88,11 @@ def look() -> None:
         if gone or fresh or (now[1:] != _seen[1:] and (now[3] or _from_python() - _TORCH)):
             _scan(fresh)
         _modules, _seen = modules, now
+
+
+def is_torchs(name: str) -> bool:
+    """Whether an operator has come with torch, by its namespace."""
+    return name.partition("::")[0] in _TORCH
 
 
 def _from_python() -> set[str]:

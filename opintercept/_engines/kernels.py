@@ -31,6 +31,7 @@ from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_quiet
 from opintercept._engines.scope import KEY, UNKNOWN, Watch, state, take
+from opintercept._ops.select import PRODUCTS
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
@@ -59,6 +60,10 @@ _UNREAL = (
     "FuncTorchDynamicLayerBackMode",
     "PythonTLSSnapshot",
 )
+
+# From what these return torch makes objects of subclasses, such as a `Parameter`, and a tensor that is an object of
+# Python already is refused there. A kernel in Python cannot return another.
+CONSTRUCTORS = frozenset(("aten::detach", "aten::alias"))
 
 # The part of a call's key set below ours, by the bits of the key set. `&` takes 350 ns, a look-up 30 ns.
 _below: dict[int, Any] = {}
@@ -109,8 +114,10 @@ class KernelEngine(Engine):
         "torch._C._dispatch_keyset_full_after": _full_after,
         "torch._C._dispatch_has_kernel_for_dispatch_key": _has_kernel,
         "torch._C._dispatch_find_schema_or_throw": _overloads.find_schema,
+        "torch._C._dispatch_get_registrations_for_dispatch_key": _overloads.registered,
     }
     every_thread = True
+    left_out = CONSTRUCTORS
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -124,11 +131,19 @@ class KernelEngine(Engine):
         """The overloads that kernels can watch: those that reach BackendSelect whole and have no other kernel there."""
         return {
             name: overload
-            for name, overload in sorted(_overloads.of_families(families).items())
+            for name, overload in sorted(_overloads.of_families(families, self.everything).items())
             if row_of(name).kind == "leaf"
             and not _overloads.is_composite(overload)
             and _overloads.is_runnable(overload)
         }
+
+    def version(self, families: tuple[str, ...]) -> Any:
+        """As of every engine. Families that are no products also hold operators without a row."""
+        return ROWS.version if set(families) <= set(PRODUCTS) else (ROWS.version, foreign.registrations())
+
+    def everything(self) -> Overloads:
+        """As of every engine. Kernels in Python leave out `CONSTRUCTORS`."""
+        return _everything(self.left_out, ROWS.version, foreign.registrations())
 
     def named(self, entries: list[Any]) -> Overloads:
         """As `of_families`."""
@@ -176,9 +191,9 @@ class KernelEngine(Engine):
         """End a `hold`. If it was the last and the process is quiet, remove the kernels. Can be repeated."""
         KERNELS.release(user)
 
-    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
+    def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
         """A callable that installs a kernel in one C call and returns the object that keeps it installed."""
-        return KERNELS.installation(name, overload)
+        return KERNELS.installation(name, overloads)
 
     def running(self) -> int:
         """How many kernels that are not Python functions are on the stack of this thread."""
@@ -219,14 +234,15 @@ class Kernels:
                 return
             missing = [name for name in overloads if name not in self.installed]
             # In this order: a signal handler may install a kernel between the two questions.
-            taken = [name for name in missing if _has_kernel(name, "BackendSelect") and name not in self.installed]
+            others = set(_overloads.registered("BackendSelect")) if missing else set()
+            taken = [name for name in missing if name in others and name not in self.installed]
             if taken:
                 raise OpInterceptError(
                     f"the dispatch key BackendSelect must be free, got kernels of other code for {', '.join(taken)}; "
                     f"{maker.instead}"
                 )
             if missing:
-                self._install({name: overloads[name] for name in missing}, maker)
+                self._install(missing, overloads, maker)
             self._whole[id(overloads)] = overloads
 
     def release(self, user: object) -> None:
@@ -236,16 +252,17 @@ class Kernels:
             if not self.users and self.installed:
                 self._remove_if_quiet()
 
-    def _install(self, overloads: Overloads, maker: KernelEngine) -> None:
+    def _install(self, names: list[str], overloads: Overloads, maker: KernelEngine) -> None:
         self._last_maker = maker
-        steps = {name: maker.installation(name, overload) for name, overload in overloads.items()}
+        steps = {name: maker.installation(name, overloads) for name in names}
         # A single C call installs each kernel and stores it, so that no interrupt comes in between. It skips names
         # that a signal handler has stored meanwhile.
-        names, again = itertools.tee(itertools.filterfalse(self.installed.__contains__, steps))
-        self.installed.update(zip(names, map(operator.call, map(steps.__getitem__, again)), strict=False))
+        new, again = itertools.tee(itertools.filterfalse(self.installed.__contains__, steps))
+        self.installed.update(zip(new, map(operator.call, map(steps.__getitem__, again)), strict=False))
 
-    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
+    def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
         """A callable that installs a kernel in Python in one C call."""
+        overload = overloads[name]
         known, kernel = self._made.get(name, (None, None))
         if known is not overload or kernel is None:
             kernel = _make_kernel(name, overload)
@@ -270,6 +287,11 @@ class Kernels:
         with self.lock:  # another thread may be installing ours
             return name not in self.installed and bool(_has_kernel(name, "BackendSelect"))
 
+    def taken(self) -> frozenset[str]:
+        """The overloads of which other code has a kernel where ours would go."""
+        with self.lock:
+            return frozenset(_overloads.registered("BackendSelect")) - self.installed.keys()
+
     def let_forked_tasks_end(self) -> None:
         """Before the interpreter shuts down, wait for tasks that may still have a scope.
 
@@ -290,6 +312,18 @@ atexit.register(KERNELS.let_forked_tasks_end)
 in_child(KERNELS.forget_parent)
 
 _kernel_code: CodeType | None = None
+
+
+@functools.lru_cache(maxsize=2)
+def _everything(left_out: frozenset[str], version: int, registrations: Any) -> Overloads:
+    fresh = _overloads.everything(KERNELS.taken() | left_out)
+    if fresh.keys() != _every.get(left_out, {}).keys():
+        _every[left_out] = fresh
+    return _every[left_out]
+
+
+# The same object while there is nothing new: kernels know by its identity what is installed.
+_every: dict[frozenset[str], Overloads] = {}
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import Block, Engine
+from opintercept._engines.base import AllBut, Block, Engine
 from opintercept._engines.scope import KEY, Scope, Watch, take
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
@@ -99,8 +99,6 @@ class ModeEngine(Engine):
         depth, at, pop, push: Torch's calls on the stack.
     """
 
-    every_operator = True
-
     def __init__(
         self,
         mode_type: Callable[[], Mode],
@@ -143,7 +141,7 @@ class ModeEngine(Engine):
 
     def _set_keys(self, mode: Mode) -> None:
         distinct = {id(block.watcher.shown): block.watcher.shown for block in mode.blocks}
-        if None in distinct.values():
+        if any(keys is None or (isinstance(keys, AllBut) and len(distinct) > 1) for keys in distinct.values()):
             mode.keys = Everything()
         elif len(distinct) == 1:
             (mode.keys,) = distinct.values()

@@ -5,19 +5,21 @@ Invariant: an overload that no call could reach is left out of the family, and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from opintercept._ops import convolutions, select
-from opintercept._ops.table import OWN, exact, overloads, row_of
+from opintercept._ops import convolutions, families, select
+from opintercept._ops.op import Op
+from opintercept._ops.table import OWN, ROWS, exact, overloads, row_of
 
 # Private; engines that need them name them in `needs`.
 find_schema = getattr(torch._C, "_dispatch_find_schema_or_throw", None)
 has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+registered: Any = getattr(torch._C, "_dispatch_get_registrations_for_dispatch_key", None)
 
-Overloads = dict[str, torch._ops.OpOverload]
+Overloads = Mapping[str, torch._ops.OpOverload]
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:
@@ -45,7 +47,7 @@ _BACKENDS = (
 _packets: dict[str, tuple[dict[str, Any], str, torch._ops.OpOverloadPacket]] = {}
 
 
-def note(found: Overloads) -> Overloads:
+def note(found: dict[str, torch._ops.OpOverload]) -> dict[str, torch._ops.OpOverload]:
     """Note which overloads are watched, so that `forget_unloaded` finds those whose library goes. Returns them."""
     for overload in found.values():
         packet, (space, _, short) = overload._overloadpacket, overload._schema.name.partition("::")
@@ -73,9 +75,73 @@ def successor(overload: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return next(iter(overloads(exact(overload._name))), None)
 
 
-def of_families(families: tuple[str, ...]) -> Overloads:
-    """Every overload of the families that the dispatcher knows, by name."""
-    return _known(select.of_families(families, "dispatch"))
+def of_families(names: tuple[str, ...], everything: Callable[[], Overloads]) -> Overloads:
+    """Every overload of the families that the dispatcher knows, by name.
+
+    Args:
+        names: The families.
+        everything: Returns the overloads among which those that are no products look for theirs.
+    """
+    others = [family for family in names if family in families.FAMILIES]
+    every = everything() if others else {}
+
+    def is_chosen(name: str) -> bool:
+        return any(families.belongs(name, lambda: every[name], family) for family in others)
+
+    return _known([*select.of_families(names, "dispatch"), *(every[name] for name in every if is_chosen(name))])
+
+
+class Named(Mapping[str, torch._ops.OpOverload]):
+    """Overloads by name, each made when it is asked for: torch takes a quarter of a second to make all.
+
+    Args:
+        names: Their names.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> torch._ops.OpOverload:
+        if name not in self._names:
+            raise KeyError(name)
+        return next(iter(overloads(exact(name))))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+# It refuses other shapes where `self` and `out` are one C++ reference, as `addr_` passes them. Kernels part the two.
+_BY_REFERENCE = frozenset(("aten::addr.out",))
+# Autograd does it all by itself.
+_UNREACHED = frozenset(("aten::detach_",))
+# What runs beside the program and computes nothing. `lift_fresh` returns its argument, of which torch then makes an
+# object of a subclass, and refuses one that has become an object of Python before.
+_NOT_COMPUTING = ("profiler::", "prim::", "_test::", "debugprims::", "debug_mode_ops::", "aten::lift_fresh")
+
+
+def everything(but: Collection[str]) -> Overloads:
+    """The overloads with a kernel of their own that arrive at a backend whole, by name.
+
+    Args:
+        but: Those that cannot be watched.
+    """
+    names = {name for key in _BACKENDS for name in registered(key)}
+    names.difference_update(registered("CompositeImplicitAutograd"), _BY_REFERENCE, _UNREACHED, but)
+    rows = ROWS.copy()
+    return Named(sorted(n for n in names if not n.startswith(_NOT_COMPUTING) and _row(rows, n).kind == "leaf"))
+
+
+def _row(rows: Mapping[str, Op], name: str) -> Op:
+    return rows.get(exact(name)) or rows.get(name.partition(".")[0]) or _OTHER
+
+
+_OTHER = Op("")
 
 
 def skipped() -> Overloads:
@@ -100,6 +166,8 @@ def named(
     chosen = {}
     for name in sorted(found):
         overload = found[name]
+        if name in _BY_REFERENCE and len(found) > 1:
+            continue
         if is_composite(overload):
             siblings = [other for other in found.values() if other._schema.name == overload._schema.name]
             if row_of(name).kind == "composite" or all(map(is_composite, siblings)):
@@ -116,7 +184,7 @@ def named(
     return chosen
 
 
-def _known(found: Iterable[torch._ops.OpOverload]) -> Overloads:
+def _known(found: Iterable[torch._ops.OpOverload]) -> dict[str, torch._ops.OpOverload]:
     return note({overload._name: overload for overload in found if _is_registered(overload) and _is_loaded(overload)})
 
 

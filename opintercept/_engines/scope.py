@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -309,6 +310,24 @@ def put(scope: Scope) -> None:
     if take is not None:
         take(scope)
     stash(KEY, scope)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """For a hook that computes where a program asks for its results: no block sees the operators that it runs.
+
+    In a block that watches all operators, the hook would be shown its own, which multiply nothing. So blocks that watch
+    products alone stay as they are, and see those of a signal handler that comes in between.
+    """
+    before = current()
+    if before.hidden or all(watcher.only_products for watcher in before.active()):
+        yield
+        return
+    put(before.while_hooks_run())
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def unseen_calls() -> int:

@@ -48,7 +48,7 @@ class CallFilter(Copyable):
         for name, value in (("every_calls", every_calls), ("first", first), ("min_numel", min_numel)):
             if value is not None:
                 check_count(name, value)
-        if not (steps is None or isinstance(steps, int) or _is_container(steps)):
+        if isinstance(steps, str) or not (steps is None or isinstance(steps, int) or hasattr(steps, "__contains__")):
             raise TypeError(f"steps must be a number or a container of numbers, such as range(100, 200), got {steps!r}")
         names: tuple[Read, ...] = () if module is None else ("module",)
         if (reads := reads_of(() if predicate is None else (predicate,), names)) is not None:
@@ -135,30 +135,15 @@ class CallFilter(Copyable):
 
 
 def checked_dtype(dtype: Any) -> str:
-    """Return the name of a dtype.
-
-    Raises:
-        TypeError: `dtype` is neither a `torch.dtype` nor the name of one.
-    """
+    """The name of a dtype, given as such or by its name."""
     name = dtype_name(dtype)
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or its name, such as 'bfloat16', got {dtype!r}")
     return name
 
 
-def _is_container(value: Any) -> bool:
-    return hasattr(value, "__contains__") and not isinstance(value, str)
-
-
 def name_test(module: Any) -> Callable[[str], Any]:
-    """Return a predicate of module names.
-
-    Args:
-        module: A glob, a compiled pattern, or the predicate itself.
-
-    Raises:
-        TypeError: `module` is something else.
-    """
+    """The predicate of module names that a glob, a compiled pattern or a predicate stands for."""
     if isinstance(module, str):
         return re.compile(fnmatch.translate(module)).fullmatch
     if isinstance(module, re.Pattern):

@@ -50,18 +50,12 @@ for tensor in output if isinstance(output, (tuple, list)) else [output]:
 def plain_arguments(
     call: OpCall, before: Mapping[str, torch.Tensor], keep: Callable[[torch.Tensor], Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call in a form that JSON can hold: `{"args": [...], "kwargs": {...}}`.
+    """The arguments of a running call as JSON can hold them: `{"args": [...], "kwargs": {...}}`.
 
     A tensor becomes `{"tensor": what keep returned, "shape": [...], "stride": [...]}`, a dtype or layout
-    `{"torch": name}`, a device `{"device": name}` and a list `{"list": [...]}`.
-
-    Args:
-        call: A call that is running.
-        before: Earlier copies of the operands that the operator has overwritten, by their name in `OpCall.tensors`.
-        keep: Is called with each tensor, which is strided and may have conjugate or negative bits.
-
-    Raises:
-        TypeError: An argument cannot be written as plain data.
+    `{"torch": name}`, a device `{"device": name}` and a list `{"list": [...]}`. All else raises a
+    TypeError. `before` has earlier copies of the operands that the operator has overwritten, by their name in
+    `OpCall.tensors`. `keep` gets strided tensors, which may have conjugate or negative bits.
     """
     given = call.tensors
     old = {id(given[name]): tensor for name, tensor in before.items() if name in given}
@@ -93,17 +87,7 @@ def plain_arguments(
 
 
 def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]) -> str:
-    """Write `call-<index>.safetensors` and `call-<index>.py`, and return the path of the script.
-
-    Args:
-        call: A call that is running.
-        folder: Where to write; created if it does not exist.
-        before: Earlier copies of the operands that the operator has overwritten, by their name in `OpCall.tensors`.
-
-    Raises:
-        TypeError: An argument cannot be written as plain data.
-        OSError: The folder cannot be written to.
-    """
+    """Write `call-<index>.safetensors` and `call-<index>.py`, and return the path of the script."""
     tensors: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> str:
@@ -132,17 +116,9 @@ def try_to_save(
 def write_repro(
     path: str, title: str, func: str, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write the script, and next to it the tensors that `arguments` name.
+    """Write the script to `path`, and next to it the contiguous tensors that `arguments` name.
 
-    Args:
-        path: Path of the script, ending in `.py`.
-        title: Docstring of the script. Like `func` it becomes code, so neither may come from an untrusted source.
-        func: An expression for the function to call.
-        arguments: What `plain_arguments` returned.
-        tensors: Contiguous tensors by name.
-
-    Raises:
-        OSError: A file cannot be written.
+    `title` and `func` become code, so neither may come from an untrusted source.
     """
     from safetensors.torch import save_file
 

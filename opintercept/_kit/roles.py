@@ -12,12 +12,7 @@ import torch
 
 
 def checked_roles(of: str | Iterable[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the roles named in `of`, without repeats.
-
-    Raises:
-        TypeError: `of` is neither a string nor an iterable of strings.
-        ValueError: `of` is empty or names an unknown role.
-    """
+    """The roles named in `of`, without repeats."""
     roles = [of] if isinstance(of, str) else list(of) if isinstance(of, Iterable) else None
     if roles is None or not all(isinstance(role, str) for role in roles):
         raise TypeError(f"of must be one or more of {', '.join(map(repr, allowed))}, got {of!r}")
@@ -28,22 +23,14 @@ def checked_roles(of: str | Iterable[str], allowed: tuple[str, ...]) -> tuple[st
 
 
 def checked_seed(seed: Any) -> int:
-    """Return `seed` if a `torch.Generator` accepts it.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Return `seed` if a `torch.Generator` accepts it."""
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must be a whole number from -2**63 to 2**64 - 1, got {seed!r}")
     return seed
 
 
 class Generators(dict[torch.device, torch.Generator]):
-    """One generator per device, created and seeded at its first use.
-
-    Raises:
-        ValueError: `torch.Generator` does not accept `seed`.
-    """
+    """One generator per device, created and seeded at its first use."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

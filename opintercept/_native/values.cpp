@@ -1,6 +1,7 @@
-// Finds out where the values of a tensor are, lets `vectors/read_values.cpp` read them, and hands the answers to Python.
+// Finds out where the values of a tensor are, lets `vectors/read_values.cpp` read them, and hands the answers to
+// Python.
 //
-// Invariant: no operator of torch runs. A tensor that is not a plain array of floats in memory is not read.
+// Invariant: no operator of torch runs. A tensor that is not a plain array in memory is not read.
 
 #include <Python.h>
 
@@ -45,9 +46,12 @@ bool opintercept::in_memory(const at::Tensor& tensor, const void*& data) {
   return true;
 }
 
-bool opintercept::Layout::describe(const at::Tensor& tensor, bool in_order) {
+bool opintercept::Layout::describe(const at::Tensor& tensor, bool in_order, bool whole) {
   dtype = tensor.scalar_type();
-  bool known = dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 || dtype == c10::kHalf;
+  bool known = dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 || dtype == c10::kHalf ||
+      (whole &&
+       (dtype == c10::kBool || dtype == c10::kChar || dtype == c10::kByte || dtype == c10::kShort ||
+        dtype == c10::kInt || dtype == c10::kLong));
   if (!known || !in_memory(tensor, data) || tensor.sizes().size() > DEEPEST) {
     return false;
   }
@@ -121,8 +125,8 @@ using namespace opintercept;
 PyObject *tensor_type, *parameter_type;
 
 // False if the object is not a tensor that can be read here.
-bool describe(PyObject* value, bool in_order, at::Tensor& tensor, Layout& layout) {
-  return as_tensor(value, tensor) && layout.describe(tensor, in_order);
+bool describe(PyObject* value, const Request& request, at::Tensor& tensor, Layout& layout) {
+  return as_tensor(value, tensor) && layout.describe(tensor, request.in_order(), request.takes_whole());
 }
 
 // A tuple of new references; null if one of them is.
@@ -180,7 +184,7 @@ bool opintercept::read_sums(const at::Tensor& tensor, const Target* target, bool
   request.target = target;
   request.hash = hashed;
   Layout layout;
-  if (!layout.describe(tensor, request.in_order())) {
+  if (!layout.describe(tensor, request.in_order(), request.takes_whole())) {
     return false;
   }
   Answer answer;
@@ -190,14 +194,12 @@ bool opintercept::read_sums(const at::Tensor& tensor, const Target* target, bool
   return true;
 }
 
-bool opintercept::is_finite(const at::Tensor& tensor, bool& finite) {
+bool opintercept::find_range(const at::Tensor& tensor, Ends& ends) {
   Layout layout;
   if (!layout.describe(tensor, false)) {
     return false;
   }
-  Ends ends{0, 0};
   CHOSEN(find_ends)(layout, workers_for(layout.count), ends);
-  finite = std::isfinite(ends.low) && std::isfinite(ends.high);
   return true;
 }
 
@@ -223,7 +225,7 @@ PyObject* opintercept_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
   try {
     at::Tensor tensor;
     Layout layout;
-    if (!describe(args[0], request.in_order(), tensor, layout)) {
+    if (!describe(args[0], request, tensor, layout)) {
       Py_RETURN_NONE;
     }
     Answer answer;
@@ -248,7 +250,7 @@ PyObject* opintercept_extent(PyObject*, PyObject* value) {
     at::Tensor tensor;
     Layout layout;
     Ends ends;
-    if (!describe(value, false, tensor, layout) || layout.count == 0) {
+    if (!describe(value, Request(), tensor, layout) || layout.count == 0) {
       Py_RETURN_NONE;
     }
     {
@@ -260,6 +262,24 @@ PyObject* opintercept_extent(PyObject*, PyObject* value) {
     PyErr_Clear();
     Py_RETURN_NONE;
   }
+}
+
+// storage(tensor) -> see `values.storage`
+PyObject* opintercept_storage(PyObject*, PyObject* value) {
+  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  if (!THPVariable_Check(value) || !THPVariable_Unpack(value).has_storage()) {
+    Py_RETURN_NONE;
+  }
+  const c10::Storage& storage = THPVariable_Unpack(value).storage();
+  auto weak = std::make_unique<Weak>(storage.getWeakStorageImpl());
+  PyObject* holder = PyCapsule_New(weak.get(), nullptr, [](PyObject* capsule) {
+    delete static_cast<Weak*>(PyCapsule_GetPointer(capsule, nullptr));
+  });
+  if (holder == nullptr) {
+    return nullptr;
+  }
+  weak.release();
+  return Py_BuildValue("(NN)", PyLong_FromVoidPtr(storage.unsafeGetStorageImpl()), holder);
 }
 
 // set_up_values(torch.Tensor, torch.nn.Parameter)

@@ -18,9 +18,9 @@ bool in_memory(const at::Tensor& tensor, const void*& data);
 // The tensor of a Python object. False if it is not one, or of a subclass.
 bool as_tensor(PyObject* value, at::Tensor& tensor);
 
-// Both return false for a tensor that they cannot read.
+// These return false for a tensor that they cannot read.
 bool read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash);
-bool is_finite(const at::Tensor& tensor, bool& finite);
+bool find_range(const at::Tensor& tensor, Ends& ends);
 
 // What `values.read` returns. Takes over the references; null if one of them is.
 PyObject* as_found(const Sums& sums, PyObject* hash, PyObject* powers, PyObject* channels);

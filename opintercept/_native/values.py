@@ -88,12 +88,22 @@ class SignSums(Protocol):
         """
 
 
+class Storage(Protocol):
+    """How `storage` is called."""
+
+    def __call__(self, tensor: Any, /) -> tuple[int, Any] | None:
+        """Return a number for the storage of a tensor, and an object while which no other storage gets the number.
+
+        Neither keeps the memory alive, nor makes torch make an object of the storage. None without a storage.
+        """
+
+
 def adopt(module: Any) -> None:
     """Read values with this library from now on."""
-    global read, extent, project, sign_sums
+    global read, extent, project, sign_sums, storage
     module.set_up_values(torch.Tensor, torch.nn.Parameter)
     read, extent = module.read, module.extent
-    project, sign_sums = module.project, module.sign_sums
+    project, sign_sums, storage = module.project, module.sign_sums, module.storage
 
 
 def unread(*_: Any) -> None:
@@ -107,10 +117,10 @@ def unsummed(*_: Any) -> bool:
 
 def _find() -> None:
     """Adopt the library, or none, for the rest of the process."""
-    global read, extent, project, sign_sums
+    global read, extent, project, sign_sums, storage
     module = library.find().module
     if module is None:
-        read = extent = unread
+        read = extent = storage = unread
         project = sign_sums = unsummed
     else:
         adopt(module)
@@ -136,7 +146,13 @@ def _first_sign_sums(*args: Any) -> bool:
     return sign_sums(*args)
 
 
+def _first_storage(tensor: Any, /) -> tuple[int, Any] | None:
+    _find()
+    return storage(tensor)
+
+
 read: Read = _first_read
 extent: Extent = _first_extent
 project: Project = _first_project
 sign_sums: SignSums = _first_sign_sums
+storage: Storage = _first_storage

@@ -18,22 +18,13 @@ from opintercept._ops.op import Args, GemmRule, Kind, Kwargs, Op, passed
 
 
 class _Sizes(NamedTuple):
-    """The sizes of a convolution.
+    """The sizes of a convolution."""
 
-    Attributes:
-        groups: How many parts the channels have that do not mix.
-        rows: Positions of all samples: those of the output, or those of the input of a transposed convolution.
-        inner: Channels of the input, by group.
-        outer: Channels of the output, by group.
-        kernel: Elements of the kernel.
-        transposed: Whether the convolution is transposed.
-    """
-
-    groups: int
-    rows: int
-    inner: int
-    outer: int
-    kernel: int
+    groups: int  # how many parts the channels have that do not mix
+    rows: int  # positions of all samples: those of the output, or those of the input of a transposed convolution
+    inner: int  # channels of the input, by group
+    outer: int  # channels of the output, by group
+    kernel: int  # elements of the kernel
     transposed: bool
 
     @property
@@ -54,17 +45,11 @@ class _Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Signature:
-    """Where operators with the same parameters have the settings of a convolution, which are not tensors.
+    """Where operators with the same parameters have the settings of a convolution, which are not tensors."""
 
-    Attributes:
-        settings: The position and the keyword of each setting.
-        transposed: Whether they are transposed; None if an argument says so.
-        depthwise: Whether each channel of the input is a group.
-    """
-
-    settings: Mapping[str, tuple[int, str]]
-    transposed: bool | None = False
-    depthwise: bool = False
+    settings: Mapping[str, tuple[int, str]]  # the position and the keyword of each
+    transposed: bool | None = False  # None if an argument says so
+    depthwise: bool = False  # whether each channel of the input is a group
 
     def forward(self, op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
         """The product of a convolution."""
@@ -179,9 +164,9 @@ def _time_first(op: Op, args: Args, kwargs: Kwargs) -> Gemm | None:
 
 
 ROWS: list[Op] = []
+"""The rows. The name of one that serves a single overload has that overload's."""
 OUTERMOST = ("aten::convolution", "aten::convolution_backward", "mkldnn::_convolution_pointwise")
 """The operators with which a convolution begins at dispatch level. Those of a device run inside."""
-"""The rows. The name of one that serves a single overload has that overload's."""
 
 
 def _add(

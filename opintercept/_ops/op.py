@@ -18,6 +18,7 @@ import torch
 from opintercept._core.errors import OpInterceptWarning
 from opintercept._core.gemm import Gemm
 from opintercept._core.tensors import describe, is_tensor, named_tensors
+from opintercept._ops.scratch import OVERWRITES, torchs_name
 
 Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "foreign", "convolution", "other"]
 # How an operator reaches the kernels:
@@ -108,6 +109,11 @@ class Op:
         if self._takes_a_list(args):
             args = (args[0], *args[1])
         return passed(where, args, kwargs)
+
+    @property
+    def overwritten(self) -> tuple[str, ...]:
+        """The parameters that the operator writes to without reading them."""
+        return ("self",) if torchs_name(self.name) in OVERWRITES else ()
 
     def scale_tensors(self, args: Args, kwargs: Kwargs) -> list[Any]:
         """Return the scales that were passed as tensors, alone or in a list, which may have the operand too."""

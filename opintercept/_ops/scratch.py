@@ -1,9 +1,11 @@
-"""Tensors whose values mean nothing: memory that nobody has written, and what a kernel keeps for its backward kernel.
+"""Tensors that are not read: uninitialised ones, what a kernel keeps for its backward kernel, and views of others.
 
 Must not import torch.
 """
 
 from __future__ import annotations
+
+from opintercept._core.text import short_name
 
 _UNWRITTEN = (
     "empty empty_like empty_strided empty_permuted empty_quantized _empty_affine_quantized"
@@ -13,12 +15,31 @@ _UNWRITTEN = (
 UNWRITTEN = frozenset(_UNWRITTEN.split())
 """The operators and functions that return uninitialised memory."""
 
+_VIEWS = (
+    "_conj _fw_primal _indices _make_dual _neg_view _nested_view_from_buffer _reshape_alias _sparse_broadcast_to"
+    " _test_autograd_multiple_dispatch_view _unsafe_view _values alias as_strided ccol_indices col_indices crow_indices"
+    " detach diagonal expand indices permute row_indices select slice slice_inverse split split_with_sizes squeeze t"
+    " transpose unbind unfold unsqueeze values view view_as_complex view_as_real"
+)
+VIEWS = frozenset(_VIEWS.split())
+"""Torch's operators that return memory which they were given."""
+UNREAD = VIEWS | UNWRITTEN
+"""All of these: a run has no values of their calls."""
+
 _OVERWRITES = (
     "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_ _foreach_copy_"
     " _foreach_zero_"
 )
 OVERWRITES = frozenset(_OVERWRITES.split())
 """Those that write to `self` without reading it."""
+
+MOVES = frozenset(("clone", "contiguous", "copy_", "full_like", "new_full", "_foreach_copy_", "_to_copy"))
+"""Those that compute nothing: they copy values, or write one that they are given."""
+
+UPDATES = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "instance_norm"))
+"""Those that write to the running statistics, which their schemas do not say."""
+UPDATED = ("running_mean", "running_var")
+"""The parameters of these."""
 
 _SCRATCH = "workspace reserve reserveSpace reservedSpace weight_buf dropout_state"
 _RANDOM = "philox_seed philox_offset rng_state unused"
@@ -34,3 +55,12 @@ FOR_PROGRAM = {
     "aten::_lstm_mps": 3,
 }
 """How many outputs are for the program, by operator. The others serve its backward kernel."""
+
+_MASKS_LATER = "Angle Copysign Cumprod Dist LinalgVectorNorm Norm Pow Prod Renorm Sgn Sinc Std StdMean"
+MASKS_LATER = frozenset(f"{name}Backward" for name in _MASKS_LATER.split())
+"""The nodes of autograd that divide by zero, or take its logarithm, and then overwrite the NaN by a mask."""
+
+
+def torchs_name(op: str) -> str:
+    """Return by which name the sets above have an operator: `"t"` for `"aten::t"`, and `""` for other libraries'."""
+    return short_name(op) if op.startswith(("aten::", "torch.")) else ""

@@ -3,58 +3,85 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from opintercept._core.text import short_name
+from opintercept._ops import families
 from opintercept._ops.op import Op
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, functions, overloads, row_of
 
-FAMILIES = ("matmul", "convolution")
+PRODUCTS = ("matmul", "convolution")
+FAMILIES = (*PRODUCTS, *families.FAMILIES)
+ALL = "all"
 
 
-def split(ops: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Split `ops` into the families that it names and its other entries.
+class Selection(NamedTuple):
+    """What `ops=` asks for.
+
+    Attributes:
+        families: The families that it names, `"all"` among them.
+        entries: Its other entries: names, packets, overloads, functions.
+        without: The families that it leaves out, `"-view"`.
+    """
+
+    families: tuple[str, ...]
+    entries: list[Any]
+    without: tuple[str, ...]
+
+    @property
+    def everything(self) -> bool:
+        """Whether every operator is watched, but for families that are left out."""
+        return ALL in self.families
+
+
+def split(ops: Any) -> Selection:
+    """Split `ops` into families and other entries.
 
     Raises:
-        ValueError: There is no entry.
+        ValueError: There is no entry, or only families to leave out, or one of them is no family.
     """
     one = isinstance(ops, (str, torch._ops.OpOverloadPacket)) or not isinstance(ops, Iterable)
     entries = [ops] if one else list(ops)
+    named = [entry for entry in entries if isinstance(entry, str)]
+    without = tuple(entry[1:] for entry in named if entry.startswith("-"))
+    entries = [entry for entry in entries if not (isinstance(entry, str) and entry.startswith("-"))]
     if not entries:
         raise ValueError(f"ops must name at least one operator, got {ops!r}; leave it out to watch the whole family")
-    named = [entry for entry in entries if isinstance(entry, str)]
-    return tuple(f for f in FAMILIES if f in named), [e for e in entries if not isinstance(e, str) or e not in FAMILIES]
+    for family in without:
+        if family not in FAMILIES:
+            raise ValueError(f"ops can leave out families, got '-{family}'; {_hint(family, FAMILIES)}")
+    chosen = tuple(family for family in (ALL, *FAMILIES) if family in named)
+    others = [e for e in entries if not isinstance(e, str) or e not in chosen]
+    return Selection(chosen, others, without)
 
 
-def patched_of(families: tuple[str, ...], entries: Iterable[Any]) -> frozenset[str]:
+def patched_of(chosen: Selection) -> frozenset[str]:
     """Return the names of the functions that `ops=` selects, of those that `register_op` has declared.
-
-    Args:
-        families: As `split` gives them.
-        entries: Likewise.
 
     Raises:
         ValueError: A name is not declared.
     """
     declared = frozenset(ROWS.patched)
-    named = frozenset(filter(is_patched, entries))
+    named = frozenset(filter(is_patched, chosen.entries))
     for name in sorted(named - declared):
         raise ValueError(f"ops must name functions that register_op has declared, got {name!r}; declare it first")
-    return declared if "matmul" in families or "all" in entries else named
+    whole = "matmul" in chosen.families or (chosen.everything and "matmul" not in chosen.without)
+    return declared if whole else named
 
 
-def of_families(families: tuple[str, ...], level: Literal["function", "dispatch"]) -> frozenset[Any]:
-    """Return the overloads and, at function level, the functions of families."""
+def of_families(names: tuple[str, ...], level: Literal["function", "dispatch"]) -> frozenset[Any]:
+    """Return the overloads of families of products and, at function level, the functions of all families."""
     # A copy: another thread may declare operators meanwhile.
-    keys = [key for key, row in ROWS.copy().items() if family_of(row) in families]
+    keys = [key for key, row in ROWS.copy().items() if family_of(row) in names]
     found = frozenset(overload for key in keys for overload in overloads(key))
     if level == "dispatch":
         return found
-    return found | frozenset(function for function, row in functions().items() if family_of(row) in families)
+    others = (families.functions_of(name, [owner for _, owner, _ in PLACES]) for name in names if name not in PRODUCTS)
+    return found.union((f for f, row in functions().items() if family_of(row) in names), *others)
 
 
 def family_of(row: Op) -> str:
@@ -133,25 +160,23 @@ def parts(row: Op) -> str:
     return _PARTS.get(row.family, "'mm', 'addmm', 'bmm', 'mv' and 'dot'")
 
 
-def why_never(
-    name: str, level: Literal["function", "dispatch"], keys: Collection[Any] | None, families: tuple[str, ...]
-) -> str | None:
+def why_never(name: str, level: Literal["function", "dispatch"], keys: Any, whole: tuple[str, ...]) -> str | None:
     """Return why no watched call can have this name and what to write instead, or None if one can.
 
     Args:
         name: An operator's name, with or without its namespace, as in `hooks.when`.
         level: The level of the calls.
         keys: What the engine watches: names of overloads, or functions; None for everything.
-        families: The families that are whole in `keys`. Their operators that only other builds of torch have count
+        whole: The families that are whole in `keys`. Their operators that only other builds of torch have count
             as watched, so that one test serves all devices.
     """
     if is_patched(name):
         return None if name in ROWS else "nobody has declared it; declare it with register_op"
-    names = None if keys is None else {row_of(key).name for key in keys}
+    names = {row_of(key).name for key in keys} if isinstance(keys, Iterable) else None
     known = {short_name(full) for full in (ROWS if names is None else names)}
     if names is not None:
-        if families and level == "dispatch":
-            names.update(row.name for row in ROWS.values() if row.kind == "leaf" and family_of(row) in families)
+        if whole and level == "dispatch":
+            names.update(row.name for row in ROWS.values() if row.kind == "leaf" and family_of(row) in whole)
             # Leaves out "linear", which means torch's own and not `quantized::linear`.
             apart = {short_name(row.name) for row in ROWS.values() if row.kind == "composite"}
             known = {short_name(full) for full in names} - {short for short in apart if f"aten::{short}" not in names}

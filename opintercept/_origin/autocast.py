@@ -30,11 +30,7 @@ def autocast_below(call: OpCall) -> torch.dtype | None:
 
 
 def autocast_above(lhs: Any) -> torch.dtype | None:
-    """Return the dtype to which autocast will cast, or None; for calls above autocast.
-
-    Args:
-        lhs: The left operand, or None for a call without one.
-    """
+    """Return the dtype to which autocast will cast, or None; for calls above autocast, with or without an lhs."""
     device = "cpu" if lhs is None else lhs.device.type
     try:
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

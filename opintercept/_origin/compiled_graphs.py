@@ -43,64 +43,36 @@ _PRODUCTS = (
 )
 _HIDING = frozenset(("HigherOrderOperator", "OpOverload", "OpOverloadPacket"))  # types of functions that may multiply
 # Operators that pass a tensor on with other strides or another dtype, or pick one of several outputs.
-_VIEWS = frozenset(
-    (
-        "permute",
-        "t",
-        "transpose",
-        "reshape",
-        "view",
-        "_unsafe_view",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "clone",
-        "alias",
-        "detach",
-        "_to_copy",
-        "convert_element_type",
-        "getitem",
-    )
+_PASSING = (
+    "permute t transpose reshape view _unsafe_view expand unsqueeze squeeze slice select clone alias detach _to_copy"
+    " convert_element_type getitem"
 )
+_VIEWS = frozenset(_PASSING.split())
 _SUMS = ("addmm", "baddbmm", "bias_addmm", "_mm_plus_mm")  # kernels that may include a sum of the program
 
 
 class Trace(NamedTuple):
-    """Where a call in a graph comes from.
+    """Where a call in a graph comes from."""
 
-    Attributes:
-        base: The compiled function's name for the module that makes the call, `"L['self']"`; `""` if the function
-            makes it outside of further modules; None if unknown.
-        path: The attributes from there to the innermost module.
-        kind: The name of the innermost module's class.
-        line: The file, line number and function, or None.
-    """
-
+    # The compiled function's name for the module that makes the call, `"L['self']"`; `""` if the function makes it
+    # outside of further modules; None if unknown.
     base: str | None
-    path: tuple[str, ...]
-    kind: str
-    line: tuple[str, int, str] | None
+    path: tuple[str, ...]  # the attributes from there to the innermost module
+    kind: str  # the name of the innermost module's class
+    line: tuple[str, int, str] | None  # the file, line number and function
 
 
 UNKNOWN = Trace(None, (), "", None)
 
 
 class Graph(NamedTuple):
-    """The matrix products in a graph of Dynamo.
+    """The matrix products in a graph of Dynamo."""
 
-    Attributes:
-        nodes: The trace of each node and whether it is a product, by the node's name, in the order of the graph.
-        products: The trace of each product and the inputs of the graph that it depends on, as bits.
-        inputs: For each input of the graph, the traces of the products that have it as an operand.
-        saved: For each node of the forward pass, by its name in Inductor's graph, the traces of the products that have
-            it as an operand or as their output.
-    """
-
-    nodes: dict[str, tuple[Trace, bool]]
-    products: tuple[tuple[Trace, int], ...]
-    inputs: tuple[frozenset[Trace], ...]
+    nodes: dict[str, tuple[Trace, bool]]  # the trace of each node and whether it is a product, in the graph's order
+    products: tuple[tuple[Trace, int], ...]  # the trace of each product and the inputs that it depends on, as bits
+    inputs: tuple[frozenset[Trace], ...]  # for each input, the traces of the products that have it as an operand
+    # For each node of the forward pass, by its name in Inductor's graph, the traces of the products that have it as an
+    # operand or as their output.
     saved: dict[str, frozenset[Trace]]
 
     def product(self, names: list[str], fused: bool) -> Trace:
@@ -339,10 +311,8 @@ def _parse(text: str) -> tuple[dict[str, tuple[str, list[str]]], dict[str, tuple
             line = None
         elif found := re.match(_CALL, row) or re.match(_ITEM, row):
             item = found.re.pattern == _ITEM
-            calls[found[1]] = (
-                "getitem" if item else found[2].split(".")[1],
-                re.findall(_NAME, found[2 if item else 3]),
-            )
+            called = "getitem" if item else found[2].split(".")[1]
+            calls[found[1]] = (called, re.findall(_NAME, found[2 if item else 3]))
             if line is not None:
                 lines[found[1]] = line
         elif row.strip().startswith("return "):
@@ -366,19 +336,13 @@ def _products(
 
 
 class Around(NamedTuple):
-    """What a forward call in a compiled graph notes for its backward calls. Keeps no module alive.
-
-    Attributes:
-        graph: The graph, or None if unknown.
-        modules: The innermost and the outermost module around the compiled function; None outside of all modules.
-        bases: The modules that the function uses, by its names for them.
-        caller: The program's code that called a compiled module of torch itself, with its instruction; else None
-            and -1.
-    """
+    """What a forward call in a compiled graph notes for its backward calls. Keeps no module alive."""
 
     graph: Graph | None
+    # The innermost and the outermost module around the compiled function; None outside of all modules.
     modules: tuple[weakref.ref[torch.nn.Module], weakref.ref[torch.nn.Module]] | None
-    bases: dict[str, weakref.ref[torch.nn.Module]]
+    bases: dict[str, weakref.ref[torch.nn.Module]]  # the modules that the function uses, by its names for them
+    # The program's code that called a compiled module of torch itself, with its instruction; else None and -1.
     caller: tuple[CodeType | None, int]
 
     def place(self, aliases: tuple[str, ...], trace: Trace) -> GraphCallSite:
@@ -388,11 +352,7 @@ class Around(NamedTuple):
 
 
 class GraphCallSite(CallSite):
-    """The place of a call in a compiled graph, whose calls all share the node that runs the backward graph.
-
-    Attributes:
-        around: What all calls of the graph share.
-    """
+    """The place of a call in a compiled graph, whose calls all share the node that runs the backward graph."""
 
     __slots__ = ("around",)
 

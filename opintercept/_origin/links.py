@@ -36,44 +36,27 @@ _packing: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_
 
 
 class Made(NamedTuple):
-    """What tells the node of a call from other threads' nodes, beside the addresses of the call's operands.
+    """What tells the node of a call from other threads' nodes, beside the addresses of the call's operands."""
 
-    Attributes:
-        task: The graph task in which the call ran, or -1. Its node can only run in a later one.
-        again: Whether a checkpoint repeated the call. Then its node can only run before the checkpoint is done.
-        node: The identity of the node, if it is a custom Function's.
-        looks: The shape and strides of each argument that is a tensor, as the node saves them; None outside of graph
-            tasks, and if the program packs what nodes save.
-    """
-
-    task: int
-    again: bool
-    node: int | None
+    task: int  # the graph task in which the call ran, or -1; its node can only run in a later one
+    again: bool  # whether a checkpoint repeated the call; then its node can only run before the checkpoint is done
+    node: int | None  # the identity of the node, if it is a custom Function's
+    # The shape and strides of each argument that is a tensor, as the node saves them; None outside of graph tasks, and
+    # if the program packs what nodes save.
     looks: tuple[Any, ...] | None
 
 
 class Link(NamedTuple):
-    """What a forward call notes for the backward calls that compute its gradients.
-
-    Attributes:
-        index: The index of the forward call.
-        op: Its operator.
-        round: How many backward passes had begun before it.
-        operands: The addresses of its arguments; 0 for arguments that are not tensors.
-        sure: Whether autograd has recorded this call for certain, and not only an operator of its name.
-        needed: Whether one of its operands needs a gradient. In a custom Function, which may have cast them, none may.
-        wanted: The positions of the arguments that need a gradient.
-        made: See `Made`; None for a call outside of graph tasks and custom Functions.
-    """
+    """What a forward call notes for the backward calls that compute its gradients."""
 
     index: int  # type: ignore[assignment]
     op: str
-    round: int
-    operands: tuple[int, ...]
-    sure: bool
-    needed: bool
-    wanted: tuple[int, ...]
-    made: Made | None = None
+    round: int  # how many backward passes had begun before it
+    operands: tuple[int, ...]  # the addresses of its arguments; 0 for arguments that are not tensors
+    sure: bool  # whether autograd has recorded this call for certain, and not only an operator of its name
+    needed: bool  # whether an operand needs a gradient; in a custom Function, which may have cast them, none may
+    wanted: tuple[int, ...]  # the positions of the arguments that need a gradient
+    made: Made | None = None  # None for a call outside of graph tasks and custom Functions
 
 
 class _Life:
@@ -119,17 +102,7 @@ class _ThreadLinks:
 
 
 class Links:
-    """The forward calls of one interceptor, which its backward calls look up.
-
-    Args:
-        owner: As for `Origin`.
-        place: Returns the place of the running call.
-
-    Attributes:
-        wanted: Whether a hook reads where calls come from. Otherwise nothing is noted.
-        names_all: Whether calls that autograd does not record are named as well. Without that, a root would get its
-            label only when a hook reads a name, and two interceptors could give it different ones.
-    """
+    """The forward calls of one interceptor, which its backward calls look up. `owner` is as for `Origin`."""
 
     # Beyond SOFT links, those from before the last two backward passes are dropped. Beyond HARD links, which a program
     # reaches that never calls backward, the older half is dropped.
@@ -147,7 +120,9 @@ class Links:
         self._round = 0
         self._in_backward = False
         self._packs = False  # whether the program has packed what nodes save, as checkpoints do
-        self.wanted = False
+        self.wanted = False  # whether a hook reads where calls come from; otherwise nothing is noted
+        # Whether calls that autograd does not record are named as well. Without that, a root would get its label only
+        # when a hook reads a name, and two interceptors could give it different ones.
         self.names_all = False
 
     def begin(self) -> None:
@@ -171,17 +146,17 @@ class Links:
             function = custom_function()
         operands: list[int] = []
         wanted: list[int] = []
-        needed = False
-        for value in call.args:
+        listed = False  # whether a tensor in a list needs a gradient
+        for position, value in enumerate(call.args):
             if isinstance(value, torch.Tensor):
-                if value.requires_grad:
-                    needed = True
-                    wanted.append(len(operands))
                 operands.append(address(value))
+                if value.requires_grad:
+                    wanted.append(position)
             else:
                 operands.append(0)
                 if isinstance(value, (list, tuple)):
-                    needed = needed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
+                    listed = listed or any(isinstance(t, torch.Tensor) and t.requires_grad for t in value)
+        needed = listed or bool(wanted)
         if recording and is_patched(call.op):
             # Autograd records what the function runs, and has recorded none of it yet.
             if not backward:
@@ -194,15 +169,7 @@ class Links:
         call.call_site = self._link(call.op, call.index, call.phase, *seen, call.call_site, made)
 
     def add(self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: CallSite) -> None:
-        """Remember a forward call that autograd records.
-
-        Args:
-            op: The operator.
-            index: The index of the call.
-            operands: See `Link`.
-            wanted: See `Link`.
-            place: Where the call comes from.
-        """
+        """Remember a forward call that autograd records. `operands` and `wanted` are as in `Link`."""
         self._link(op, index, "forward", operands, wanted, bool(wanted), True, None, place)
 
     def _link(
@@ -288,11 +255,7 @@ class Links:
         return mine
 
     def find(self) -> tuple[Link, CallSite, bool] | None:
-        """Find the forward call whose gradient is being computed.
-
-        Returns:
-            Its link, its place, and whether it shares its node with other calls; None if it is unknown.
-        """
+        """Find the forward call whose gradient is being computed, its place, and whether others share its node."""
         node = _current_node()
         if node is None:
             return None
@@ -312,12 +275,7 @@ class Links:
         """Return the links of the thread that has made a node, or None if that cannot be told.
 
         Each thread numbers its nodes from 0, and a node does not tell Python its thread. Autograd's own threads run
-        nodes of others and, where a graph is made in the backward pass, some of their own.
-
-        Args:
-            node: The node that runs.
-            number: Its number.
-            mine: The links of the running thread.
+        nodes of others and, where a graph is made in the backward pass, some of their own. `mine` is of this thread.
         """
         own = None if mine is None else mine.links.get(number)
         if own is not None and _computes(node, own) and _evidence(node, own) >= ALL:
@@ -336,6 +294,12 @@ class Links:
             alive = [each for each, (ident, life) in tuple(self._threads.items()) if ident == caller and life()]
             left = [each for each in left if each in alive]
         return left[0] if len(left) == 1 else None
+
+
+def running_node() -> str:
+    """The name of the node that autograd runs in this thread, without its number, or an empty text."""
+    node = _current_node()
+    return "" if node is None else str(node.name()).rstrip("0123456789")
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -439,12 +403,8 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
 
     The gradient of one operand is a product with the other, which autograd has saved. If G is the gradient of the
     output, that of lhs is `G @ rhs.T` and that of rhs is `lhs.T @ G`. For a column-major operand, autograd swaps the
-    factors and transposes the product (`mm_mat1_backward` in FunctionsManual.cpp).
-
-    Args:
-        operands: The addresses of the backward call's tensors.
-        left: That of its left operand.
-        link: The forward call.
+    factors and transposes the product (`mm_mat1_backward` in FunctionsManual.cpp). `operands` are the addresses of the
+    backward call's tensors, and `left` that of its left operand.
     """
     row = row_of(link.op)
     roles = row.roles

@@ -34,12 +34,9 @@ _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakre
 
 def names_under(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:
     """Return the qualified names of `module` under `root`, `""` for the root itself; None if it has no such module."""
-    known = _table(root)
-    entry = known.get(id(module))
-    if entry is None or entry.module() is not module:
-        known.update(_collect(root))  # it may be new
-        entry = known.get(id(module))
-    return entry.names if entry is not None and entry.module() is module else None
+    if not _has(root, module):
+        _table(root).update(_collect(root))  # it may be new
+    return _table(root)[id(module)].names if _has(root, module) else None
 
 
 def _table(root: torch.nn.Module) -> dict[int, _Names]:
@@ -91,22 +88,15 @@ def _class_name(root: torch.nn.Module) -> str:
 
 
 class _Home:
-    """A root with its label, which decides the names of its modules.
-
-    Attributes:
-        root: Returns the root, or None once it is gone or has lost the label.
-        label: The name of the root itself.
-        prefix: The beginning of the names of its modules.
-        names: The names found so far, by the module's identity.
-    """
+    """A root with its label, the name of the root itself, and the prefix that the names of its modules begin with."""
 
     __slots__ = ("label", "names", "prefix", "root")
 
     def __init__(self, label: str, prefix: str) -> None:
-        self.root: Callable[[], torch.nn.Module | None] = _no_root
+        self.root: Callable[[], torch.nn.Module | None] = _no_root  # None once it is gone or has lost the label
         self.label = label
         self.prefix = prefix
-        self.names: dict[int, _Names] = {}
+        self.names: dict[int, _Names] = {}  # those found so far, by the module's identity
 
     def find(self, module: torch.nn.Module) -> tuple[str, ...] | None:
         """Return the names of a module under this root and remember them; None if it has no such module."""
@@ -225,19 +215,15 @@ class Labels:
         """Name a module that is not registered: the innermost registered module around it, then its class."""
         root, outermost = home.root(), module
         frame = pipeline_frame()
-        try:
-            around = None
-            while frame is not None:
-                if frame.f_code is OUTER_CALL and (around := module_of(frame)) is not None and root is not None:
-                    found = names_under(root, around)
-                    if found is not None:
-                        break
-                    outermost = around
-                frame = frame.f_back
-            else:
-                found = ("",)
-        finally:
-            del frame
+        while frame is not None:
+            if frame.f_code is OUTER_CALL and (around := module_of(frame)) is not None and root is not None:
+                found = names_under(root, around)
+                if found is not None:
+                    break
+                outermost = around
+            frame = frame.f_back
+        else:
+            found = ("",)
         inside = None if outermost is module else names_under(outermost, module)
         parts = (found[0], f"<{type(outermost).__name__}>", *(inside or ()))
         name = ".".join(part for part in parts if part)

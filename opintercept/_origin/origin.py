@@ -38,11 +38,7 @@ def _called(frame: FrameType, base: str) -> torch.nn.Module | None:
 
 
 class _Stack:
-    """Reads the Python stack of a running call, and names the modules on it for one interceptor.
-
-    Args:
-        walk: `stack.walk` or a function with the same results.
-    """
+    """Reads the Python stack of a running call, and names the modules on it for one interceptor."""
 
     def __init__(self, walk: Callable[[], Walked]) -> None:
         self._labels = Labels()
@@ -80,23 +76,19 @@ class _Stack:
             return NOWHERE
         own = outermost = base = None  # modules of the program around the compiled function
         caller: tuple[CodeType | None, int] | None = None
+        trace, graph = compiled_graphs.forward(made)
         frame = made.f_back
-        try:
-            trace, graph = compiled_graphs.forward(made)
-            while frame is not None:
-                if base is None and trace.base:
-                    base = _called(frame, trace.base)
-                if frame.f_code is OUTER_CALL and (outer := module_of(frame)) is not None and not _is_graph(outer):
-                    own, outermost = outer if own is None else own, outer
-                if caller is None and is_users(frame.f_code):
-                    caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
-                frame = frame.f_back
-        finally:
-            del frame, made
+        while frame is not None:
+            if base is None and trace.base:
+                base = _called(frame, trace.base)
+            if frame.f_code is OUTER_CALL and (outer := module_of(frame)) is not None and not _is_graph(outer):
+                own, outermost = outer if own is None else own, outer
+            if caller is None and is_users(frame.f_code):
+                caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
+            frame = frame.f_back
         if graph is None and own is None and module is not None and root is not None and not _is_dynamos(root):
-            return CallSite(
-                self._labels.names(root, module), None, -1, trace.line
-            )  # a GraphModule that the program has made
+            # A GraphModule that the program has made.
+            return CallSite(self._labels.names(root, module), None, -1, trace.line)
         bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
         there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))
@@ -127,27 +119,22 @@ class _Stack:
         frame = None if code is None or not compiled_graphs.is_generated(code) else frame_of(code)
         if frame is None:
             return place
-        try:
-            trace = compiled_graphs.backward(frame, place.around.graph)
-        finally:
-            del frame
+        trace = compiled_graphs.backward(frame, place.around.graph)
         return place.around.place(self._names_of(trace, place.around), trace)
 
 
 class Origin:
-    """Tells where the calls of one interceptor come from.
-
-    Args:
-        below: Whether the calls run below autograd and autocast, as at dispatch level.
-        owner: Returns the thread that called backward, in one of autograd's own threads; otherwise None.
-        walk: `stack.walk` or a function with the same results.
-
-    Attributes:
-        links: The forward calls that backward calls can find; None at function level, which has no backward calls.
-    """
+    """Tells where the calls of one interceptor come from."""
 
     def __init__(self, below: bool, owner: Callable[[], int | None], walk: Callable[[], Walked]) -> None:
+        """`below` says that the calls run below autograd and autocast, as at dispatch level.
+
+        `owner` returns the thread that called backward, in one of autograd's own threads; otherwise None. `walk` is
+        `stack.walk` or a function with the same results.
+        """
         self._stack = _Stack(walk)
+        self.lasting = self._stack.lasting
+        # The forward calls that backward calls can find. At function level there are no backward calls.
         self.links = Links(owner, self._stack.here) if below else None
         self._below = below
 
@@ -156,30 +143,22 @@ class Origin:
         return autocast_below(call) if self._below else autocast_above(call.operand("lhs"))
 
     def call_site(self, call: OpCall, read: str) -> CallSite:
-        """Return the module and the line of a call. A backward call has those of its forward call.
+        """Return the module and the line of a running call. A backward call has those of its forward call.
 
-        Args:
-            call: The call, while it runs.
-            read: What the hook reads, as in `HookDeclaration.reads`.
+        `read` is what the hook reads, as in `HookDeclaration.reads`.
         """
         if call.phase != "backward":
             return self._stack.here(call.phase)
         found = self._forward_of(call, read)
         if found is None:
             return NOWHERE
-        return (
-            self._stack.in_backward_graph(found[1]) if isinstance(found[1], compiled_graphs.GraphCallSite) else found[1]
-        )
+        _, place, _ = found
+        return self._stack.in_backward_graph(place) if isinstance(place, compiled_graphs.GraphCallSite) else place
 
     def forward(self, call: OpCall, read: str) -> tuple[int | None, str | None, bool]:
-        """Return the index of the forward call whose gradient this one computes, of which operand, and how.
+        """Return the index of the forward call whose gradient a running call computes, of which operand, and how.
 
-        Args:
-            call: The call, while it runs.
-            read: As for `place`.
-
-        Returns:
-            The index, the operand's role, and whether the call computes the transposed gradient.
+        That is the operand's role, and whether the call computes the transposed gradient. `read` is as for `call_site`.
         """
         found = self._forward_of(call, read)
         if found is None or found[2]:
@@ -188,21 +167,11 @@ class Origin:
         lhs = call.operand("lhs")
         return found[0].index, *grad_of(operands, 0 if lhs is None else address(lhs), found[0])
 
-    def lasting(
-        self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
-    ) -> CallSite | None:
-        """Return the place of a forward call whose stack is known, if all such calls have the same; otherwise None."""
-        return self._stack.lasting(module, root, code, instruction)
-
     def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
         """Return the place, the forward call and the operand of the running backward call.
 
-        Args:
-            operands: The addresses of its arguments; 0 for arguments that are not tensors.
-            lhs: The address of the left operand.
-
-        Returns:
-            As `place` and `forward`; None if the place depends on the stack.
+        None if the place depends on the stack. `operands` are the addresses of the call's arguments, 0 for those that
+        are not tensors, and `lhs` that of the left one.
         """
         found = None if self.links is None else self.links.find()
         if found is None:

@@ -21,7 +21,7 @@ OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
 # The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-_RUN, _LATE = pipeline.run.__code__, pipeline.Pipeline.after_kernel.__code__
+_RUN, _LATE = pipeline.run.__code__, pipeline.Pipeline.beside_kernel.__code__
 # The code that runs autograd's engine. Without it, as in a torch before 2.11, the walk goes on to the end of the stack.
 ENGINE: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -44,15 +44,10 @@ def backward_phase() -> Phase:
 
 def in_checkpoint() -> bool:
     """Whether a checkpoint has its frames anywhere on the stack."""
-    frame: FrameType | None = sys._getframe()
-    try:
-        while frame is not None:
-            if frame.f_code.co_filename == _CHECKPOINT:
-                return True
-            frame = frame.f_back
-        return False
-    finally:
-        del frame
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
 
 
 # Whether a code object belongs to the program. Keyed by identity, since hashing a code object reads all of it.
@@ -103,12 +98,9 @@ def walk() -> Walked:
 def pipeline_frame() -> FrameType | None:
     """Return the frame of `run` or `late`. Frames above it belong to hooks, which may be methods of modules."""
     top: FrameType | None = sys._getframe(1)
-    try:
-        while top is not None and top.f_code is not _RUN and top.f_code is not _LATE:
-            top = top.f_back
-        return top
-    finally:
-        del top
+    while top is not None and top.f_code is not _RUN and top.f_code is not _LATE:
+        top = top.f_back
+    return top
 
 
 def _called_directly(frame: FrameType) -> bool:
@@ -144,28 +136,22 @@ def custom_function() -> Any:
     Function with `setup_context` has no context on the stack, so that the answer is None.
     """
     frame = pipeline_frame()
-    try:
-        while frame is not None and (caller := frame.f_back) is not None:
-            code = frame.f_code
-            # Without a caller's frame, the name tells: its own, or that of the decorator `torch.amp.custom_fwd`.
-            if caller.f_code is _APPLY if _APPLY is not None else code.co_name in ("forward", "decorate_fwd"):
-                first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
-                if not code.co_argcount and isinstance(first, tuple) and first:
-                    first = first[0]  # the `*args` of a decorator such as `torch.amp.custom_fwd`
-                if isinstance(first, _Context) and first.next_functions:
-                    return first
-            frame = caller
-        return None
-    finally:
-        del frame
+    while frame is not None and (caller := frame.f_back) is not None:
+        code = frame.f_code
+        # Without a caller's frame, the name tells: its own, or that of the decorator `torch.amp.custom_fwd`.
+        if caller.f_code is _APPLY if _APPLY is not None else code.co_name in ("forward", "decorate_fwd"):
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+            if not code.co_argcount and isinstance(first, tuple) and first:
+                first = first[0]  # the `*args` of a decorator such as `torch.amp.custom_fwd`
+            if isinstance(first, _Context) and first.next_functions:
+                return first
+        frame = caller
+    return None
 
 
 def frame_of(code: CodeType) -> FrameType | None:
     """Return the innermost frame outside of hooks that runs `code`, or None."""
     frame = pipeline_frame()
-    try:
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        return frame
-    finally:
-        del frame
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame

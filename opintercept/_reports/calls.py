@@ -1,4 +1,4 @@
-"""The calls that `opintercept show` prints, in the order that it prints them.
+"""The calls that `opintercept show` prints, in the order that it prints them, and the columns of a call.
 
 Invariant: calls are read piece by piece, and only those that `--limit` admits are kept for sorting.
 Must not import torch.
@@ -14,16 +14,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from opintercept._reports.columns import call_row
 from opintercept._reports.filters import Choice, NameFilter
-from opintercept._reports.sums import LONGEST, Chosen, Row
-from opintercept.runs.store.codec import StoredCall
+from opintercept._reports.sums import LONGEST, Chosen, Row, rate
+from opintercept._values.stats import Values
+from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
 
 BATCH = 100  # rows of text that are laid out together
 _READ = 4096  # calls that are read together
 MAX_OPEN = 256  # processes whose calls are merged
 T = TypeVar("T")
+_FIGURES = ("hash", "nan", "inf", "min", "max", "mean", "rms")  # of the first output
+CALL_COLUMNS = (
+    "rank", "index", "step", "phase", "module", "source", "op", "shape", "dtype", "flops", "bytes", "seconds",
+    "flops_per_second", "forward", "grad_of", "nonfinite", *_FIGURES, "error",
+)  # fmt: skip
 
 
 class OpenedRun(NamedTuple):
@@ -78,3 +83,26 @@ def in_order(opened: list[OpenedRun], choice: Choice, names: NameFilter) -> Iter
     if not choice.sort:
         return found
     return iter(first_rows(found, lambda each: call_row(each[1]), choice.sort, choice.limit))
+
+
+def call_row(call: StoredCall) -> Row:
+    """Return the values of the columns for a call."""
+    record = call.record
+    output: Values | None = next((values for role, values in call.values.items() if is_output(role)), None)
+    row = {
+        "rank": call.rank,
+        "shape": record.shape[:LONGEST],
+        "dtype": record.dtype[:LONGEST],
+        "seconds": record.elapsed,
+        "flops_per_second": rate(record.flops, record.elapsed),
+        "nonfinite": sum(values.nan + values.inf for values in call.values.values()),
+        "error": call.error,
+        **({} if output is None else output.as_dict()),
+    }
+    return {name: row.get(name) if name in row or name in _FIGURES else getattr(record, name) for name in CALL_COLUMNS}
+
+
+def call_json(call: StoredCall) -> Row:
+    """Return a call as plain data, with the statistics of all its tensors."""
+    values = {role: value.as_dict() for role, value in call.values.items()}
+    return {"rank": call.rank, **call.record.as_dict(), "values": values, "error": call.error}

@@ -21,39 +21,23 @@ _LONGEST = 120  # characters of a kept name
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which calls a report is about, how it groups and orders them, and how many rows it has.
+    """Which calls a report is about, how it groups and orders them, and how many rows it has."""
 
-    Attributes:
-        module: A pattern of module names as in `fnmatch`.
-        op: Operators, `"mm"` or `"aten::mm"`.
-        phase: `"forward"`, `"backward"` or `"recompute"`.
-        steps: A range of steps.
-        rank: The rank of a process.
-        nonfinite: Whether only calls with NaN or Inf are chosen.
-        by: The keys of groups.
-        sort: What decides the order; None for that of the report.
-        limit: The most rows; None for all.
-    """
-
-    module: str | None = None
-    op: Sequence[str] | None = None
+    module: str | None = None  # a pattern of module names as in `fnmatch`
+    op: Sequence[str] | None = None  # "mm" or "aten::mm"
     phase: str | None = None
     steps: range | None = None
     rank: int | None = None
-    nonfinite: bool = False
-    by: tuple[str, ...] = ()
-    sort: str | None = None
-    limit: int | None = None
+    nonfinite: bool = False  # only calls with NaN or Inf
+    by: tuple[str, ...] = ()  # the keys of groups
+    sort: str | None = None  # what decides the order; None for that of the report
+    limit: int | None = None  # the most rows
 
 
 class NameFilter:
-    """Choose calls by module and operator, and notice a filter that matches nothing at all.
+    """Choose calls by module and operator, as `Choice` has them, and notice a filter that matches nothing at all.
 
-    Args:
-        module: A pattern of module names as in `fnmatch`, or None for all.
-        ops: Operators, `"mm"` or `"aten::mm"`, or None for all.
-        named: Returns the name to match, given the module of a record.
-        short: Returns the short name of an operator.
+    `named` returns the name to match, given the module of a record, and `short` the short name of an operator.
     """
 
     def __init__(
@@ -89,14 +73,7 @@ class NameFilter:
         return admitted
 
     def check(self, source: str) -> None:
-        """Refuse a filter that no call has matched.
-
-        Args:
-            source: What the calls come from, for the error.
-
-        Raises:
-            OpInterceptError: A filter has matched nothing. The error suggests similar names.
-        """
+        """Refuse a filter that no call of the source has matched, with similar names."""
         if not self._found_module and self._module is not None:
             _refuse("--module", "module", self._module, self._modules, source)
         for op in self._ops or ():

@@ -22,21 +22,11 @@ COLUMNS = ("calls", "seconds", "min", "max", "mean", "rms", "nonfinite")
 
 
 class Series:
-    """Figures by step of the calls that the options admit, over the finite values of their first outputs.
-
-    Args:
-        choice: What is asked for.
-        names: Those of modules and operators.
-        most: How many rows there may be.
-
-    Attributes:
-        width: How many steps a row has.
-        modules: The names of the modules, at most `_MODULES` of them.
-    """
+    """Figures by step of the calls that the options admit, over the finite values of their first outputs."""
 
     def __init__(self, choice: Choice, names: NameFilter, most: int) -> None:
-        self.width = 1
-        self.modules: dict[str | None, None] = {}
+        self.width = 1  # steps of a row; there are `most` rows at most
+        self.modules: dict[str | None, None] = {}  # their names, at most `_MODULES`
         self._choice, self._names, self._most = choice, names, most
         self._sums = GroupSums()  # by step, in units of `width`
 

@@ -40,10 +40,11 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class GroupTotals:
-    """Totals over calls; `flops` is None if that of no call is known, and the range that of their first outputs."""
+    """Totals over calls; `flops` or `bytes` is None if no call's is known, and the range that of first outputs."""
 
     calls: int = 0
     flops: int | None = None
+    bytes: int | None = None
     seconds: float = 0.0
     nonfinite: int = 0
     raised: int = 0
@@ -58,6 +59,8 @@ class GroupTotals:
         self.raised += int(figures["raised"])
         if figures["counted"]:
             self.flops = (self.flops or 0) + int(figures["flops"])
+        if figures["sized"]:
+            self.bytes = (self.bytes or 0) + int(figures["bytes"])
 
     def row(self, key: Iterable[tuple[str, Any]]) -> Row:
         """The totals with the key in front."""
@@ -111,34 +114,14 @@ def key_of(record: CallRecord, rank: int, name: str) -> Any:
     """The value of a key of `--by`."""
     if name == "rank":
         return rank
-    if name == "shape":
-        return shape_of(record)
-    if name == "dtype":
-        return dtype_of(record)
     value = getattr(record, name)
     return value[:LONGEST] if isinstance(value, str) else value
-
-
-def shape_of(record: CallRecord) -> str:
-    """The GEMM, or the shape of the first operand."""
-    if record.gemm is not None:
-        return str(record.gemm)
-    return "" if record.lhs is None else str(list(record.lhs.shape))[:LONGEST]
-
-
-def dtype_of(record: CallRecord) -> str:
-    """The dtypes of the operands."""
-    return ", ".join(dict.fromkeys(t.dtype[:50] for t in (record.lhs, record.rhs) if t is not None))
 
 
 class Chosen:
     """Applies the options to the calls of a process, in columns.
 
-    Args:
-        columns: The calls.
-        choice: What is asked for.
-        names: Those of modules and operators.
-        learn: Returns numbers for a call site, a signature, and whether the options admit their calls.
+    `learn` returns numbers for a call site, a signature, and whether the options admit their calls.
     """
 
     def __init__(
@@ -171,9 +154,7 @@ class Chosen:
     def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, Arrays, list[Array], Array]]:
         """Yield stretches of calls that begin and end with an admitted one, reading only call sites for the others.
 
-        Yields:
-            The number of the first call, its columns of these names, the numbers that `learn` returns, and which of the
-            calls are admitted.
+        Each is the number of its first call, columns, the numbers that `learn` returns, and which calls are admitted.
         """
         names = tuple({*names, *(("has_more", *COUNTS) if self._choice.nonfinite else ())})
         for start, places in self._columns.chunks(("site", "look", "step"), steps=self._choice.steps):
@@ -181,17 +162,13 @@ class Chosen:
             found = np.flatnonzero(rows)
             if not len(found):
                 continue
-            low, high = int(found[0]), int(found[-1]) + 1
-            chunk = self._columns.read(names, start + low, start + high)
-            rows = rows[low:high]
+            part = slice(int(found[0]), int(found[-1]) + 1)
+            first = start + part.start
+            chunk = self._columns.read(names, first, start + part.stop) | {"step": places["step"][part]}
+            rows = rows[part]
             if self._choice.nonfinite:
-                rows = rows & nonfinite(self._columns, start + low, chunk)
-            yield (
-                start + low,
-                chunk | {"step": places["step"][low:high]},
-                [numbers[low:high] for numbers in learned],
-                rows,
-            )
+                rows = rows & nonfinite(self._columns, first, chunk)
+            yield first, chunk, [numbers[part] for numbers in learned], rows
 
 
 _SUMMED = ("index", "step", "site", "look", "elapsed", "has_error", "has_more", *COUNTS)
@@ -199,16 +176,12 @@ _SUMMED += ("output_min", "output_max", "output1_min", "output1_max")
 
 
 class RunSums:
-    """The totals of one run.
-
-    Attributes:
-        total: All calls of the steps and the process that are asked for.
-        chosen: Those that the other options admit, too.
-        first: The first of `total` that is not finite.
-    """
+    """The totals of one run."""
 
     def __init__(self) -> None:
-        self.total, self.chosen, self.first = GroupTotals(), GroupTotals(), FirstNonfinite()
+        self.total = GroupTotals()  # of the steps and the process that are asked for
+        self.chosen = GroupTotals()  # of those calls that the other options admit, too
+        self.first = FirstNonfinite()  # of `total`
 
 
 class Groups:
@@ -228,11 +201,12 @@ class Groups:
         def learn(call_site: StoredCallSite, signature: CallSignature, admitted: bool) -> list[float]:
             record = signature.record_at(call_site)
             code = self._code(run, columns.rank, record) if admitted else 0
-            return [code, math.nan if record.flops is None else record.flops, first_output(signature)[1]]
+            work = [math.nan if each is None else each for each in (record.flops, record.bytes)]
+            return [code, *work, first_output(signature)[1]]
 
         chosen = Chosen(columns, self._choice, self._names, learn)
         for start, chunk in columns.chunks(_SUMMED, steps=self._choice.steps):
-            rows, (codes, flops, is_second) = chosen.of(chunk)
+            rows, (codes, flops, size, is_second) = chosen.of(chunk)
             in_steps = chosen.of_steps(chunk)
             bad = nonfinite(columns, start, chunk)
             sums.first.add(columns, start, chunk, bad & in_steps)
@@ -242,6 +216,8 @@ class Groups:
                 "calls": np.ones(len(rows)),
                 "flops": np.nan_to_num(flops),
                 "counted": ~np.isnan(flops),
+                "bytes": np.nan_to_num(size),
+                "sized": ~np.isnan(size),
                 "seconds": seconds_of(chunk),
                 "nonfinite": bad,
                 "raised": chunk["has_error"],
@@ -286,10 +262,8 @@ class Groups:
             step = steps[place] if steps[place] >= 0 else None
             parts = zip(self._choice.by, keys[codes[place]], strict=True)
             figures = {name: column[place] for name, column in columns.items()}
-            low, high = (
-                None if math.isnan(value) else value for value in (figures["output_min"], figures["output_max"])
-            )
-            group = GroupTotals(min=low, max=high)
+            low, high = figures["output_min"], figures["output_max"]
+            group = GroupTotals(min=None if math.isnan(low) else low, max=None if math.isnan(high) else high)
             group.add(figures)
             found[tuple(step if name == "step" else part for name, part in parts)] = group
         return found

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from opintercept._core.tables import Cells, Marked, Part
-from opintercept._core.text import counted, listed, printable
+from opintercept._core.text import counted, listed, number, printable, rate_text, work_text
 from opintercept._reports.calls import OpenedRun
 from opintercept._reports.over import Series, sparkline
 from opintercept._reports.sums import LONGEST, Row, RunSums
@@ -41,7 +41,7 @@ def runs_table(opened: list[OpenedRun], sums: list[RunSums]) -> Cells:
         first = own.first.call
         where = "" if first is None else f"step {first.record.step}, {_name('module', first.record.module)}"
         state = "finished" if all(info.finished for info in run.infos.values()) else "not finished"
-        figures = (f"{own.total.calls:,}", _number(own.total.seconds, 1e-3), f"{own.total.nonfinite:,}", where)
+        figures = (f"{own.total.calls:,}", number(own.total.seconds, 1e-3), f"{own.total.nonfinite:,}", where)
         rows.append([cell_text(name), cell_text(run.info.started), state, str(len(run.ranks)), *figures])
     head = ["run", "started", "state", "ranks", "calls", "ms", "not finite", "first not finite"]
     return Cells(head, rows, left=3, last=["run"], spare=["started", "ranks"])
@@ -103,9 +103,12 @@ def call_table(rows: list[Row], *, ranks: bool) -> Cells:
 
 
 def _table(rows: list[Row], names: list[str], left: int, spare: Sequence[str] = ()) -> Cells:
-    forms = [_FORMS.get(name) or (name, partial(_name, name)) for name in names]
-    cells = [[form(row[name]) for name, (_, form) in zip(names, forms, strict=True)] for row in rows]
-    return Cells([head for head, _ in forms], cells, left, last=["run", "module"], spare=spare)
+    columns = {name: _FORMS.get(name) or (name, partial(_name, name)) for name in names}
+    cells = [
+        [_OF_ROW[name](row) if name in _OF_ROW else form(row[name]) for name, (_, form) in columns.items()]
+        for row in rows
+    ]
+    return Cells([head for head, _ in columns.values()], cells, left, last=["run", "module"], spare=spare)
 
 
 def _name(column: str, value: Any) -> str:
@@ -114,10 +117,6 @@ def _name(column: str, value: Any) -> str:
     if column == "module":
         return cell_text(value) or "-"
     return cell_text(value.removeprefix("aten::") if column == "op" else value)
-
-
-def _number(value: float | None, unit: float) -> str:
-    return "?" if value is None else f"{value / unit:,.2f}"
 
 
 def _value(value: float | None) -> str:
@@ -130,12 +129,17 @@ def _count(value: int | None) -> str:
 
 # The heads of columns, and how their numbers are written; other columns are texts with their own names.
 _FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "flops": ("MFLOP", partial(_number, unit=1e6)),
-    "seconds": ("ms", partial(_number, unit=1e-3)),
-    "flops_per_second": ("GFLOP/s", partial(_number, unit=1e9)),
+    "flops": ("MFLOP", str),  # see `_OF_ROW`
+    "seconds": ("ms", partial(number, unit=1e-3)),
+    "flops_per_second": ("GFLOP/s", str),
     "share": ("share", lambda value: "" if value is None else f"{value:.1%}"),
     "nonfinite": ("not finite", _count),
     "error": ("", lambda value: "" if value is None else cell_text(value, 100)),
     **{name: (name, _count) for name in ("calls", "raised", "nan", "inf")},
     **{name: (name, _value) for name in ("min", "max", "mean", "rms")},
+}
+
+_OF_ROW: dict[str, Callable[[Row], str]] = {
+    "flops": lambda row: work_text(row["flops"], row["bytes"]),
+    "flops_per_second": lambda row: rate_text(row["flops"], row["bytes"], row["seconds"]),
 }

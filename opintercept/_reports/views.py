@@ -11,8 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from opintercept._core.tables import Part
-from opintercept._reports.calls import BATCH, OpenedRun, first_rows, in_order, ranks_of
-from opintercept._reports.columns import CALL_COLUMNS, call_json, call_row
+from opintercept._reports.calls import (
+    BATCH,
+    CALL_COLUMNS,
+    OpenedRun,
+    call_json,
+    call_row,
+    first_rows,
+    in_order,
+    ranks_of,
+)
 from opintercept._reports.filters import Choice, NameFilter
 from opintercept._reports.over import COLUMNS, Series
 from opintercept._reports.sums import LONGEST, MAX_GROUPS, Groups, GroupTotals, Row, RunSums
@@ -29,21 +37,13 @@ from opintercept.runs.store.codec import StoredCall
 
 
 class View(NamedTuple):
-    """A report.
+    """A report."""
 
-    Attributes:
-        heads: What JSON says of each run before the rows.
-        name: The name of the rows in JSON.
-        rows: The rows, for JSON and CSV.
-        columns: The columns of CSV.
-        parts: The text.
-    """
-
-    heads: list[Row]
-    name: str
-    rows: Iterable[Row]
-    columns: Sequence[str]
-    parts: Iterable[Part]
+    heads: list[Row]  # what JSON says of each run before the rows
+    name: str  # of the rows in JSON
+    rows: Iterable[Row]  # for JSON and CSV
+    columns: Sequence[str]  # of CSV
+    parts: Iterable[Part]  # the text
 
 
 def show_groups(opened: list[OpenedRun], choice: Choice, names: NameFilter) -> View:

@@ -22,50 +22,41 @@ PIECE = 1 << 23
 """How many scores are computed at a time: 32 MiB of float32."""
 
 # These take and return [b, s, h, d], the others [*b, h, s, d].
-_HEADS_LAST = frozenset(
-    (
-        "_efficient_attention_forward",
-        "_flash_attention_forward",
-        "_flash_attention_forward_no_dropout_inplace",
-    )
+_HEADS_LAST = (
+    "_efficient_attention_forward",
+    "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace",
 )
 
 # Here `is_causal` aligns the last query with the last key; elsewhere it aligns the first with the first.
-_LOWER_RIGHT = frozenset(
-    (
-        "_flash_attention_forward",
-        "_flash_attention_forward_no_dropout_inplace",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward",
-    )
+_LOWER_RIGHT = (
+    "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+)
+
+_FUSED = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
 )
 
 FORWARD = frozenset(
     (
         *_HEADS_LAST,
+        *_FUSED,
         "_cudnn_attention_forward",
         "_scaled_dot_product_attention_math",
         "_scaled_dot_product_attention_math_for_mps",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_fused_attention_overrideable",
         "_triton_scaled_dot_attention",
         "scaled_dot_product_attention",
     )
 )
 
-BACKWARD = frozenset(
-    f"_scaled_dot_product_{kind}_backward"
-    for kind in (
-        "cudnn_attention",
-        "efficient_attention",
-        "flash_attention",
-        "flash_attention_for_cpu",
-        "fused_attention_overrideable",
-    )
-)
+BACKWARD = frozenset(f"{name}_backward" for name in _FUSED)
 
 # An operator that gets one of these computes something else than `Attention.weights`.
 _UNKNOWN = (
@@ -87,31 +78,18 @@ _UNKNOWN = (
 
 
 class Attention(NamedTuple):
-    """The operands of one attention call.
+    """The operands of one attention call."""
 
-    Attributes:
-        query: `[*b, h, s_q, d]`.
-        key: `[*b, h_kv, s_k, d]`, where `h` is a multiple of `h_kv` and neighbouring heads share a key.
-        value: `[*b, h_kv, s_k, d_v]`.
-        mask: Expanded to `[*b, h, s_q, s_k]`. A bool says whether the key takes part; a number is added to the score.
-        causal: Query `i` sees the keys up to `i + causal`; None means that it sees all of them.
-        scale: Multiplies the products of queries and keys.
-        dropout: The dropout probability.
-        heads_last: Whether the operator's own operands and output are `[b, s, h, d]`.
-        grad: In backward, the gradient of the output.
-        out: In backward, the output.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    causal: int | None
-    scale: float
-    dropout: float
-    heads_last: bool
-    grad: torch.Tensor | None
-    out: torch.Tensor | None
+    query: torch.Tensor  # [*b, h, s_q, d]
+    key: torch.Tensor  # [*b, h_kv, s_k, d]; h is a multiple of h_kv, and neighbouring heads share a key
+    value: torch.Tensor  # [*b, h_kv, s_k, d_v]
+    mask: torch.Tensor | None  # [*b, h, s_q, s_k]: whether a key takes part, or what is added to the score
+    causal: int | None  # query i sees the keys up to i + causal; None: all of them
+    scale: float  # multiplies the products of queries and keys
+    dropout: float  # its probability
+    heads_last: bool  # whether the operator's own operands and output are [b, s, h, d]
+    grad: torch.Tensor | None  # in backward, the gradient of the output
+    out: torch.Tensor | None  # in backward, the output
 
     def pieces(self, heads: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[slice, slice]]:
         """Cut the scores of these heads and rows into pieces of about `PIECE`; yield a slice of each."""
@@ -180,8 +158,7 @@ def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
 def attention_of(call: OpCall) -> Attention | str | None:
     """The operands of an attention call, forward or backward.
 
-    Returns:
-        A string that says why, if the operands are not known; None if the call is no attention.
+    A string that says why, if they are not known; None if the call is no attention.
     """
     name = short_name(call.op)
     if name not in FORWARD and name not in BACKWARD:

@@ -14,14 +14,10 @@ from opintercept._core.tensors import is_strided
 
 
 def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Copy a tensor. Return the copy and the CUDA event to wait for before reading it; None if it is ready.
+    """Copy a detached tensor to the `"same"` device or the `"cpu"`.
 
-    A copy from CUDA to the host is queued on the operator's stream: after the operator, and before anything that
-    overwrites the tensor later.
-
-    Args:
-        tensor: A detached tensor.
-        to: `"same"` device, or `"cpu"`.
+    Returns the copy and the CUDA event to wait for before reading it, None if it is ready. A copy from CUDA to the host
+    is queued on the operator's stream: after the operator, and before anything that overwrites the tensor later.
     """
     # A copy made outside inference mode may be used with autograd.
     with torch.inference_mode(False) if tensor.is_inference() else nullcontext():
@@ -38,14 +34,7 @@ def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Even
 
 
 def safetensors_for(what: str) -> Any:
-    """Import `safetensors.torch`, and numpy with it: without numpy it imports but cannot store anything.
-
-    Args:
-        what: What needs them, for the error message.
-
-    Raises:
-        ImportError: safetensors or numpy is not installed.
-    """
+    """Import `safetensors.torch`, and numpy with it: without numpy it imports but cannot store anything."""
     for name in ("numpy", "safetensors.torch"):
         try:
             module = import_module(name)
@@ -56,11 +45,7 @@ def safetensors_for(what: str) -> Any:
 
 @cache
 def can_store(dtype: torch.dtype) -> bool:
-    """Whether safetensors can store tensors of this dtype. It writes some dtypes that it cannot read.
-
-    Raises:
-        ImportError: safetensors or numpy is not installed.
-    """
+    """Whether safetensors can store tensors of this dtype. It writes some dtypes that it cannot read."""
     module = safetensors_for("storing tensors")
     try:
         return bool(module.load(module.save({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype)

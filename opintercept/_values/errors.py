@@ -30,11 +30,7 @@ class Errors:
         self._noise = self._signal = self._output = 0.0  # Euclidean norms of y - r, r and y
 
     def add(self, output: torch.Tensor, reference: torch.Tensor, ulp_of: torch.dtype | None = None) -> None:
-        """Add an output, in pieces. Its dtype defines the ULP, unless `ulp_of` is given.
-
-        Raises:
-            OtherShape: The reference has another number of elements.
-        """
+        """Add an output, in pieces. Its dtype defines the ULP, unless `ulp_of` is given."""
         info = torch.finfo(ulp_of or output.dtype)
         self.dtype = self.dtype or dtype_name(output.dtype)
         output, reference = _flat(output), _flat(reference)

@@ -104,11 +104,7 @@ def factor(block: int, of_rows: bool) -> int:
 
 
 def check_unwrapped(table: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is to be kept.
-
-    Raises:
-        RuntimeError: A torch.func transform has wrapped it; it cannot be used after the transform.
-    """
+    """Return a tensor that is to be kept; raise if a torch.func transform wraps it, which it could not outlive."""
     table.data_ptr()
     return table
 

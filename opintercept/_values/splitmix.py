@@ -25,8 +25,7 @@ _STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 def splitmix64(numbers: _Numbers) -> _Numbers:
     """64 bits that look random, for each number: S. Vigna, https://prng.di.unimi.it/splitmix64.c.
 
-    Args:
-        numbers: An int, whose bits are returned as one that is not negative; or an int64 tensor or array.
+    Takes an int, whose bits are returned as one that is not negative; or an int64 tensor or array.
     """
     wrap = WORD if isinstance(numbers, int) else -1  # the arithmetic of int64 is mod 2**64
     z = numbers * _STEP & wrap

@@ -50,17 +50,9 @@ class Values:
 class Sums:
     """Adds up values, of one tensor or of many. Everything but the counts is about the finite values.
 
-    Attributes:
-        count: How many values.
-        finite: How many are finite.
-        nan: How many are NaN.
-        nonzero: How many are not zero.
-        underflow: How many a target dtype would round to zero.
-        overflow: How many are beyond the target's largest number.
-        total: Their sum.
-        spread: The sum of their squared distances from their mean. A sum of squares would lose it next to a large mean.
-        low: The smallest one; infinite if there is none.
-        high: The largest one; minus infinity if there is none.
+    `underflow` counts those that a target dtype would round to zero, and `overflow` those beyond its largest number.
+    `spread` is the sum of squared distances from the mean: a sum of squares would lose it next to a large mean. Without
+    a value, `low` is infinite and `high` minus infinity.
     """
 
     __slots__ = ("count", "finite", "high", "low", "nan", "nonzero", "overflow", "spread", "total", "underflow")

@@ -32,20 +32,14 @@ Read = tuple[Sequence[float], float, float]
 
 
 class Cell(Sums):
-    """The sums of one row. Those of the CPU's tensors are in Python, the others in a few tensors per device and stream.
-
-    Attributes:
-        calls: How many calls.
-        devices: What `Sums.add` takes, as tensors of `[10]`, by device and stream.
-        histogram: Counts by power of two.
-        channels: The largest magnitude of each channel.
-    """
+    """The sums of one row: in Python those of the CPU's tensors, in a few tensors per device and stream the others."""
 
     __slots__ = ("calls", "channels", "devices", "histogram")
 
     def __init__(self, calls: int = 0) -> None:
         super().__init__()
         self.calls = calls
+        # What `Sums.add` takes, as tensors of [10], by device and stream.
         self.devices: dict[tuple[torch.device, Any], list[torch.Tensor]] = {}
         self.histogram: torch.Tensor | None = None
         self.channels: torch.Tensor | None = None
@@ -76,11 +70,7 @@ class Cell(Sums):
         self.histogram = counts if self.histogram is None else self.histogram.to(counts.device) + counts
 
     def add_channels(self, absmax: torch.Tensor) -> None:
-        """Add the largest magnitudes of channels.
-
-        Raises:
-            HookError: Their number differs from that of the others.
-        """
+        """Add the largest magnitudes of channels."""
         if self.channels is None:
             self.channels = absmax
         else:
@@ -231,15 +221,11 @@ class Reader:
 
 
 def scan(values: torch.Tensor, few: bool = False) -> tuple[torch.Tensor, int, float, float, float, float]:
-    """Scan values on the CPU, in as few passes and operators as possible.
+    """Scan values on the CPU, flat ones unless they are `few`, in as few passes and operators as possible.
 
-    Args:
-        values: Flat, unless they are few.
-        few: Whether they are so few that sums in float32 have enough digits, which takes less time.
-
-    Returns:
-        The finite values in the dtype that they were added up in; how many are NaN; of the finite ones the smallest,
-        the largest, the sum, and the sum of squares.
+    Sums of `few` values have enough digits in float32, which takes less time. Returns the finite values in the dtype
+    that they were added up in; how many are NaN; of the finite ones the smallest, the largest, the sum, and the sum of
+    squares.
     """
     # For values of up to 32 bits float32 is enough, at half the work, if their squares stay within its range.
     narrow = values.is_floating_point() and values.element_size() <= 4
@@ -296,11 +282,7 @@ def powers(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_width(width: int, known: int) -> None:
-    """Refuse another number of channels than before.
-
-    Raises:
-        HookError: `width` is not `known`.
-    """
+    """Refuse another number of channels than before."""
     if width != known:
         raise HookError(
             "channels needs an operand whose last dimension stays the same from call to call, "

@@ -37,11 +37,7 @@ COMMANDS = {
 EXAMPLES = {
     "demo": ["demo"],
     "run": ["run train.py --epochs 1", "run --out runs/a --every-steps 10 -m package.train", "run --stop train.py"],
-    "show": [
-        "show runs/a",
-        "show runs/a --module 'encoder.*' --by step",
-        "show runs/a --calls --sort time --limit 5",
-    ],
+    "show": ["show runs/a", "show runs/a --module 'encoder.*' --by step", "show runs/a --calls --sort time --limit 5"],
     "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5"],
     "ranks": ["ranks runs/a"],
     "align": ["align runs/trainer runs/engine"],

@@ -44,10 +44,7 @@ def command(arguments: argparse.Namespace) -> int:
     print("The first matmuls, forward, and the first three backward:")
 
     recorder = hooks.Recorder()
-    shown = [
-        hooks.when(hooks.Print(), phase="forward", first=6),
-        hooks.when(hooks.Print(), phase="backward", first=3),
-    ]
+    shown = [hooks.when(hooks.Print(), phase="forward", first=6), hooks.when(hooks.Print(), phase="backward", first=3)]
     started = time.perf_counter()
     with intercept([recorder, *shown]) as interceptor:
         for step in range(steps):
@@ -64,11 +61,8 @@ def command(arguments: argparse.Namespace) -> int:
     elapsed = time.perf_counter() - started
     print()
     print(_by_shape(recorder.records, elapsed))
-    opaque = interceptor.opaque
-    if opaque:
-        print(
-            "opaque (matmuls inside are not shown): " + ", ".join(f"{name} x{count}" for name, count in opaque.items())
-        )
+    if opaque := ", ".join(f"{name} x{count}" for name, count in interceptor.opaque.items()):
+        print(f"opaque (matmuls inside are not shown): {opaque}")
     print("\nNext, a program of your own: opintercept run train.py")
     return 0
 

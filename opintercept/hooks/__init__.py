@@ -40,35 +40,25 @@ if TYPE_CHECKING:
     from opintercept.hooks.stats import StatsRow as StatsRow
 
 _HOMES = {
-    "AttentionCall": "attention",
-    "AttentionWeights": "attention",
-    "BitFlip": "edits",
-    "CallFinding": "nonfinite",
-    "Capture": "capture",
-    "Captured": "capture",
-    "Checksum": "checksum.checksum",
-    "EstimatedError": "checksum.checksum",
-    "FakeQuantize": "edits",
-    "Finding": "nonfinite",
-    "Flip": "edits",
-    "Gradient": "gradients",
-    "Gradients": "gradients",
-    "Log": "log",
-    "Noise": "edits",
-    "NonFinite": "nonfinite",
-    "Divergence": "replicas",
-    "Print": "print",
-    "Profile": "profile",
-    "ProfileRow": "profile",
-    "Recorder": "recorder",
-    "Reference": "reference",
-    "ReferenceRow": "reference",
-    "Replicas": "replicas",
-    "Scalars": "scalars",
-    "Stats": "stats",
-    "StatsRow": "stats",
-    "WrongProduct": "checksum.checksum",
-    "when": "_when",
+    name: file
+    for file, names in {
+        "_when": "when",
+        "attention": "AttentionCall AttentionWeights",
+        "capture": "Capture Captured",
+        "checksum.checksum": "Checksum EstimatedError WrongProduct",
+        "edits": "BitFlip FakeQuantize Flip Noise",
+        "gradients": "Gradient Gradients",
+        "log": "Log",
+        "nonfinite": "CallFinding Finding NonFinite",
+        "print": "Print",
+        "profile": "Profile ProfileRow",
+        "recorder": "Recorder",
+        "reference": "Reference ReferenceRow",
+        "replicas": "Divergence Replicas",
+        "scalars": "Scalars",
+        "stats": "Stats StatsRow",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604 - computed, so that each name is written once

@@ -17,6 +17,11 @@ import torch
 from torch.amp import GradScaler
 
 _NODES = 64  # the most nodes of autograd's graph to look at
+# What programs may do to a loss between `scaler.scale` and `backward`.
+_AFTER_SCALING = tuple(
+    f"{name}Backward"
+    for name in ("Add", "Div", "Mean", "Sum", "Stack", "Cat", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy")
+)
 # The functions that run a backward pass, and their parameters with what it begins with.
 _BACKWARD = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
 
@@ -29,15 +34,12 @@ class Scaling:
         self._overflowed: list[Any] = []
 
     def explains_backward(self, running: bool) -> bool:
-        """Whether a scaler discards values of a backward call that are not finite.
+        """Whether a scaler discards values of a backward call, `running` now or over, that are not finite.
 
-        A scale of 1 or less makes nothing larger, and so explains nothing.
-
-        Args:
-            running: Whether the call is running now, so that its loss can be looked at.
+        The loss can be looked at only while the call is running. A scale of 1 or less makes nothing larger, and so
+        explains nothing.
         """
-        scale = self._scale()
-        if scale <= 1 or (running and not _is_scaled(_losses())):
+        if (running and not self._is_scaled(_losses())) or self._scale() <= 1:  # the search for scalers takes longer
             return False
         self._overflowed = self._states()
         return True
@@ -45,6 +47,15 @@ class Scaling:
     def explains_inputs(self) -> bool:
         """Whether gradients have overflowed since the last `update()` of a scaler."""
         return bool(self._overflowed) and self._overflowed == self._states()
+
+    def _is_scaled(self, losses: list[torch.Tensor]) -> bool:
+        """Whether one of the losses was multiplied by a constant, and all were finite before.
+
+        A penalty on gradients that overflowed, which is part of a loss, is not finite either.
+        """
+        if not losses:
+            return True
+        return any(map(_ends_in_product, losses)) and (all(map(_was_finite, losses)) or self.explains_inputs())
 
     def _states(self) -> list[Any]:
         """What each `update()` changes, also one that finds nothing."""
@@ -91,13 +102,8 @@ def _outermost(frame: FrameType | None) -> list[torch.Tensor]:
     return found
 
 
-def _is_scaled(losses: list[torch.Tensor]) -> bool:
-    """Whether one of the losses was multiplied by a constant, and all were finite before."""
-    return not losses or (any(map(_ends_in_product, losses)) and all(map(_was_finite, losses)))
-
-
 def _ends_in_product(loss: torch.Tensor) -> bool:
-    """Whether a loss is a product with a constant, or made of such products by a division or by additions."""
+    """Whether a loss is a product with a constant, or made of such products by what programs do to a scaled loss."""
     nodes = [loss.grad_fn]
     for node in nodes:
         if node is None or len(nodes) > _NODES:
@@ -105,7 +111,7 @@ def _ends_in_product(loss: torch.Tensor) -> bool:
         inputs = [each for each, _ in node.next_functions]
         if node.name().startswith("MulBackward") and None in inputs:
             return True
-        if node.name().startswith(("AddBackward", "DivBackward")):
+        if node.name().startswith(_AFTER_SCALING):
             nodes += inputs
     return False
 

@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -143,16 +143,18 @@ class AttentionWeights(Held, Copyable):
         if call.phase == "backward" or call.op.endswith("_backward"):
             return
         attention = attention_of(call)
-        if attention is not None:
-            kept = attention if isinstance(attention, str) else self._keep(call, attention)
-        else:
-            product = product_of(call)
-            kept = None if product is None else self._keep_eager(call, *product)
-            if product is None and not self._kept:
+        try:
+            if isinstance(attention, str):
+                raise _Unkept(attention)
+            if attention is not None:
+                self._keep(call, attention)
+            elif (product := product_of(call)) is not None:
+                self._keep_eager(call, *product)
+            elif not self._kept:
                 self._named_like_attention(call)
-        if kept is not None:
+        except _Unkept as reason:
             with self._lock:
-                self._skipped[f"{call.op}: {kept}"] += 1
+                self._skipped[f"{call.op}: {reason}"] += 1
 
     def enter(self) -> None:
         """Begin a block."""
@@ -187,25 +189,23 @@ class AttentionWeights(Held, Copyable):
                 self._products[str(name)] += 1
         return found
 
-    def _keep_eager(self, call: OpCall, lhs: torch.Tensor, output: torch.Tensor) -> str | None:
-        """Keep the left operand of a product if it is attention weights; return why, if they cannot be kept."""
+    def _keep_eager(self, call: OpCall, lhs: torch.Tensor, output: torch.Tensor) -> None:
+        """Keep the left operand of a product if it is attention weights."""
         named = self._named_like_attention(call)
         shapes = self._shapes.setdefault((threading.get_ident(), call.module, call.phase), deque(maxlen=_SHAPES))
-        shape = tuple(lhs.shape)
-        found = _weights_in(lhs, named) if shape in shapes and not leaves_out_captured(lhs, self) else None
+        shape, found = tuple(lhs.shape), None
         if shape in shapes:
             shapes.remove(shape)  # this operand was made of those scores, whether or not it is weights
+            with nullcontext() if named else suppress(_Unkept):
+                found = None if leaves_out_captured(lhs, self) else _weights_in(lhs, named)
         if found is None:
             shapes.append(tuple(output.shape))
-            return None
-        if isinstance(found, str):
-            return found
+            return
         weights, dropout = found
         if self.of == "scores":
-            return 'the scores of eager attention are not known; of="probabilities" works'
-        heads, rows, reason = self._places(weights.shape[-3], weights.shape[-2])
-        if reason:
-            return reason
+            raise _Unkept('the scores of eager attention are not known; of="probabilities" works')
+        heads = _places("heads", self._heads, weights.shape[-3])
+        rows = _places("rows", self._rows, weights.shape[-2])
         dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
         chosen = take(take(weights.detach(), -3, heads), -2, rows).to(dtype)
         if self.of == "entropy":
@@ -213,16 +213,6 @@ class AttentionWeights(Held, Copyable):
         values = _empty(tuple(chosen.shape), dtype)
         values.copy_(chosen)
         self._append(call, heads, rows, dropout, values)
-        return None
-
-    def _places(self, heads: int, rows: int) -> tuple[Sequence[int], Sequence[int], str | None]:
-        """The chosen heads and rows, and why if one of them does not exist."""
-        some_heads, some_rows = _places(self._heads, heads), _places(self._rows, rows)
-        if some_heads is None:
-            return (), (), f"heads {self._heads} are out of range: there are {heads}"
-        if some_rows is None:
-            return (), (), f"rows {self._rows} are out of range: there are {rows}"
-        return some_heads, some_rows, None
 
     def _append(
         self, call: OpCall, heads: Sequence[int], rows: Sequence[int], dropout: float, values: torch.Tensor
@@ -231,25 +221,23 @@ class AttentionWeights(Held, Copyable):
         self._kept = True
         self.calls.append(kept)
 
-    def _keep(self, call: OpCall, attention: Attention) -> str | None:
-        """Compute and keep the weights of fused attention; return why, if that is not possible."""
+    def _keep(self, call: OpCall, attention: Attention) -> None:
+        """Compute and keep the weights of fused attention."""
         query = attention.query
         if any(is_freed(tensor) for tensor in (query, attention.key, attention.mask) if tensor is not None):
-            return "the memory of its operands was freed"
-        heads, rows, reason = self._places(query.shape[-3], query.shape[-2])
-        if reason:
-            return reason
+            raise _Unkept("the memory of its operands was freed")
+        heads = _places("heads", self._heads, query.shape[-3])
+        rows = _places("rows", self._rows, query.shape[-2])
         if in_graph_capture(query):
-            return "a CUDA graph is being captured, so no value can be read"
+            raise _Unkept("a CUDA graph is being captured, so no value can be read")
         try:
             with without_autocast(query.device):
                 values = self._values(attention.detached(), heads, rows)
         except RuntimeError as error:  # vmap and other transforms wrap tensors, whose values cannot be read
-            return str(error).partition("\n")[0]
+            raise _Unkept(str(error).partition("\n")[0]) from None
         if type(values) is not torch.Tensor:
-            return "its operands are fake and have no values"
+            raise _Unkept("its operands are fake and have no values")
         self._append(call, heads, rows, attention.dropout, values)
-        return None
 
     def _values(self, attention: Attention, heads: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
         dtype = torch.float64 if attention.query.dtype == torch.float64 else torch.float32
@@ -290,25 +278,24 @@ class AttentionWeights(Held, Copyable):
         return dict(self._skipped)
 
 
-def _weights_in(lhs: torch.Tensor, may_be_dropped: bool) -> tuple[torch.Tensor, float] | str | None:
-    """Decide whether the left operand of a product is the output of a softmax.
+class _Unkept(Exception):
+    """Attention that cannot be kept; the message says why."""
 
-    Args:
-        lhs: The operand, which has the shape of an earlier output.
-        may_be_dropped: Whether its rows may sum to 1 only on average, as they do after a dropout.
 
-    Returns:
-        The weights and the probability of the dropout that follows, NaN if it has been applied; a string that says
-        why they cannot be kept, if they look like weights; None if they do not.
+def _weights_in(lhs: torch.Tensor, may_be_dropped: bool) -> tuple[torch.Tensor, float] | None:
+    """The left operand of a product, with the shape of an earlier output, if it is the output of a softmax.
+
+    Comes with the probability of the dropout that follows, NaN if it has been applied. `may_be_dropped` says whether
+    rows may sum to 1 only on average, as they do after a dropout. Raises if it may be weights and cannot be kept.
     """
     values = stored_values(lhs)
     if values is None or type(values) not in (torch.Tensor, torch.nn.Parameter):
-        return "its operands have no values" if may_be_dropped else None
+        raise _Unkept("its operands have no values")
     if not values.is_floating_point() or not values.numel():
         return None
     sums = values.sum(-1, dtype=torch.float64)
     if not bool(torch.isfinite(sums).all()):
-        return "its weights are not all finite" if may_be_dropped else None
+        raise _Unkept("its weights are not all finite")
     if bool((values < 0).any()):
         return None
     # The softmax was computed in at least float32 and rounded to the dtype, so each weight is off by at most eps / 2.
@@ -317,11 +304,9 @@ def _weights_in(lhs: torch.Tensor, may_be_dropped: bool) -> tuple[torch.Tensor, 
     some, empty = bool(close.any()), sums == 0  # a query that sees no key
     if some and bool((close | empty).all()):
         return _with_heads(lhs, values), 0.0
-    if not may_be_dropped:
-        return None
-    if bool((values == 0).any()) and abs(float(sums.mean()) - 1) < 0.25:
+    if may_be_dropped and bool((values == 0).any()) and abs(float(sums.mean()) - 1) < 0.25:
         return _with_heads(lhs, values), math.nan
-    return "the rows of its weights do not sum to 1"
+    raise _Unkept("the rows of its weights do not sum to 1")
 
 
 def _with_heads(lhs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -355,10 +340,10 @@ def _chosen(name: str, value: Any) -> slice | tuple[int, ...]:
     return numbers
 
 
-def _places(chosen: slice | tuple[int, ...], size: int) -> Sequence[int] | None:
-    """The chosen positions among `size`; None if one of them does not exist."""
+def _places(name: str, chosen: slice | tuple[int, ...], size: int) -> Sequence[int]:
+    """The chosen positions among `size`."""
     if isinstance(chosen, slice):
         return range(*chosen.indices(size))
     if any(not -size <= number < size for number in chosen):
-        return None
+        raise _Unkept(f"{name} {chosen} are out of range: there are {size}")
     return tuple(number % size for number in chosen)

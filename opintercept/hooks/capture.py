@@ -266,20 +266,8 @@ class Capture(Copyable):
                 else:
                     path = self.folder / f"{self._files:08d}-{role}.safetensors"
                     _write(path, data)
-                entry = Captured(
-                    role,
-                    call.module,
-                    call.aliases,
-                    call.op,
-                    call.phase,
-                    call.index,
-                    call.step,
-                    call.forward,
-                    size,
-                    path,
-                    copy,
-                    ready,
-                )
+                which = call.module, call.aliases, call.op, call.phase, call.index, call.step, call.forward
+                entry = Captured(role, *which, size, path, copy, ready)
                 # Ctrl-C is raised only after a call, so nothing can come between these three.
                 self._files += path is not None
                 self.nbytes += size

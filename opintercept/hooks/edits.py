@@ -360,26 +360,14 @@ class BitFlip(_Edit):
         elements = values.view(-1)
         words = elements.view(WORDS[tensor.element_size()])
         places = range(words.numel() * len(bits))
+        which = call.index, call.step, call.op, call.module, call.phase
         flips = []
         for place in self._random.sample(places, min(self.flips, len(places))):
-            element, which = divmod(place, len(bits))
-            bit = bits[which]
+            element, number = divmod(place, len(bits))
+            bit = bits[number]
             before = elements[element].item()
             words[element] ^= 1 << bit if bit < width - 1 else -(1 << bit)
-            flips.append(
-                Flip(
-                    call.index,
-                    call.step,
-                    call.op,
-                    call.module,
-                    call.phase,
-                    role,
-                    _position(element, tensor.shape),
-                    bit,
-                    before,
-                    elements[element].item(),
-                )
-            )
+            flips.append(Flip(*which, role, _position(element, tensor.shape), bit, before, elements[element].item()))
         edited = _straight_through(tensor, values)
         self.log += flips
         return edited

@@ -6,18 +6,19 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from re import Pattern
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
+from torch.utils import deterministic
 
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import NonFiniteError, OpInterceptWarning
-from opintercept._core.in_kernel import Work
+from opintercept._core.in_kernel import OVERWRITTEN, Overwritten, Work
 from opintercept._core.record import CallRecord
 from opintercept._core.tables import Shown
 from opintercept._core.tensors import is_strided, share_memory
@@ -28,29 +29,28 @@ from opintercept._kit.findings import CallFinding as CallFinding
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import try_to_save
 from opintercept._native import values as native
-from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, UNWRITTEN
+from opintercept._ops.scratch import (
+    FOR_PROGRAM,
+    MASKS_LATER,
+    MOVES,
+    OVERWRITES,
+    UNWRITTEN,
+    UPDATED,
+    UPDATES,
+    torchs_name,
+)
 from opintercept._ops.table import row_of
+from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
 from opintercept._values.read import in_memory, leaves_out_captured, parts_of, stored_values
+from opintercept.hooks._infs import Infs, Place, places
 from opintercept.hooks._scaling import Scaling
 
 Action = Literal["raise", "warn", "record", "breakpoint"]
 
 
-def _named(names: Iterable[str]) -> frozenset[str]:
-    """The operators and functions with these names."""
-    return frozenset(f"{place}{name}" for name in names for place in ("aten::", "torch.", "torch.Tensor."))
-
-
-_UNWRITTEN = _named(UNWRITTEN)
 # A gradient scaler looks with them for what is not finite.
-_SCALERS = _named(["_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"])
-_OVERWRITES = _named(OVERWRITES)
-# They write to the running statistics, which their schemas do not say.
-_UPDATES = _named(["native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm"]) | {
-    "torch.nn.functional.batch_norm",
-    "torch.nn.functional.instance_norm",
-}
+_SCALERS = ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_")
 
 
 class _OperatorTraits(NamedTuple):
@@ -73,9 +73,10 @@ def _kind(call: OpCall) -> _OperatorTraits:
         if len(_kinds) >= 4096:  # the program creates functions without end
             _kinds.clear()
         schema = getattr(func, "_schema", None)
-        scales = call.op in _SCALERS
-        makes = not getattr(func, "is_view", False) and call.op not in _UNWRITTEN and not scales
-        writes = schema is None or call.op in _UPDATES or any(a.alias_info is not None for a in schema.arguments)
+        name = torchs_name(call.op)
+        scales = name in _SCALERS
+        makes = not getattr(func, "is_view", False) and name not in UNWRITTEN and not scales
+        writes = schema is None or name in UPDATES or any(a.alias_info is not None for a in schema.arguments)
         known = _kinds[id(func)] = _OperatorTraits(
             func, makes, makes and writes, row_of(func).family == "other", scales
         )
@@ -192,6 +193,8 @@ class _InputRanges(NamedTuple):
     ranges: dict[str, torch.Tensor]
     numbers: dict[str, ValueRange]
     unread: tuple[str, ...]
+    memory: dict[str, list[Place]]
+    inner: bool  # whether autograd may throw away what the call made, before anybody gets it
 
 
 class NonFinite(Copyable, Shown):
@@ -217,7 +220,7 @@ class NonFinite(Copyable, Shown):
         inf: Whether an Inf is a finding by itself.
         action: `"raise"` raises a `NonFiniteError`. `"warn"` warns once for each module, operator and phase.
             `"record"` only adds to `findings`, as all actions do. `"breakpoint"` stops in the debugger, in a frame
-            that has the `call`.
+            that has the `call`. A function is called with the `Finding`.
         allow: Modules that may make any value: a glob, a compiled pattern or a predicate of the name.
         check_every: Look at the checks once in this many calls, and when the block ends. With 1, each check waits for
             the device. With more, findings come late, and each check reads the operands too.
@@ -256,12 +259,13 @@ class NonFinite(Copyable, Shown):
         self,
         *,
         inf: bool = False,
-        action: Action = "raise",
+        action: Action | Callable[[Finding], object] = "raise",
         allow: str | Pattern[str] | Callable[[str], bool] | None = None,
         check_every: int = 1,
         save: str | PathLike[str] | None = None,
     ) -> None:
-        check_choice("action", action, get_args(Action))
+        if not callable(action):
+            check_choice("action", action, get_args(Action))
         check_count("check_every", check_every)
         if save is not None:
             if check_every > 1:
@@ -279,13 +283,14 @@ class NonFinite(Copyable, Shown):
         self._allow = allow
         self._check_every = check_every
         self._save = save
-        self._overflow: Finding | None = None
+        self._overflow: Finding | None = None  # the first; with other operators than matmuls, `_infs` says more
+        self._infs = Infs()
         self._scaling = Scaling()
         self._first_discarded: CallRecord | None = None
         self._found: dict[tuple[str | None, str, str], Finding] = {}
-        self._sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
+        self.sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
         self._before: PerCall[_Before] = PerCall()
-        self._pending: deque[tuple[CallRecord, tuple[str, ...], _InputRanges, torch.Tensor]] = deque()
+        self._pending: deque[tuple[CallRecord, tuple[str, ...], _InputRanges, torch.Tensor, list[Place]]] = deque()
         self._lock = threading.RLock()
 
     @property
@@ -307,15 +312,15 @@ class NonFinite(Copyable, Shown):
         self._before.take(call)
 
     def work(self) -> Work | None:
-        """Kernels look whether the outputs are finite, unless checks are put off."""
-        return Work(rows=False, finite=True) if self._check_every == 1 else None
+        """Kernels look whether the outputs are finite, unless checks are put off, or operands are to be saved."""
+        return Work(rows=False, finite=True) if self._check_every == 1 and self._save is None else None
 
     def post(self, call: OpCall) -> None:
         """Check the outputs."""
         kind = _kind(call)
         if not kind.makes:
             return
-        self._sees_others = self._sees_others or kind.other
+        self.sees_others = self.sees_others or kind.other
         before = self._before.take(call) if kind.writes else None
         output = call.output
         if before is None and self._check_every == 1 and (ends := native.extent(output)) is not None:
@@ -332,12 +337,13 @@ class NonFinite(Copyable, Shown):
             self._defer(call, span, before)
             return
         extent = _read(span)
-        if extent is None or extent.finite or self._allows(call) or _is_view(call, before):
+        if extent is None or extent.finite or self._allows(call) or _is_view(call, before) or _is_unwritten(call):
             return
         found = _operands(call, before)
         operands = {name: read for name, span in found.ranges.items() if (read := _read(span)) is not None}
         with self._lock:
-            finding = self._judge(call.record(), extent, operands, found, running=True)
+            written = places(_outputs(call, before), written=before is not None)
+            finding = self._judge(call.record(), extent, operands, found, written, running=True)
         if finding is not None:
             self._tell(finding, call, before)
 
@@ -350,6 +356,7 @@ class NonFinite(Copyable, Shown):
         output: ValueRange,
         operands: dict[str, ValueRange],
         found: _InputRanges,
+        written: list[Place],
         *,
         running: bool = False,
     ) -> Finding | None:
@@ -366,25 +373,34 @@ class NonFinite(Copyable, Shown):
         nan = any(extent.nan for extent in operands.values())
         made = not bad and not found.unread
         first = None
+        overflow = self._infs.of(place for name in finding.bad for place in found.memory.get(name, ()))
+        self._infs.put(written, None if output.nan and not found.inner else finding if made else overflow)
+        if found.inner and self.sees_others:
+            return None
+        if not self.sees_others:  # then what passes an Inf on was not seen
+            overflow = overflow or self._overflow
         if not output.nan and not self._inf:
-            if made and self._overflow is None and not self._discards(record, running=running):
-                self._overflow = finding
+            if made and overflow is None and not self._discards(record, running=running):
+                self._overflow = self._overflow or finding
             return None
         if not nan and any(extent.nan for extent in found.numbers.values()):
             finding = replace(finding, kind="came in")  # a NaN number is a new origin, whatever came in before
-        elif bad and self._overflow is not None and not (nan and self._sees_others):
-            first = self._overflow
+        elif bad and overflow is not None:
+            first = overflow
             finding = replace(first, seen_at=record)
-        elif not made and not (output.nan and bad and not nan and not self._explains_inf()):
+        elif not made and not (output.nan and bad and not nan and (self.sees_others or not self._explains_inf())):
             if self._found:
                 self.passed_on += 1
                 return None
             finding = replace(finding, kind="came in")
+        if self.sees_others and finding.kind == "came in" and torchs_name(record.op) in MOVES:
+            return None  # whoever computes with it is told of, and nobody may: padding copies what it then overwrites
         known = finding.call_kind in self._found
         if not known and self._discards(record, running=running, received=bool(bad)):
             return None
         if first is not None:
             self._overflow = None
+            self.passed_on += known
         return None if known else self._found.setdefault(finding.call_kind, finding)
 
     def _discards(self, record: CallRecord, *, running: bool, received: bool = False) -> bool:
@@ -392,7 +408,7 @@ class NonFinite(Copyable, Shown):
         if record.phase == "backward":
             explained = self._scaling.explains_backward(running)
         else:  # checks that are put off meet another scale, unless they were read before the scale changed
-            explained = received and (running or self._sees_others) and self._scaling.explains_inputs()
+            explained = received and (running or self.sees_others) and self._scaling.explains_inputs()
         if not explained:
             return False
         self.discarded += 1
@@ -414,15 +430,19 @@ class NonFinite(Copyable, Shown):
             warnings.warn(str(finding), OpInterceptWarning, stacklevel=2)
         elif self._action == "breakpoint":
             breakpoint()
+        elif callable(self._action):
+            self._action(finding)
 
     def _defer(self, call: OpCall, output: torch.Tensor, before: _Before | None) -> None:
-        if self._allows(call) or _is_view(call, before):
+        if self._allows(call) or _is_view(call, before) or _is_unwritten(call):
             return
         found = _operands(call, before)
         device = output.device
         spans = torch.stack([span.to(device) for span in (output, *found.ranges.values())])
         with self._lock:
-            self._pending.append((call.record(), tuple(found.ranges), found._replace(ranges={}), spans))
+            rest = found._replace(ranges={})
+            written = places(_outputs(call, before), written=before is not None)
+            self._pending.append((call.record(), tuple(found.ranges), rest, spans, written))
             due = len(self._pending) >= self._check_every
         if due:
             self.check()
@@ -437,11 +457,11 @@ class NonFinite(Copyable, Shown):
             pending, self._pending = self._pending, deque()
         try:
             while pending:
-                record, names, found, spans = pending.popleft()
+                record, names, found, spans, written = pending.popleft()
                 output, *rest = (ValueRange(*ends) for ends in spans.tolist())
                 if not output.finite:
                     with self._lock:
-                        finding = self._judge(record, output, dict(zip(names, rest, strict=True)), found)
+                        finding = self._judge(record, output, dict(zip(names, rest, strict=True)), found, written)
                     if finding is not None:
                         self._tell(finding, None)
         except KeyboardInterrupt:
@@ -459,7 +479,7 @@ class NonFinite(Copyable, Shown):
     def __str__(self) -> str:
         lines = list(map(str, self.findings))
         if not lines:
-            more = "" if self._sees_others else '; ops="all" watches every operator'
+            more = "" if self.sees_others else '; ops="all" watches every operator'
             lines = [f"no{' other' * bool(self.discarded)} watched call made a value that is not finite{more}"]
         if self._first_discarded is not None:
             lines.append(f"{counted(self.discarded, 'call')} with gradients that a GradScaler discards, the first:")
@@ -476,15 +496,21 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
     written = list(_tensors(call.written))
     ranges: dict[str, torch.Tensor | None] = {}
     kept: dict[str, torch.Tensor] = {}
-    if call.op in _UPDATES:
-        names = ("running_mean", "running_var")
-        ranges = {name: _range(tensor) for name, tensor in call.tensors.items() if name in names}
+    known: Overwritten = call.once(OVERWRITTEN, lambda _: [])
+
+    def read(tensor: torch.Tensor) -> torch.Tensor | None:
+        ends = next((ends for of, *ends in known if of is tensor), None)
+        return _range(tensor) if ends is None else torch.tensor(ends, dtype=torch.float64, device="cpu")
+
+    op = torchs_name(call.op)
+    if op in UPDATES:
+        ranges = {name: read(tensor) for name, tensor in call.tensors.items() if name in UPDATED}
     elif not written:
         return None
-    elif call.op not in _OVERWRITES:
+    elif op not in OVERWRITES:
         for name, tensor in call.tensors.items():
             if any(tensor is target or _overlap(tensor, target) for target in written):
-                ranges[name] = _range(tensor)
+                ranges[name] = read(tensor)
                 if copies and in_memory(tensor):
                     kept[name] = tensor.detach().clone()
     return _Before(written, ranges, kept)
@@ -497,10 +523,11 @@ def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
     unread: list[str] = []
     earlier = {} if before is None else before.ranges
     options = call.options
+    overwrites = torchs_name(call.op) in OVERWRITES
     for name, tensor in call.tensors.items():
         if name == "bias" and options.get("beta") == 0:
             continue  # the operator does not read it
-        if before is not None and call.op in _OVERWRITES and any(tensor is target for target in before.written):
+        if before is not None and overwrites and any(tensor is target for target in before.written):
             continue
         span = earlier[name] if name in earlier else _range(tensor)
         if span is not None:
@@ -517,7 +544,9 @@ def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
                 ranges |= {part: span for part, span in spans.items() if span is not None}
         elif (extent := _worst(value)) is not None:
             numbers[name] = extent
-    return _InputRanges(ranges, numbers, tuple(unread))
+    memory = {name: places([call.tensors[name]]) for name in ranges if name in call.tensors}
+    inner = call.phase == "backward" and running_node() in MASKS_LATER
+    return _InputRanges(ranges, numbers, tuple(unread), memory, inner)
 
 
 def _may_hold(tensor: torch.Tensor) -> bool:
@@ -570,6 +599,15 @@ def _is_view(call: OpCall, before: _Before | None) -> bool:
         return False
     output = next(_tensors(call.output), None)
     return output is not None and any(output is t or _overlap(output, t) for t in call.tensors.values())
+
+
+def _is_unwritten(call: OpCall) -> bool:
+    """Whether torch fills memory that nobody has written, so that people find code that reads it."""
+    if call.op != "aten::fill_" or not torch.are_deterministic_algorithms_enabled():
+        return False
+    value = call.options.get("value")
+    fills: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return fills and isinstance(value, float) and math.isnan(value)
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from opintercept._core.pipeline import flush
 from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import dtype_name
-from opintercept._core.text import counted, write_csv
+from opintercept._core.text import counted, number, rate_text, write_csv
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.per_call import PerCall
 from opintercept._ops.table import row_of
@@ -31,8 +31,10 @@ class ProfileRow:
     Attributes:
         module: Qualified name of the module; None if it is not known.
         op: The operator.
-        shape: The GEMM, `"[64, 128] @ [128, 32]"`; for an operator without one, the shape of its left operand.
-        dtype: The operands' dtype, `"bfloat16"`, or both if they differ, `"bfloat16, float32"`.
+        shape: The GEMM, `"[64, 128] @ [128, 32]"`; for an operator without one, the shape of its left operand or of
+            its output.
+        dtype: The operands' dtype, `"bfloat16"`, or both if they differ, `"bfloat16, float32"`; without operands that
+            of the output.
         phase: `"forward"`, `"backward"` or `"recompute"`.
         autocast: The dtype that autocast ran the calls in, or None.
         precision: How torch may round float32 operands and sums: `torch.get_float32_matmul_precision()`, or the
@@ -143,10 +145,7 @@ class Profile(Copyable, Table):
     def learn(self, call: OpCall) -> _Learned:
         """What a row tells of all calls that look like this one."""
         summary = call.summary  # computed once for calls that look alike
-        lhs, gemm = summary.lhs, summary.gemm
-        shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(lhs.shape))
-        dtype = ", ".join(dict.fromkeys(meta.dtype for meta in (lhs, summary.rhs) if meta is not None))
-        return shape, dtype, _precision(call), summary.flops, summary.bytes
+        return summary.shape, summary.dtype, _precision(call), summary.flops, summary.bytes
 
     def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: _Learned) -> None:
         """Add a call that a kernel has noted."""
@@ -281,12 +280,12 @@ class Profile(Copyable, Table):
                 row.dtype if row.autocast is None else f"{row.dtype} (autocast)",
                 row.phase,
                 str(row.calls),
-                _number(row.flops, 1e6),
-                _number(row.bytes, 1e6),
-                _number(row.seconds, 1e-3),
+                number(row.flops, 1e6),
+                number(row.bytes, 1e6),
+                number(row.seconds, 1e-3),
                 f"{row.seconds / total:.1%}",
-                _number(row.flops_per_second, 1e9),
-                _number(row.intensity, 1),
+                rate_text(row.flops, row.bytes, row.seconds),
+                number(row.intensity, 1),
             ]
             for row in rows
         ]
@@ -307,7 +306,3 @@ def _precision(call: OpCall) -> str:
         words += ["fp16 sums"] * bool(flags.allow_fp16_reduced_precision_reduction)
         words += ["bf16 sums"] * bool(flags.allow_bf16_reduced_precision_reduction)
     return ", ".join(words)
-
-
-def _number(value: float | None, unit: float) -> str:
-    return "?" if value is None else f"{value / unit:.2f}"

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from opintercept._core.call import OpCall
-from opintercept._core.in_kernel import Found, Work
+from opintercept._core.in_kernel import Chunk, Found, Work
 from opintercept._core.pipeline import flush
 from opintercept._core.record import CallRecord, PendingRecord
 from opintercept._core.tables import Frames, Held
@@ -32,7 +32,7 @@ class Recorder(Held, Frames):
 
     def __init__(self) -> None:
         self._records: list[CallRecord] = []
-        self._notes: deque[PendingRecord] = deque()
+        self._notes: deque[PendingRecord | tuple[Chunk, int]] = deque()  # or a number of a chunk's first row
 
     def post(self, call: OpCall) -> None:
         """Note what the call's record needs; `records` builds it later."""
@@ -40,7 +40,7 @@ class Recorder(Held, Frames):
 
     def work(self) -> Work:
         """A row is all that a record takes."""
-        return Work()
+        return Work(keeps=True)
 
     def learn(self, call: OpCall) -> bool:
         """There is nothing to learn."""
@@ -50,8 +50,16 @@ class Recorder(Held, Frames):
         """Keep the note of a call that a kernel has noted."""
         self._notes.append(note)
 
+    def keep(self, calls: Chunk) -> None:
+        """Keep calls that kernels have noted."""
+        self._notes.append((calls, 0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_records": list(self.records), "_notes": deque()}
+
     def _held(self) -> str:
-        return counted(len(self._records) + len(self._notes), "record")
+        noted = sum(1 if isinstance(n, PendingRecord) else n[0].size() - n[1] for n in tuple(self._notes))
+        return counted(len(self._records) + noted, "record")
 
     def _columns(self) -> dict[str, list[Any]]:
         records = self.records
@@ -67,6 +75,11 @@ class Recorder(Held, Frames):
                 note = self._notes.popleft()
             except IndexError:  # no note is left, or another thread took the last one
                 return self._records
+            if not isinstance(note, PendingRecord):
+                chunk, number = note
+                if number + 1 < chunk.size():
+                    self._notes.appendleft((chunk, number + 1))
+                note = PendingRecord._make((*chunk.row(number)[0], None))
             self._records.append(note.record())
 
 

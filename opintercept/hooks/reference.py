@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -18,7 +18,7 @@ from opintercept._core.checks import check_choice, check_count
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.record import Phase
 from opintercept._core.tables import Cells, Table
-from opintercept._core.tensors import dtype_name, shape_of, share_memory
+from opintercept._core.tensors import dtype_name, shape_of, share_memory, tensors_of
 from opintercept._core.text import counted
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.per_call import PerCall
@@ -168,7 +168,7 @@ class Reference(Copyable, Table):
             _, args, kwargs = _functional(call)
             copies = {
                 id(tensor): tensor.detach().clone()
-                for tensor in _tensors((args, *kwargs.values()))
+                for tensor in tensors_of(args, kwargs)
                 if in_memory(tensor) and any(tensor is other or share_memory(tensor, other) for other in written)
             }
             self._saved.put(call, _Saved(call.args, copies))
@@ -185,22 +185,10 @@ class Reference(Copyable, Table):
             self._skip(call, str(error).partition("\n")[0])
             return
         gemm, lhs = call.gemm, call.lhs
-        row = ReferenceRow(
-            call.index,
-            call.step,
-            call.phase,
-            call.module,
-            call.source,
-            call.op,
-            str(gemm) if gemm is not None else "" if lhs is None else str(list(shape_of(lhs))),
-            errors.dtype,
-            errors.absolute,
-            errors.relative,
-            errors.ulp,
-            errors.cosine,
-            errors.snr,
-            errors.nonfinite,
-        )
+        shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(shape_of(lhs)))
+        which = call.index, call.step, call.phase, call.module, call.source, call.op
+        figures = errors.absolute, errors.relative, errors.ulp, errors.cosine, errors.snr, errors.nonfinite
+        row = ReferenceRow(*which, shape, errors.dtype, *figures)
         self._rows.append(row)
         self._judge(row)
 
@@ -228,11 +216,7 @@ class Reference(Copyable, Table):
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
 
     def _compare(self, call: OpCall, saved: _Saved | None) -> Errors:
-        """Compute the reference of a call and measure its output against it.
-
-        Raises:
-            _NoReference: The call has no reference; the message says why.
-        """
+        """Compute the reference of a call, or say why it has none, and measure its output against it."""
         if row_of(call.func).family == "other":
             raise _NoReference("it is not a matmul")
         operands = [t for t in (call.lhs, call.rhs) if t is not None]
@@ -243,7 +227,7 @@ class Reference(Copyable, Table):
             raise _NoReference("integers do not round")
         if not declared and all(t.dtype == self._dtype(t) and t.device == (self.device or t.device) for t in operands):
             raise _NoReference(f"already {dtype_name(operands[0].dtype)}")
-        if not all(map(in_memory, (*call.tensors.values(), *_tensors((call.output,))))):
+        if not all(map(in_memory, (*call.tensors.values(), *tensors_of((call.output,), {})))):
             raise _NoReference("its operands have no values: their memory was freed, or they wrap other tensors")
         if self.dtype == torch.float32 and _rounds_float32(call, self.device or operands[0].device):
             convolves = row_of(call.func).family == "convolution"
@@ -257,7 +241,7 @@ class Reference(Copyable, Table):
         with without_autocast(device):
             outputs, references = self._again(call, saved)
             errors = Errors()
-            pairs = list(zip_longest(_tensors((outputs,)), _tensors((references,))))
+            pairs = list(zip_longest(tensors_of((outputs,), {}), tensors_of((references,), {})))
             if any(output is None or reference is None for output, reference in pairs):
                 raise _NoReference("its reference computes another number of tensors")
             for output, reference in pairs:
@@ -414,14 +398,6 @@ class _Saved(NamedTuple):
 
     args: tuple[Any, ...]
     copies: dict[int, torch.Tensor]
-
-
-def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(tuple(value))
 
 
 def _is_generic(call: OpCall) -> bool:

@@ -20,8 +20,10 @@ from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import describe, dtype_name
 from opintercept._core.text import write_csv
+from opintercept._engines.scope import unwatched
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.roles import checked_roles
+from opintercept._ops.families import makes_values
 from opintercept._values.read import first_output, leaves_out_captured, stored_values
 from opintercept._values.sums import BATCH, LOWEST, Cell, Read, Reader, check_width, flat, powers
 
@@ -125,7 +127,8 @@ class Stats(Copyable, Table):
     Mean and standard deviation are accurate to 1e-5 whatever the mean. A mean much smaller than the values is
     accurate only to the rounding error of their sum. `str(stats)` is a table.
 
-    Operands are read before the operator runs and outputs after; of several outputs, Stats reads the first. `skipped`
+    Operands are read before the operator runs and outputs after; of several outputs, Stats reads the first. It does not
+    read views, whose values have been read where they were made, or uninitialised memory. `skipped`
     counts tensors without values: fake and vmapped ones, and those of calls that a CUDA graph captures.
 
     Args:
@@ -188,7 +191,7 @@ class Stats(Copyable, Table):
 
     def post(self, call: OpCall) -> None:
         """Add the output, if asked for."""
-        if "output" in self._of:
+        if "output" in self._of and makes_values(call.func):
             self._see(call, "output", first_output(call.output))
 
     def work(self) -> Work | None:
@@ -287,7 +290,8 @@ class Stats(Copyable, Table):
         with self._lock:
             while True:
                 old, count = self._state, len(self._inbox)
-                settled, unread = self._settled(old, self._inbox[:count], everything)
+                with unwatched():
+                    settled, unread = self._settled(old, self._inbox[:count], everything)
                 new = settled if then is None else then(settled)
                 # Python runs signal handlers only at calls, so nothing can come between the lines below. If a
                 # handler has changed the state before them, start again from its state.

@@ -10,30 +10,17 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opintercept._blocks.intercept import Interceptor, intercept
-from opintercept._core.hook import Hook, is_hook
+from opintercept._core.hook import Hook
 
 _NUMBERED = re.compile(r"training-(\d+)")
 
 
 class Training:
-    """Enters a block for each training of a trainer, and counts its steps.
-
-    Args:
-        hooks: Hooks for all trainings.
-        scalars: Makes a hook from the writer of each training, such as `hooks.Scalars`.
-        run: The folder in which each training gets a folder for its run.
-        recorder: Makes a hook from that folder.
-        evaluation: Whether to watch evaluation within the training.
-        options: As for `intercept`.
-
-    Attributes:
-        interceptor: That of the training that runs, or None.
-    """
+    """Enters a block for each training of a trainer, and counts its steps. `InterceptCallback` has the arguments."""
 
     def __init__(
         self,
@@ -44,9 +31,8 @@ class Training:
         evaluation: bool,
         options: dict[str, Any],
     ) -> None:
-        alone = is_hook(hooks) or isinstance(hooks, (str, type)) or not isinstance(hooks, Iterable)
-        self._hooks: list[Any] = [hooks] if alone else list(hooks)  # type: ignore[arg-type]
-        intercept(self._hooks, **options)  # refuses now what the training would refuse
+        # Refuses now what the training would refuse.
+        self._hooks = list(intercept(hooks, **options).watcher.pipeline.hooks)
         for name, value in (("scalars", scalars), ("recorder", recorder)):
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be a function that makes a hook, such as a class, got {value!r}")
@@ -57,18 +43,12 @@ class Training:
         self._options = options
         self._stack = ExitStack()
         self._pauses = ExitStack()
-        self.interceptor: Interceptor | None = None
+        self.interceptor: Interceptor | None = None  # that of the training that runs
 
     def begin(self, step: int, writer: Any, agree: Callable[[str], str]) -> None:
-        """Enter the block of a training; one that still runs has been given up, and ends first.
+        """Enter the block of a training, whose first step has this number.
 
-        Args:
-            step: The number of its first step.
-            writer: Writes to the trainer's logger.
-            agree: Returns what the first rank passes to it.
-
-        Raises:
-            ImportError, OSError, TypeError, ValueError: As from `scalars` and `recorder`.
+        `agree` returns what the first rank gives it. A training that still runs has been given up, and ends first.
         """
         self.end()
         hooks = list(self._hooks)
@@ -98,17 +78,13 @@ class Training:
         self._pauses.close()
 
     def end(self, exception: BaseException | None = None) -> None:
-        """Leave the block, if it is entered.
-
-        Args:
-            exception: What ended the training, if anything did.
-        """
+        """Leave the block, if it is entered. `exception` is what ended the training, if anything did."""
         self.interceptor = None
-        leave = partial(self._stack.__exit__, *_triple(exception))
+        trace = None if exception is None else exception.__traceback__
         try:
             self.resume()
         finally:
-            leave()
+            self._stack.__exit__(None if exception is None else type(exception), exception, trace)
 
     def __enter__(self) -> None: ...
 
@@ -118,10 +94,6 @@ class Training:
     def __reduce__(self) -> tuple[Any, ...]:
         # A trainer that starts processes sends them its callbacks. A copy is in no training.
         return Training, (self._hooks, self._scalars, self._run, self._recorder, self._evaluation, self._options)
-
-
-def _triple(exception: BaseException | None) -> tuple[Any, Any, Any]:
-    return (None, None, None) if exception is None else (type(exception), exception, exception.__traceback__)
 
 
 def _unused(folder: Path) -> str:

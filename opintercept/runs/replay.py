@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -142,26 +144,18 @@ def _bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _attribute(owner: Any, name: str) -> Callable[[Any], None]:
-    return lambda value: setattr(owner, name, value)
-
-
 _SETTERS: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
     "float32_matmul_precision": (torch.set_float32_matmul_precision, str),
     "deterministic_algorithms": (torch.use_deterministic_algorithms, _bool),
     "threads": (torch.set_num_threads, int),
     "mkldnn": (torch.backends.mkldnn.set_flags, _bool),
-    "cuda.matmul.allow_tf32": (_attribute(torch.backends.cuda.matmul, "allow_tf32"), _bool),
-    "cuda.matmul.allow_fp16_reduced_precision_reduction": (
-        _attribute(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        _bool,
-    ),
-    "cuda.matmul.allow_bf16_reduced_precision_reduction": (
-        _attribute(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-        _bool,
-    ),
-    "cudnn.allow_tf32": (_attribute(torch.backends.cudnn, "allow_tf32"), _bool),
 }
+for _owner, _names in {
+    "cuda.matmul": ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
+    "cudnn": ("allow_tf32",),
+}.items():
+    for _name in _names:
+        _SETTERS[f"{_owner}.{_name}"] = partial(setattr, attrgetter(_owner)(torch.backends), _name), _bool
 # By the name in a run's flags: how to read the setting, how to set it, and how to read its value from a text.
 FLAGS = {name: (description.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
 

@@ -72,13 +72,7 @@ _SUMMED = ("calls", "count", "nan", "inf", "finite", "total", "square")
 
 
 def slot_figures(chunk: Arrays, slot: str, counts: Array) -> Arrays:
-    """Figures from which `GroupSums.statistics` are made.
-
-    Args:
-        chunk: Has the columns of the slot.
-        slot: The slot.
-        counts: How many values each tensor has; negative for calls without one.
-    """
+    """Figures from which `GroupSums.statistics` are made; `counts` is negative for calls without such a tensor."""
     column = {name: chunk[f"{slot}_{name}"] for name in ("nan", "inf", *FIGURES)}
     here = counts >= 0
     known = here & ~np.any([np.isnan(column[name]) for name in FIGURES], axis=0)
@@ -112,12 +106,7 @@ Learn = Callable[[StoredCallSite, CallSignature], Sequence[float]]
 
 
 class CallKinds:
-    """Gives calls what follows from their call site and signature, which is found out once for each pair.
-
-    Args:
-        columns: The calls.
-        learn: Returns numbers for a call site and a signature. It is asked in the order of the first calls.
-    """
+    """Gives calls the numbers that `learn` returns for their call site and signature, asked in order, once for each."""
 
     def __init__(self, columns: Columns, learn: Learn) -> None:
         self._columns, self._learn = columns, learn
@@ -150,13 +139,9 @@ def seconds_of(chunk: Arrays) -> Array:
 
 
 def nonfinite(columns: Columns, start: int, chunk: Arrays, *, outputs: bool = False) -> Array:
-    """Return which calls have NaN or Inf in a tensor, or in an output.
+    """Return which calls of a chunk have NaN or Inf in a tensor, or with `outputs` in an output.
 
-    Args:
-        columns: All calls.
-        start: The number of the first call of the chunk.
-        chunk: Has the columns `COUNTS` and `has_more`.
-        outputs: Whether to look at outputs only.
+    The chunk begins with the call of the number `start` and has the columns `COUNTS` and `has_more`.
     """
     found = np.zeros(len(chunk["has_more"]), bool)
     for slot, role in SLOTS.items():
@@ -172,11 +157,7 @@ def nonfinite(columns: Columns, start: int, chunk: Arrays, *, outputs: bool = Fa
 
 
 class EarliestCall:
-    """The first of some calls by step and index, over all processes.
-
-    Attributes:
-        call: The call; None if there was none.
-    """
+    """The first of some calls by step and index, over all processes; `call` is None if there was none."""
 
     def __init__(self) -> None:
         self.call: StoredCall | None = None

@@ -136,14 +136,7 @@ class _Slice(NamedTuple):
 
 
 class _Process:
-    """The calls of a process, thread by thread and by the time at which they started.
-
-    Attributes:
-        numbers: Their numbers in the columns.
-        starts: When each started, in nanoseconds since 1970.
-        ends: When it ended.
-        threads: In which thread it ran.
-    """
+    """The calls of a process, thread by thread and by the time at which they started."""
 
     def __init__(self, rank: int, columns: Columns, steps: range | None) -> None:
         self._rank, self._columns = rank, columns
@@ -170,29 +163,18 @@ class _Process:
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
         for thread in np.unique(self.threads).tolist():
             yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": f"thread {thread}"}}
+
+        def slice_at(at: tuple[int, int, int], name: str, cat: str, args: dict[str, Any]) -> Event:
+            thread, start, end = at
+            times = {"ts": (start - base) / 1000, "dur": (end - start) / 1000}  # microseconds
+            return {"ph": "X", "pid": pid, "tid": thread, "name": name, "cat": cat, **times, "args": args}
+
         for each in self._slices():
-            yield {
-                "ph": "X",
-                "pid": pid,
-                "tid": each.thread,
-                "name": each.name,
-                "cat": "module" if each.whole else "step",
-                "ts": _microseconds(each.start - base),
-                "dur": _microseconds(each.end - each.start),
-                "args": {"module": each.whole} if each.whole else {},
-            }
-        times = zip(self.threads.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
-        for call, (thread, start, end) in zip(self._calls(), times, strict=True):
-            yield {
-                "ph": "X",
-                "pid": pid,
-                "tid": thread,
-                "name": call.record.op,
-                "cat": call.record.phase,
-                "ts": _microseconds(start - base),
-                "dur": _microseconds(end - start),
-                "args": _arguments(call),
-            }
+            known = {"module": each.whole} if each.whole else {}
+            yield slice_at((each.thread, each.start, each.end), each.name, "module" if known else "step", known)
+        places = zip(self.threads.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
+        for call, at in zip(self._calls(), places, strict=True):
+            yield slice_at(at, call.record.op, call.record.phase, _arguments(call))
         yield from self._arrows(pid, base)
 
     def _calls(self) -> Iterator[StoredCall]:
@@ -242,7 +224,7 @@ class _Process:
                 continue  # of a step that was not chosen
             name = {"pid": pid, "name": "backward", "cat": "backward", "id": f"{pid}.{self._index[number]}"}
             for mark, at in (({"ph": "s"}, int(in_order[place])), ({"ph": "f", "bp": "e"}, number)):
-                yield mark | name | {"tid": int(self.threads[at]), "ts": _microseconds(int(middles[at]) - base)}
+                yield mark | name | {"tid": int(self.threads[at]), "ts": (int(middles[at]) - base) / 1000}
 
 
 def _apart(threads: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
@@ -282,7 +264,3 @@ def _figures(values: Values) -> str:
     text = " ".join(f"{name} {value:.4g}" for name, value in known.items() if value is not None)
     bad = " ".join(f"{name} {count}" for name, count in (("nan", values.nan), ("inf", values.inf)) if count)
     return f"{text} {bad}".strip()
-
-
-def _microseconds(nanoseconds: int) -> float:
-    return nanoseconds / 1000

@@ -7,7 +7,7 @@ Imports torch, so `testing.plugin` imports this file only when it watches a test
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypedDict, Unpack, overload
@@ -145,9 +145,7 @@ class OpCalls:
         """
         if "op" in filters:
             filters["op"] = _read_twice(filters["op"])
-        wanted = CallFilter(**filters)
-        self._check_names(filters.get("op"))
-        chosen = [record for record in self._records if wanted.admits(record)]
+        chosen = self._chosen(filters)
         return OpCalls(chosen, self._finite, self._options, self._snapshots, self._ran, self._refuse)
 
     def clear(self) -> None:
@@ -216,9 +214,7 @@ class OpCalls:
         wanted_dtype = None if dtype is None else checked_dtype(dtype)
         wanted_shapes = None if shapes is None else _checked_shapes(shapes)
         op = _read_twice(op)
-        wanted = CallFilter(op, module, phase)
-        self._check_names(op)
-        chosen = [record for record in self._records if wanted.admits(record)]
+        chosen = self._chosen({"op": op, "module": module, "phase": phase})
         narrowed = chosen if len(chosen) < len(self._records) else []  # otherwise the table lists them
         ops = "matmul" if op is None else op if isinstance(op, str) else " or ".join(op)
         kind = ops if phase is None else f"{phase} {ops}"
@@ -243,28 +239,25 @@ class OpCalls:
         if not chosen and count is max_count is max_flops is None:
             breaks(f"at least {calls(1)}, got 0", [])
         if wanted_dtype is not None:
-            every(
-                f"have {wanted_dtype} operands", [r for r in chosen if {t.dtype for t in _operands(r)} - {wanted_dtype}]
-            )
+            wrong = [r for r in chosen if {t.dtype for t in _operands(r)} - {wanted_dtype}]
+            every(f"have {wanted_dtype} operands", wrong)
         if finite:
             every("have a finite output", [r for r in chosen if _is_infinite(self._finite.get(r.index))])
         if max_flops is not None:
             every("have a known number of FLOP", [r for r in chosen if r.flops is None])
             flops = sum(r.flops or 0 for r in chosen)
             if flops > max_flops:
-                largest = sorted(chosen, key=lambda r: r.flops or 0, reverse=True)
-                breaks(
-                    f"at most {max_flops:,} FLOP in {calls(len(chosen))}, got {flops:,}, the largest first:", largest
-                )
+                claim = f"at most {max_flops:,} FLOP in {calls(len(chosen))}, got {flops:,}, the largest first:"
+                breaks(claim, sorted(chosen, key=lambda r: r.flops or 0, reverse=True))
         if isinstance(wanted_shapes, tuple):
             every(f"multiply {_shown(wanted_shapes)}", [r for r in chosen if not _fits(r, wanted_shapes)])
         elif wanted_shapes is not None and len(wanted_shapes) != len(chosen):
             breaks(f"{calls(len(wanted_shapes))}, one for each pair of shapes, got {len(chosen)}", narrowed)
         elif wanted_shapes is not None:
-            wrong = [(r, _shown(pair)) for r, pair in zip(chosen, wanted_shapes, strict=True) if not _fits(r, pair)]
-            if wrong:
-                claim = f"other shapes in {len(wrong)} of {calls(len(chosen))}:"
-                breaks(claim, [r for r, _ in wrong], [f", expected {pair}" for _, pair in wrong])
+            others = [(r, _shown(pair)) for r, pair in zip(chosen, wanted_shapes, strict=True) if not _fits(r, pair)]
+            if others:
+                claim = f"other shapes in {len(others)} of {calls(len(chosen))}:"
+                breaks(claim, [r for r, _ in others], [f", expected {pair}" for _, pair in others])
         if predicate is not None:
             name = getattr(predicate, "__name__", repr(predicate))
             every(f"satisfy {name}", [r for r in chosen if not predicate(r)])
@@ -296,14 +289,14 @@ class OpCalls:
         """Return what ran, for the report of a failing test; None if the failure lists it already."""
         return None if failure is not None and failure is self._ran._shown_in else self._what_ran()
 
-    def _check_names(self, op: str | Iterable[str] | None) -> None:
-        """Refuse operators that could never match, which `count=0` would silently accept."""
-        refuse = self._refuse
-        if refuse is None or op is None:
-            return
-        for name in [op] if isinstance(op, str) else op:
-            if (why := refuse(name)) is not None:
-                raise ValueError(f"no call can have op={name!r}: {why}")
+    def _chosen(self, filters: Mapping[str, Any]) -> list[CallRecord]:
+        """The calls that pass. Operators that could never match, which `count=0` would silently accept, are refused."""
+        wanted, op = CallFilter(**filters), filters.get("op")
+        if self._refuse is not None and op is not None:
+            for name in [op] if isinstance(op, str) else op:
+                if (why := self._refuse(name)) is not None:
+                    raise ValueError(f"no call can have op={name!r}: {why}")
+        return [record for record in self._records if wanted.admits(record)]
 
     def _what_ran(self) -> str:
         records = self._ran._records
@@ -362,25 +355,17 @@ def recording(options: Options, snapshots: Callable[[], Snapshots] | None = None
     interceptor = intercept(recorder, **plain)
     # After the recorder, which then has the call at which one of them raises.
     if finite:
-        interceptor.register(finite_hook())
+        interceptor.register(hooks.NonFinite())
     for hook in others if isinstance(others, Iterable) else [others]:
         interceptor.register(hook)
-    refuse = partial(
-        why_never,
-        level=options.get("level", "dispatch"),
-        keys=interceptor.watcher.keys,
-        families=split(interceptor.watcher.ops)[0],
-    )
+    families = split(interceptor.watcher.ops).families
+    level = options.get("level", "dispatch")
+    refuse = partial(why_never, level=level, keys=interceptor.watcher.keys, whole=families)
     return interceptor, OpCalls(recorder, recorder.finite, options, snapshots, refuse=refuse)
 
 
 def _read_twice(op: Any) -> Any:
     return list(op) if not isinstance(op, str) and isinstance(op, Iterable) else op
-
-
-def finite_hook() -> Hook:
-    """Return the hook that raises where the first NaN comes from."""
-    return hooks.NonFinite()
 
 
 def _operands(record: CallRecord) -> list[TensorMeta]:

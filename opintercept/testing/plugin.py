@@ -98,13 +98,13 @@ class _TestWatch:
         if not (option.opintercept or check):
             return
         from opintercept._blocks.intercept import intercept
-        from opintercept.testing.calls import CostProperties, finite_hook
+        from opintercept.hooks import NonFinite
+        from opintercept.testing.calls import CostProperties
 
         if option.opintercept:
-            totals = CostProperties(self._item.user_properties)
-            self._add(intercept(totals))
+            self._add(intercept(CostProperties(self._item.user_properties)))
         if check:
-            self._add(intercept(finite_hook()))
+            self._add(intercept(NonFinite()))
 
     def _options(self) -> Options:
         options: dict[str, Any] = {}

@@ -25,26 +25,18 @@ Entry = dict[str, str | None]
 
 
 class Snapshots:
-    """The snapshots of one test, while it runs.
-
-    Args:
-        file: The test's file.
-        test: The name of the test within that file, `"TestModel::test_step[cpu]"`.
-        update: Whether to write the files instead of comparing.
-    """
+    """The snapshots of one test, while it runs."""
 
     def __init__(self, file: Path, test: str, update: bool) -> None:
         self._folder = file.parent / FOLDER / file.stem
-        self._test = test
-        self._update = update
+        self._test = test  # its name within the file, `"TestModel::test_step[cpu]"`
+        self._update = update  # whether to write the files instead of comparing
         self._unnamed = 0
 
     def mismatch(self, records: Iterable[CallRecord], name: str | None) -> str | None:
         """Compare the calls with the file, or write it. Return what is wrong, or None.
 
-        Args:
-            records: The calls that ran.
-            name: Tells several snapshots of one test apart. Without names they are numbered.
+        The name tells several snapshots of one test apart. Without names they are numbered.
         """
         if name is None:
             self._unnamed += 1
@@ -63,14 +55,12 @@ class Snapshots:
             return f"cannot read the snapshot {shown}: {error}; fix it, or write it again with --opintercept-update"
         if expected == entries:
             return None
-        lines = list(
-            difflib.unified_diff([*map(_line, expected)], [*map(_line, entries)], shown, "this run", lineterm="", n=2)
-        )
+        before, after = [*map(_line, expected)], [*map(_line, entries)]
+        lines = list(difflib.unified_diff(before, after, shown, "this run", lineterm="", n=2))
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"... {len(lines) - _MOST_LINES} more lines"]
-        return "\n".join(
-            ["the calls differ from the snapshot; if that is intended, run with --opintercept-update", *lines]
-        )
+        what = "the calls differ from the snapshot; if that is intended, run with --opintercept-update"
+        return "\n".join([what, *lines])
 
 
 def _entry(record: CallRecord) -> Entry:
@@ -99,11 +89,7 @@ def _file_name(test: str) -> str:
 
 
 def _read(path: Path, test: str) -> list[Entry]:
-    """Return the entries of a file.
-
-    Raises:
-        ValueError: `_write` has not written the file, or has written it for another test.
-    """
+    """Return the entries of a file, which `_write` must have written for this test."""
     found: Any = json.loads(path.read_text("utf-8"))
     if not isinstance(found, dict) or found.keys() != {"test", "calls"} or not isinstance(found["calls"], list):
         raise ValueError('it is not an object with "test" and "calls"')

@@ -25,6 +25,7 @@ import pytest
 import torch
 from compiler import COMPILED
 from processes import run_python
+from threads import run_threads
 
 from opintercept import HookError, Interceptor, OpCall, OpInterceptError, OpInterceptWarning, intercept
 from opintercept._engines import kernels, scope
@@ -44,6 +45,21 @@ class Seen(list[str]):
 
     def post(self, call: OpCall) -> None:
         self.append(call.op.rpartition("::")[2].rpartition(".")[2])
+
+
+class Framed:
+    """A hook that notes when its blocks begin and end."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def enter(self) -> None:
+        self.log.append("enter")
+
+    def post(self, call: OpCall) -> None: ...
+
+    def exit(self) -> None:
+        self.log.append("exit")
 
 
 def multiply() -> torch.Tensor:
@@ -249,18 +265,25 @@ def test_an_exception_of_the_operator_keeps_its_type_and_text(engine: dict[str, 
     assert [str(error) for error in errors] == [str(plain.value)]
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("engine", ENGINES[:3])
-def test_a_hook_that_raises_stops_the_program_with_a_note(engine: dict[str, Any], backward: bool) -> None:
-    w = A.clone().requires_grad_()
+class Fails:
+    """A hook that raises in one phase, and keeps those of its calls."""
 
-    def fails(call: OpCall) -> None:
-        if call.phase == ("backward" if backward else "forward"):
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.calls: list[str] = []
+
+    def post(self, call: OpCall) -> None:
+        self.calls.append(call.phase)
+        if call.phase == self.phase:
             raise LookupError("in the hook")
 
-    with pytest.raises(LookupError, match="in the hook") as caught, intercept(fails, **engine):
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("engine", ENGINES[:3])
+def test_a_hook_that_raises_stops_the_program_with_a_note(engine: dict[str, Any], phase: str) -> None:
+    w = A.clone().requires_grad_()
+    with pytest.raises(LookupError, match="in the hook") as caught, intercept(Fails(phase), **engine):
         torch.mm(w, A).sum().backward()
-    phase = "backward" if backward else "forward"
     assert f"({phase}): aten::mm(float32[4, 4], float32[4, 4])" in caught.value.__notes__[0]
     torch.mm(w, A).sum().backward()
     assert w.grad is not None
@@ -287,42 +310,26 @@ def test_a_type_error_of_a_hook_gets_through_an_operator_that_would_swallow_it(
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("phase", "calls"), [("forward", ["forward"]), ("backward", ["forward", "backward"])])
 @pytest.mark.parametrize("engine", ENGINES[:3])
-def test_a_hook_that_raises_is_switched_off_on_warn(engine: dict[str, Any], backward: bool) -> None:
-    w = A.clone().requires_grad_()
-    calls: list[str] = []
-
-    def fails(call: OpCall) -> None:
-        calls.append(call.phase)
-        if call.phase == ("backward" if backward else "forward"):
-            raise LookupError("in the hook")
-
+def test_a_hook_that_raises_is_switched_off_on_warn(engine: dict[str, Any], phase: str, calls: list[str]) -> None:
+    w, fails = A.clone().requires_grad_(), Fails(phase)
     with (
         pytest.warns(OpInterceptWarning, match="switched off a hook that raised LookupError: in the hook"),
         intercept(fails, on_error="warn", **engine),
     ):
         torch.mm(w, A).sum().backward()
         torch.mm(w, A)
-    assert calls == (["forward", "backward"] if backward else ["forward"])
+    assert fails.calls == calls
     assert w.grad is not None
 
 
 def test_enter_and_exit_of_hooks_frame_the_blocks() -> None:
-    log: list[str] = []
-
-    class Framed:
-        def enter(self) -> None:
-            log.append("enter")
-
-        def exit(self) -> None:
-            log.append("exit")
-
-    framed: Any = Framed()
+    framed = Framed()
     interceptor = intercept(framed)
     with interceptor, interceptor:
-        log.append("body")
-    assert log == ["enter", "body", "exit"]
+        framed.log.append("body")
+    assert framed.log == ["enter", "body", "exit"]
 
 
 def test_a_failing_enter_leaves_nothing_behind() -> None:
@@ -370,17 +377,9 @@ def test_a_decorated_method_gets_its_instance() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_decorated_generator_is_seen_only_while_its_body_runs(engine: dict[str, Any]) -> None:
-    seen = Seen()
-    log: list[str] = []
+    seen, framed = Seen(), Framed()
 
-    class Framed(Seen):
-        def enter(self) -> None:
-            log.append("enter")
-
-        def exit(self) -> None:
-            log.append("exit")
-
-    @intercept([seen, Framed()], **engine)
+    @intercept([seen, framed], **engine)
     def generate() -> Generator[int, str, str]:
         multiply()
         got = yield 1
@@ -401,7 +400,7 @@ def test_a_decorated_generator_is_seen_only_while_its_body_runs(engine: dict[str
     with pytest.raises(StopIteration, match="sent caught"):
         running.throw(LookupError())
     assert seen == ["mm"] * 3
-    assert log == ["enter", "exit"]
+    assert framed.log == ["enter", "exit"]
 
 
 def test_a_decorated_generator_that_is_closed_early_cleans_up_under_interception() -> None:
@@ -504,9 +503,7 @@ def test_other_threads_are_not_seen(engine: dict[str, Any]) -> None:
     seen = Seen()
     with warnings.catch_warnings(record=True) as told, intercept(seen, **engine):
         warnings.simplefilter("always")
-        thread = threading.Thread(target=multiply)
-        thread.start()
-        thread.join()
+        run_threads(multiply)
     assert seen == []
     # Torch's modes are bound to a thread, and notice nothing of what others run.
     expected = engine.get("engine") != "mode" and engine.get("level") != "function"
@@ -519,21 +516,15 @@ def test_other_threads_are_not_seen(engine: dict[str, Any]) -> None:
 def test_a_block_that_has_seen_a_call_does_not_warn_of_other_threads() -> None:
     with intercept(Seen()):
         multiply()
-        thread = threading.Thread(target=multiply)
-        thread.start()
-        thread.join()
+        run_threads(multiply)
 
 
 def test_all_threads_are_seen_on_request() -> None:
     seen = Seen()
     with intercept(seen, threads="all"):
-        thread = threading.Thread(target=multiply)
-        thread.start()
-        thread.join()
+        run_threads(multiply)
         multiply()
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    thread.join()
+    run_threads(multiply)
     assert seen == ["mm"] * 2
 
 
@@ -552,26 +543,15 @@ def test_all_threads_and_one_thread_run_in_the_order_they_were_entered() -> None
 def test_one_interceptor_in_eight_threads_loses_no_call(engine: dict[str, Any]) -> None:
     indices: list[int] = []
     interceptor = intercept(lambda call: indices.append(call.index), **engine)
-    barrier = threading.Barrier(8)
-    failures: list[BaseException] = []
 
     def work() -> None:
-        try:
-            barrier.wait()
-            for _ in range(50):
-                with interceptor:
-                    assert torch.equal(multiply(), expected)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(50):
+            with interceptor:
+                assert torch.equal(multiply(), expected)
 
     expected = multiply()
     with intercept(ops="mm"):  # keeps the kernels in place while threads come and go
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert failures == []
+        run_threads(*[work] * 8)
     assert sorted(indices) == list(range(400))
 
 
@@ -670,23 +650,11 @@ def test_leaving_out_of_order_is_an_error_and_takes_the_right_block_out(engine: 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_leaving_from_another_thread_is_an_error_and_changes_nothing(engine: dict[str, Any]) -> None:
     seen = Seen()
-    errors: list[BaseException] = []
-    interceptor = intercept(seen, **engine)
-
-    def leave() -> None:
-        try:
-            interceptor.__exit__(None, None, None)
-        except BaseException as error:
-            errors.append(error)
-
-    with interceptor:
-        thread = threading.Thread(target=leave)
-        thread.start()
-        thread.join()
+    with intercept(seen, **engine) as interceptor:
+        with pytest.raises(OpInterceptError, match="a block must be left in the thread that entered it"):
+            run_threads(lambda: interceptor.__exit__(None, None, None))
         multiply()
     assert seen == ["mm"]
-    with pytest.raises(OpInterceptError, match="a block must be left in the thread that entered it"):
-        raise errors[0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -760,23 +728,18 @@ def test_a_forked_child_does_not_run_the_hooks_of_its_parent(engine: dict[str, A
 
 
 def test_a_forked_child_may_leave_the_block_of_its_parent() -> None:
-    log: list[str] = []
-
-    class Framed:
-        def exit(self) -> None:
-            log.append("exit")
+    framed = Framed()
 
     def child() -> None:
         interceptor.__exit__(None, None, None)
-        os._exit(0 if not log else 3)
+        os._exit(0 if framed.log == ["enter"] else 3)
 
-    framed: Any = Framed()
     with intercept(framed) as interceptor:
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
         process.join(60)
     assert process.exitcode == 0
-    assert log == ["exit"]
+    assert framed.log == ["enter", "exit"]
 
 
 @pytest.mark.parametrize("way", ["pass", "sys.exit(0)", "raise SystemExit(0)"], ids=["end", "sys.exit", "raise"])
@@ -793,50 +756,21 @@ def test_the_interpreter_may_end_inside_a_block(way: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_results_and_gradients_of_batched_matmul_are_right() -> None:
-    # The wrapper that people write by hand: right for matrices, wrong for batches.
-    class Naive(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(a, b)
-            return a @ b
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            a, b = ctx.saved_tensors
-            return grad @ b.transpose(0, 1), a.transpose(0, 1) @ grad
-
-    a = torch.randn(3, 3, 3, dtype=torch.float64, requires_grad=True)
-    b = torch.randn(3, 3, 3, dtype=torch.float64, requires_grad=True)
-    assert not torch.autograd.gradcheck(Naive.apply, (a, b), raise_exception=False)
-    for engine in ({}, {"engine": "mode"}, {"level": "function"}):
-        seen = Seen()
-        with intercept(seen, **engine):  # type: ignore[arg-type]
-            assert torch.autograd.gradcheck(torch.matmul, (a, b))
-        assert seen
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"ops": ["mn"]}, ValueError, r"got unknown op 'mn'; did you mean 'mv' or 'mm'"),
-        ({"ops": "nothing_like_it_zzz"}, ValueError, "got unknown op 'nothing_like_it_zzz'; see torch.ops"),
-        ({"ops": "mn", "level": "function"}, ValueError, "got unknown op 'mn'"),
-        ({"ops": []}, ValueError, r"ops must name at least one operator, got \[\]"),
-        ({"ops": [torch.mm]}, TypeError, "ops at dispatch level must be names, OpOverloadPackets or OpOverloads"),
-        ({"ops": [3], "level": "function"}, TypeError, "ops at function level must be names or functions of torch"),
         ({"ops": "linear"}, ValueError, "aten::linear is taken apart before dispatch level can see it; watch 'mm'"),
         ({"ops": ["empty"]}, ValueError, r"aten::empty.\w+ already has a kernel .*use engine='mode'"),
         ({"level": "kernel"}, ValueError, "level must be one of 'function', 'dispatch', got 'kernel'"),
         ({"engine": "fast"}, ValueError, "engine must be one of 'auto', 'kernel', 'mode', 'compiled', got 'fast'"),
         ({"threads": 8}, ValueError, "threads must be one of 'current', 'all', got 8"),
         ({"on_error": "ignore"}, ValueError, "on_error must be one of 'raise', 'warn', got 'ignore'"),
-        ({"ops": "all", "engine": "kernel"}, ValueError, r"the (kernel|compiled) engine needs named operators"),
-        ({"ops": "all", "engine": "compiled"}, ValueError, "the compiled engine needs named operators"),
+        ({"ops": "-view"}, ValueError, "ops must name at least one operator, got '-view'"),
+        ({"ops": ("all", "-views")}, ValueError, "ops can leave out families, got '-views'; did you mean 'view'"),
         ({"level": "function", "engine": "kernel"}, ValueError, "function level has one engine"),
         ({"level": "function", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),
         ({"engine": "mode", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),
-        ({"ops": "all", "threads": "all"}, ValueError, 'threads="all" needs the kernel engine'),
         ({"hooks": 5}, TypeError, "a hook must be callable or have one of"),
         ({"hooks": [print, 5]}, TypeError, "a hook must be callable or have one of .*, got 5"),
         ({"hooks": Seen}, TypeError, "a hook must be an instance, got the class Seen"),
@@ -862,14 +796,9 @@ def test_a_forgotten_bracket_is_refused_whatever_the_function_takes(arguments: t
         step(print, option=1)  # type: ignore[arg-type]
 
 
-def test_a_class_or_a_forgotten_bracket_is_refused() -> None:
-    class Model:
-        pass
-
+def test_a_class_is_refused() -> None:
     with pytest.raises(TypeError, match="an interceptor decorates functions, got <class"):
-        intercept()(Model)
-    with pytest.raises(TypeError, match=r"write @intercept\(\.\.\.\), with brackets"):
-        intercept(multiply)(A)  # type: ignore[arg-type]
+        intercept()(Seen)
 
 
 @pytest.mark.parametrize(
@@ -984,22 +913,12 @@ def test_a_block_leaves_no_garbage() -> None:
         gc.enable()
 
 
-class Marked:
-    """A hook that can be told from its copy."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def post(self, call: OpCall) -> None:
-        self.calls += 1
-
-
 @pytest.mark.parametrize(
     "again", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "deep", "pickle"]
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_copy_is_an_interceptor_of_its_own(engine: dict[str, Any], again: Callable[[Any], Any]) -> None:
-    hook = Marked()
+    hook = Seen()
     ops: Any = "matmul" if engine.get("level") == "function" else [torch.ops.aten.mm, torch.ops.aten.bmm.out]
     first = intercept(hook, ops=ops, **engine)
     with first:
@@ -1009,8 +928,8 @@ def test_a_copy_is_an_interceptor_of_its_own(engine: dict[str, Any], again: Call
         torch.bmm(A[None], A[None])
     (copied,) = second.watcher.pipeline.hooks
     assert (copied is hook) is (again is copy.copy)
-    assert hook.calls == (1 if again is not copy.copy else 2) + (ops == "matmul")
-    assert copied.calls == (hook.calls if again is copy.copy else 1)
+    assert len(hook) == (1 if again is not copy.copy else 2) + (ops == "matmul")
+    assert len(copied) == (len(hook) if again is copy.copy else 1)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

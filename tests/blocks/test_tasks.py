@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from compiler import COMPILED
+from threads import run_threads
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept
 from opintercept._engines import kernels, scope
@@ -49,6 +49,15 @@ def rows_of(recorder: hooks.Recorder) -> list[int]:
     return [record.lhs.shape[0] for record in recorder.records if record.lhs is not None]
 
 
+def gathered(*tasks: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What tasks of one event loop return."""
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(main())
+
+
 async def watched(rows: int, turns: int = 3, **options: Any) -> list[int]:
     """Hold a block over awaits; what it has seen."""
     recorder = hooks.Recorder()
@@ -61,10 +70,8 @@ async def watched(rows: int, turns: int = 3, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", ENGINES)
 def test_tasks_see_their_own_calls_through_gather(options: dict[str, Any]) -> None:
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*(watched(rows, rows, **options) for rows in range(1, 8)))
-
-    assert asyncio.run(main()) == [[rows] * rows for rows in range(1, 8)]
+    found = gathered(*(watched(rows, rows, **options) for rows in range(1, 8)))
+    assert found == [[rows] * rows for rows in range(1, 8)]
 
 
 @pytest.mark.parametrize("options", ENGINES)
@@ -74,11 +81,8 @@ def test_a_task_without_a_block_is_seen_by_none(options: dict[str, Any]) -> None
             product(99)
             await asyncio.sleep(0)
 
-    async def main() -> list[int]:
-        seen, _ = await asyncio.gather(watched(1, **options), unwatched())
-        return seen
-
-    assert asyncio.run(main()) == [1] * 3
+    seen, _ = gathered(watched(1, **options), unwatched())
+    assert seen == [1] * 3
 
 
 @pytest.mark.parametrize("options", ENGINES)
@@ -102,7 +106,7 @@ def test_what_a_task_starts_inside_its_block_belongs_to_it(options: dict[str, An
 
 
 def test_to_thread_carries_the_block_of_its_task() -> None:
-    async def main() -> tuple[list[int], list[int]]:
+    async def main() -> list[int]:
         recorder = hooks.Recorder()
 
         async def held() -> None:
@@ -113,9 +117,9 @@ def test_to_thread_carries_the_block_of_its_task() -> None:
 
         await asyncio.gather(held(), asyncio.to_thread(product, 98))
         await asyncio.to_thread(product, 99)  # by the same thread of the pool
-        return rows_of(recorder), []
+        return rows_of(recorder)
 
-    assert asyncio.run(main())[0] == [1, 2]
+    assert asyncio.run(main()) == [1, 2]
 
 
 def test_a_task_that_outlives_the_block_it_was_started_in_is_seen_no_longer() -> None:
@@ -192,10 +196,7 @@ def test_an_async_context_manager_may_hold_a_block() -> None:
             await asyncio.to_thread(product, rows)
         return rows_of(recorder)
 
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*(request(rows) for rows in range(1, 5)))
-
-    assert asyncio.run(main()) == [[rows] * 2 for rows in range(1, 5)]
+    assert gathered(*map(request, range(1, 5))) == [[rows] * 2 for rows in range(1, 5)]
 
 
 def test_backward_in_a_task_is_that_task_s() -> None:
@@ -209,10 +210,7 @@ def test_backward_in_a_task_is_that_task_s() -> None:
             await asyncio.sleep(0)
         return [(record.phase, record.forward) for record in recorder.records]
 
-    async def main() -> list[list[tuple[str, Any]]]:
-        return await asyncio.gather(*(train(rows) for rows in range(2, 6)))
-
-    assert asyncio.run(main()) == [[("forward", None), ("backward", 0)]] * 4
+    assert gathered(*map(train, range(2, 6))) == [[("forward", None), ("backward", 0)]] * 4
 
 
 def test_a_pause_is_its_task_s() -> None:
@@ -249,7 +247,7 @@ def test_one_interceptor_in_many_tasks_is_one() -> None:
             product(rows)
 
     async def main() -> None:
-        await asyncio.gather(*(held(rows) for rows in range(1, 5)))
+        await asyncio.gather(*map(held, range(1, 5)))
         product(99)
 
     asyncio.run(main())
@@ -289,12 +287,8 @@ def test_a_context_that_was_copied_elsewhere_carries_the_block_until_it_is_left(
     async def main() -> None:
         with intercept(recorder):
             copies.append(contextvars.copy_context())
-            thread = threading.Thread(target=copies[0].run, args=(product, 1))
-            thread.start()
-            await asyncio.to_thread(thread.join)
-        thread = threading.Thread(target=copies[0].run, args=(product, 99))
-        thread.start()
-        thread.join()
+            await asyncio.to_thread(run_threads, lambda: copies[0].run(product, 1))
+        run_threads(lambda: copies[0].run(product, 99))
 
     asyncio.run(main())
     assert rows_of(recorder) == [1]

@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from made_runs import call, write
+from made_runs import add_damaged, call, write
 from processes import run_python
 
 import opintercept
@@ -31,6 +31,7 @@ def test_demo_shows_the_matmuls_of_a_training_run(capsys: pytest.CaptureFixture[
     assert err == ""
     lines = out.splitlines()
     assert re.fullmatch(r"A decoder of [\d,]+ parameters learns textwrap\.py \([\d,]+ characters\)\.", lines[0])
+    assert "The first matmuls, forward, and the first three backward:\n0 forward aten::addmm " in out
     shown = [line.split(" ", 2)[1] for line in lines if re.match(r"\d+ (forward|backward) aten::", line)]
     assert shown == ["forward"] * 6 + ["backward"] * 3
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", out, re.MULTILINE)]
@@ -58,14 +59,6 @@ def test_rows_of_the_demo_table_add_up(capsys: pytest.CaptureFixture[str]) -> No
     assert int(total[1]) == 3 * (4 * 3 + 2) + 3
 
 
-@pytest.mark.slow
-def test_demo_runs_as_a_module() -> None:
-    done = run_python("-m", "opintercept", "demo", "--steps", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "The first matmuls, forward, and the first three backward:\n0 forward aten::addmm " in done.stdout
-    assert len(re.findall(r"^step +\d+  loss", done.stdout, re.MULTILINE)) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -87,25 +80,7 @@ def test_demo_runs_as_a_module() -> None:
         (["show", "run", "--over", "steps"], r"--over is now --by step"),
         (["export", "run", "--step", "3"], r"--step is now --steps"),
     ],
-    ids=[
-        "command",
-        "close command",
-        "close flag",
-        "close option",
-        "other usage",
-        "choice",
-        "size",
-        "option",
-        "no steps",
-        "0 steps",
-        "negative steps",
-        "steps in words",
-        "old name of a limit",
-        "old name with a value",
-        "old name of steps",
-        "old name of a key",
-        "old name in export",
-    ],
+    ids=str,
 )
 def test_bad_options_exit_with_2_and_say_why(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -202,6 +177,42 @@ def imports_torch(code: str) -> bool:
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--steps", "0"]], ids=["help", "bad option"])
 def test_help_and_bad_options_do_not_import_torch(arguments: list[str]) -> None:
     assert not imports_torch(f"from opintercept.cli import main; main({arguments})")
+
+
+READING = {
+    "show": ["show", "a"],
+    "calls": ["show", "a", "--calls"],
+    "sorted calls": ["show", "a", "--calls", "--sort", "time"],
+    "diff": ["diff", "a", "b"],
+    "report": ["report", "a", "a", "-o", "page.html"],
+}
+
+
+@pytest.fixture(params=READING)
+def reading(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command that reads one run, or two that are equal, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write(tmp_path / name, [call("a", "x", "w", "y")])
+    return READING[request.param]
+
+
+def test_commands_that_read_no_tensors_do_not_import_torch(reading: list[str]) -> None:
+    assert not imports_torch(f"from opintercept.cli import main; assert main({reading}) == 0")
+
+
+def test_a_damaged_file_gives_a_one_line_warning(reading: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [name for name in "ab" if name in reading]
+    for name in runs:
+        add_damaged(Path(name))
+    assert main(reading) == 0
+    out, err = capsys.readouterr()
+    assert out
+    assert err.splitlines() == [
+        f"opintercept {reading[0]}: warning: skipped 1 damaged call in {name}; a disk or another program has changed "
+        "the files, or the machine went down while they were written"
+        for name in runs
+    ]
 
 
 @pytest.mark.slow

@@ -68,6 +68,13 @@ def ends(process: subprocess.Popen[str] | Program, stdin: str = "") -> tuple[int
     return process.returncode, out, err
 
 
+def watch(folder: Path, *arguments: str, status: int = 0) -> tuple[str, str]:
+    """Watch a program that ends with this status, and return what it prints on stdout and stderr."""
+    got, out, err = ends(fork(folder, *OURS, *arguments))
+    assert got == status, err
+    return out, err
+
+
 def no_address(text: str) -> str:
     return re.sub("0x[0-9a-f]+", "0x", text)
 
@@ -358,8 +365,11 @@ def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> No
         "no watched call made a value that is not finite; only matmul, convolution were watched",
         "to watch every operator: opintercept run --stop --ops all script.py",
     ]
-    assert re.fullmatch(r"recording 27 calls took [\d.]+ m?s, \d+% of [\d.]+ m?s, and [\d.]+ kB", lines[8])
-    assert lines[9:] == [f"recorded in {tmp_path / 'run'}; to look at it: opintercept show {tmp_path / 'run'}"]
+    (recorded,) = lines[8:]
+    folder = re.escape(str(tmp_path / "run"))
+    assert re.fullmatch(
+        rf"recorded 27 calls, [\d.]+ kB, in {folder}; to look at it: opintercept show {folder}", recorded
+    )
     run = runs.open_run(tmp_path / "run")
     assert run.info.argv == ("script.py",)
     assert run.info.finished
@@ -378,8 +388,14 @@ LOG = """
 """
 
 
+@pytest.mark.parametrize("ops", ["all", "all,-view"])
+def test_nothing_is_left_to_watch_where_all_that_makes_values_was_watched(ops: str, tmp_path: Path) -> None:
+    err = watch(tmp_path, "--stop", "--ops", ops, script(tmp_path, LOG), "1")[1]
+    assert err.splitlines()[-1] == "no watched call made a value that is not finite"
+
+
 @pytest.mark.parametrize(
-    ("options", "watched"),
+    ("options", "ops"),
     [
         ([], "matmul, convolution"),
         (["--ops", "mm"], "mm"),
@@ -387,20 +403,31 @@ LOG = """
     ],
 )
 def test_a_nan_of_an_unwatched_operator_is_found_by_the_printed_command(
-    options: list[str], watched: str, tmp_path: Path
+    options: list[str], ops: str, tmp_path: Path
 ) -> None:
     name = script(tmp_path, LOG)
-    status, _, err = ends(fork(tmp_path, *OURS, "--stop", *options, name, "-1"))
-    assert status == 0
-    *_, said, command = err.splitlines()
-    assert said == f"no watched call made a value that is not finite; only {watched} were watched"
+    *_, said, command = watch(tmp_path, "--stop", *options, name, "-1")[1].splitlines()
+    assert said == f"no watched call made a value that is not finite; only {ops} were watched"
     head, _, words = command.partition(": opintercept run ")
     assert head == "to watch every operator"
-    status, _, err = ends(fork(tmp_path, *OURS, *shlex.split(words)))
-    assert status == 1
+    _, err = watch(tmp_path, *shlex.split(words), status=1)
     assert "NaN is made by aten::log in no module (script.py:4 in <module>), step 0" in err
-    status, _, err = ends(fork(tmp_path, *OURS, *shlex.split(words)[:-1], "1"))
-    assert (status, err.splitlines()[-1]) == (0, "no watched call made a value that is not finite")
+    _, err = watch(tmp_path, *shlex.split(words)[:-1], "1")
+    assert err.splitlines()[-1] == "no watched call made a value that is not finite"
+
+
+@needs_compiler
+def test_compiled_kernels_search_all_operators_for_nan(tmp_path: Path) -> None:
+    name = script(tmp_path, LOG)
+    made = "NaN is made by aten::log in no module (script.py:4 in <module>), step 0"
+    _, err = watch(tmp_path, "--engine", "compiled", "--out", "run", name, "-1")
+    assert made in err
+    assert [call.record.op for call in runs.open_run(tmp_path / "run").calls()] == ["aten::mm"] * 3
+    assert (found := SUMMARY.search(err)) is not None
+    assert int(found["calls"]) == 3
+    assert f"opintercept.Stopped: {made}" in watch(tmp_path, "--engine", "compiled", "--stop", name, "-1", status=1)[1]
+    _, err = watch(tmp_path, "--engine", "compiled", "--stop", name, "1")
+    assert err.splitlines()[-1] == "no watched call made a value that is not finite"
 
 
 SCALED = """
@@ -419,8 +446,8 @@ SCALED = """
 
 
 def test_a_gradient_that_a_scaler_discards_does_not_stop_a_program(tmp_path: Path) -> None:
-    status, out, err = ends(fork(tmp_path, *OURS, "--stop", script(tmp_path, SCALED)))
-    assert (status, out) == (0, "True\n")
+    out, err = watch(tmp_path, "--stop", script(tmp_path, SCALED))
+    assert out == "True\n"
     found = re.search(r"opintercept: 24 calls, .* (\d+) not finite", err)
     assert found is not None, err
     assert err.splitlines()[-4:] == [
@@ -446,20 +473,15 @@ FAILS = """
 
 @pytest.mark.parametrize(
     "options",
-    [
-        [],
-        ["--engine", "mode"],
-        pytest.param(["--engine", "compiled"], marks=needs_compiler),
-        ["--level", "function"],
-    ],
+    [[], ["--engine", "mode"], pytest.param(["--engine", "compiled"], marks=needs_compiler), ["--level", "function"]],
     ids=" ".join,
 )
 def test_a_failing_operator_prints_the_traceback_of_a_plain_run(tmp_path: Path, options: list[str]) -> None:
     name = script(tmp_path, FAILS)
-    plain, watched = fork(tmp_path, name), fork(tmp_path, *OURS, "-q", *options, name)
+    plain, ours = fork(tmp_path, name), fork(tmp_path, *OURS, "-q", *options, name)
     expected = ends(plain)
     assert "shapes cannot be multiplied" in expected[2]
-    assert ends(watched) == expected
+    assert ends(ours) == expected
 
 
 def test_run_watches_matmuls_and_convolutions(tmp_path: Path) -> None:
@@ -476,18 +498,17 @@ def test_run_watches_matmuls_and_convolutions(tmp_path: Path) -> None:
         (("--ops", "convolution"), 2, 2 * convolution),
         (("--ops", "mm,convolution_backward"), 3, convolution + 2 * product),
     ):
-        status, _, err = ends(fork(tmp_path, *OURS, *options, name))
+        _, err = watch(tmp_path, *options, name)
         found = SUMMARY.search(err)
-        assert status == 0
         assert found is not None, err
         assert (int(found["calls"]), found["flop"]) == (calls, amount(flop, "FLOP"))
 
 
 def test_options_that_need_torch_to_check_exit_with_2_at_its_import(tmp_path: Path) -> None:
     name = script(tmp_path, "print('before', flush=True)\nimport torch\nprint('after')")
-    status, out, err = ends(start(tmp_path, *OURS, "--ops", "mm,nope", name))
+    status, out, err = ends(start(tmp_path, *OURS, "--ops", "mm,qqqq", name))
     assert (status, out) == (2, "before\n")
-    message = "opintercept run: ops must be names of operators, got unknown op 'nope'; see torch.ops for .*\n"
+    message = "opintercept run: ops must be names of operators, got unknown op 'qqqq'; see torch.ops for .*\n"
     assert re.fullmatch(message, err)
 
 
@@ -596,8 +617,7 @@ def test_a_signal_ends_the_program_and_keeps_what_was_recorded(tmp_path: Path) -
 def test_filters_choose_what_is_shown_and_recorded(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
     filters = ["--steps", "1:3", "--phase", "backward", "--module", "2*", "--ops", "mm,addmm", "--hooks", "stats"]
-    status, _, err = ends(fork(tmp_path, *OURS, *filters, "--out", "run", "--tensors", "none", name))
-    assert status == 0
+    _, err = watch(tmp_path, *filters, "--out", "run", "--tensors", "none", name)
     assert err.startswith("opintercept: 4 calls, ")
     assert re.search(r"^2 +mm +output +backward +4 ", err, re.MULTILINE)
     run = runs.open_run(tmp_path / "run")
@@ -617,33 +637,27 @@ def test_flight_records_the_last_calls_of_a_program_that_fails(tmp_path: Path) -
         torch.ones(2, 3) @ torch.ones(4, 5)
     """
     name = script(tmp_path, program)
-    fails = fork(tmp_path, *OURS, "--out", "fails", "--flight", "3", name)
-    ends_well = fork(tmp_path, *OURS, "--out", "ends", "--flight", "3", name, "well")
-    status, _, err = ends(fails)
-    assert status == 1
+    _, err = watch(tmp_path, "--out", "fails", "--flight", "3", name, status=1)
     assert "8 calls, 288 FLOP, 1 raised" in err
     calls = list(runs.open_run(tmp_path / "fails").calls())
     assert [call.record.lhs.shape[1] for call in calls if call.record.lhs] == [7, 8, 3]
     # torch 2.15 names the operator: "mm: mat1 and mat2 ..."
     assert re.match("RuntimeError: (mm: )?mat1 and mat2 shapes", calls[-1].error or "")
-    status, _, err = ends(ends_well)
-    assert (status, err.splitlines()[-1]) == (0, "nothing recorded: the program did not fail")
+    _, err = watch(tmp_path, "--out", "ends", "--flight", "3", name, "well")
+    assert err.splitlines()[-1] == "nothing recorded: the program did not fail"
     assert not (tmp_path / "ends").exists()
 
 
 def test_a_run_is_overwritten_only_on_request(tmp_path: Path) -> None:
     name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
-    assert ends(fork(tmp_path, *OURS, "--out", "replaced", name))[0] == 0
+    watch(tmp_path, "--out", "replaced", name)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "run.json").write_text("{}")
-    kept = fork(tmp_path, *OURS, "--out", "kept", name)
-    replaced = fork(tmp_path, *OURS, "--out", "replaced", "--overwrite", name)
-    status, _, err = ends(kept)
-    assert status == 2
+    _, err = watch(tmp_path, "--out", "kept", name, status=2)
     assert "already holds a run" in err
     assert "name another folder, or add --overwrite\n" in err
     assert (tmp_path / "kept" / "run.json").read_text() == "{}"
-    assert ends(replaced)[0] == 0
+    watch(tmp_path, "--out", "replaced", "--overwrite", name)
     assert len(list(runs.open_run(tmp_path / "replaced").calls())) == 1
 
 
@@ -667,14 +681,11 @@ def test_recording_statistics_needs_no_extra_and_recording_values_names_it(tmp_p
 
 def test_every_records_every_nth_step_and_reports_all(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
-    every = fork(tmp_path, *OURS, "--out", "every", "--every-steps", "2", name)
-    both = fork(tmp_path, *OURS, "--out", "both", "--every-steps", "2", "--steps", "1:5", "--tensors", "none", name)
-    status, _, err = ends(every)
-    assert status == 0
+    _, err = watch(tmp_path, "--out", "every", "--every-steps", "2", name)
     assert err.startswith("opintercept: 27 calls, ")
     assert {call.record.step for call in runs.open_run(tmp_path / "every").calls()} == {0, 2, 4}
-    status, _, err = ends(both)
-    assert status == 0
+    both = ("--out", "both", "--every-steps", "2", "--steps", "1:5", "--tensors", "none")
+    _, err = watch(tmp_path, *both, name)
     assert err.startswith("opintercept: 20 calls, ")
     steps = [call.record.step for call in runs.open_run(tmp_path / "both").calls()]
     assert steps == [1] * 5 + [3] * 5
@@ -712,8 +723,8 @@ SWALLOWS = """
 @pytest.mark.parametrize("options", [[], ["-q"], ["--hooks", "profile"], ["--steps", "0"]], ids=" ".join)
 def test_stop_ends_the_program_at_the_first_nan(options: list[str], tmp_path: Path) -> None:
     name = script(tmp_path, SWALLOWS)
-    status, out, err = ends(fork(tmp_path, *OURS, "--stop", "--out", "run", *options, name))
-    assert (status, out) == (1, "saved\n")
+    out, err = watch(tmp_path, "--stop", "--out", "run", *options, name, status=1)
+    assert out == "saved\n"
     trace, _, rest = err.partition("opintercept.Stopped: ")
     assert trace.startswith("Traceback (most recent call last):\n")
     assert re.findall(r"line (\d+), in (\S+)", trace) == [("12", "<module>"), ("6", "step")]
@@ -744,13 +755,9 @@ def test_stop_works_in_the_backward_pass_and_in_threads(tmp_path: Path) -> None:
         torch.eye(2) @ torch.eye(2)
         print("end")
     """
-    processes = [
-        fork(tmp_path, *OURS, "-q", "--stop", script(tmp_path, program, f"{n}.py"))
-        for n, program in enumerate((backward, thread))
-    ]
-    for process, expected in zip(processes, ("", "joined\n"), strict=True):
-        status, out, err = ends(process)
-        assert (status, out) == (1, expected)
+    for program, expected in ((backward, ""), (thread, "joined\n")):
+        out, err = watch(tmp_path, "-q", "--stop", script(tmp_path, program), status=1)
+        assert out == expected
         assert "opintercept.Stopped: NaN " in err
 
 
@@ -789,10 +796,8 @@ def test_a_filter_that_matches_nothing_warns_once_even_if_warnings_are_errors(tm
         torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2))
     """
     name = script(tmp_path, program)
-    runs = [fork(tmp_path, *OURS, "--module", "1*", name, action) for action in ("default", "error")]
-    for process in runs:
-        status, _, err = ends(process)
-        assert status == 0
+    for action in ("default", "error"):
+        _, err = watch(tmp_path, "--module", "1*", name, action)
         assert err.count("matches module='1*'; calls come from '0'") == 1
         assert "Traceback" not in err
         assert "opintercept: 0 calls, " in err

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from nets import record as records_of
+from programs import ENGINES
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from opintercept import CallRecord, Gemm, OpCall, OpInterceptError, TensorMeta, hooks, intercept
+from opintercept import Gemm, OpCall, OpInterceptError, TensorMeta, hooks, intercept
 from opintercept._core.pipeline import Pipeline
 from opintercept._core.tensors import describe, nbytes
 from opintercept._ops.table import row_of
 
-# Arguments of `intercept` for each engine.
-FEEDS = [{}, {"engine": "mode"}, {"level": "function"}]
-FEED_IDS = ["kernel", "mode", "function"]
+each_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
 
 def call_of(func: Any, *args: Any, **kwargs: Any) -> OpCall:
     """A call that no engine has made, which has only these arguments."""
     return OpCall(Pipeline(()), row_of(func), func, "forward", args, kwargs)
-
-
-def records_of(function: Callable[[], Any], **options: Any) -> list[CallRecord]:
-    recorder = hooks.Recorder()
-    with intercept(recorder, **options):
-        function()
-    return recorder.records
 
 
 def nested(layout: torch.layout = torch.strided) -> torch.Tensor:
@@ -72,25 +66,6 @@ def test_attributes_before_and_after_the_operator_runs() -> None:
     assert seen == ["pre", "post"]
 
 
-def test_index_and_step_count_from_zero() -> None:
-    recorder = hooks.Recorder()
-    with intercept(recorder) as interceptor:
-        for _ in range(2):
-            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-            torch.mv(torch.ones(2, 2), torch.ones(2))
-            interceptor.step()
-    assert [(record.index, record.step) for record in recorder.records] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-
-
-def test_phase_tells_the_backward_pass_apart() -> None:
-    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
-    assert [record.phase for record in records_of(lambda: (x @ w).sum().backward())] == [
-        "forward",
-        "backward",
-        "backward",
-    ]
-
-
 def test_a_bias_is_its_own_operand() -> None:
     bias, lhs, rhs = torch.ones(4), torch.ones(2, 3), torch.ones(3, 4)
     call = call_of(torch.ops.aten.addmm.default, bias, lhs, rhs)
@@ -121,17 +96,11 @@ Q = torch.ones(2, 3, 5, 8)
     ],
     ids=["mm", "keyword", "keywords", "twice", "bias", "in place", "out", "einsum", "list", "linear"],
 )
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
+@each_engine
 def test_an_operand_is_replaced_by_its_role(
-    run: Callable[[], torch.Tensor], expected: torch.Tensor, feed: dict[str, Any]
+    run: Callable[[], torch.Tensor], expected: torch.Tensor, engine: dict[str, Any]
 ) -> None:
-    class Replace:
-        def pre(self, call: OpCall) -> Any:
-            lhs = call.lhs
-            assert lhs is not None
-            return call.replace(lhs=OTHER.view(lhs.shape))
-
-    with intercept(Replace(), **feed):
+    with intercept(SimpleNamespace(pre=lambda call: call.replace(lhs=OTHER.view(call.lhs.shape))), **engine):
         product = run()
     assert torch.equal(product, expected)
 
@@ -187,19 +156,15 @@ def test_only_operands_can_be_replaced() -> None:
         call_of(torch.ops.aten.mm.default, A, B).replace(output=OTHER)
 
 
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_conjugate_operands_are_resolved(feed: dict[str, Any]) -> None:
+@each_engine
+def test_conjugate_operands_are_resolved(engine: dict[str, Any]) -> None:
     lhs, rhs = torch.tensor([[1 + 2j, 3 - 1j]]), torch.tensor([[2 - 5j], [1j]])
-    seen: list[torch.Tensor | None] = []
-
-    def look(call: OpCall) -> None:
-        seen.extend((call.lhs, call.rhs))
-
-    with intercept(look, ops=["mm"] if "level" not in feed else [torch.mm], **feed):
+    seen: list[Any] = []
+    with intercept(
+        lambda call: seen.extend((call.lhs, call.rhs)), ops=["mm"] if "level" not in engine else [torch.mm], **engine
+    ):
         product = torch.mm(lhs.conj(), rhs.conj())
     seen_lhs, seen_rhs = seen
-    assert seen_lhs is not None
-    assert seen_rhs is not None
     assert not seen_lhs.is_conj()
     assert not seen_rhs.is_conj()
     assert torch.equal(seen_lhs, torch.tensor([[1 - 2j, 3 + 1j]]))
@@ -207,14 +172,14 @@ def test_conjugate_operands_are_resolved(feed: dict[str, Any]) -> None:
     assert torch.equal(product, torch.tensor([[(1 - 2j) * (2 + 5j) + (3 + 1j) * -1j]]))
 
 
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_hooks_that_read_no_values_copy_no_operand(feed: dict[str, Any]) -> None:
+@each_engine
+def test_hooks_that_read_no_values_copy_no_operand(engine: dict[str, Any]) -> None:
     # At function level, resolving an operand would also add a node to autograd's graph.
     lhs, rhs = (torch.randn(3, 3, dtype=torch.complex64, requires_grad=True).conj() for _ in range(2))
     recorder = hooks.Recorder()
     looking: list[Any] = [recorder, hooks.Profile(), hooks.when(print, dtype="float32", min_numel=100)]
     found = []
-    for watch in (nullcontext(), intercept(looking, **feed)):
+    for watch in (nullcontext(), intercept(looking, **engine)):
         number = torch._C._autograd._get_sequence_nr()
         with watch, profile(activities=[ProfilerActivity.CPU]) as profiler:
             torch.mm(lhs, rhs)
@@ -277,15 +242,13 @@ def test_bytes_count_operands_and_output(function: Callable[[], Any], size: int 
     assert record.bytes == size
 
 
-@pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="_foreach_mm came with torch 2.13")
 def test_bytes_do_not_depend_on_which_call_of_that_shape_was_the_first() -> None:
-    x, y, recorder = torch.ones(5, 5), torch.ones(5, 5), hooks.Recorder()
-    with intercept(recorder):
-        for rhs in (x, y, x):
-            torch.mm(x, rhs)
-    assert [record.bytes for record in recorder.records] == [3 * 4 * 25] * 3
+    x, y = torch.ones(5, 5), torch.ones(5, 5)
+    records = records_of(lambda: [torch.mm(x, rhs) for rhs in (x, y, x)])
+    assert [record.bytes for record in records] == [3 * 4 * 25] * 3
 
 
+@pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="_foreach_mm came with torch 2.13")
 def test_bytes_of_lists_count_every_tensor() -> None:
     lists = [torch.ones(2, 3), torch.ones(5, 6)], [torch.ones(3, 4), torch.ones(6, 7)]
     call = call_of(torch.ops.aten._foreach_mm.default, *lists)
@@ -343,9 +306,9 @@ def test_a_record_survives_json() -> None:
     ],
     ids=["attention", "sparse", "einsum of three", "lstm", "nested", "jagged", "meta", "vmap"],
 )
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_any_record_can_be_written_as_json(function: Callable[[], Any], feed: dict[str, Any]) -> None:
-    for record in records_of(function, **feed):
+@each_engine
+def test_any_record_can_be_written_as_json(function: Callable[[], Any], engine: dict[str, Any]) -> None:
+    for record in records_of(function, **engine):
         plain = record.as_dict()
         read = json.loads(json.dumps(plain))
         assert read.keys() == plain.keys()
@@ -357,6 +320,8 @@ def test_a_record_of_several_outputs_has_them_all() -> None:
     [record] = records_of(lambda: F.scaled_dot_product_attention(Q, Q, Q))
     assert isinstance(record.output, tuple)
     assert [meta and meta.shape for meta in record.output] == [(2, 3, 5, 8), (2, 3, 5)]
+    plain = dataclasses.replace(record, output=(record.lhs, None)).as_dict()
+    assert plain["output"] == (plain["lhs"], None)
     assert record.opaque
     assert str(record) == (
         "aten::_scaled_dot_product_flash_attention_for_cpu float32[2, 3, 5, 8] @ float32[2, 3, 5, 8]"
@@ -369,7 +334,7 @@ def test_a_record_is_plain_frozen_data() -> None:
     assert pickle.loads(pickle.dumps(record)) == copy.deepcopy(record) == record
     assert hash(record) == hash(copy.deepcopy(record))
     assert str(record) == "aten::addmm float32[2, 3] @ float32[3, 4] + float32[4] -> float32[2, 4]"
-    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'op'"):
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'op'"):
         record.op = "aten::mm"  # type: ignore[misc]
 
 
@@ -452,11 +417,7 @@ def test_a_gemm_is_written_as_a_product(gemm: Gemm, text: str) -> None:
 
 def autocasts(function: Callable[[], Any], **options: Any) -> list[torch.dtype | None]:
     seen: list[torch.dtype | None] = []
-
-    def look(call: OpCall) -> None:
-        seen.append(call.autocast)
-
-    with intercept(look, **options):
+    with intercept(lambda call: seen.append(call.autocast), **options):
         function()
     return seen
 
@@ -465,18 +426,18 @@ def product(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.mm(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype))
 
 
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_autocast_inside_and_outside(feed: dict[str, Any]) -> None:
-    assert autocasts(product, **feed) == [None]
-    assert autocasts(lambda: product(torch.bfloat16), **feed) == [None]
+@each_engine
+def test_autocast_inside_and_outside(engine: dict[str, Any]) -> None:
+    assert autocasts(product, **engine) == [None]
+    assert autocasts(lambda: product(torch.bfloat16), **engine) == [None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert autocasts(product, **feed) == [torch.bfloat16]
+        assert autocasts(product, **engine) == [torch.bfloat16]
         with torch.autocast("cpu", enabled=False):
-            assert autocasts(product, **feed) == [None]
+            assert autocasts(product, **engine) == [None]
         with torch.autocast("cpu", dtype=torch.float16):
-            assert autocasts(product, **feed) == [torch.float16]
-        assert autocasts(product, **feed) == [torch.bfloat16]
-    assert autocasts(product, **feed) == [None]
+            assert autocasts(product, **engine) == [torch.float16]
+        assert autocasts(product, **engine) == [torch.bfloat16]
+    assert autocasts(product, **engine) == [None]
 
 
 def test_autocast_is_in_the_record_by_name() -> None:
@@ -503,16 +464,15 @@ def test_autocast_is_none_for_an_operator_that_it_leaves_alone(engine: str) -> N
 
 def refuse_live_state(call: OpCall) -> None:
     for what, read in {"autocast": lambda: call.autocast, "record": call.record}.items():
-        with pytest.raises(
-            OpInterceptError, match=rf"{what} can only be read while the operator runs, .* call\.record"
-        ):
+        message = rf"{what} can only be read while the operator runs, .* call\.record"
+        with pytest.raises(OpInterceptError, match=message):
             read()
 
 
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_a_call_that_is_over_refuses_what_it_can_no_longer_read(feed: dict[str, Any]) -> None:
+@each_engine
+def test_a_call_that_is_over_refuses_what_it_can_no_longer_read(engine: dict[str, Any]) -> None:
     kept: list[OpCall] = []
-    with intercept(kept.append, **feed):
+    with intercept(kept.append, **engine):
         torch.mm(torch.ones(2, 3), torch.ones(3, 4))
     [call] = kept
     refuse_live_state(call)
@@ -558,53 +518,50 @@ def test_a_call_whose_hook_raised_is_over_too() -> None:
     refuse_live_state(call)
 
 
-def arguments_of(function: Callable[[], Any], **options: Any) -> tuple[list[list[str]], list[dict[str, Any]]]:
-    tensors: list[list[str]] = []
-    others: list[dict[str, Any]] = []
-
-    def hook(call: OpCall) -> None:
-        tensors.append(list(call.tensors))
-        others.append(call.options)
-
-    with intercept(hook, **options):
+def arguments_of(function: Callable[[], Any], **options: Any) -> tuple[list[str], dict[str, Any]]:
+    """The names of the tensors of the only call, and its other arguments."""
+    seen: list[tuple[list[str], dict[str, Any]]] = []
+    with intercept(lambda call: seen.append((list(call.tensors), call.options)), **options):
         function()
-    return tensors, others
+    (found,) = seen
+    return found
 
 
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_tensors_are_named_by_role_and_the_rest_by_parameter(feed: dict[str, Any]) -> None:
+@each_engine
+def test_tensors_are_named_by_role_and_the_rest_by_parameter(engine: dict[str, Any]) -> None:
     x = torch.ones(1, 1, 4, 8)
     mask = torch.zeros(4, 4)
-    tensors, options = arguments_of(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask, scale=0.5), **feed)
-    assert tensors == [["lhs", "rhs", "value", "attn_mask"]]
-    assert options[0]["scale"] == 0.5
-    assert options[0]["is_causal"] is False
-    assert options[0]["dropout_p"] == 0.0
+    tensors, options = arguments_of(
+        lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask, scale=0.5), **engine
+    )
+    assert tensors == ["lhs", "rhs", "value", "attn_mask"]
+    assert options["scale"] == 0.5
+    assert options["is_causal"] is False
+    assert options["dropout_p"] == 0.0
 
 
-@pytest.mark.parametrize("feed", FEEDS, ids=FEED_IDS)
-def test_options_have_defaults(feed: dict[str, Any]) -> None:
+@each_engine
+def test_options_have_defaults(engine: dict[str, Any]) -> None:
     x = torch.ones(2, 2)
-    tensors, options = arguments_of(lambda: torch.addmm(x, x, x, alpha=2), **feed)
-    assert tensors == [["bias", "lhs", "rhs"]]
-    assert options == [{"beta": 1, "alpha": 2}]
+    found = arguments_of(lambda: torch.addmm(x, x, x, alpha=2), **engine)
+    assert found == (["bias", "lhs", "rhs"], {"beta": 1, "alpha": 2})
 
 
 def test_tensors_leave_out_those_that_are_only_written() -> None:
     x, out = torch.ones(2, 2), torch.empty(2, 2)
-    assert arguments_of(lambda: torch.mm(x, x, out=out))[0] == [["lhs", "rhs"]]
-    assert arguments_of(lambda: out.addmm_(x, x))[0] == [["bias", "lhs", "rhs"]]
+    assert arguments_of(lambda: torch.mm(x, x, out=out))[0] == ["lhs", "rhs"]
+    assert arguments_of(lambda: out.addmm_(x, x))[0] == ["bias", "lhs", "rhs"]
 
 
 def test_tensors_of_an_lstm_include_its_state() -> None:
     lstm = torch.nn.LSTM(3, 3)
-    (names,), _ = arguments_of(lambda: lstm(torch.ones(2, 1, 3), (torch.ones(1, 1, 3), torch.ones(1, 1, 3))))
+    names, _ = arguments_of(lambda: lstm(torch.ones(2, 1, 3), (torch.ones(1, 1, 3), torch.ones(1, 1, 3))))
     assert {"lhs", "rhs", "hx_", "cx_"} <= set(names)
 
 
 def test_names_of_tensors_in_lists_have_their_position() -> None:
     x = torch.ones(2, 2)
-    (names,), _ = arguments_of(lambda: torch.linalg.multi_dot([x, x.clone(), x.clone()]), level="function")
+    names, _ = arguments_of(lambda: torch.linalg.multi_dot([x, x.clone(), x.clone()]), level="function")
     assert len(names) == 3
-    (names,), _ = arguments_of(lambda: torch.einsum("ij,jk->ik", [x, x.clone()]), level="function")
+    names, _ = arguments_of(lambda: torch.einsum("ij,jk->ik", [x, x.clone()]), level="function")
     assert names == ["lhs", "rhs"]

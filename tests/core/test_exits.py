@@ -21,8 +21,10 @@ import pytest
 import sampled
 import torch
 from compiler import COMPILED, needs_compiler
+from interrupts import needs_timer
 from processes import run_python
 from recorded import TABLES
+from threads import run_threads
 
 from opintercept import OpCall, OpInterceptError, intercept, register_op, runs
 from opintercept._engines import blind_spots, dispatch_mode, kernels, patched_functions, quiet, scope
@@ -46,8 +48,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-needs_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
-
+ENGINES: dict[str, dict[str, Any]] = {
+    "kernel": {"engine": "kernel"},
+    "mode": {"engine": "mode"},
+    "function": {"level": "function"},
+    "compiled": {"engine": "compiled"},
+}
+EVERY: dict[str, dict[str, Any]] = {
+    "every": {"ops": "all", "engine": "kernel"},
+    "every compiled": {"ops": "all", "engine": "compiled"},
+}
 A = torch.ones(4, 4)
 
 
@@ -82,12 +92,7 @@ class Program:
 
     def __init__(self, kind: str) -> None:
         self.hook = Framed()
-        options: dict[str, Any] = {
-            "mode": {"engine": "mode"},
-            "function": {"level": "function"},
-            "compiled": {"engine": "compiled"},
-        }.get(kind, {})
-        self.outer = intercept(self.hook, **options)
+        self.outer = intercept(self.hook, **(ENGINES | EVERY).get(kind, {}))
         self.inner = intercept(self.hook, engine="mode")
         self.above = intercept(self.hook, level="function")
         self.run: Callable[[], None] = getattr(self, f"run_{kind}", self.run_function)
@@ -113,7 +118,7 @@ class Program:
         for _ in self.generator():
             A @ A
 
-    def run_seam(self) -> None:
+    def run_patched(self) -> None:
         with self.outer:
             square(A)
 
@@ -138,7 +143,7 @@ class Program:
             "keys": [keys().raw_repr() for keys in KEYS],
             "active": len(dispatch_mode._active),
             "flags": (flags._is_in_torch_dispatch_mode, flags._is_in_non_infra_torch_dispatch_mode),
-            "tables": [torch._C._dispatch_dump_table(f"aten::{name}") for name in ("mm", "bmm", "addmm")],
+            "tables": [torch._C._dispatch_dump_table(f"aten::{name}") for name in ("mm", "bmm", "addmm", "add.Tensor")],
         }
 
     def check(self) -> None:
@@ -146,47 +151,51 @@ class Program:
         self.run()
         assert self.state() == self.before
 
-    def seconds(self) -> float:
-        started = time.perf_counter()
-        for _ in range(20):
-            self.run()
-        return (time.perf_counter() - started) / 20
-
 
 KEYS = (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
-KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator", "patched"]
-KINDS += [pytest.param("compiled", marks=needs_compiler)]
+KINDS: list[Any] = ["kernel", "mode", "function", "pause", "nested", "generator", "patched", "every"]
+KINDS += [pytest.param(kind, marks=needs_compiler) for kind in ("compiled", "every compiled")]
+
+
+def seconds_of(run: Callable[[], None], times: int) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        run()
+    return (time.perf_counter() - started) / times
+
+
+def interrupted(run: Callable[[], None], check: Callable[[], None], lasts: float, number: int, seconds: float) -> int:
+    """Interrupt a program that lasts so many seconds at random moments, check what each leaves, and return how many.
+
+    That is `number`, or less if it takes more than `seconds`.
+    """
+    draw, delivered = random.Random(0), 0
+    end = time.monotonic() + seconds
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while delivered < number and time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, draw.uniform(0, 1.2 * lasts)))
+                for _ in range(5):  # and not for ever: Python loses one that comes in a callback of a weak reference
+                    run()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                delivered += 1
+            check()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return delivered
 
 
 @needs_timer
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_anywhere_leaves_nothing_behind(kind: str) -> None:
-    program, draw, delivered = Program(kind), random.Random(0), 0
-    lasts = program.seconds()
-    end = time.monotonic() + 20 + NUMBER / 20
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        while delivered < NUMBER and time.monotonic() < end:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, max(1e-6, draw.uniform(0, 1.2 * lasts)))
-                for _ in range(5):  # as below
-                    program.run()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                delivered += 1
-            program.check()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert delivered > NUMBER / 4
+    program = Program(kind)
+    lasts = seconds_of(program.run, 20)
+    assert interrupted(program.run, program.check, lasts, NUMBER, 20 + NUMBER / 20) > NUMBER / 4
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "kernel": {"engine": "kernel"},
-    "mode": {"engine": "mode"},
-    "function": {"level": "function"},
-    "compiled": {"engine": "compiled"},
-}
 RECORDERS: dict[str, dict[str, Any]] = {mode: {"tensors": mode} for mode in ("none", "stats", "sample", "full")}
 RECORDERS |= {f"flight {mode}": {"flight": 8} | options for mode, options in RECORDERS.items()}
 
@@ -227,6 +236,9 @@ class Recording:
         for _ in intercept(recorder, **self.options)(Program.generate)():
             A @ A
 
+    def check(self) -> None:
+        assert self.state() == self.left
+
     def state(self) -> dict[str, Any]:
         return {
             "blocks": (scope.current().blocks, scope.state.everywhere.blocks),
@@ -252,29 +264,11 @@ COMBINATIONS = [
 def test_an_interrupt_of_a_recording_leaves_nothing_behind(
     engine: str, kind: str, recorder: str, tmp_path: Path
 ) -> None:
-    program, draw, delivered = Recording(engine, kind, recorder, tmp_path / "run"), random.Random(0), 0
-    started = time.perf_counter()
-    for _ in range(5):
-        program.run()
-    lasts = (time.perf_counter() - started) / 5
-    end = time.monotonic() + 20 + MOST / 5
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        while delivered < MOST and time.monotonic() < end:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, max(1e-5, draw.uniform(0, 1.2 * lasts)))
-                for _ in range(5):  # and not for ever: Python loses one that comes in a callback of a weak reference
-                    program.run()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                delivered += 1
-            assert program.state() == program.left
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    program = Recording(engine, kind, recorder, tmp_path / "run")
+    lasts = seconds_of(program.run, 5)
+    assert interrupted(program.run, program.check, lasts, MOST, 20 + MOST / 5) > MOST / 4
     program.run()
-    assert program.state() == program.left
-    assert delivered > MOST / 4
+    program.check()
 
 
 class Elsewhere(Exception):
@@ -284,8 +278,8 @@ class Elsewhere(Exception):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str) -> None:
     program, draw, delivered = Program(kind), random.Random(0), 0
-    lasts = program.seconds()
-    go, done = threading.Event(), threading.Event()
+    lasts = seconds_of(program.run, 20)
+    go, thrown, done = threading.Event(), threading.Event(), threading.Event()
     here = threading.get_ident()
 
     def throw() -> None:
@@ -296,6 +290,7 @@ def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str) -> No
                 return
             time.sleep(draw.uniform(0, 1.2 * lasts))
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(Elsewhere))
+            thrown.set()
 
     thread = threading.Thread(target=throw)
     setattr(thread, quiet.RUNS_NO_OPERATOR, True)  # and so keeps no kernels in
@@ -303,10 +298,12 @@ def test_an_exception_from_another_thread_leaves_nothing_behind(kind: str) -> No
     end = time.monotonic() + 20 + NUMBER / 20
     try:
         while delivered < NUMBER and time.monotonic() < end:
+            thrown.clear()
             try:
                 go.set()
-                while True:
+                while not thrown.is_set():
                     program.run()
+                program.run()  # and not for ever: Python loses an exception that comes in a callback
             except Elsewhere:
                 delivered += 1
             program.check()
@@ -335,7 +332,7 @@ def test_a_full_stack_leaves_nothing_behind(kind: str) -> None:
                 deep(frames)
             except RecursionError:
                 refused += 1
-            if kind != "nested" or frames % 4 == 0:
+            if kind not in ("nested", *EVERY) or frames % 4 == 0:
                 program.check()
     finally:
         sys.setrecursionlimit(limit)
@@ -407,9 +404,7 @@ def test_a_generator_that_ends_in_another_thread_leaves_its_block(options: dict[
 
     running = [generate()]
     next(running[0])
-    thread = threading.Thread(target=running.clear if collected else running[0].close)  # type: ignore[attr-defined]
-    thread.start()
-    thread.join()
+    run_threads(running.clear if collected else running[0].close)  # type: ignore[attr-defined]
     A @ A
     assert seen == []
     assert hook.depth == 0
@@ -422,7 +417,6 @@ def test_a_generator_that_ends_in_another_thread_leaves_its_block(options: dict[
 @pytest.mark.parametrize("options", [{"engine": "mode"}, {"level": "function"}], ids=["mode", "function"])
 def test_a_generator_with_a_mode_that_is_closed_in_another_thread_sees_no_more(options: dict[str, Any]) -> None:
     seen: list[Any] = []
-    raised: list[BaseException] = []
 
     def generate() -> Iterator[int]:
         with intercept(seen.append, **options):
@@ -430,17 +424,8 @@ def test_a_generator_with_a_mode_that_is_closed_in_another_thread_sees_no_more(o
 
     running = generate()
     next(running)
-
-    def close() -> None:
-        try:
-            running.close()  # type: ignore[attr-defined]
-        except OpInterceptError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=close)
-    thread.start()
-    thread.join()
-    assert "the block was left in another thread" in str(raised[0])
+    with pytest.raises(OpInterceptError, match="the block was left in another thread"):
+        run_threads(running.close)  # type: ignore[attr-defined]
     A @ A
     assert seen == []
     with intercept(**options):  # takes the mode out, which another thread cannot do
@@ -448,18 +433,10 @@ def test_a_generator_with_a_mode_that_is_closed_in_another_thread_sees_no_more(o
     assert (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()) == (0, 0)
 
 
-def run_program(text: str) -> str:
-    """Run a program, which must end within a minute, and return what it prints."""
-    done = run_python("-c", textwrap.dedent(text))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 @needs_timer
 @pytest.mark.parametrize("options", ["", 'engine="mode"', 'level="function"'])
 def test_a_signal_handler_may_enter_a_block_while_another_is_entered(options: str) -> None:
-    printed = run_program(
-        f"""
+    program = f"""
         import signal, time, torch
         from opintercept import intercept
         A = torch.ones(4, 4)
@@ -483,8 +460,8 @@ def test_a_signal_handler_may_enter_a_block_while_another_is_entered(options: st
         assert not kernels.KERNELS.installed and not kernels.KERNELS.users and scope.current().blocks == ()
         print("ended")
         """
-    )
-    assert printed == "ended\n"
+    done = run_python("-c", textwrap.dedent(program))
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr[-4000:]
 
 
 def test_installing_kernels_again_causes_no_warning() -> None:

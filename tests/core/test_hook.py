@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -11,13 +9,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from nets import ENGINES
 from torch import nn
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
 from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Read, reads_of
-
-ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 
 READ: dict[str, Callable[[OpCall], Any]] = {
     "module": lambda call: call.aliases,
@@ -205,25 +202,3 @@ def test_a_hook_gets_only_the_gradients_that_it_wants() -> None:
         x = nn.Linear(4, 4)(torch.ones(3, 4))
         (x @ torch.ones(4, 4)).sum().backward()
     assert hook.calls == ["torch.nn.functional.linear"] * 2
-
-
-def test_hooks_of_the_package_need_no_warning_in_training(tmp_path: Any) -> None:
-    from opintercept import runs
-
-    made: list[Any] = [
-        hooks.AttentionWeights(),
-        hooks.BitFlip(of="lhs"),
-        hooks.Capture(of=("output", "grad_lhs")),
-        hooks.Gradients(),
-        hooks.Log(),
-        hooks.NonFinite(action="record"),
-        hooks.Print(io.StringIO()),
-        hooks.Profile(),
-        hooks.Recorder(),
-        hooks.Reference(),
-        hooks.Stats(),
-        runs.RunRecorder(tmp_path / "run"),
-    ]
-    for hook in made:
-        with warnings.catch_warnings(action="error", category=OpInterceptWarning), intercept(hook):
-            train(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))

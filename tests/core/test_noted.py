@@ -9,14 +9,13 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compiler import needs_compiler
-from native import reading
 from nets import Block, Model
 from threads import run_threads
 from torch import nn
@@ -26,17 +25,10 @@ from opintercept._core import noted as _rows
 from opintercept._core.in_kernel import Found, Work
 from opintercept._core.record import PendingRecord
 
-pytestmark = [pytest.mark.slow, needs_compiler]
+pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("values_in_cpp")]
 MOST = 2048  # rows that a ring holds
 X = torch.ones(2, 2)
 STRESS = float(os.environ.get("OPINTERCEPT_STRESS", "2"))  # seconds for what only shows among many repetitions
-
-
-@pytest.fixture(autouse=True)
-def values_in_cpp() -> Iterator[None]:
-    """Both engines read values with the same code, so that sums are equal to the last bit."""
-    with reading(True):
-        yield
 
 
 @pytest.fixture
@@ -51,6 +43,12 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(OpCall, "__init__", counted)
     return seen
+
+
+def multiply(times: int) -> None:
+    """Make calls that look alike and come from one place, all but the first of which can be noted."""
+    for _ in range(times):
+        torch.mm(X, X)
 
 
 def timeless(records: list[CallRecord]) -> list[CallRecord]:
@@ -75,7 +73,7 @@ def program(engine: Any, *watching: Any, **options: Any) -> Any:
     out = torch.empty(2, 2)
     with intercept(watching, engine=engine, **options) as interceptor:
         for _ in range(4):
-            model(inputs)[0].sum().backward() if isinstance(model(inputs), tuple) else model(inputs).sum().backward()
+            (model(inputs) + model(inputs)).sum().backward()
             with torch.no_grad():
                 attention(sequence)
             attention(sequence).sum().backward()
@@ -134,9 +132,7 @@ def test_runs_have_equal_calls(tmp_path: Path, tensors: Any) -> None:
     def calls(engine: str) -> list[Any]:
         program(engine, runs.RunRecorder(tmp_path / engine, tensors))
         found = runs.open_run(tmp_path / engine).calls()
-        return [
-            dataclasses.replace(call, record=dataclasses.replace(call.record, started=0, elapsed=0.0)) for call in found
-        ]
+        return [dataclasses.replace(call, record=timeless([call.record])[0]) for call in found]
 
     assert calls("compiled") == calls("kernel")
 
@@ -152,9 +148,27 @@ def test_every_hook_gets_its_rows_beside_others() -> None:
 def test_a_call_that_is_known_never_becomes_python(shown: Counter[str]) -> None:
     watching = (hooks.Recorder(), hooks.Stats(("lhs", "output")), hooks.Profile(), hooks.NonFinite())
     with torch.no_grad(), intercept(watching, engine="compiled"):
-        for _ in range(100):
-            X @ X
+        multiply(100)
     assert shown == {"aten::mm": 1}
+
+
+@pytest.mark.parametrize("watching", [(), (hooks.Recorder,), (hooks.Stats,), (hooks.NonFinite, hooks.Profile)])
+def test_calls_that_write_or_differ_in_a_fraction_only_never_become_python(
+    shown: Counter[str], watching: tuple[Any, ...]
+) -> None:
+    x, out = torch.ones(3), torch.empty(3)
+    with intercept([make() for make in watching], ops="all", engine="compiled") as interceptor:
+        for step in range(5):
+            if step == 2:
+                shown.clear()
+            for _ in range(2):
+                x.mul_(1 + step / 100).add(step / 7)
+                torch.mul(x, 0.5 + step, out=out)
+                torch._foreach_mul_([x, out], [1 / (step + 3), 2.0])
+                x.view(3, 1)
+        calls = interceptor.watcher.pipeline.calls
+    assert not shown
+    assert calls == 5 * 2 * 5
 
 
 def test_backward_calls_that_are_known_never_become_python(shown: Counter[str]) -> None:
@@ -193,9 +207,8 @@ def test_a_subclass_of_a_hook_sees_each_call() -> None:
 def test_rows_beyond_the_ring_reach_the_hooks() -> None:
     recorder = hooks.Recorder()
     with intercept(recorder, engine="compiled"):
-        for _ in range(3 * MOST):
-            torch.mm(X, X)
-        assert len(recorder._notes) >= 2 * MOST  # those that were told without a question
+        multiply(3 * MOST)
+        assert repr(recorder) == f"Recorder({5 * MOST // 2 + 1:,} records)"  # told without a question
     assert [record.index for record in recorder.records] == list(range(3 * MOST))
 
 
@@ -273,35 +286,46 @@ def test_a_call_that_raises_reaches_error_hooks_and_program(tmp_path: Path) -> N
     assert [error is None for _, error in found] == [True, False, False, True]
 
 
-class Failing(hooks.Recorder):
-    """Raises at the third row."""
+class Noting(hooks.Recorder):
+    """Does something before it keeps a row."""
+
+    def __init__(self, first: Callable[[PendingRecord], object]) -> None:
+        super().__init__()
+        self.first = first
 
     def work(self) -> Work:
         return Work()
 
-    def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
-        if note.index == 2:
-            raise ValueError("the third")
+    def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:
+        self.first(note)
         super().noted(note, values, learned)
 
 
+def fail_at_the_third(note: PendingRecord) -> None:
+    if note.index == 2:
+        raise ValueError("the third")
+
+
+def failing() -> Noting:
+    return Noting(fail_at_the_third)
+
+
 def test_a_hook_that_fails_with_a_row_says_which() -> None:
-    with pytest.raises(ValueError, match="the third") as failure, intercept(Failing(), engine="compiled"):
-        for _ in range(4):
-            torch.mm(X, X)
+    with pytest.raises(ValueError, match="the third") as failure, intercept(failing(), engine="compiled"):
+        multiply(4)
     assert "call 2 (forward): aten::mm" in failure.value.__notes__[0]
 
 
-def test_a_hook_that_fails_with_a_row_is_switched_off() -> None:
-    failing, other = Failing(), hooks.Recorder()
+@pytest.mark.parametrize("failing_hooks", [1, 2])
+def test_hooks_that_fail_with_a_row_are_switched_off(failing_hooks: int) -> None:
+    off, other = [failing() for _ in range(failing_hooks)], hooks.Recorder()
     with (
         pytest.warns(OpInterceptWarning, match="switched off a hook that raised ValueError: the third"),
-        intercept([failing, other], engine="compiled", on_error="warn"),
+        intercept([*off, other], engine="compiled", on_error="warn"),
     ):
-        for _ in range(5):
-            torch.mm(X, X)
-    assert [record.index for record in failing.records] == [0, 1]
-    assert [record.index for record in other.records] == [0, 1, 2, 3, 4]
+        multiply(6)
+    assert [[record.index for record in each.records] for each in off] == [[0, 1]] * failing_hooks
+    assert [record.index for record in other.records] == list(range(6))
 
 
 def test_several_blocks_note_the_same_call() -> None:
@@ -309,8 +333,7 @@ def test_several_blocks_note_the_same_call() -> None:
     with intercept(outer, engine="compiled"):
         torch.mm(X, X)
         with intercept(inner, engine="compiled"):
-            for _ in range(3):
-                torch.mm(X, X)
+            multiply(3)
             with intercept(lambda call: seen.append(call.index), engine="compiled"):
                 torch.mm(X, X)
     assert [record.index for record in outer.records] == [0, 1, 2, 3, 4]
@@ -326,15 +349,10 @@ def test_threads_note_in_their_own_blocks_and_in_one_for_all() -> None:
         mine = hooks.Recorder()
         own.append(mine)
         with intercept(mine, engine="compiled"):
-            for _ in range(200):
-                torch.mm(X, X)
+            multiply(200)
 
     with intercept(everything, engine="compiled", threads="all"):
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(*[work] * 8)
     assert [len(mine.records) for mine in own] == [200] * 8
     assert sorted(record.index for record in everything.records) == list(range(1600))
 
@@ -353,9 +371,7 @@ def test_each_call_tells_its_time_and_its_thread(engine: Any) -> None:
     times: list[int] = []
     native: list[int] = []
     with intercept(recorder, engine=engine, threads="all"):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        run_threads(work)
         work()
     assert [record.thread for record in recorder.records] == [native[0]] * 3 + [native[1]] * 3
     assert native[0] != native[1] == threading.get_native_id()
@@ -368,8 +384,7 @@ def test_each_call_tells_its_time_and_its_thread(engine: Any) -> None:
 def test_a_forked_child_has_what_its_parent_had() -> None:
     recorder = hooks.Recorder()
     with intercept(recorder, engine="compiled"):
-        for _ in range(3):
-            torch.mm(X, X)
+        multiply(3)
         child = os.fork()
         if not child:
             torch.mm(X, X)  # outside of the block, which is the parent's
@@ -380,9 +395,8 @@ def test_a_forked_child_has_what_its_parent_had() -> None:
 
 
 def test_a_hook_that_fails_before_a_fork_fails_after_it() -> None:
-    with pytest.raises(ValueError, match="the third"), intercept(Failing(), engine="compiled"):
-        for _ in range(4):
-            torch.mm(X, X)
+    with pytest.raises(ValueError, match="the third"), intercept(failing(), engine="compiled"):
+        multiply(4)
         child = os.fork()
         if not child:
             os._exit(0)
@@ -394,8 +408,7 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
     def threads() -> set[int | None]:
         recorder = hooks.Recorder()
         with intercept(recorder, engine="compiled"):
-            for _ in range(3):
-                torch.mm(X, X)
+            multiply(3)
         return {record.thread for record in recorder.records}
 
     assert threads() == {os.getpid()}
@@ -405,7 +418,6 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.usefixtures("quick_collections")
 def test_a_module_that_gets_the_address_of_another_gets_its_own_name() -> None:
     recorder = hooks.Recorder()
     names = []
@@ -460,29 +472,10 @@ def test_work_that_differs_is_left_to_python() -> None:
 
 
 def test_a_reader_inside_a_hook_finds_all_calls_before(shown: Counter[str]) -> None:
-    recorder = hooks.Recorder()
-    counts = []
-
-    class Asks(hooks.Recorder):
-        def work(self) -> Work:
-            return Work()
-
-        def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:
-            counts.append(len(recorder.records))
-
-    with intercept([recorder, Asks()], engine="compiled"):
-        for _ in range(4):
-            torch.mm(X, X)
+    recorder, counts = hooks.Recorder(), list[int]()
+    with intercept([recorder, Noting(lambda note: counts.append(len(recorder.records)))], engine="compiled"):
+        multiply(4)
     assert counts[-1] == 4
-
-
-def made(function: Callable[[], Any]) -> int:
-    """How many calls a Recorder finds in a function."""
-    recorder = hooks.Recorder()
-    with intercept(recorder, engine="compiled"):
-        function()
-        function()
-    return len(recorder.records)
 
 
 @pytest.mark.parametrize(
@@ -532,18 +525,13 @@ def test_hooks_come_and_go_while_threads_run() -> None:
 
 
 def test_a_reader_waits_for_a_thread_that_tells_of_a_row() -> None:
-    slow, telling, go_on = hooks.Recorder(), threading.Event(), threading.Event()
+    telling, go_on = threading.Event(), threading.Event()
 
-    class Slow(hooks.Recorder):
-        def work(self) -> Work:
-            return Work()
+    def tell_and_wait(note: PendingRecord) -> None:
+        telling.set()
+        go_on.wait(10)
 
-        def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
-            telling.set()
-            go_on.wait(10)
-            super().noted(note, values, learned)
-
-    slow = Slow()
+    slow = Noting(tell_and_wait)
     with intercept(slow, engine="compiled"):
         torch.mm(X, X)
         torch.mm(X, X)
@@ -558,16 +546,12 @@ def test_a_reader_waits_for_a_thread_that_tells_of_a_row() -> None:
 def test_a_reader_does_not_wait_for_ever_for_a_hook_that_waits_for_it() -> None:
     lock, telling = threading.Lock(), threading.Event()
 
-    class Locks(hooks.Recorder):
-        def work(self) -> Work:
-            return Work()
+    def wait_for_the_lock(note: PendingRecord) -> None:
+        telling.set()
+        with lock:
+            pass
 
-        def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
-            telling.set()
-            with lock:
-                super().noted(note, values, learned)
-
-    locks = Locks()
+    locks = Noting(wait_for_the_lock)
     with intercept(locks, engine="compiled"):
         torch.mm(X, X)
         torch.mm(X, X)
@@ -591,9 +575,7 @@ def test_an_interrupt_of_a_reader_leaves_no_lock() -> None:
         assert len(recorder.records) == 2
         torch.mm(X, X)
         found: list[int] = []
-        thread = threading.Thread(target=lambda: found.append(len(recorder.records)))
-        thread.start()
-        thread.join()
+        run_threads(lambda: found.append(len(recorder.records)))
         assert found == [3]
 
 
@@ -614,22 +596,13 @@ def test_an_operator_that_raises_counts_its_operands() -> None:
 def test_a_line_has_no_values_that_another_hook_has_read(tmp_path: Path) -> None:
     recorder = runs.RunRecorder(tmp_path / "run", "none", flight=9)
     with intercept([recorder, hooks.Stats()], engine="compiled"):
-        for _ in range(3):
-            torch.mm(X, X)
+        multiply(3)
         assert [call.values for call in runs.open_run(tmp_path / "run").calls()] == [{}, {}, {}]
 
 
 def test_a_call_that_is_shown_late_tells_when_it_started() -> None:
     recorder, delay = hooks.Recorder(), 0.3
-
-    class Slow(hooks.Recorder):
-        def work(self) -> Work:
-            return Work()
-
-        def noted(self, note: PendingRecord, values: Any, learned: Any) -> None:
-            time.sleep(delay)
-
-    with intercept([recorder, Slow()], engine="compiled"):
+    with intercept([recorder, Noting(lambda note: time.sleep(delay))], engine="compiled"):
         torch.mm(X, X)
         torch.mm(X, X)  # the other hook is told of this one before the next is shown
         before = time.time_ns()
@@ -640,16 +613,7 @@ def test_a_call_that_is_shown_late_tells_when_it_started() -> None:
     assert 0 <= started - before < delay * 1e9 / 2
 
 
-def test_hooks_that_fail_at_the_same_row_are_both_switched_off() -> None:
-    one, other = Failing(), Failing()
-    with pytest.warns(OpInterceptWarning, match="switched off"):
-        with intercept([one, other], engine="compiled", on_error="warn"):
-            for _ in range(6):
-                torch.mm(X, X)
-    assert [record.index for record in one.records] == [record.index for record in other.records] == [0, 1]
-
-
-def test_a_hook_that_fails_with_a_row_keeps_nothing_of_the_program(quick_collections: None) -> None:
+def test_a_hook_that_fails_with_a_row_keeps_nothing_of_the_program() -> None:
     def program() -> weakref.ref[Any]:
         module = nn.Linear(2, 2)
         for _ in range(5):
@@ -660,7 +624,7 @@ def test_a_hook_that_fails_with_a_row_keeps_nothing_of_the_program(quick_collect
     recorder = hooks.Recorder()
     with (
         pytest.warns(OpInterceptWarning, match="switched off"),
-        intercept([recorder, Failing()], engine="compiled", on_error="warn"),
+        intercept([recorder, failing()], engine="compiled", on_error="warn"),
     ):
         gc.disable()
         try:
@@ -672,9 +636,7 @@ def test_a_hook_that_fails_with_a_row_keeps_nothing_of_the_program(quick_collect
 def test_inner_steps_are_not_seen_in_threads_that_have_entered_nothing() -> None:
     recorder = hooks.Recorder()
     with intercept(recorder, engine="compiled", threads="all"):
-        thread = threading.Thread(target=lambda: torch.addbmm(X, torch.ones(3, 2, 2), torch.ones(3, 2, 2)))
-        thread.start()
-        thread.join()
+        run_threads(lambda: torch.addbmm(X, torch.ones(3, 2, 2), torch.ones(3, 2, 2)))
     assert [record.op for record in recorder.records] == ["aten::addbmm"]
 
 
@@ -707,4 +669,7 @@ def test_pauses_and_inner_blocks_of_other_engines_are_kept() -> None:
         torch.mm(X, X)
     assert len(recorder.records) == 4
     assert len(inner.records) == 2
-    assert made(lambda: torch.mm(X, X)) == 2
+    with intercept(recorder, engine="compiled"):
+        torch.mm(X, X)
+        torch.mm(X, X)
+    assert len(recorder.records) == 6

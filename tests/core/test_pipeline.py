@@ -18,7 +18,7 @@ from opintercept._core.pipeline import Pipeline, run
 
 
 class Spec:
-    """What the pipeline asks of an operator's row in the table."""
+    """What the pipeline asks of an operator's row in the table. `written` says to which of its arguments it writes."""
 
     name = "test::op"
     opaque = False
@@ -27,19 +27,9 @@ class Spec:
         self.written = written
         self.returned = written
 
-    def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None
-
-    def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        return None
-
-    def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        return None
-
-
-def operator(*written: Callable[..., list[Any]]) -> Any:
-    """An operator that writes to what `written` says, or to none of its arguments."""
-    return Spec(*written)
+    def operand(self, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def gemm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
 
 class FakeTensor:
@@ -78,10 +68,16 @@ def add(a: float, b: float = 0) -> float:
     return a + b
 
 
-def call_add(*pipelines: Pipeline, a: Any = 1, b: Any = 2, function: Any = add, spec: Any = None) -> Any:
-    return run(
-        pipelines, spec or operator(), function, "forward", lambda head, *args: function(*args), None, (a, b), {}
-    )
+PLAIN: Any = Spec()
+
+
+def call(*pipelines: Pipeline, function: Any, args: tuple[Any, ...] = (), spec: Any = PLAIN) -> Any:
+    """Run an operator that computes `function`."""
+    return run(pipelines, spec, function, "forward", lambda head, *args: function(*args), None, args, {})
+
+
+def call_add(*pipelines: Pipeline, function: Any = add, spec: Any = PLAIN) -> Any:
+    return call(*pipelines, function=function, args=(1, 2), spec=spec)
 
 
 def test_run_without_hooks_returns_what_the_operator_returns() -> None:
@@ -91,25 +87,18 @@ def test_run_without_hooks_returns_what_the_operator_returns() -> None:
 def test_run_passes_the_head_only_to_the_operator() -> None:
     seen: list[Any] = []
     pipeline = Pipeline([lambda call: seen.append(call.args)])
-    assert run((pipeline,), operator(), add, "forward", lambda *a: a, "head", (1,), {}) == ("head", 1)
+    assert run((pipeline,), PLAIN, add, "forward", lambda *a: a, "head", (1,), {}) == ("head", 1)
     assert seen == [(1,)]
 
 
 def test_hooks_run_in_registration_order() -> None:
     log: list[str] = []
 
-    class Named:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def named(name: str) -> Any:
+        return SimpleNamespace(pre=lambda call: log.append(f"pre {name}"), post=lambda call: log.append(f"post {name}"))
 
-        def pre(self, call: OpCall) -> None:
-            log.append(f"pre {self.name}")
-
-        def post(self, call: OpCall) -> None:
-            log.append(f"post {self.name}")
-
-    pipeline = Pipeline([Named("a"), Named("b")])
-    pipeline.register(Named("c"))
+    pipeline = Pipeline([named("a"), named("b")])
+    pipeline.register(named("c"))
     call_add(pipeline)
     assert log == ["pre a", "pre b", "pre c", "post a", "post b", "post c"]
 
@@ -190,31 +179,29 @@ def test_pre_that_returns_anything_else_is_refused(inputs: Any) -> None:
 
 def test_post_at_function_level_returns_its_replacement() -> None:
     old, new = FakeTensor([1.0]), FakeTensor([2.0])
-    pipeline = Pipeline([lambda call: new], level="function")
-    assert run((pipeline,), operator(), None, "forward", lambda head: old, None, (), {}) is new
+    assert call(Pipeline([lambda call: new], level="function"), function=lambda: old) is new
     assert old.values == [1.0]
 
 
 def test_post_at_dispatch_level_copies_into_the_output() -> None:
     old, new = FakeTensor([1.0]), FakeTensor([2.0])
-    pipeline = Pipeline([lambda call: new])
-    assert run((pipeline,), operator(), None, "forward", lambda head: old, None, (), {}) is old
+    assert call(Pipeline([lambda call: new]), function=lambda: old) is old
     assert old.values == [2.0]
 
 
 def test_post_in_place_at_function_level_copies_into_the_tensor_of_the_program() -> None:
     mine, new = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new], level="function")
-    spec = operator(lambda func, args, kwargs: [mine])
-    assert run((pipeline,), spec, None, "forward", lambda head, x: x, None, (mine,), {}) is mine
+    spec = Spec(lambda func, args, kwargs: [mine])
+    assert call(pipeline, function=lambda x: x, args=(mine,), spec=spec) is mine
     assert mine.values == [2.0]
 
 
 def test_pre_in_place_copies_the_result_into_the_tensor_of_the_program() -> None:
     mine, other = FakeTensor([1.0]), FakeTensor([5.0])
     pipeline = Pipeline([SimpleNamespace(pre=lambda call: ((other,), {}))])
-    spec = operator(lambda func, args, kwargs: [args[0]])
-    assert run((pipeline,), spec, None, "forward", lambda head, x: x, None, (mine,), {}) is mine
+    spec = Spec(lambda func, args, kwargs: [args[0]])
+    assert call(pipeline, function=lambda x: x, args=(mine,), spec=spec) is mine
     assert mine.values == [5.0]
 
 
@@ -222,7 +209,7 @@ def test_a_later_hook_sees_the_replaced_output() -> None:
     seen: list[Any] = []
     new = FakeTensor([2.0])
     pipeline = Pipeline([lambda call: new, lambda call: seen.append(call.output)], level="function")
-    run((pipeline,), operator(), None, "forward", lambda head: FakeTensor([1.0]), None, (), {})
+    call(pipeline, function=lambda: FakeTensor([1.0]))
     assert seen == [new]
 
 
@@ -237,29 +224,20 @@ def test_a_later_hook_sees_the_replaced_output() -> None:
 )
 def test_post_with_a_replacement_of_another_kind_is_refused(replacement: Any, message: str) -> None:
     with pytest.raises(HookError, match=message):
-        run(
-            (Pipeline([lambda call: replacement]),),
-            operator(),
-            None,
-            "forward",
-            lambda head: FakeTensor([1.0]),
-            None,
-            (),
-            {},
-        )
+        call(Pipeline([lambda call: replacement]), function=lambda: FakeTensor([1.0]))
 
 
 def test_parts_of_a_tuple_are_replaced_one_by_one() -> None:
     out, lse = FakeTensor([1.0]), FakeTensor([2.0])
     pipeline = Pipeline([lambda call: (FakeTensor([3.0]), call.output[1])])
-    assert run((pipeline,), operator(), None, "forward", lambda head: (out, lse), None, (), {}) == (out, lse)
+    assert call(pipeline, function=lambda: (out, lse)) == (out, lse)
     assert (out.values, lse.values) == ([3.0], [2.0])
 
 
 def test_a_tuple_of_another_length_is_refused() -> None:
     pipeline = Pipeline([lambda call: (call.output[0],)])
     with pytest.raises(HookError, match="a replacement output must be a tuple of 2 parts like the operator's"):
-        run((pipeline,), operator(), None, "forward", lambda head: (FakeTensor([1.0]), FakeTensor([2.0])), None, (), {})
+        call(pipeline, function=lambda: (FakeTensor([1.0]), FakeTensor([2.0])))
 
 
 def fail(*_: Any) -> None:
@@ -296,7 +274,7 @@ def test_on_error_warn_covers_a_bad_replacement() -> None:
     pipeline = Pipeline([lambda call: FakeTensor([1.0, 2.0])], on_error="warn")
     out = FakeTensor([1.0])
     with pytest.warns(OpInterceptWarning, match="switched off a hook that raised HookError"):
-        assert run((pipeline,), operator(), None, "forward", lambda head: out, None, (), {}) is out
+        assert call(pipeline, function=lambda: out) is out
 
 
 def test_on_error_warn_lets_a_keyboard_interrupt_through() -> None:
@@ -505,60 +483,42 @@ def test_opaque_operators_are_counted() -> None:
     assert pipeline.opaque == {"test::op": 1}
 
 
-@pytest.mark.parametrize(
-    ("hook", "error", "message"),
-    [
-        (Lifecycle, TypeError, r"a hook must be an instance, got the class Lifecycle; pass Lifecycle\(\.\.\.\)"),
-        (5, TypeError, r"a hook must be callable or have one of pre, post, error, backward, enter, exit, got 5"),
-        ("print", TypeError, "a hook must be callable or have one of"),
-        (SimpleNamespace(post=3), TypeError, "a hook must be callable or have one of"),
-        (
-            SimpleNamespace(backward=print),
-            ValueError,
-            "a hook with a backward method works at function level only, got .* for",
-        ),
-        (
-            SimpleNamespace(post=print, levels=("function",)),
-            ValueError,
-            r"namespace\(.*\) works at level='function' only, got level='dispatch'",
-        ),
-        (
-            SimpleNamespace(post=print, reads=("module", "src")),
-            ValueError,
-            "reads of a hook must be some of 'module', 'source', .*, got 'src' on namespace",
-        ),
-        (
-            SimpleNamespace(post=print, levels=["kernel"]),
-            ValueError,
-            "levels of a hook must be some of 'function', 'dispatch', got 'kernel' on",
-        ),
-        (
-            SimpleNamespace(post=print, reads="module"),
-            TypeError,
-            r"reads of a hook must be a collection, got 'module' on .*; write reads = \('module',\)",
-        ),
-        (
-            SimpleNamespace(post=print, levels="dispatch"),
-            TypeError,
-            r"levels of a hook must be a collection, got 'dispatch' on .*; write levels = \('dispatch',\)",
-        ),
-        (SimpleNamespace(post=print, reads=5), TypeError, r"reads of a hook must be a collection, got 5 on"),
-    ],
-    ids=[
-        "class",
-        "number",
-        "string",
-        "attribute",
-        "backward",
-        "other level",
-        "reads",
-        "levels",
-        "one read",
-        "one level",
-        "no words",
-    ],
-)
-def test_an_invalid_hook_is_refused(hook: Any, error: type[Exception], message: str) -> None:
+INVALID: dict[str, tuple[Any, type[Exception]]] = {
+    r"a hook must be an instance, got the class Lifecycle; pass Lifecycle\(\.\.\.\)": (Lifecycle, TypeError),
+    "a hook must be callable or have one of pre, post, error, backward, enter, exit, got 5": (5, TypeError),
+    "a hook must be callable or have one of .*, got 'print'": ("print", TypeError),
+    "a hook must be callable or have one of .*, got namespace": (SimpleNamespace(post=3), TypeError),
+    "a hook with a backward method works at function level only, got .* for": (
+        SimpleNamespace(backward=print),
+        ValueError,
+    ),
+    r"namespace\(.*\) works at level='function' only, got level='dispatch'": (
+        SimpleNamespace(post=print, levels=("function",)),
+        ValueError,
+    ),
+    "reads of a hook must be some of 'module', 'source', .*, got 'src' on namespace": (
+        SimpleNamespace(post=print, reads=("module", "src")),
+        ValueError,
+    ),
+    "levels of a hook must be some of 'function', 'dispatch', got 'kernel' on": (
+        SimpleNamespace(post=print, levels=["kernel"]),
+        ValueError,
+    ),
+    r"reads of a hook must be a collection, got 'module' on .*; write reads = \('module',\)": (
+        SimpleNamespace(post=print, reads="module"),
+        TypeError,
+    ),
+    r"levels of a hook must be a collection, got 'dispatch' on .*; write levels = \('dispatch',\)": (
+        SimpleNamespace(post=print, levels="dispatch"),
+        TypeError,
+    ),
+    "reads of a hook must be a collection, got 5 on": (SimpleNamespace(post=print, reads=5), TypeError),
+}
+
+
+@pytest.mark.parametrize("message", INVALID)
+def test_an_invalid_hook_is_refused(message: str) -> None:
+    hook, error = INVALID[message]
     with pytest.raises(error, match=message):
         check_hook(hook, "dispatch")
 

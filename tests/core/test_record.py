@@ -1,19 +1,17 @@
-"""`CallRecord` and what follows from its fields: dicts, notes, and the lines of a run."""
+"""`CallRecord` and what follows from its fields: dicts, and the calls of a run."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from made_calls import record
 from processes import run_python
 
 import opintercept
-from opintercept import CallRecord, Gemm, TensorMeta, hooks, intercept, runs
+from opintercept import CallRecord, hooks, intercept, runs
 
 # A line for a copy of the package, before which line it goes, and the value of the field for PROGRAM's call.
 NEW_FIELDS = {
@@ -97,29 +95,6 @@ def test_a_record_that_is_read_back_is_equal(tmp_path: Path) -> None:
     assert {record.phase for record in recorder.records} == {"forward", "backward"}
     assert {record.autocast for record in recorder.records} == {None, "bfloat16"}
     assert [call.record for call in runs.open_run(tmp_path / "run").calls()] == recorder.records
-
-
-def example(**fields: Any) -> CallRecord:
-    strided = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
-    gemm = Gemm(1, 2, 2, 2, ("float32", "float32"), (False, True))
-    return record(lhs=strided, rhs=strided, output=(strided, None), gemm=gemm, **fields)
-
-
-def test_as_dict_is_plain_data() -> None:
-    plain = example(module="encoder").as_dict()
-    meta = {"shape": (2, 2), "dtype": "float32", "device": "cpu", "stride": (2, 1), "requires_grad": False}
-    assert plain["module"] == "encoder"
-    assert plain["lhs"] == meta
-    assert plain["output"] == (meta, None)
-    assert plain["gemm"] == {
-        "batch": 1,
-        "m": 2,
-        "n": 2,
-        "k": 2,
-        "dtypes": ("float32", "float32"),
-        "transposes": (False, True),
-    }
-    json.dumps(plain)
 
 
 def test_a_record_is_made_by_keyword_only() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_a_notebook_shows_the_cells_of_the_text() -> None:
     assert " ".join(cells).split() == str(profile).split()
     assert len(cells) == 12 * len(lines)
     shares = re.findall(r"transparent ([\d.]+%)", shown)
-    assert shares == [row["share"] for row in ({"share": line.split()[-3]} for line in lines[1:])]
+    assert shares == [line.split()[-3] for line in lines[1:]]
 
 
 def test_html_escapes_what_programs_name() -> None:
@@ -157,15 +156,13 @@ def test_a_run_is_a_frame_with_a_row_for_each_call(tmp_path: Path) -> None:
     assert frames[0]["started"].astype("int64").tolist() == [call.record.started for call in calls]
     assert frames[1]["started"].dt.epoch("ns").to_list() == [call.record.started for call in calls]
     (error,) = runs.open_run(tmp_path / "raised").to_pandas()["error"]
-    assert error.startswith("RuntimeError: mat1")
+    assert re.match(r"RuntimeError: (mm: )?mat1", error)
 
 
-def test_a_difference_is_a_table_of_modules() -> None:
-    made = {name: call(name, "x", f"w{name}", "y") for name in ("a", "b")}
-    with tempfile.TemporaryDirectory() as folder:
-        one = write(Path(folder, "one"), [made["a"], made["b"]])
-        found = runs.diff(one, write(Path(folder, "other"), [made["a"], call("b", "x", "w'", "y'")]))
-        same = runs.diff(one, one)
+def test_a_difference_is_a_table_of_modules(tmp_path: Path) -> None:
+    a, b, other_b = call("a", "x", "wa", "y"), call("b", "x", "wb", "y"), call("b", "x", "w'", "y'")
+    one, other = write(tmp_path / "one", [a, b]), write(tmp_path / "other", [a, other_b])
+    found, same = runs.diff(one, other), runs.diff(one, one)
     frame = found.to_pandas()
     assert frame[["module", "phase", "calls", "changed operand", "inherited"]].values.tolist() == [
         ["b", "forward", 1, 1, 0]

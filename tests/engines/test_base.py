@@ -112,11 +112,6 @@ def test_an_engine_that_torch_cannot_serve_says_what_is_missing(toy: Toy) -> Non
 
 
 @pytest.mark.usefixtures("toy")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"ops": "all"}, "the toy engine needs named operators"), ({"threads": "all"}, "with the toy engine")],
-    ids=["all operators", "all threads"],
-)
-def test_what_an_engine_does_not_offer_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        intercept(engine="toy", **options)  # type: ignore[arg-type]
+def test_what_an_engine_does_not_offer_is_refused() -> None:
+    with pytest.raises(ValueError, match="with the toy engine"):
+        intercept(engine="toy", threads="all")  # type: ignore[arg-type]

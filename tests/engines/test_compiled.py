@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from compiler import needs_compiler
 from hypothesis import HealthCheck, given, settings
+from nets import record
+from threads import run_threads
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -33,7 +35,7 @@ from opintercept._core import record as _record
 from opintercept._engines import compiled, kernels
 from opintercept._origin import stack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_compiler]
 A, B = torch.randn(4, 4), torch.randn(4, 4)
 X = torch.randn(2, 3, 4)
 
@@ -42,7 +44,6 @@ def watch(*hooks: Any, **options: Any) -> Interceptor:
     return intercept(hooks, engine="compiled", **options)
 
 
-@needs_compiler
 def test_every_operator_of_the_family_is_restored() -> None:
     names = list(watch().watcher.keys or ())
     before = {name: torch._C._dispatch_dump(name) for name in names}
@@ -57,18 +58,16 @@ def test_every_operator_of_the_family_is_restored() -> None:
     assert len(python) < len(names) / 3
 
 
-@needs_compiler
 @pytest.mark.parametrize("first", ["kernel", "compiled"])
 def test_kernels_of_either_kind_serve_blocks_of_both(first: str) -> None:
-    outer, inner = hooks.Recorder(), hooks.Recorder()
+    outer = hooks.Recorder()
     (second,) = {"kernel", "compiled"} - {first}
-    with intercept(outer, engine=first), intercept(inner, engine=second):  # type: ignore[arg-type]
-        torch.mm(A, B)
-    assert [record.op for record in outer.records + inner.records] == ["aten::mm"] * 2
+    with intercept(outer, engine=first):  # type: ignore[arg-type]
+        inner = record(lambda: torch.mm(A, B), engine=second)
+    assert [call.op for call in outer.records + inner] == ["aten::mm"] * 2
     assert not kernels.KERNELS.installed
 
 
-@needs_compiler
 def test_idle_kernels_in_python_make_way_for_compiled_ones(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--compiled"):
         pytest.skip("no kernel is one in Python then")
@@ -88,7 +87,6 @@ def test_idle_kernels_in_python_make_way_for_compiled_ones(pytestconfig: pytest.
     assert ["BackendSelect: opintercept" in table for table in found] == [False, False, True]
 
 
-@needs_compiler
 def test_a_block_that_is_left_under_a_kernel_leaves_the_kernels_in_place() -> None:
     @torch.library.custom_op("opintercept_tests::leaves", mutates_args=())
     def leaves(x: torch.Tensor) -> torch.Tensor:
@@ -147,18 +145,16 @@ def shape_of(value: Any) -> Any:
     return type(value), value
 
 
-def _keep(found: list[Any], call: OpCall) -> None:
-    found.append((call.args, call.kwargs, call.output))
-
-
-@needs_compiler
 @pytest.mark.parametrize("name", CALLS)
 def test_a_hook_gets_the_arguments_and_outputs_that_it_gets_in_python(name: str) -> None:
     op, program = CALLS[name]
     seen: dict[str, list[Any]] = {"kernel": [], "compiled": []}
     for engine, found in seen.items():
-        hook = functools.partial(_keep, found)
-        with intercept(hook, ops=op, engine=engine):  # type: ignore[arg-type]
+
+        def keep(call: OpCall, found: list[Any] = found) -> None:
+            found.append((call.args, call.kwargs, call.output))
+
+        with intercept(keep, ops=op, engine=engine):  # type: ignore[arg-type]
             result = program()
         found[:] = [shape_of(item) for item in found]
         found.append(shape_of(result))
@@ -187,7 +183,6 @@ class _Replaces:
         return tuple(swapped.get(id(a), a) for a in call.args), {k: v for k, v in call.kwargs.items() if k != "alpha"}
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("name", "hook"),
     [(name, _ChangesList) for name in CALLS]
@@ -202,14 +197,10 @@ def test_what_a_hook_changes_has_the_same_effect_as_in_python(name: str, hook: C
     assert results["compiled"] == results["kernel"]
 
 
-@needs_compiler
 def test_an_exception_of_the_operator_is_the_same_with_and_without_hooks() -> None:
-    class Errors(list[BaseException]):
-        def error(self, call: OpCall, exception: BaseException) -> None:
-            self.append(exception)
-
-    errors = Errors()
-    with watch(errors), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as watched:
+    errors: list[BaseException] = []
+    hook = types.SimpleNamespace(error=lambda call, exception: errors.append(exception))
+    with watch(hook), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as watched:
         torch.mm(A, torch.ones(3, 4))
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as bare:
         torch.mm(A, torch.ones(3, 4))
@@ -222,7 +213,6 @@ class _OwnError(Exception):
     pass
 
 
-@needs_compiler
 def test_an_exception_raised_in_python_passes_through_as_it_is() -> None:
     raised = _OwnError("from inside")
 
@@ -241,16 +231,14 @@ def test_an_exception_raised_in_python_passes_through_as_it_is() -> None:
         assert torch.equal(torch.mm(A, B), A @ B)  # the scope is that of before
 
 
-@needs_compiler
 def test_what_a_traceback_keeps_of_a_call_does_not_run_it_again() -> None:
-    with watch(), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught:
+    with watch(lambda call: None), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught:
         torch.mm(A, torch.ones(3, 4))
     frame = next(entry.frame for entry in caught.traceback if entry.name == "run").f_locals
     with pytest.raises(RuntimeError, match="the operator has returned"):
         frame["invoke"](frame["head"], A, B)
 
 
-@needs_compiler
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_a_call_keeps_no_tensor_when_it_is_over(fails: bool) -> None:
     def fail(call: OpCall) -> None:
@@ -266,36 +254,17 @@ def test_a_call_keeps_no_tensor_when_it_is_over(fails: bool) -> None:
         assert [ref() for ref in gone] == [None, None]
 
 
-@needs_compiler
 def test_threads_that_entered_nothing_are_seen_only_by_blocks_for_all() -> None:
     mine, everyones = hooks.Recorder(), hooks.Recorder()
-
-    def multiply() -> None:
-        thread = threading.Thread(target=torch.mm, args=(A, B))
-        thread.start()
-        thread.join()
-
-    with pytest.warns(OpInterceptWarning, match="other threads ran watched operators 2 times"), watch(mine):
-        multiply()
+    message = r"other threads ran watched operators 2 times.* threads=\"all\""
+    with pytest.warns(OpInterceptWarning, match=message), watch(mine):
+        run_threads(lambda: torch.mm(A, B))
         with watch(everyones, threads="all"):
-            multiply()
-        multiply()
+            run_threads(lambda: torch.mm(A, B))
+        run_threads(lambda: torch.mm(A, B))
     assert (len(mine.records), len(everyones.records)) == (0, 1)
 
 
-@needs_compiler
-def test_a_block_that_saw_nothing_warns_of_other_threads() -> None:
-    with (
-        pytest.warns(OpInterceptWarning, match=r"other threads ran watched operators 2 times.* threads=\"all\""),
-        watch(hooks.Recorder()),
-    ):
-        for _ in range(2):
-            thread = threading.Thread(target=torch.mm, args=(A, B))
-            thread.start()
-            thread.join()
-
-
-@needs_compiler
 def test_a_child_process_has_blocks_of_its_own() -> None:
     with watch():
         child = os.fork()
@@ -308,22 +277,22 @@ def test_a_child_process_has_blocks_of_its_own() -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-@needs_compiler
 def test_autograd_and_inference_mode_are_seen_as_by_kernels_in_python() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
-    seen: dict[str, list[Any]] = {}
-    for engine in "kernel", "compiled":
-        recorder = hooks.Recorder()
-        with intercept(recorder, engine=engine):
-            torch.utils.checkpoint.checkpoint(model, A, use_reentrant=False).sum().backward()
-            with torch.inference_mode():
-                model(A)
-        seen[engine] = [(r.op, r.phase, r.module, r.forward, r.grad_of) for r in recorder.records]
-    assert seen["compiled"] == seen["kernel"]
-    assert {phase for _, phase, *_ in seen["compiled"]} == {"forward", "recompute", "backward"}
+
+    def run() -> None:
+        torch.utils.checkpoint.checkpoint(model, A, use_reentrant=False).sum().backward()
+        with torch.inference_mode():
+            model(A)
+
+    in_python, in_cpp = (
+        [(r.op, r.phase, r.module, r.forward, r.grad_of) for r in record(run, engine=engine)]
+        for engine in ("kernel", "compiled")
+    )
+    assert in_cpp == in_python
+    assert {phase for _, phase, *_ in in_cpp} == {"forward", "recompute", "backward"}
 
 
-@needs_compiler
 def test_dynamo_compiles_nothing_that_kernels_call() -> None:
     torch._dynamo.reset()
     block = watch(lambda call: None)
@@ -340,16 +309,12 @@ def test_dynamo_compiles_nothing_that_kernels_call() -> None:
     assert counters["frames"]["total"] <= 6
 
 
-@needs_compiler
 def test_compiled_graphs_run_under_compiled_kernels_without_a_recompilation() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(lambda x: torch.mm(x, x).relu(), backend=counter)
-    recorder = hooks.Recorder()
-    with watch(recorder):
-        step(A)
-        step(A)
+    calls = record(lambda: [step(A), step(A)], engine="compiled")
     step(A)
-    assert (counter.frame_count, [record.op for record in recorder.records]) == (1, ["aten::mm"] * 2)
+    assert (counter.frame_count, [call.op for call in calls]) == (1, ["aten::mm"] * 2)
 
 
 class _Leaf(nn.Module):
@@ -397,6 +362,15 @@ class _Deletes(nn.Module):
         part = _Decorated()
         del self
         return part(x) + part.forward(x)  # type: ignore[no-any-return]
+
+
+def _under(first: object, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the name `forward` for any object, that calls another one."""
+
+    def forward(self: object, x: torch.Tensor) -> Any:
+        return function(x)
+
+    return functools.partial(forward, first)
 
 
 def _borrowed(decorate: Callable[..., Any], *hooks: Callable[..., Any]) -> nn.Module:
@@ -466,7 +440,6 @@ WALKS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@needs_compiler
 @pytest.mark.parametrize("engine", ["kernel", "compiled"])
 @pytest.mark.parametrize("name", WALKS)
 def test_the_walk_in_cpp_finds_what_the_walk_in_python_finds(name: str, engine: str) -> None:
@@ -507,19 +480,11 @@ class _Odd:
         return nn.Module
 
 
-@needs_compiler
 def test_the_walk_outside_of_a_call_finds_nothing() -> None:
     assert compiled.load().walk() == (None, None, None, -1) == stack.walk()
 
 
-@needs_compiler
 def test_the_walk_keeps_nothing() -> None:
-    def under(first: object, function: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: object, x: torch.Tensor) -> Any:
-            return function(x)
-
-        return functools.partial(forward, first)
-
     def hook(call: OpCall) -> None:
         for _ in range(100):
             with contextlib.suppress(_OwnError):
@@ -530,7 +495,7 @@ def test_the_walk_keeps_nothing() -> None:
     # The last one is asked as the outermost module when the innermost one has been taken.
     objects: list[Any] = [_Leaf(), object(), _Odd(_OwnError, "always"), _Odd(_OwnError, "the second time", every=2)]
     leaf, *others = objects
-    programs = [leaf, leaf.forward, *(under(first, function) for first in others for function in (leaf, leaf.forward))]
+    programs = [leaf, leaf.forward, *(_under(first, function) for first in others for function in (leaf, leaf.forward))]
     before = [sys.getrefcount(each) for each in objects]
     with watch(hook):
         for program in programs:
@@ -538,23 +503,14 @@ def test_the_walk_keeps_nothing() -> None:
     assert [sys.getrefcount(each) for each in objects] == before
 
 
-@needs_compiler
 def test_the_walk_passes_the_first_exception_of_an_odd_class_on() -> None:
-    forward = _named_forward()
-
-    def outer(function: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: object, x: torch.Tensor) -> Any:
-            return function(x)
-
-        return forward
-
     fails, other = _Odd(_OwnError, "asked for its class"), _Odd(AttributeError, "asked another")
-    inside = functools.partial(forward, fails)
+    inside = functools.partial(_named_forward(), fails)
     programs: list[Callable[..., Any]] = [
         inside,
         nn.Sequential(_Calls(lambda module, x: inside(x))),
-        functools.partial(outer(inside), other),
-        functools.partial(outer(functools.partial(outer(_Leaf()), fails)), other),
+        _under(other, inside),
+        _under(other, _under(fails, _Leaf())),
     ]
     for walk in (compiled.load().walk, stack.walk):
         for program in programs:
@@ -562,7 +518,6 @@ def test_the_walk_passes_the_first_exception_of_an_odd_class_on() -> None:
                 program(A)
 
 
-@needs_compiler
 def test_the_walk_asks_no_class_between_the_innermost_and_the_outermost_module() -> None:
     class Between(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -578,7 +533,6 @@ def test_the_walk_asks_no_class_between_the_innermost_and_the_outermost_module()
     assert found == [(leaf, between)] * 2
 
 
-@needs_compiler
 def test_the_walk_passes_over_a_frame_that_is_being_made() -> None:
     def forward(module: object) -> Callable[[], object]:
         return lambda: module  # the garbage collector runs while the cell for it is made
@@ -602,7 +556,6 @@ def test_the_walk_passes_over_a_frame_that_is_being_made() -> None:
     assert [cpp for cpp, _ in found] == [python for _, python in found]
 
 
-@needs_compiler
 def test_the_walk_holds_a_module_that_goes_when_asked_for_its_class() -> None:
     class Goes:
         asked = 0
@@ -680,10 +633,8 @@ def _key(look: Callable[..., Any], call: tuple[Any, ...]) -> Any:
     return key
 
 
-@needs_compiler
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_calls, st.lists(_calls, max_size=3))
-@pytest.mark.slow
 def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
     call: tuple[Any, ...], others: list[tuple[Any, ...]]
 ) -> None:
@@ -704,7 +655,6 @@ def test_the_look_in_cpp_finds_alike_what_the_look_in_python_finds_alike(
                 assert (keys[0][0] == keys[0][1]) == (keys[1][0] == keys[1][1])
 
 
-@needs_compiler
 def test_the_look_in_cpp_leaves_lists_without_end_to_python() -> None:
     endless: list[Any] = []
     endless.append(endless)
@@ -717,7 +667,6 @@ def test_the_look_in_cpp_leaves_lists_without_end_to_python() -> None:
                 look(torch.mm, (value,), {}, A)
 
 
-@needs_compiler
 def test_the_look_in_cpp_leaves_few_numbers_to_python() -> None:
     for look in (compiled.load().signature_of, _record.signature_of):
         assert look(torch.tensordot, (torch.ones(64, dtype=torch.int64),), {}, A)
@@ -726,7 +675,6 @@ def test_the_look_in_cpp_leaves_few_numbers_to_python() -> None:
                 look(torch.tensordot, (number,), {}, A)
 
 
-@needs_compiler
 def test_the_look_in_cpp_tells_calls_apart_by_whatever_a_record_has() -> None:
     base = torch.ones(8, 8)
     changed = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,20 +13,13 @@ from typing import Any
 import pytest
 import torch
 from compiler import needs_compiler
-from native import reading
+from threads import run_threads
 from torch import Tensor, nn
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept
 from opintercept.hooks.checksum import arithmetic as sums
 
-pytestmark = [needs_compiler, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def values_in_cpp() -> Iterator[None]:
-    """As in a process that finds the library."""
-    with reading(True):
-        yield
+pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("values_in_cpp")]
 
 
 class Watched(hooks.Checksum):
@@ -59,11 +51,11 @@ def right(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
-def checked(body: Callable[[], Any], **options: Any) -> Watched:
+@contextmanager
+def checked(**options: Any) -> Iterator[Watched]:
     checksum = Watched(action="record", **options)
     with intercept(checksum, engine="compiled"):
-        body()
-    return checksum
+        yield checksum
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -71,8 +63,7 @@ def checked(body: Callable[[], Any], **options: Any) -> Watched:
 def test_right_products_need_no_python(dtype: torch.dtype, exact: bool) -> None:
     a, b, c = (torch.randn(shape).to(dtype) for shape in ((17, 400), (400, 230), (17, 230)))
     aaa, bbb = a.expand(3, 17, 400), torch.stack([b, 2 * b, -b])
-
-    def body() -> None:
+    with checked(exact=exact) as checksum:
         torch.mm(a, b)
         torch.mm(a.mT.contiguous().mT, b.mT.contiguous().mT)
         torch.mm(a[::2, ::2], b[::2, ::2])
@@ -82,16 +73,13 @@ def test_right_products_need_no_python(dtype: torch.dtype, exact: bool) -> None:
         torch.addmm(torch.full_like(c, torch.nan), a, b, beta=0)
         torch.bmm(aaa, bbb)
         torch.bmm(aaa[:, :1], bbb[..., :1])
-
-    checksum = checked(body, exact=exact)
     assert (checksum.findings, checksum.in_python) == ([], 0)
     assert (checksum.checked, checksum.rows) == (9, 17 * 5 + 9 + 1 + 3 * 17 + 3)
 
 
 def test_other_forms_are_checked_in_python() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
-
-    def body() -> None:
+    with checked() as checksum:
         torch.addmm(a[:, :1], a, b)
         torch.baddbmm(*(torch.stack([x, 2 * x]) for x in (a, a, b)))
         torch.mv(a, b[0])
@@ -99,8 +87,6 @@ def test_other_forms_are_checked_in_python() -> None:
         torch.mm(a, b, out=torch.empty(8, 8))
         torch.mm(a.int(), b.int())
         torch.mm(a.to(torch.complex64), b.to(torch.complex64))
-
-    checksum = checked(body)
     assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 7, 7)
 
 
@@ -111,7 +97,9 @@ def test_calls_that_cannot_be_checked_are_counted_without_python() -> None:
         for _ in range(5):
             nn.functional.scaled_dot_product_attention(q, q, q)
 
-    checksum, plain = checked(body), hooks.Checksum()
+    plain = hooks.Checksum()
+    with checked() as checksum:
+        body()
     with intercept(plain, engine="mode"):
         body()
     assert checksum.skipped == plain.skipped
@@ -136,13 +124,9 @@ def test_a_kernel_that_computes_a_wrong_element_is_named(dtype: torch.dtype, rem
             found[7, 9] += 8
         return found
 
-    def body() -> None:
-        with torch.no_grad():
-            for _ in range(4):
-                torch.mm(a, b)
-
-    with other_mm(mm):
-        checksum = checked(body)
+    with other_mm(mm), checked() as checksum, torch.no_grad():
+        for _ in range(4):
+            torch.mm(a, b)
     (found,) = checksum.findings
     assert (found.record.index, found.position, found.rows) == (2, (7, 9), (7,))
     assert (found.changed, found.repeats) == ((), False)
@@ -159,8 +143,8 @@ def test_an_operand_that_changes_before_it_is_read_is_named(role: str) -> None:
             (x if role == "lhs" else y).data[3, 4] = 50.0
         return right(x, y)
 
-    with other_mm(mm):
-        checksum = checked(lambda: torch.mm(a, b))
+    with other_mm(mm), checked() as checksum:
+        torch.mm(a, b)
     (found,) = checksum.findings
     assert role in found.changed
 
@@ -183,30 +167,22 @@ def test_a_wrong_product_of_a_backward_pass_raises_with_its_place() -> None:
 @pytest.mark.parametrize("in_place", ["by torch", "through data"])
 def test_a_weight_that_changes_is_noticed(in_place: str) -> None:
     layer, x = nn.Linear(64, 48), torch.randn(16, 64)
-
-    def body() -> None:
-        with torch.no_grad():
-            for _ in range(4):
-                layer(x)
-                (layer.weight if in_place == "by torch" else layer.weight.data).mul_(1.5)
-
-    checksum = checked(body)
+    with checked() as checksum, torch.no_grad():
+        for _ in range(4):
+            layer(x)
+            (layer.weight if in_place == "by torch" else layer.weight.data).mul_(1.5)
     assert (checksum.checked, checksum.findings) == (4, [])
     assert checksum.in_python == (0 if in_place == "by torch" else 2)  # it is remembered again after each
 
 
 def test_a_weight_at_the_address_of_another_is_not_taken_for_it() -> None:
     x = torch.randn(16, 64)
-
-    def body() -> None:
-        with torch.no_grad():
-            for seed in range(200):
-                torch.manual_seed(seed)
-                weight = nn.Parameter(torch.randn(64, 48))
-                torch.mm(x, weight)
-                del weight
-
-    checksum = checked(body)
+    with checked() as checksum, torch.no_grad():
+        for seed in range(200):
+            torch.manual_seed(seed)
+            weight = nn.Parameter(torch.randn(64, 48))
+            torch.mm(x, weight)
+            del weight
     assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 0, 200)
 
 
@@ -221,19 +197,14 @@ def test_a_known_weight_meets_new_shapes_beside_other_hooks(other: Callable[[], 
 
 def test_a_product_whose_weight_python_remembers_may_be_suspect() -> None:
     layer, x = nn.Linear(16, 16), torch.randn(4, 16)
-
-    def body() -> None:
-        with torch.no_grad():
-            layer(x)
-            for _ in range(3):
-                layer.weight.data.mul_(1.5)  # which a kernel cannot know
-                layer(x)
-
     checksum = Watched(action="record")
     with torch.no_grad(), intercept(checksum, engine="mode"):
         layer(x)
-    with intercept(checksum, engine="compiled"):
-        body()
+    with intercept(checksum, engine="compiled"), torch.no_grad():
+        layer(x)
+        for _ in range(3):
+            layer.weight.data.mul_(1.5)  # which a kernel cannot know
+            layer(x)
     assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 1 + 2, 1 + 4)
 
 
@@ -241,26 +212,19 @@ def test_a_product_whose_weight_python_remembers_may_be_suspect() -> None:
 def test_the_first_row_of_a_weight_does_not_make_later_ones_suspect(alpha: float) -> None:
     torch.manual_seed(0)
     bias, weights = torch.randn(16), [nn.Parameter(torch.randn(16, 16)) for _ in range(100)]
-
-    def body() -> None:
-        with torch.no_grad():
-            for weight in weights:
-                torch.addmm(bias, torch.randn(1, 16), weight, alpha=alpha)
-                for _ in range(20):
-                    torch.addmm(bias, torch.randn(1, 16), weight)
-
-    checksum = checked(body)
+    with checked() as checksum, torch.no_grad():
+        for weight in weights:
+            torch.addmm(bias, torch.randn(1, 16), weight, alpha=alpha)
+            for _ in range(20):
+                torch.addmm(bias, torch.randn(1, 16), weight)
     assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 0, 2100)
 
 
 def test_every_checks_a_share_of_the_calls() -> None:
     a = torch.randn(8, 8)
-
-    def body() -> None:
+    with checked(every_calls=10) as checksum:
         for _ in range(1000):
             torch.mm(a, a)
-
-    checksum = checked(body, every_calls=10)
     assert checksum.checked == 100
     assert checksum.in_python == 0
 
@@ -269,7 +233,9 @@ def test_every_checks_a_share_of_the_calls() -> None:
 def test_values_that_are_not_finite_or_overflow_raise_no_alarm(value: float) -> None:
     a, b = torch.randn(6, 12), torch.randn(12, 20)
     a[1, 2] = b[3, 4] = value
-    assert checked(lambda: torch.mm(a, b)).findings == []
+    with checked() as checksum:
+        torch.mm(a, b)
+    assert checksum.findings == []
 
 
 def test_it_runs_beside_other_hooks_and_in_several_threads() -> None:
@@ -282,11 +248,7 @@ def test_it_runs_beside_other_hooks_and_in_several_threads() -> None:
 
     every: list[Any] = [checksum, recorder, hooks.NonFinite(), hooks.Stats()]
     with intercept(every, engine="compiled", threads="all"):
-        threads = [threading.Thread(target=body) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(*[body] * 4)
     assert (checksum.checked, checksum.rows, len(recorder.records)) == (800, 800 * 32, 800)
 
 
@@ -338,7 +300,8 @@ def test_kernels_suspect_what_python_suspects(dtype: torch.dtype) -> None:
             return found
 
         with other_mm(mm):
-            by_kernel = checked(lambda: torch.mm(a, b))
+            with checked() as by_kernel:
+                torch.mm(a, b)
             screened: list[float] = []
             real = sums.screen
 
@@ -353,7 +316,9 @@ def test_kernels_suspect_what_python_suspects(dtype: torch.dtype) -> None:
                     torch.mm(a, b)
         if not 4.4 < screened[0] < 4.6:
             assert by_kernel.in_python == (screened[0] > 4.5), (part, screened)
-    assert not checked(lambda: torch.addmm(c, a, b)).findings
+    with checked() as checksum:
+        torch.addmm(c, a, b)
+    assert not checksum.findings
 
 
 def test_a_forked_child_has_the_counts_of_its_parent() -> None:

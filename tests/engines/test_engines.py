@@ -8,30 +8,30 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import sampled
 import torch
 import torch.nn.functional as F
-from compiler import COMPILED
+from compiler import ALL_ENGINES as ENGINES
+from compiler import BELOW_FUNCTIONS as BELOW
+from nets import record
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
-from opintercept._engines import function_mode, kernels, overloads, scope
+from opintercept._engines import choose, function_mode, kernels, overloads, scope
 from opintercept._ops import table
-
-BELOW = [pytest.param({}, id="kernel"), COMPILED, pytest.param({"engine": "mode"}, id="mode")]
-ENGINES = [*BELOW, pytest.param({"level": "function"}, id="function")]
 
 A = torch.randn(4, 4)
 
 
-def ops_of(recorder: hooks.Recorder) -> list[str]:
-    return [record.op for record in recorder.records]
+def ops_of(program: Callable[[], Any], **options: Any) -> list[str]:
+    return [call.op for call in record(program, **options)]
 
 
 def ancestors(event: Any) -> list[Any]:
@@ -55,20 +55,14 @@ def test_kernel_engine_restores_every_operator_of_the_family() -> None:
 
 
 def test_kernel_engine_watches_single_overloads() -> None:
-    recorder = hooks.Recorder()
-    with intercept(recorder, ops=torch.ops.aten.mm.out):
-        torch.mm(A, A)
-        torch.mm(A, A, out=torch.empty(4, 4))
-    assert [record.func for record in recorder.records] == ["aten.mm.out"]
+    calls = record(lambda: [torch.mm(A, A), torch.mm(A, A, out=torch.empty(4, 4))], ops=torch.ops.aten.mm.out)
+    assert [call.func for call in calls] == ["aten.mm.out"]
 
 
 @pytest.mark.parametrize("name", ["add", "aten::add", "aten::add.Tensor", "opintercept_tests::twice"])
 def test_kernel_engine_watches_any_operator_by_name(name: str) -> None:
-    recorder = hooks.Recorder()
-    with intercept(recorder, ops=[name]):
-        torch.add(A, A)
-        torch.ops.opintercept_tests.twice(A)
-    assert ops_of(recorder) == [name.partition(".")[0] if "::" in name else f"aten::{name}"]
+    seen = ops_of(lambda: [torch.add(A, A), torch.ops.opintercept_tests.twice(A)], ops=[name])
+    assert seen == [name.partition(".")[0] if "::" in name else f"aten::{name}"]
 
 
 def test_kernel_engine_passes_numbers_on_as_numbers() -> None:
@@ -77,9 +71,8 @@ def test_kernel_engine_passes_numbers_on_as_numbers() -> None:
     programs = [lambda x: x + 1.5, lambda x: 2 * x, lambda x: x.float().mul_(3), lambda x: x.add(1, alpha=2)]
     x = torch.arange(3)
     expected = [program(x) for program in programs]
-    names: list[str] = []
-    with intercept(lambda call: names.append(call.op), ops=["add", "mul", "mul_"]):
-        results = [program(x) for program in programs]
+    results: list[torch.Tensor] = []
+    names = ops_of(lambda: results.extend(program(x) for program in programs), ops=["add", "mul", "mul_"])
     assert [result.dtype for result in results] == [result.dtype for result in expected]
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert names == ["aten::add", "aten::mul", "aten::mul_", "aten::add"]
@@ -240,7 +233,7 @@ def test_kernel_engine_sees_what_vmap_grad_and_jvp_run() -> None:
     events = [event for event in profiler.events() if event.name in watched]
     above = {ancestor for event in events for ancestor in ancestors(event)}
     innermost = sorted((event for event in events if event not in above), key=lambda event: event.time_range.start)
-    assert ops_of(recorder) == [event.name for event in innermost]
+    assert [call.op for call in recorder.records] == [event.name for event in innermost]
     assert len(innermost) > 10
 
 
@@ -257,12 +250,10 @@ def test_tensors_without_values_pass_unseen(engine: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("engine", BELOW)
 def test_a_wrapper_subclass_gives_a_call_for_each_product_that_runs(engine: dict[str, Any]) -> None:
-    recorder = hooks.Recorder()
     pair: Any = TwoTensor(A, A + 1)
-    with intercept(recorder, **engine):
-        out = pair @ pair
-    assert torch.equal(out.b, (A + 1) @ (A + 1))
-    assert ops_of(recorder) == ["aten::mm"] * 2
+    out: list[Any] = []
+    assert ops_of(lambda: out.append(pair @ pair), **engine) == ["aten::mm"] * 2
+    assert torch.equal(out[0].b, (A + 1) @ (A + 1))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -355,17 +346,7 @@ def test_mode_engine_takes_higher_order_operators() -> None:
 
 
 def test_mode_engine_sees_every_operator_on_request() -> None:
-    names: list[str] = []
-    with intercept(lambda call: names.append(call.op), ops="all"):
-        torch.relu(A + 1)
-    assert names == ["aten::add", "aten::relu"]
-
-
-def test_mode_engine_gets_composites_whole_under_inference_mode() -> None:
-    recorder = hooks.Recorder()
-    with torch.inference_mode(), intercept(recorder, engine="mode"):
-        F.linear(A, A)
-    assert ops_of(recorder) == ["aten::linear"]
+    assert ops_of(lambda: torch.zeros(2).relu(), ops="all", engine="mode") == ["aten::zeros", "aten::relu"]
 
 
 def test_mode_engine_calls_a_fused_operator_opaque() -> None:
@@ -376,64 +357,54 @@ def test_mode_engine_calls_a_fused_operator_opaque() -> None:
 
 
 def test_function_level_sees_every_function_but_no_attribute_on_request() -> None:
-    names: list[str] = []
-    with intercept(lambda call: names.append(call.op), level="function", ops="all"):
-        torch.relu(A).shape  # noqa: B018
-    assert names == ["torch.relu"]
+    assert ops_of(lambda: torch.relu(A).shape, level="function", ops="all") == ["torch.relu"]
 
 
 @pytest.mark.parametrize("op", [torch.mm, "mm", "torch.mm"], ids=["function", "short", "public"])
 def test_function_level_takes_functions_and_names(op: Any) -> None:
-    names: list[str] = []
-    with intercept(lambda call: names.append(call.op), level="function", ops=[op]):
-        torch.mm(A, A)
-        torch.matmul(A, A)
-    assert names == ["torch.mm"]
+    assert ops_of(lambda: [torch.mm(A, A), torch.matmul(A, A)], level="function", ops=[op]) == ["torch.mm"]
 
 
 def test_function_level_replacement_is_differentiated() -> None:
     x = A.clone().requires_grad_()
     with intercept(lambda call: call.output * 3, level="function", ops="mm"):
-        torch.mm(x, A).sum().backward()
-    expected = A.clone().requires_grad_()
-    (torch.mm(expected, A) * 3).sum().backward()
-    assert x.grad is not None
-    assert expected.grad is not None
-    assert torch.equal(x.grad, expected.grad)
+        (gradient,) = torch.autograd.grad(torch.mm(x, A).sum(), x)
+    (expected,) = torch.autograd.grad((torch.mm(x, A) * 3).sum(), x)
+    assert torch.equal(gradient, expected)
 
 
 def test_dispatch_level_replacement_is_a_straight_through_edit() -> None:
     def triple_forward(call: OpCall) -> torch.Tensor | None:
         return call.output * 3 if call.phase == "forward" else None
 
+    x = A.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.mm(x, A).sum(), x)
     for engine in ("kernel", "mode"):
-        x, expected = A.clone().requires_grad_(), A.clone().requires_grad_()
         with intercept(triple_forward, engine=engine, ops="mm"):
             out = torch.mm(x, A)
-            out.sum().backward()
-        torch.mm(expected, A).sum().backward()
+            (gradient,) = torch.autograd.grad(out.sum(), x)
         assert torch.equal(out, torch.mm(A, A) * 3)
-        assert x.grad is not None
-        assert expected.grad is not None
-        assert torch.equal(x.grad, expected.grad)
+        assert torch.equal(gradient, expected)
+
+
+def added(form: str) -> torch.Tensor:
+    """The sum of A and its square, as the caller finds it."""
+    if form == "plain":
+        return torch.addmm(A, A, A)
+    result = torch.empty(4, 4) if form == "out" else A.clone()
+    if form == "out":
+        torch.addmm(A, A, A, out=result)
+    else:
+        result.addmm_(A, A)
+    return result
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["plain", "out", "in place"])
 def test_a_replacement_reaches_the_tensor_that_the_caller_reads(engine: dict[str, Any], form: str) -> None:
-    def transpose_and_shift(call: OpCall) -> Any:
-        return call.output.t()  # a view of what it goes into
-
-    expected = torch.addmm(A, A, A).t()
-    with intercept(transpose_and_shift, **engine):
-        if form == "plain":
-            result = torch.addmm(A, A, A)
-        elif form == "out":
-            result = torch.empty(4, 4)
-            torch.addmm(A, A, A, out=result)
-        else:
-            result = A.clone()
-            result.addmm_(A, A)
+    expected = added("plain").t()
+    with intercept(lambda call: call.output.t(), **engine):  # a view of what it goes into
+        result = added(form)
     assert torch.equal(result, expected)
 
 
@@ -445,17 +416,9 @@ def test_replaced_inputs_are_multiplied_and_the_caller_reads_the_result(engine: 
             out = {"out": torch.empty(4, 4)} if "out" in call.kwargs else {}
             return tuple(arg * 2 for arg in call.args), {**call.kwargs, **out}
 
-    expected = torch.addmm(A * 2, A * 2, A * 2)
     with intercept(Doubles(), **engine):
-        if form == "plain":
-            result = torch.addmm(A, A, A)
-        elif form == "out":
-            result = torch.empty(4, 4)
-            torch.addmm(A, A, A, out=result)
-        else:
-            result = A.clone()
-            result.addmm_(A, A)
-    assert torch.equal(result, expected)
+        result = added(form)
+    assert torch.equal(result, torch.addmm(A * 2, A * 2, A * 2))
 
 
 def test_function_level_warns_once_that_the_fused_path_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,12 +436,8 @@ def test_function_level_warns_once_that_the_fused_path_is_off(monkeypatch: pytes
 
 def test_idle_kernels_pass_calls_on() -> None:
     with intercept(lambda call: None):
-        installed = set(kernels.KERNELS.installed)
-        recorder = hooks.Recorder()
-        with intercept(recorder, ops="mm"):
-            torch.bmm(A[None], A[None])
-    assert "aten::bmm" in installed
-    assert recorder.records == []
+        assert "aten::bmm" in kernels.KERNELS.installed
+        assert record(lambda: torch.bmm(A[None], A[None]), ops="mm") == []
 
 
 @pytest.mark.parametrize("engine", BELOW)
@@ -486,8 +445,8 @@ def test_backward_calls_are_told_from_forward_ones(engine: dict[str, Any]) -> No
     phases: list[str] = []
     x = A.clone().requires_grad_()
     with intercept(lambda call: phases.append(call.phase), **engine):
-        torch.mm(x, x).sum().backward()
-    assert phases == ["forward", "backward", "backward"]
+        calls = record(lambda: torch.mm(x, x).sum().backward(), **engine)
+    assert phases == [call.phase for call in calls] == ["forward", "backward", "backward"]
 
 
 @pytest.mark.parametrize("what", ["the product", "a view of it"])
@@ -498,12 +457,9 @@ def test_a_gradient_is_still_stolen_and_not_copied(what: str) -> None:
     def operators(watch: bool) -> list[str]:
         weight.grad = None
         loss = (x @ weight if what == "the product" else F.linear(x, weight)).sum()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            if watch:
-                with intercept(hooks.Recorder()):
-                    loss.backward()
-            else:
-                loss.backward()
+        block = intercept(hooks.Recorder()) if watch else nullcontext()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, block:
+            loss.backward()
         return sorted(event.name for event in profiler.events())
 
     assert operators(watch=True) == operators(watch=False)
@@ -527,16 +483,20 @@ def test_an_interceptor_may_be_made_while_another_thread_installs_its_kernels(mo
 
     def make() -> None:
         assert installing.wait(30)
-        made.append(intercept(ops="mm"))
+        made.append(intercept(ops="installs::now"))
 
+    monkeypatch.setitem(choose.ENGINES, "kernel", kernels.KernelEngine("kernel"))  # with --compiled, too
     monkeypatch.setattr(kernels.Kernels, "installation", slow)
-    maker = threading.Thread(target=make)
-    maker.start()
-    with intercept(ops="mm", engine="kernel"):
-        maker.join()
-    assert len(made) == 1
-    with intercept(ops="mm"):  # no other thread is there now, and the kernels go
-        pass
+    with torch.library._scoped_library("installs", "FRAGMENT") as library:  # kernels of others may still be in
+        library.define("now(Tensor x) -> Tensor")
+        library.impl("now", torch.sin, "CPU")
+        maker = threading.Thread(target=make)
+        maker.start()
+        with intercept(ops="installs::now", engine="kernel"):
+            maker.join()
+        assert len(made) == 1
+        with intercept(ops="installs::now"):  # no other thread is there now, and the kernels go
+            pass
 
 
 def test_the_scope_of_a_thread_is_kept_alive_and_let_go() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import record
 
 from opintercept import hooks, intercept, register_op
 
@@ -156,15 +157,9 @@ def test_a_launch_of_a_declared_kernel_is_a_call(kernels: Any, level: Any) -> No
 
 
 def test_a_hook_may_replace_what_a_kernel_reads_and_writes(kernels: Any) -> None:
-    class Double:
-        def pre(self, call: Any) -> Any:
-            return call.replace(lhs=call.lhs * 2)
-
-        def post(self, call: Any) -> Any:
-            return call.output + 1
-
+    hook = types.SimpleNamespace(pre=lambda call: call.replace(lhs=call.lhs * 2), post=lambda call: call.output + 1)
     a, b = torch.eye(5), torch.ones(5, 6)
-    with register_op("launches_kernels:mm_kernel", lhs=0, rhs=1, out=2, gemm=gemm), intercept(Double()):
+    with register_op("launches_kernels:mm_kernel", lhs=0, rhs=1, out=2, gemm=gemm), intercept(hook):
         c = kernels.mm(a, b)
     assert c.equal(torch.full((5, 6), 3.0))
 
@@ -178,10 +173,9 @@ def test_what_other_code_has_put_on_a_kernel_stays(kernels: Any) -> None:
         return own(*args, **kwargs)
 
     kernel.run = run
-    recorder = hooks.Recorder()
-    with register_op(kernel, lhs="a_ptr", rhs="b_ptr", out="c_ptr", gemm=gemm), intercept(recorder):
-        kernels.mm(torch.eye(5), torch.ones(5, 6))
-    assert (len(launched), len(recorder.records)) == (1, 1)
+    with register_op(kernel, lhs="a_ptr", rhs="b_ptr", out="c_ptr", gemm=gemm):
+        calls = record(lambda: kernels.mm(torch.eye(5), torch.ones(5, 6)))
+    assert (len(launched), len(calls)) == (1, 1)
     assert kernel.run is run
 
 

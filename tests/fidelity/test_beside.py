@@ -30,21 +30,13 @@ def training() -> Sequence[Tensor]:
     return gradients(out, *model.parameters())
 
 
-def flops(counter: FlopCounterMode) -> Any:
-    return counter.get_flop_counts()
-
-
-def log(mode: DebugMode) -> Any:
-    return mode.debug_string()
-
-
 def events(profiler: profile) -> Any:
     return [event.name for event in sorted(profiler.events(), key=lambda e: (e.time_range.start, -e.time_range.end))]
 
 
 TOOLS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "flop counter": (lambda: FlopCounterMode(display=False), flops),
-    "debug mode": (lambda: DebugMode(record_torchfunction=True), log),
+    "flop counter": (lambda: FlopCounterMode(display=False), FlopCounterMode.get_flop_counts),
+    "debug mode": (lambda: DebugMode(record_torchfunction=True), DebugMode.debug_string),
     "profiler": (lambda: profile(activities=[ProfilerActivity.CPU]), events),
 }
 

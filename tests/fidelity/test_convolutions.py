@@ -13,21 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from compiler import COMPILED
+from compiler import ALL_ENGINES
 from programs import EMPTY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opintercept import OpCall, hooks, intercept
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
-ENGINES = [
-    pytest.param({}, id="kernel"),
-    COMPILED,
-    pytest.param({"engine": "mode"}, id="mode"),
-    pytest.param({"level": "function"}, id="function"),
-]
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "plain": lambda **more: nn.Conv2d(4, 6, 3, **more),
     "pointwise": lambda **more: nn.Conv2d(4, 6, 1, **more),
@@ -48,15 +42,6 @@ FORMS = (
     (torch.bfloat16, torch.channels_last),
     (torch.float16, torch.contiguous_format),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, since the tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[True, False], ids=["mkldnn", "no mkldnn"])
@@ -112,9 +97,8 @@ class Watched:
         assert call.output is not None
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", ALL_ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_trained_as_without_interception(kind: str, options: dict[str, Any], mkldnn: bool) -> None:
     for dtype, layout in FORMS:
@@ -232,7 +216,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", ALL_ENGINES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_does_the_same(name: str, options: dict[str, Any]) -> None:
     program, calls = PROGRAMS[name]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -14,8 +11,11 @@ from typing import Any
 import distributed_programs
 import pytest
 import torch
-from distributed_programs import ENGINES, PROGRAMS, Model
+from distributed_programs import ENGINES, PROGRAMS
+from nets import Model
+from processes import run_ranks
 from products import Products
+from threads import run_threads
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,16 +32,7 @@ RANKS = (0, 1)
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw of the programs, which all run in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
-    done = subprocess.run(
-        [*torchrun, distributed_programs.__file__, folder],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_ranks(distributed_programs.__file__, folder, ranks=len(RANKS))
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in RANKS]
 
 
@@ -104,24 +95,16 @@ def test_the_dispatcher_of_a_rank_is_restored(results: list[dict[str, Any]], ran
 
 def test_threads_all_sees_replicas_in_threads_under_the_names_of_the_model() -> None:
     # As `nn.parallel.parallel_apply` runs them, which needs an accelerator.
-    model, x = Model(), torch.randn(6, 8)
+    model, x = Model(8, 4), torch.randn(6, 8)
     plain = hooks.Recorder()
     with intercept(plain):
         expected = model(x)
     everything, current = hooks.Recorder(), hooks.Recorder()
-    outputs: dict[int, torch.Tensor] = {}
-
-    def apply(number: int) -> None:
-        outputs[number] = model(x)
-
+    outputs: list[torch.Tensor] = []
     with intercept(everything, threads="all"), intercept(current):
-        threads = [threading.Thread(target=apply, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        torch.stack(list(outputs.values())).sum().backward()
-    assert all(torch.equal(output, expected) for output in outputs.values())
+        run_threads(*[lambda: outputs.append(model(x))] * 4)
+        torch.stack(outputs).sum().backward()
+    assert all(torch.equal(output, expected) for output in outputs)
     forward = [r for r in everything.records if r.phase == "forward"]
     assert Counter((r.op, r.module) for r in forward) == Counter((r.op, r.module) for r in plain.records * 4)
     # The backward pass runs in this thread, and links to calls of the others.
@@ -133,7 +116,7 @@ def test_threads_all_sees_replicas_in_threads_under_the_names_of_the_model() -> 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_threads_all_sees_data_parallel() -> None:
-    model, x = Model().cuda(), torch.randn(6, 8, device="cuda")
+    model, x = Model(8, 4).cuda(), torch.randn(6, 8, device="cuda")
     plain, everything = hooks.Recorder(), hooks.Recorder()
     with intercept(plain):
         model(x)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from processes import run_python
+from programs import ENGINES
 
 pytestmark = pytest.mark.slow
 
@@ -131,9 +132,6 @@ HOOKS = [
     *("Reference", "FakeQuantize", "FakeQuantize channel", "Noise", "BitFlip", "NonFinite", "NonFinite every", "Print"),
     *("Log", "Scalars", "AttentionWeights", "Gradients", "Patch", "Profile", "Recorder", "none"),
 ]
-
-
-ENGINES: dict[str, dict[str, str]] = {"kernel": {}, "mode": {"engine": "mode"}, "function": {"level": "function"}}
 
 
 @pytest.fixture(scope="module", params=ENGINES)

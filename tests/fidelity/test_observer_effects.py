@@ -44,14 +44,12 @@ def without(engine: str) -> AbstractContextManager[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
-    """Keep the garbage collector away from the half a million objects of torch."""
-    train(MODEL)  # imports what torch imports on first use
+def frozen() -> None:
+    """Keep the garbage collector away from what torch imports on first use, too."""
+    train(MODEL)
     checkpoint(MODEL, torch.ones(8, 16, 64), use_reentrant=False)
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """PyTorch's operator database: each operator does the same with and without interception, bit for bit.
 
-The kernel engine and function level change nothing. The mode engine changes what an empty dispatch mode changes, and
-values only where `ROUNDED` and `WRONG` say so.
+The kernel engine, for products and for every operator, and function level change nothing. The mode engine changes
+what an empty dispatch mode changes, and values only where `ROUNDED` and `WRONG` say so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,14 +19,15 @@ import numpy as np
 import pytest
 import sampled
 import torch
-from programs import EMPTY
+from compiler import COMPILED
+from programs import EMPTY, profiled
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from opintercept import OpCall, intercept
+from opintercept import OpCall, hooks, intercept
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -240,7 +241,7 @@ def _observe(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runs = {run.name: run for run in _runs(case)}
-            with profile(activities=[ProfilerActivity.CPU]) as profiler, around or nullcontext():
+            with profiled() as profiler, around or nullcontext():
                 found = {name: _observe_one(run, watch) for name, run in runs.items()}
     finally:
         torch.set_warn_always(warn_always)
@@ -319,7 +320,7 @@ def _bits(tensor: Tensor) -> Bits:
 def _operators(event: Any, depth: int, found: list[tuple[int, str]]) -> list[tuple[int, str]]:
     """The names of the events below a profiler's event, each with its depth, in the order of their start."""
     for child in event.children:
-        found.append((depth, child.name))
+        found.append((depth, f"{child.name}.{child.overload_name}".rstrip(".")))
         _operators(child, depth + 1, found)
     return found
 
@@ -335,6 +336,10 @@ class _Count:
 
     def post(self, call: OpCall) -> None:
         pass
+
+
+def _names_of(hook: Any) -> list[str]:
+    return hook.seen if isinstance(hook, _Count) else [record.op for record in hook.records]
 
 
 def _differences(one: dict[str, Found], other: dict[str, Found]) -> list[tuple[str, str, Any, Any]]:
@@ -379,16 +384,7 @@ def _outermost(operators: list[tuple[int, str]], watched: set[str]) -> Iterator[
         inside = float("inf")
         if name in watched:
             inside = depth
-            yield name
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: the tensors are small, and a second one would only keep a core busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+            yield name.partition(".")[0]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -408,11 +404,55 @@ def test_kernel_engine_changes_nothing(case: Case, bare: dict[str, Found]) -> No
     interceptor = intercept(count, ops=case.ops)
     found = _observe(case, around=interceptor)  # not around each run: kernels take 2 ms to install and remove
     _fail_on(_differences(bare, found))
-    watched = {name.partition(".")[0] for name in interceptor.watcher.keys or ()}
+    watched = set(interceptor.watcher.keys or ())
     expected = [name for run in found.values() for name in _outermost(run["operators"], watched)]
     assert count.seen == expected
     if case.dtype is torch.float32:
         assert bool(expected) == (case.name in MULTIPLIES | CONVOLVES), "MULTIPLIES must list what multiplies"
+
+
+# A hook that has to see each call, and some whose calls compiled kernels note.
+HOOKS: dict[str, Callable[[], list[Any]]] = {
+    "seen": lambda: [_Count()],
+    "noted": lambda: [hooks.Recorder(), hooks.Stats(), hooks.NonFinite(action="record")],
+}
+
+
+# Torch conjugates and negates, prepares autograd for an operator in Python, and copies what the gradient of
+# `clamp_min_` needs, before it calls the operator's kernel. The profiler shows this inside of the operator.
+PREPARED = ("aten::_conj", "aten::_neg_view", "torch_nn::", "aten::clamp_min_")
+PREPARING = ("aten::clone", "aten::copy_", "aten::detach")
+
+
+@pytest.mark.parametrize("made", HOOKS)
+@pytest.mark.parametrize("engine", [pytest.param({"engine": "kernel"}, id="kernel"), COMPILED])
+def test_watching_every_operator_changes_nothing(
+    case: Case, bare: dict[str, Found], engine: dict[str, Any], made: str
+) -> None:
+    if not sampled.picks(f"{case} {made} {'compiled' in engine.values()}", of=4):
+        pytest.skip("sampled")
+    first, *others = HOOKS[made]()
+    interceptor = intercept([first, *others], ops="all", **engine)
+    seen: list[list[str]] = []
+
+    @contextmanager
+    def listing() -> Iterator[None]:  # what is between the runs is seen too
+        before = len(_names_of(first))
+        try:
+            yield
+        finally:
+            seen.append(_names_of(first)[before:])
+
+    found = _observe(case, listing, interceptor)
+    # Hooks run some operators, and torch tells again of what it tells of when they read a sparse tensor or halves.
+    by_hooks = ("operators", "warnings") if case.name.startswith(("sparse.", "chalf")) else ("operators",)
+    _fail_on([d for d in _differences(bare, found) if not (others and d[1] in by_hooks)])
+    watched = set(interceptor.watcher.keys or ())
+    for run, names in zip(bare.values(), seen, strict=True):
+        expected = list(_outermost(run["operators"], watched))
+        if case.dtype.is_complex or any(name.startswith(PREPARED) for name in expected):
+            names, expected = ([name for name in each if name not in PREPARING] for each in (names, expected))
+        assert names == expected or (others and run["exception"])  # that call has no `post`
 
 
 def test_function_level_changes_nothing(case: Case, bare: dict[str, Found]) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 NAN, INF = math.nan, math.inf
 PLANTED = 2  # the step
 Next = Callable[[], None]
+Program = Callable[[Next], None]
 
 
 class Oracle:
@@ -80,18 +81,14 @@ def at(step: int, tensor: Tensor) -> None:
         tensor.detach().numpy().flat[1] = NAN  # not with torch, whose operators `ops="all"` would show
 
 
-def an_input(next_step: Next) -> None:
-    train(next_step, Net(), lambda step, x: at(step, x))
+def planted(make: Callable[[], nn.Module], where: Callable[[Any, Tensor], Tensor]) -> Program:
+    """A training with a NaN in a tensor of the net or in the batch."""
 
+    def program(next_step: Next) -> None:
+        net = make()
+        train(next_step, net, lambda step, x: at(step, where(net, x)))
 
-def a_weight(next_step: Next) -> None:
-    net = Net()
-    train(next_step, net, lambda step, x: at(step, net.last.weight))
-
-
-def a_bias(next_step: Next) -> None:
-    net = Net()
-    train(next_step, net, lambda step, x: at(step, net.last.bias))
+    return program
 
 
 class Attention(nn.Module):
@@ -106,16 +103,6 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, query, self.value, attn_mask=self.mask)
 
 
-def a_value(next_step: Next) -> None:
-    net = Attention()
-    train(next_step, net, lambda step, x: at(step, net.value))
-
-
-def a_mask(next_step: Next) -> None:
-    net = Attention()
-    train(next_step, net, lambda step, x: at(step, net.mask))
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -124,11 +111,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.lstm(x[None], self.state)[0]
-
-
-def an_lstm_state(next_step: Next) -> None:
-    net = Recurrent()
-    train(next_step, net, lambda step, x: at(step, net.state[1]))
 
 
 def a_gradient(next_step: Next) -> None:
@@ -140,13 +122,6 @@ def a_gradient(next_step: Next) -> None:
         next_step()
 
 
-def a_statistic(next_step: Next) -> None:
-    norm = nn.BatchNorm1d(4).eval()
-    assert norm.running_mean is not None
-    mean = norm.running_mean
-    train(next_step, Net(norm), lambda step, x: at(step, mean))
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,11 +130,6 @@ class Words(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.net(self.embedding(torch.tensor([0, 1, 2])))
-
-
-def an_embedding(next_step: Next) -> None:
-    net = Words()
-    train(next_step, net, lambda step, x: at(step, net.embedding.weight))
 
 
 class Divides(torch.autograd.Function):
@@ -190,22 +160,12 @@ class Custom(nn.Module):
         return Divides.apply(x, self.forward_too, self.backward_too)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def a_custom_forward(next_step: Next) -> None:
-    custom = Custom()
+def divides(which: str) -> Program:
+    def program(next_step: Next) -> None:
+        custom = Custom()
+        train(next_step, Net(custom), lambda step, x: setattr(custom, which, step == PLANTED))
 
-    def plant(step: int, x: Tensor) -> None:
-        custom.forward_too = step == PLANTED
-
-    train(next_step, Net(custom), plant)
-
-
-def a_custom_backward(next_step: Next) -> None:
-    custom = Custom()
-
-    def plant(step: int, x: Tensor) -> None:
-        custom.backward_too = step == PLANTED
-
-    train(next_step, Net(custom), plant)
+    return program
 
 
 def an_optimizer_step(next_step: Next) -> None:
@@ -246,76 +206,80 @@ class Named(NamedTuple):
     line: str = "in forward"
 
 
-FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-SDPA = "torch.nn.functional.scaled_dot_product_attention"
-LINEAR = "torch.nn.functional.linear"
+def received(op: str, function: str, role: str, module: str, argument: str = "") -> dict[str, Named]:
+    """What names a NaN that comes into a call, by the role of an operand and at function level perhaps as an argument.
+
+    It is the same for all engines and with all operators watched.
+    """
+    below = Named(op, "came in", (role,), module)
+    above = Named(function, "came in", (argument or role,), module)
+    return {"matmul": below, "all": below, "function": above, "all functions": above}
 
 
-def linear(role: str, module: str, step: int = PLANTED) -> dict[str, Named]:
-    """What names a NaN that comes into a layer, which is the same for all engines and with all operators watched."""
-    below = Named("aten::addmm", "came in", (role,), module, step=step)
-    return {"matmul": below, "function": below._replace(op=LINEAR), "all": below}
+def linear(role: str, module: str) -> dict[str, Named]:
+    return received("aten::addmm", "torch.nn.functional.linear", role, module)
 
 
-CASES: dict[Callable[[Next], None], dict[str, Named]] = {
-    an_input: linear("lhs", "first"),
-    a_weight: linear("rhs", "last"),
-    a_bias: linear("bias", "last"),
-    a_value: {
-        "matmul": Named(FLASH, "came in", ("value",), "Attention"),
-        "function": Named(SDPA, "came in", ("value",), "Attention"),
-        "all": Named(FLASH, "came in", ("value",), "Attention"),
-    },
-    a_mask: {
-        "matmul": Named(FLASH, "came in", ("attn_mask",), "Attention"),
-        "function": Named(SDPA, "came in", ("attn_mask",), "Attention"),
-        "all": Named(FLASH, "came in", ("attn_mask",), "Attention"),
-    },
-    an_lstm_state: {
-        "matmul": Named("aten::mkldnn_rnn_layer", "came in", ("cx_",), "lstm"),
-        "function": Named("torch.lstm", "came in", ("args[1][1]",), "lstm"),
-        "all": Named("aten::mkldnn_rnn_layer", "came in", ("cx_",), "lstm"),
-    },
-    a_gradient: {
-        "matmul": Named("aten::mm", "came in", ("lhs",), "last", "backward"),
-        "all": Named("aten::mm", "came in", ("lhs",), "last", "backward"),
-    },
-    a_statistic: {
-        "matmul": Named("aten::addmm", "came in", ("lhs",), "last"),
-        "function": Named(LINEAR, "came in", ("lhs",), "last"),
-        "all": Named("aten::native_batch_norm", "came in", ("running_mean",), "middle"),
-    },
-    an_embedding: {
-        "matmul": Named("aten::addmm", "came in", ("lhs",), "net.first"),
-        "function": Named(LINEAR, "came in", ("lhs",), "net.first"),
-        "all": Named("aten::embedding", "came in", ("weight",), "embedding"),
-    },
-    a_custom_forward: {
-        "matmul": Named("aten::addmm", "came in", ("lhs",), "last"),
-        "function": Named(LINEAR, "came in", ("lhs",), "last"),
-        "all": Named("aten::div", "made", (), "middle", line="in zero_by_zero"),
-    },
-    a_custom_backward: {
-        "matmul": Named("aten::mm", "came in", ("lhs",), "first", "backward"),
-        "all": Named("aten::div", "made", (), "middle", "backward"),
-    },
-    an_optimizer_step: {
-        "matmul": Named("aten::addmm", "came in", ("bias", "rhs"), "first", step=PLANTED + 1),
-        "function": Named(LINEAR, "came in", ("rhs", "bias"), "first", step=PLANTED + 1),
-        "all": Named("aten::add_", "came in", ("alpha",), "", line="in an_optimizer_step"),
-    },
-    a_workers_batch: linear("lhs", "first"),
+def attention(role: str) -> dict[str, Named]:
+    function = "torch.nn.functional.scaled_dot_product_attention"
+    return received("aten::_scaled_dot_product_flash_attention_for_cpu", function, role, "Attention")
+
+
+BACKWARD = Named("aten::mm", "came in", ("lhs",), "last", "backward")  # which function level does not see
+LATER = Named("aten::addmm", "came in", ("bias", "rhs"), "first", step=PLANTED + 1)
+# Each program, and what names its NaN in each way of watching.
+CASES: dict[str, tuple[Program, dict[str, Named]]] = {
+    "an_input": (planted(Net, lambda net, x: x), linear("lhs", "first")),
+    "a_weight": (planted(Net, lambda net, x: net.last.weight), linear("rhs", "last")),
+    "a_bias": (planted(Net, lambda net, x: net.last.bias), linear("bias", "last")),
+    "a_value": (planted(Attention, lambda net, x: net.value), attention("value")),
+    "a_mask": (planted(Attention, lambda net, x: net.mask), attention("attn_mask")),
+    "an_lstm_state": (
+        planted(Recurrent, lambda net, x: net.state[1]),
+        received("aten::mkldnn_rnn_layer", "torch.lstm", "cx_", "lstm", argument="args[1][1]"),
+    ),
+    "a_gradient": (a_gradient, {"matmul": BACKWARD, "all": BACKWARD}),
+    "a_statistic": (
+        planted(lambda: Net(nn.BatchNorm1d(4).eval()), lambda net, x: net.middle.running_mean),
+        linear("lhs", "last")
+        | {
+            "all": Named("aten::native_batch_norm", "came in", ("running_mean",), "middle"),
+            "all functions": Named("torch.nn.functional.batch_norm", "came in", ("running_mean",), "middle"),
+        },
+    ),
+    "an_embedding": (
+        planted(Words, lambda net, x: net.embedding.weight),
+        linear("lhs", "net.first")
+        | {
+            "all": Named("aten::embedding", "came in", ("weight",), "embedding"),
+            "all functions": Named("torch.nn.functional.embedding", "came in", ("weight",), "embedding"),
+        },
+    ),
+    "a_custom_forward": (
+        divides("forward_too"),
+        linear("lhs", "last")
+        | {
+            "all": Named("aten::div", "made", (), "middle", line="in zero_by_zero"),
+            "all functions": Named("torch.Tensor.div", "made", (), "middle", line="in zero_by_zero"),
+        },
+    ),
+    "a_custom_backward": (
+        divides("backward_too"),
+        {
+            "matmul": BACKWARD._replace(module="first"),
+            "all": Named("aten::div", "made", (), "middle", "backward"),
+        },
+    ),
+    "an_optimizer_step": (
+        an_optimizer_step,
+        {
+            "matmul": LATER,
+            "function": LATER._replace(op="torch.nn.functional.linear", through=("rhs", "bias")),
+            "all": Named("aten::add_", "came in", ("alpha",), "", line="in an_optimizer_step"),
+        },
+    ),
+    "a_workers_batch": (a_workers_batch, linear("lhs", "first")),
 }
-FUNCTIONS = {
-    a_value: Named(SDPA, "came in", ("value",), "Attention"),
-    a_mask: Named(SDPA, "came in", ("attn_mask",), "Attention"),
-    an_lstm_state: Named("torch.lstm", "came in", ("args[1][1]",), "lstm"),
-    a_statistic: Named("torch.nn.functional.batch_norm", "came in", ("running_mean",), "middle"),
-    an_embedding: Named("torch.nn.functional.embedding", "came in", ("weight",), "embedding"),
-    a_custom_forward: Named("torch.Tensor.div", "made", (), "middle", line="in zero_by_zero"),
-}
-for known, named in FUNCTIONS.items():
-    CASES[known]["all functions"] = named
 WAYS = [
     pytest.param("matmul", {}, id="kernel"),
     pytest.param("matmul", {"engine": "mode"}, id="mode"),
@@ -328,10 +292,11 @@ WAYS = [
 
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize(("way", "options"), WAYS)
-@pytest.mark.parametrize("program", CASES, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("case", CASES)
 def test_the_call_that_makes_or_receives_a_planted_nan_is_named(
-    program: Callable[[Next], None], way: str, options: dict[str, Any], every: int
+    case: str, way: str, options: dict[str, Any], every: int
 ) -> None:
+    program, names = CASES[case]
     before = set(threading.enumerate())
     oracle, nonfinite = Oracle(), hooks.NonFinite(action="record", check_every=every)
     with intercept([oracle, nonfinite], **options) as interceptor:
@@ -343,10 +308,10 @@ def test_the_call_that_makes_or_receives_a_planted_nan_is_named(
     for finding in nonfinite.findings:
         assert finding.kind == "came in" or not oracle.tainted[finding.record.index], str(finding)
         assert finding.record.step >= PLANTED
-    if way not in CASES[program]:  # function level does not see the backward pass
+    if way not in names:  # function level does not see the backward pass
         return
     record, first = nonfinite.findings[0].record, nonfinite.findings[0]
-    named = CASES[program][way]
+    named = names[way]
     found = Named(record.op, first.kind, first.bad, record.module, record.phase, record.step, named.line)
     assert found == named, str(first)
     if record.phase == "forward":

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import programs
 import pytest
 import torch
 from compiler import BUILDS
@@ -30,13 +31,7 @@ pytestmark = pytest.mark.slow
 
 THREADS, ROUNDS = 8, 500
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "kernel": {},
-    "mode": {"engine": "mode"},
-    "function": {"level": "function"},
-}
-if BUILDS:
-    ENGINES["compiled"] = {"engine": "compiled"}
+ENGINES = programs.ENGINES | ({"compiled": {"engine": "compiled"}} if BUILDS else {})
 
 A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
 BATCH = torch.randn(2, 4, 4)
@@ -423,12 +418,11 @@ def test_a_child_forked_beside_busy_threads_keeps_working(engine: str) -> None:
     run_threads(fork, *[work] * 4)
 
 
+# Each begins with `import torch; from opintercept import intercept`.
 ENDINGS = {
     # The threads wait: one that multiplies while the interpreter ends aborts the process, even without opintercept.
     "daemons that wait in a block": """
         import threading, time
-        import torch
-        from opintercept import intercept
         ready = threading.Barrier(5)
         def wait(options):
             with intercept(lambda call: None, **options):
@@ -449,8 +443,6 @@ ENDINGS = {
     """,
     "threads that outlive the main one": """
         import atexit, threading, time
-        import torch
-        from opintercept import intercept
         seen = []
         interceptor = intercept(lambda call: seen.append(call.op), threads="all")
         def work():
@@ -470,16 +462,12 @@ ENDINGS = {
     """,
     "a pool that is still there": """
         import concurrent.futures
-        import torch
-        from opintercept import intercept
         pool = concurrent.futures.ThreadPoolExecutor(4)
         with intercept(lambda call: None, threads="all"):
             list(pool.map(lambda _: torch.mm(torch.ones(2, 2), torch.ones(2, 2)), range(100)))
     """,
     "os._exit": """
         import os, threading
-        import torch
-        from opintercept import intercept
         def work():
             while True:
                 torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -490,8 +478,6 @@ ENDINGS = {
     """,
     "a child that exits as usual": """
         import os, sys, threading
-        import torch
-        from opintercept import intercept
         def work():
             with intercept(print):
                 child = os.fork()
@@ -505,8 +491,6 @@ ENDINGS = {
     """,
     "the thread that started it ends first": """
         import _thread, time
-        import torch
-        from opintercept import intercept
         worked = []
         def work():
             interceptor = intercept(lambda call: None)
@@ -524,7 +508,6 @@ ENDINGS = {
 
 @pytest.mark.parametrize("script", ENDINGS.values(), ids=ENDINGS)
 def test_the_process_ends_without_an_error(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=60
-    )
+    script = f"import torch\nfrom opintercept import intercept\n{textwrap.dedent(script)}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

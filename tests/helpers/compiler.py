@@ -14,4 +14,7 @@ needs_compiler = pytest.mark.skipif(not BUILDS, reason="needs a C++ compiler")
 # Slow, since the first test that asks for compiled kernels builds them.
 _MARKS = [needs_compiler, pytest.mark.slow]
 COMPILED = pytest.param({"engine": "compiled"}, id="compiled", marks=_MARKS)
+# What `intercept` takes for each engine: those of dispatch level, and all.
+BELOW_FUNCTIONS = [pytest.param({}, id="kernel"), COMPILED, pytest.param({"engine": "mode"}, id="mode")]
+ALL_ENGINES = [*BELOW_FUNCTIONS, pytest.param({"level": "function"}, id="function")]
 ENGINES = ["kernel", "mode", pytest.param("compiled", marks=_MARKS)]

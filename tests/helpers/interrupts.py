@@ -88,13 +88,8 @@ def interrupt(
 ) -> int:
     """Run a program repeatedly in one block, interrupt the hook at random points, and return the number of interrupts.
 
-    Args:
-        hook: Watches the program; it is entered once.
-        program: Makes the same calls each time.
-        check: Runs after each interrupt, and at the end after a run without one.
-        number: Interrupts to deliver; on a slow machine there are fewer.
-        seed: Seed of the random points.
-        options: Options of `intercept`.
+    `program` must make the same calls each time. `check` runs after each interrupt, and at the end after a run without
+    one. There are `number` interrupts, or fewer on a slow machine.
     """
     draw = random.Random(seed)
     interrupted = Interrupted(hook)

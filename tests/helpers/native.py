@@ -33,8 +33,8 @@ def library() -> Any:
 
 def read_values(natively: bool, patch: pytest.MonkeyPatch) -> None:
     """Let hooks read values in C++, or not, until the patch is undone."""
-    for name, without in ("read", values.unread), ("extent", values.unread):
-        patch.setattr(values, name, getattr(library(), name) if natively else without)
+    for name in "read", "extent", "storage":
+        patch.setattr(values, name, getattr(library(), name) if natively else values.unread)
     for name in "project", "sign_sums":
         patch.setattr(values, name, getattr(library(), name) if natively else values.unsummed)
 

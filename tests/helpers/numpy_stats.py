@@ -54,7 +54,7 @@ def read(way: str, **sizes: int) -> Iterator[None]:
 def call(output: Any = None, **other: Any) -> Any:
     """The part of a call that `Stats` reads."""
     known = {"module": "m", "op": "aten::mm", "phase": "forward", "lhs": None, "rhs": None, "bias": None}
-    return SimpleNamespace(**(known | other), is_quantized=lambda role: False, output=output)
+    return SimpleNamespace(**(known | other), is_quantized=lambda role: False, output=output, func=None)
 
 
 def seen(*outputs: Tensor, **arguments: Any) -> hooks.Stats:

@@ -122,6 +122,20 @@ def run_python(
     return done
 
 
+def run_ranks(program: str, *arguments: object, ranks: int = 2, timeout: float = 300) -> None:
+    """Run a file on the ranks of a process group, with one thread each, until all have ended well."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*torchrun, program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
 def _read(file: IO[bytes]) -> str:
     with file:
         file.seek(0)

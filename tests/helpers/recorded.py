@@ -15,7 +15,8 @@ import torch
 from processes import run_python
 from torch import Tensor
 
-from opintercept.runs import open_run
+from opintercept import intercept
+from opintercept.runs import Run, RunRecorder, open_run
 from opintercept.runs.record import writer
 from opintercept.runs.store.codec import StoredCall
 
@@ -24,6 +25,18 @@ ALL = ("none", "stats", "sample", "full")
 
 def calls_of(path: Path) -> list[StoredCall]:
     return list(open_run(path).calls())
+
+
+def tensor_of(run: Run, call: StoredCall, role: str = "lhs") -> Tensor:
+    tensor = run.tensor(call, role)
+    assert tensor is not None
+    return tensor
+
+
+def record(path: Path, tensors: Any = "stats", **options: Any) -> None:
+    """Record one product."""
+    with intercept(RunRecorder(path, tensors, **options)):
+        torch.eye(2) @ torch.eye(2)
 
 
 def no_writer() -> bool:

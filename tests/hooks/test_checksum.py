@@ -19,9 +19,10 @@ from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, int
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
-def check(program: Callable[[], Any], level: Any = "dispatch", **options: Any) -> hooks.Checksum:
+def check(program: Callable[[], Any], level: Any = "dispatch", first: Any = (), **options: Any) -> hooks.Checksum:
+    """Run a program under a hook that records, and other hooks before it; return the hook."""
     checksum = hooks.Checksum(action="record", **options)
-    with intercept(checksum, level=level):
+    with intercept([*first, checksum], level=level):
         program()
     return checksum
 
@@ -98,10 +99,7 @@ def test_right_products_pass_and_wrong_ones_are_found(dtype: torch.dtype, level:
         output[place] *= 2
 
     for name, program in programs.items():
-        wrong = hooks.Checksum(action="record")
-        with intercept([Alter(double_one), wrong], level=level):
-            program()
-        (finding, *_) = wrong.findings
+        (finding, *_) = check(program, level, [Alter(double_one)]).findings
         assert finding.record.index == 0, name
         assert finding.residual > finding.bound, name
 
@@ -110,12 +108,8 @@ def test_a_finding_names_the_call_and_the_element() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20))
 
-    def spoil(output: Tensor) -> None:
-        output[3, 7] += 0.01
-
-    checksum = hooks.Checksum(action="record")
-    with intercept([Alter(spoil, index=1), checksum]):
-        model(torch.randn(8, 40)).sum().backward()
+    altered = Alter(lambda output: output[3, 7].add_(0.01), index=1)
+    checksum = check(lambda: model(torch.randn(8, 40)).sum().backward(), first=[altered])
     (found,) = checksum.findings
     assert (found.record.module, found.record.phase, found.record.index) == ("2", "forward", 1)
     assert found.record.source is not None
@@ -173,15 +167,15 @@ def test_a_product_that_is_written_over_its_own_operand_is_found() -> None:
 def test_raise_stops_the_program_and_warn_warns_once() -> None:
     a = torch.ones(8, 8)
 
-    def spoil(output: Tensor) -> None:
-        output[0, 0] = 9
+    def nine(index: int) -> Alter:
+        return Alter(lambda output: output[0, 0].fill_(9), index)
 
     with pytest.raises(OpInterceptError, match=r"element \[0, 0\] is 9 and should be 8"):
-        with intercept([Alter(spoil), hooks.Checksum()]):
+        with intercept([nine(0), hooks.Checksum()]):
             a @ a
     checksum = hooks.Checksum(action="warn")
     with pytest.warns(OpInterceptWarning, match="wrong product of aten::mm") as warned:
-        with intercept([Alter(spoil), Alter(spoil, 1), checksum]):
+        with intercept([nine(0), nine(1), checksum]):
             for _ in range(2):
                 a @ a
     assert (len(warned), len(checksum.findings)) == (1, 2)
@@ -189,10 +183,8 @@ def test_raise_stops_the_program_and_warn_warns_once() -> None:
 
 @pytest.mark.slow
 def test_save_writes_a_script_that_runs_the_product_again(tmp_path: Path) -> None:
-    checksum = hooks.Checksum(action="record", save=tmp_path)
-    with intercept([hooks.BitFlip(bits=30), checksum]):
-        torch.ones(3, 2).addmm_(torch.ones(3, 4), torch.ones(4, 2))
-    (found,) = checksum.findings
+    product = lambda: torch.ones(3, 2).addmm_(torch.ones(3, 4), torch.ones(4, 2))  # noqa: E731
+    (found,) = check(product, first=[hooks.BitFlip(bits=30)], save=tmp_path).findings
     assert found.saved is not None
     done = run_python(found.saved, check=True)
     assert done.stdout == "torch.float32 [3, 2] NaN 0 Inf 0\n"
@@ -221,10 +213,7 @@ def test_a_wrong_backward_with_a_right_forward_is_named() -> None:
     multiply: Any = Wrong.apply
     torch.manual_seed(0)
     x, w = torch.randn(64, 48, requires_grad=True), torch.randn(48, 32, requires_grad=True)
-    checksum = hooks.Checksum(action="record")
-    with intercept([Scale(), checksum]):
-        multiply(x, w).square().sum().backward()
-    (found,) = checksum.findings
+    (found,) = check(lambda: multiply(x, w).square().sum().backward(), first=[Scale()]).findings
     assert (found.record.phase, found.record.index) == ("backward", 2)
     assert found.suspected == 48
 
@@ -419,12 +408,8 @@ def test_a_nan_that_the_operands_do_not_explain_is_found() -> None:
     a = torch.randn(40, 50)
     a[3, 4] = float("inf")
 
-    def spoil(output: Tensor) -> None:
-        output[7, 8] = float("nan")
-
-    checksum = hooks.Checksum(action="record")
-    with intercept([Alter(spoil), checksum]):
-        a @ torch.randn(50, 60)
+    altered = Alter(lambda output: output[7, 8].fill_(torch.nan))
+    checksum = check(lambda: a @ torch.randn(50, 60), first=[altered])
     assert [found.position for found in checksum.findings] == [(7, 8)]
 
 
@@ -440,13 +425,7 @@ def test_integers_must_be_equal(dtype: torch.dtype) -> None:
 
     assert check(program).findings == []
 
-    def spoil(output: Tensor) -> None:
-        output[2, 3] += 1
-
-    checksum = hooks.Checksum(action="record")
-    with intercept([Alter(spoil), checksum]):
-        a @ b
-    (found,) = checksum.findings
+    (found,) = check(lambda: a @ b, first=[Alter(lambda output: output[2, 3].add_(1))]).findings
     assert (found.position, found.bound) == ((2, 3), 0.0)
 
 
@@ -464,12 +443,7 @@ def test_scaled_and_grouped_products_and_lists_of_products_are_checked() -> None
     assert (checksum.findings, checksum.skipped) == ([], {})
     assert checksum.checked >= 6
 
-    def double(output: Tensor) -> None:
-        output *= 2
-
-    wrong = hooks.Checksum(action="record")
-    with intercept([Alter(double), Alter(double, 1), wrong]):
-        program()
+    wrong = check(program, first=[Alter(lambda output: output.mul_(2), index) for index in (0, 1)])
     assert [found.record.index for found in wrong.findings] == [0, 1]
 
 
@@ -482,12 +456,7 @@ def test_sparse_operands_are_checked(layout: torch.layout) -> None:
     assert checksum.findings == []
     assert checksum.checked == 2
 
-    def spoil(output: Tensor) -> None:
-        output[4, 5] += 1
-
-    wrong = hooks.Checksum(action="record")
-    with intercept([Alter(spoil), wrong]):
-        sparse @ dense
+    wrong = check(lambda: sparse @ dense, first=[Alter(lambda output: output[4, 5].add_(1))])
     assert [found.position for found in wrong.findings] == [(4, 5)]
 
 
@@ -500,10 +469,8 @@ def test_a_flipped_exponent_bit_is_found_in_any_product(data: st.DataObject) -> 
     torch.manual_seed(seed)
     a, b = torch.rand(m, k) + 0.5, torch.rand(k, n) + 0.5  # all elements of a row are of one size
     a, b = a.to(dtype), b.to(dtype)
-    checksum = hooks.Checksum(action="record")
     flip = hooks.BitFlip(bits=bits, seed=seed)
-    with intercept([flip, checksum]):
-        torch.mm(a, b)
+    checksum = check(lambda: torch.mm(a, b), first=[flip])
     assert [found.position for found in checksum.findings] == [flip.log[0].position]
 
 
@@ -601,12 +568,9 @@ def test_no_call_waits_for_a_device(dtype: torch.dtype) -> None:
     a, b = torch.randn(64, 128, device="cuda", dtype=dtype), torch.randn(128, 32, device="cuda", dtype=dtype)
     hook = hooks.Checksum(action="record")
 
-    def spoil(output: Tensor) -> None:
-        output[5, 6] = 1e4
-
     with intercept(hook):
         a @ b  # moves the signs to the device
-    with intercept([Alter(spoil), hook]) as watch:
+    with intercept([Alter(lambda output: output[5, 6].fill_(1e4)), hook]) as watch:
         torch.cuda.set_sync_debug_mode("error")
         try:
             a @ b

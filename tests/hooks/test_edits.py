@@ -24,8 +24,7 @@ from opintercept._core.pipeline import Pipeline
 from opintercept._ops.table import row_of
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
-FUNCTION = pytest.param({"level": "function"}, id="function")
-LEVELS = [*ENGINES, FUNCTION]
+LEVELS = [*ENGINES, pytest.param({"level": "function"}, id="function")]
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -244,17 +243,8 @@ def test_relative_noise_scales_the_gradient_at_function_level_only() -> None:
     assert torch.equal(grad_a, G @ B.T)
 
 
-@pytest.mark.parametrize(
-    ("feed", "differentiated"),
-    [
-        pytest.param({}, False, id="kernel"),
-        pytest.param({"engine": "mode"}, False, id="mode"),
-        pytest.param({"level": "function"}, True, id="function"),
-    ],
-)
-def test_a_users_own_edits_are_differentiated_at_function_level_only(
-    feed: dict[str, Any], differentiated: bool
-) -> None:
+@pytest.mark.parametrize("feed", LEVELS)
+def test_a_users_own_edits_are_differentiated_at_function_level_only(feed: dict[str, Any]) -> None:
     class Pre:
         def pre(self, call: OpCall) -> Any:
             assert call.lhs is not None
@@ -264,9 +254,9 @@ def test_a_users_own_edits_are_differentiated_at_function_level_only(
         def post(self, call: OpCall) -> Any:
             return call.output * 3
 
+    factor = 3 if "level" in feed else 1
     for hook in (Pre(), Post()):
         grad_a, grad_b = trained(hooks.when(hook, phase="forward"), feed, A, B, G)
-        factor = 3 if differentiated else 1
         torch.testing.assert_close(grad_a, factor * (G @ B.T), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(grad_b, factor * (A.T @ G), rtol=1e-12, atol=1e-12)
 
@@ -425,14 +415,14 @@ def test_empty_tensors_and_missing_operands_stay_as_they_are(edit: Any, feed: di
         torch.relu(torch.ones(2)).sum()
 
 
+@pytest.mark.parametrize("feed", LEVELS)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
-def test_edits_work_under_inference_mode_and_autocast(edit: Any) -> None:
-    for feed in ({}, {"engine": "mode"}, {"level": "function"}):
-        with torch.inference_mode(), intercept(edit(("lhs", "output")), **feed):  # type: ignore[arg-type]
-            product = torch.mm(torch.randn(3, 4), torch.randn(4, 2))
-        assert product.is_inference()
-        with torch.autocast("cpu", torch.bfloat16), intercept(edit(("lhs", "output")), **feed):  # type: ignore[arg-type]
-            assert torch.mm(torch.randn(3, 4), torch.randn(4, 2)).dtype == torch.bfloat16
+def test_edits_work_under_inference_mode_and_autocast(edit: Any, feed: dict[str, Any]) -> None:
+    with torch.inference_mode(), intercept(edit(("lhs", "output")), **feed):
+        product = torch.mm(torch.randn(3, 4), torch.randn(4, 2))
+    assert product.is_inference()
+    with torch.autocast("cpu", torch.bfloat16), intercept(edit(("lhs", "output")), **feed):
+        assert torch.mm(torch.randn(3, 4), torch.randn(4, 2)).dtype == torch.bfloat16
 
 
 REFUSED = {
@@ -462,9 +452,8 @@ def test_what_cannot_be_edited_is_refused(edit: str, refused: list[str]) -> None
         if name not in refused:
             assert lhs_of(hook, tensor).dtype == tensor.dtype
             continue
-        with pytest.raises(
-            OpInterceptError, match=rf"{edit} can only edit dense .* tensors, got .* as the lhs of aten::mm; .*when"
-        ):
+        message = rf"{edit} can only edit dense .* tensors, got .* as the lhs of aten::mm; .*when"
+        with pytest.raises(OpInterceptError, match=message):
             lhs_of(hook, tensor)
     assert getattr(hook, "log", [None] * 2)[2:] == []
 
@@ -480,20 +469,15 @@ def test_per_channel_is_refused_if_the_summed_dimension_is_not_known() -> None:
 
 
 def test_a_list_of_operands_is_refused() -> None:
-    with (
-        pytest.raises(
-            ValueError, match=r"a tensor can be replaced, got \[float32\[2, 2\]\] as the lhs of aten::_foreach_mm"
-        ),
-        intercept(hooks.Noise(0.1, of="lhs")),
-    ):
+    message = r"a tensor can be replaced, got \[float32\[2, 2\]\] as the lhs of aten::_foreach_mm"
+    with pytest.raises(ValueError, match=message), intercept(hooks.Noise(0.1, of="lhs")):
         torch._foreach_mm([torch.ones(2, 2)], [torch.ones(2, 2)])
 
 
 def test_bits_that_the_elements_do_not_have_are_refused() -> None:
     faults = hooks.BitFlip(of="lhs", bits=range(14, 17))
-    with pytest.raises(
-        OpInterceptError, match=r"the lhs of aten::mm, bfloat16.*, has 16 bits .* got bits=\(14, 15, 16\)"
-    ):
+    message = r"the lhs of aten::mm, bfloat16.*, has 16 bits .* got bits=\(14, 15, 16\)"
+    with pytest.raises(OpInterceptError, match=message):
         lhs_of(faults, torch.ones(2, 2).bfloat16())
     assert faults.log == []
     lhs_of(faults, torch.ones(2, 2))
@@ -566,11 +550,9 @@ def test_quantising_one_part_of_a_model_shows_what_it_costs() -> None:
 
 
 def test_the_error_of_an_impossible_edit_passes_through_the_operator_and_names_hook_and_call() -> None:
-    with (
-        pytest.raises(OpInterceptError, match="FakeQuantize can only edit dense") as raised,
-        intercept(hooks.FakeQuantize()),
-    ):
-        torch.ones(2, 2, dtype=torch.complex64) @ torch.ones(2, 2, dtype=torch.complex64)
+    with pytest.raises(OpInterceptError, match="FakeQuantize can only edit dense") as raised:
+        with intercept(hooks.FakeQuantize()):
+            torch.ones(2, 2, dtype=torch.complex64) @ torch.ones(2, 2, dtype=torch.complex64)
     assert not isinstance(raised.value, HookError)
     assert "aten::mm(complex64[2, 2], complex64[2, 2])" in raised.value.__notes__[0]
 
@@ -614,15 +596,8 @@ def test_quantisation_can_be_captured_in_a_cuda_graph() -> None:
     assert torch.equal(product, expected)
 
 
-MAKERS = [
-    pytest.param(lambda: hooks.FakeQuantize(of=("lhs", "output")), id="FakeQuantize"),
-    pytest.param(lambda: hooks.Noise(0.1, of=("lhs", "output")), id="Noise"),
-    pytest.param(lambda: hooks.BitFlip(of=("lhs", "output")), id="BitFlip"),
-]
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_tensors_without_values_pass_unedited(make: Any) -> None:
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_tensors_without_values_pass_unedited(edit: Any) -> None:
     x, w = torch.randn(3, 3), torch.randn(3, 3)
 
     def program() -> list[Tensor]:
@@ -632,16 +607,15 @@ def test_tensors_without_values_pass_unedited(make: Any) -> None:
         return [mapped, torch.func.grad(lambda x: (x @ w).sum())(x)]
 
     bare = program()
-    with intercept(make(), level="function"):
+    with intercept(edit(("lhs", "output")), level="function"):
         watched = program()
     assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
-def test_a_copy_makes_the_same_edits(make: Any, way: Any) -> None:
-    x = torch.randn(3, 3)
-    hook = make()
+def test_a_copy_makes_the_same_edits(edit: Any, way: Any) -> None:
+    x, hook = torch.randn(3, 3), edit(("lhs", "output"))
     with intercept(hook):
         x @ x
     other = way(hook)
@@ -652,10 +626,10 @@ def test_a_copy_makes_the_same_edits(make: Any, way: Any) -> None:
 
 
 @interrupts.needs_timer
-@pytest.mark.parametrize("make", MAKERS)
-def test_edits_still_work_after_interrupts(make: Any) -> None:
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_edits_still_work_after_interrupts(edit: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
-    hook = make()
+    hook = edit(("lhs", "output"))
     shapes = {("0", "lhs"): (2, 3), ("0", "output"): (2, 4), ("1", "lhs"): (2, 4), ("1", "output"): (2, 5)}
 
     def check() -> None:

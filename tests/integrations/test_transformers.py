@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import trainings
-from processes import run_python
 
 from opintercept import NonFiniteError, hooks, intercept, runs
 from opintercept._blocks.blocks import open_blocks
@@ -234,11 +233,3 @@ def test_wrong_hooks_and_options_are_refused_before_the_training(tmp_path: Path)
         watched(trainer, ops="nothing")
     with pytest.raises(TypeError, match="scalars must be a function that makes a hook, such as a class, got True"):
         watched(trainer, scalars=True)
-
-
-def test_the_door_says_what_to_install() -> None:
-    code = "import sys; sys.modules['transformers'] = None; import opintercept.integrations.transformers"
-    done = run_python("-c", code)
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: opintercept.integrations.transformers needs transformers; pip install transformers accelerate"
-    )

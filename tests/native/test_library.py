@@ -35,7 +35,7 @@ def builds(tmp_path: Path) -> Iterator[Builds]:
 
 def chosen() -> str:
     """The engine that `engine="auto"` takes."""
-    return choose("matmul", "dispatch", "auto", "current").name
+    return choose("dispatch", "auto", "current").name
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nets import ENGINES, FORWARD, IN_PAIR, Discriminator, Generator, Model, Pair, record
+from threads import run_threads
 from torch import Tensor, nn
 
 from opintercept import OpCall, hooks, intercept, runs
@@ -272,11 +272,7 @@ def test_a_forward_in_a_thread_of_its_own_is_named_as_any_other() -> None:
     models = [Generator() for _ in range(8)]
     recorder = hooks.Recorder()
     with intercept(recorder, threads="all"):
-        threads = [threading.Thread(target=lambda m=m: [m(torch.ones(2, 4)) for _ in range(50)]) for m in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(*(lambda m=m: [m(torch.ones(2, 4)) for _ in range(50)] for m in models))
     labels = ["", *(f"Generator#{n}." for n in range(2, 9))]
     expected = {f"{label}{name}": 50 for label in labels for name in IN_PAIR}
     expected |= {label.rstrip(".") or "Generator": 50 for label in labels}

@@ -12,7 +12,7 @@ import torch
 from models import MODELS, inputs_of
 from nets import ENGINES, FORWARD, Model, record
 from processes import run_python
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept
@@ -139,47 +139,21 @@ def test_memory_stays_flat_over_ten_thousand_training_steps() -> None:
     assert float(done.stdout) < 5.0
 
 
-# What users do by hand today, as they would write it.
-
-
-def test_story_hook_a_matmul_inside_a_layer_without_touching_it() -> None:
-    model, scores = Model(), []
-    with intercept(hooks.when(lambda call: scores.append(call.output.shape), module="blocks.1", op="mm")):
-        model(torch.randn(5, 4))
-    assert scores == [(5, 5), (5, 4)]
-
-
-def test_story_a_different_hook_for_each_layer() -> None:
-    model = Model()
-    means: dict[str, float] = {}
-    maxima: dict[str, float] = {}
-
-    def mean(call: OpCall) -> None:
-        means[call.module or ""] = call.output.mean().item()
-
-    def maximum(call: OpCall) -> None:
-        maxima[call.module or ""] = call.output.max().item()
-
-    with intercept([hooks.when(mean, module="*.up"), hooks.when(maximum, module=re.compile(r"head|.*\.down"))]):
-        model(torch.randn(5, 4))
-    assert set(means) == {"blocks.0.up", "blocks.1.up"}
-    assert set(maxima) == {"blocks.0.down", "blocks.1.down", "head"}
-
-
-def test_story_only_when_a_condition_holds() -> None:
-    model, seen = Model(), []
-    large = hooks.when(
-        lambda call: seen.append(call.module), module=str.isalpha, predicate=lambda call: bool(call.output.norm() > 0)
-    )
-    with intercept(large):
-        model(torch.randn(5, 4))
-    assert seen == ["head"]
-
-
-def test_story_log_the_mean_of_the_second_linear_layer_only() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    means = []
-    with intercept(hooks.when(lambda call: means.append(call.output.mean()), module="2", phase="forward")):
-        out = model(torch.randn(3, 4))
-        out.sum().backward()
-    assert [mean.item() for mean in means] == [out.mean().item()]
+@pytest.mark.parametrize(
+    ("filters", "modules"),
+    [
+        ({"module": "blocks.1", "op": "mm", "phase": "forward"}, ["blocks.1", "blocks.1"]),
+        ({"module": "*.up", "phase": "forward"}, ["blocks.0.up", "blocks.1.up"]),
+        (
+            {"module": re.compile(r"head|.*\.down"), "phase": "forward"},
+            ["blocks.0.down", "blocks.1.down", "head"],
+        ),
+        ({"module": str.isalpha, "predicate": lambda call: call.output.shape == (5, 3)}, ["head"]),
+    ],
+    ids=["name", "glob", "pattern", "function and predicate"],
+)
+def test_a_filter_picks_calls_by_their_module(filters: dict[str, Any], modules: list[str]) -> None:
+    model, recorder = Model(), hooks.Recorder()
+    with intercept(hooks.when(recorder, **filters)):
+        model(torch.randn(5, 4)).sum().backward()
+    assert [call.module for call in recorder.records] == modules

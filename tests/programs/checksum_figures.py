@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class Effect:
 
     def __init__(self, target: int) -> None:
         self.target, self.largest = target, 0.0
-        self.last = _Last(self)
+        self.last = SimpleNamespace(reads=(), post=self.measure)
         self.call: tuple[Any, Any] = (), {}
 
     def is_target(self, call: OpCall) -> bool:
@@ -157,23 +158,14 @@ class Effect:
             self.call = call.args, dict(call.kwargs)
 
     def measure(self, call: OpCall) -> None:
+        if not self.is_target(call):
+            return
         args, kwargs = self.call
         with torch.no_grad():
             clean = call.func(*args, **kwargs).double()
             exact = call.func(*(a.double() if isinstance(a, Tensor) else a for a in args), **kwargs)
             effect, rounding = ((t - u).norm(dim=-1) for t, u in ((call.output.double(), clean), (clean, exact)))
             self.largest = float((effect / rounding.clamp_min(1e-34)).nan_to_num(math.inf).amax())
-
-
-class _Last:
-    reads = ()
-
-    def __init__(self, effect: Effect) -> None:
-        self.effect = effect
-
-    def post(self, call: OpCall) -> None:
-        if self.effect.is_target(call):
-            self.effect.measure(call)
 
 
 class Tally:

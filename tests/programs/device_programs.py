@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import toy_device  # noqa: F401
+from nets import product
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
@@ -34,8 +35,8 @@ class Llama:
     """Trains a small Llama.
 
     Args:
-        checkpoints: Whether to repeat forward passes by reentrant backward calls; None for no checkpoints.
         loss: Computes the gradients.
+        checkpoints: Whether to repeat forward passes by reentrant backward calls; None for no checkpoints.
         frozen: Whether all but one of the weights need no gradient, as beside an adapter.
     """
 
@@ -92,21 +93,6 @@ def twice(loss: Any, model: Any) -> None:
     first = grad(loss(), weights, create_graph=True)
     second = grad(torch.stack([each.sin().sum() for each in first]).sum(), weights, create_graph=True)
     torch.stack([each.sin().sum() for each in second]).sum().backward()
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return gradient @ w.T, x.T @ gradient
-
-
-product: Callable[..., Tensor] = Product.apply
 
 
 class Layer(nn.Module):

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import programs
 import torch
 import torch.distributed as dist
-from programs import outermost
+from nets import Block, Model
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,38 +25,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 from opintercept import hooks, intercept
 
 STEPS = 3
-ENGINES: dict[str, dict[str, Any]] = {
-    "kernel": {},
-    "all threads": {"threads": "all"},
-    "mode": {"engine": "mode"},
-    "function": {"level": "function"},
-}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        return (self.down(self.up(x).relu()) + x @ x.transpose(0, 1) @ x).tanh()
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+ENGINES: dict[str, dict[str, Any]] = programs.ENGINES | {"all threads": {"threads": "all"}}
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -123,7 +97,7 @@ def _local(tensor: Tensor) -> Tensor:
 def train(program: str, mesh: DeviceMesh, watch: Callable[[], AbstractContextManager[Any]]) -> dict[str, Tensor]:
     """Train from a fixed seed. Only the last step runs under `watch`: by then all of torch's hooks do their work."""
     torch.manual_seed(3)
-    model = PROGRAMS[program](Model(), mesh)
+    model = PROGRAMS[program](Model(8, 4), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(4 if program in ("tensor parallel", "DTensor") else 4 + dist.get_rank())
     found: dict[str, Tensor] = {}
@@ -150,8 +124,8 @@ def compare(program: str, engine: str, mesh: DeviceMesh) -> dict[str, Any]:
     """Train without and with interception, and say what differs and what was seen."""
     recorder = hooks.Recorder()
     interceptor = intercept(recorder, **ENGINES[engine])
-    watched = {name.partition(".")[0] for name in intercept().watcher.keys or ()}
-    profiler = profile(activities=[ProfilerActivity.CPU])
+    watched = set(intercept().watcher.keys or ())
+    profiler = programs.profiled()
 
     def watch() -> AbstractContextManager[Any]:
         stack = ExitStack()
@@ -165,7 +139,7 @@ def compare(program: str, engine: str, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "compared": len(plain),
         "different": [name for name in plain if not same or not torch.equal(plain[name], found[name])],
-        "profiled": outermost(profiler.events(), watched),
+        "profiled": programs.outermost(profiler.events(), watched),
         "calls": [(r.op, r.phase, r.module, r.forward) for r in recorder.records],
     }
 

@@ -44,11 +44,7 @@ class Mutation:
     noticed_by: tuple[str, ...]
 
     def apply(self, package: Path) -> None:
-        """Change the copy of the package in `package`.
-
-        Raises:
-            ValueError: The file does not have `old` exactly once.
-        """
+        """Change the copy of the package in `package`, where the file must have `old` exactly once."""
         path = package / self.file
         text = path.read_text()
         if text.count(self.old) != 1:

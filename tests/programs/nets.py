@@ -21,21 +21,38 @@ def record(program: Callable[[], Any], **options: Any) -> list[CallRecord]:
     return recorder.records
 
 
+class Product(torch.autograd.Function):
+    """A product with a forward and a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x @ y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grads[0] @ y.mT, x.mT @ grads[0]
+
+
+product: Callable[..., Tensor] = Product.apply
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.up(x).relu()
-        return self.down(hidden) + x @ x.T @ x
+        return (self.down(hidden) + x @ x.transpose(0, 1) @ x).tanh()
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4, outputs: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(4, 3)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:

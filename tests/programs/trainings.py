@@ -6,7 +6,6 @@ Run as a program, it trains on the ranks of a process group: `trainings.py trans
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,16 +142,9 @@ def _lightning(folder: Path) -> None:
 
 def on_two_ranks(program: str, folder: Path) -> None:
     """Run one of `PROGRAMS` on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, __file__, program, folder],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    from processes import run_ranks
+
+    run_ranks(__file__, program, folder, timeout=200)
 
 
 PROGRAMS: dict[str, Callable[[Path], None]] = {"transformers": _transformers, "lightning": _lightning}

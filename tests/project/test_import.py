@@ -157,39 +157,24 @@ def test_files_read_no_private_names_of_others() -> None:
     assert {name: found for name in SOURCES if (found := reads_private(name, SOURCES[name]))} == {}
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("call._spec.written", ["call._spec"]),
-        ("def hook(call):\n    return call.module or call._resolved('lhs')", ["call._resolved"]),
-        ("interceptor._pipeline._lock", ["interceptor._pipeline", "interceptor._pipeline._lock"]),
-        ("call._kept = {}", ["call._kept"]),
-        ("from opintercept._core.call import _Secret", ["_Secret"]),
-        ("def f():\n    from opintercept._origin.names import _collect", ["_collect"]),
-        ("from opintercept._core import exits\nexits._room(1)", ["exits._room"]),
-        ("from opintercept._core import exits as blocks\nblocks._room(1)", ["blocks._room"]),
-        ("from opintercept._core import exits\nexits.finish(entry, None)", []),
-        ("class A:\n    __slots__ = ('_spec',)\n    def same(self, other):\n        return other._spec", []),
-        ("class A:\n    def __init__(self):\n        self._spec = 1\n        super()._spec", []),
-        ("torch._C._get_sequence_nr()\noverload._schema.name\nrow._replace(a=1)", []),
-        ("call.__class__", []),
-    ],
-    ids=[
-        "attribute",
-        "method",
-        "chain",
-        "assignment",
-        "import",
-        "import in a function",
-        "of a module",
-        "of a module by another name",
-        "public name of a private module",
-        "slot of an own class",
-        "attribute of an own class",
-        "of torch and named tuples",
-        "dunder",
-    ],
-)
+READS: dict[str, tuple[str, list[str]]] = {
+    "attribute": ("call._spec.written", ["call._spec"]),
+    "method": ("def hook(call):\n    return call.module or call._resolved('lhs')", ["call._resolved"]),
+    "chain": ("interceptor._pipeline._lock", ["interceptor._pipeline", "interceptor._pipeline._lock"]),
+    "assignment": ("call._kept = {}", ["call._kept"]),
+    "import": ("from opintercept._core.call import _Secret", ["_Secret"]),
+    "import in a function": ("def f():\n    from opintercept._origin.names import _collect", ["_collect"]),
+    "of a module": ("from opintercept._core import exits\nexits._room(1)", ["exits._room"]),
+    "by another name": ("from opintercept._core import exits as blocks\nblocks._room(1)", ["blocks._room"]),
+    "public name of a private module": ("from opintercept._core import exits\nexits.finish(entry, None)", []),
+    "own slot": ("class A:\n    __slots__ = ('_spec',)\n    def same(self, other):\n        return other._spec", []),
+    "own attribute": ("class A:\n    def __init__(self):\n        self._spec = 1\n        super()._spec", []),
+    "of torch and named tuples": ("torch._C._get_sequence_nr()\noverload._schema.name\nrow._replace(a=1)", []),
+    "dunder": ("call.__class__", []),
+}
+
+
+@pytest.mark.parametrize(("source", "found"), READS.values(), ids=READS)
 def test_the_check_of_private_names_finds_what_it_should(source: str, found: list[str]) -> None:
     assert reads_private("hooks/log.py", source) == found
 

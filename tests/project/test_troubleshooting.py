@@ -6,13 +6,13 @@ import contextlib
 import io
 import re
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from native import fresh_look
+from threads import run_threads
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept, runs
 from opintercept._engines import compiled
@@ -47,10 +47,8 @@ def read_a_call_later() -> None:
 
 
 def multiply_in_another_thread() -> None:
-    thread = threading.Thread(target=torch.mm, args=(SQUARE, SQUARE))
     with intercept(hooks.Recorder()):
-        thread.start()
-        thread.join()
+        run_threads(lambda: torch.mm(SQUARE, SQUARE))
 
 
 def convolve() -> None:
@@ -112,8 +110,8 @@ def save_without_safetensors() -> None:
         hooks.NonFinite(save="found")
 
 
-def watch_all_operators_of_all_threads() -> None:
-    intercept((), ops="all", threads="all")
+def watch_all_threads_with_a_mode() -> None:
+    intercept((), engine="mode", threads="all")
 
 
 def build_without_a_compiler() -> None:
@@ -137,7 +135,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "Two runs without a call in common": compare_other_products,
     "A filter that matches nothing in a run": filter_a_run_by_an_unknown_module,
     "A package that is not installed": save_without_safetensors,
-    "Engines that do not fit": watch_all_operators_of_all_threads,
+    "Engines that do not fit": watch_all_threads_with_a_mode,
     "No compiler": build_without_a_compiler,
 }
 

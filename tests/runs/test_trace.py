@@ -52,6 +52,12 @@ def read(path: Path) -> list[Event]:
     return list(json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["traceEvents"])
 
 
+def written(folder: Path, run: runs.Run) -> list[Event]:
+    """The events of the trace of a run."""
+    trace.write(folder / "trace.json", run)
+    return read(folder / "trace.json")
+
+
 def calls_of(events: list[Event]) -> list[tuple[Event, ...]]:
     return [slices for slices in nested(events) if slices[-1]["name"].startswith("aten::")]
 
@@ -113,8 +119,7 @@ def test_times_are_those_of_the_calls(trained: Path, tmp_path: Path) -> None:
 
 def test_arrows_lead_from_forward_calls_to_their_backward_calls(trained: Path, tmp_path: Path) -> None:
     run = runs.open_run(trained)
-    trace.write(tmp_path / "trace.json", run)
-    events = read(tmp_path / "trace.json")
+    events = written(tmp_path, run)
     found = [slices[-1] for slices in calls_of(events)]
 
     def at(end: Event) -> int:
@@ -144,8 +149,7 @@ def test_only_the_chosen_steps_are_written(trained: Path, tmp_path: Path, capsys
 
 def test_ranks_are_processes(tmp_path: Path) -> None:
     run = ranked(tmp_path, [call("a", "x", "w", "y")], [call("a", "x", "w", "y"), call("b", "y", "w", "z")])
-    trace.write(tmp_path / "trace.json", run)
-    events = read(tmp_path / "trace.json")
+    events = written(tmp_path, run)
     assert Counter(slices[-1]["pid"] for slices in calls_of(events)) == {1: 1, 2: 2}
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name[:18] for name in names] == ["opintercept rank 0", "opintercept rank 1"]
@@ -163,8 +167,8 @@ def test_calls_that_raised_or_overlap_lie_beside_each_other(tmp_path: Path) -> N
         call("c", "x", "w", "y", started=base + 5_000, elapsed=math.inf),
         call("c", "x", "w", "y", started=base + 10**16, elapsed=-1.0),
     ]
-    trace.write(tmp_path / "trace.json", write(tmp_path / "run", calls))
-    found = {slices[-1]["args"]["index"]: slices for slices in calls_of(read(tmp_path / "trace.json"))}
+    events = written(tmp_path, write(tmp_path / "run", calls))
+    found = {slices[-1]["args"]["index"]: slices for slices in calls_of(events)}
     assert found.keys() == set(range(8))
     assert [each["name"] for each in found[5][:-1]] == ["step 0", "forward", "b", "c"]
     assert [(each["ts"], each["dur"]) for each in (found[0][-1], found[1][-1])] == [(0.0, 1.0), (1.0, 0.9)]
@@ -181,8 +185,7 @@ def test_an_arrow_begins_in_a_thread_that_comes_later(tmp_path: Path) -> None:
         call("a", "x", "w", "y", started=base + 10**7, thread=5, phase="backward", forward=0, grad_of="lhs"),
         call("a", "x", "w", "y", started=base + 2 * 10**7, thread=5, phase="backward", forward=9, grad_of="lhs"),
     ]
-    trace.write(tmp_path / "trace.json", write(tmp_path / "run", calls))
-    arrows = [event for event in read(tmp_path / "trace.json") if event["ph"] in "sf"]
+    arrows = [event for event in written(tmp_path, write(tmp_path / "run", calls)) if event["ph"] in "sf"]
     assert [(event["ph"], event["tid"], event["ts"]) for event in arrows] == [("s", 7, 500.0), ("f", 5, 10500.0)]
 
 

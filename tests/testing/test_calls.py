@@ -339,62 +339,49 @@ def test_all_finite(tensor: Any, finite: bool | None) -> None:
     assert (None if found is None else bool(found)) is finite
 
 
+@torch.library.custom_op("opintercept_tests::plugin_double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+PARTS = "dispatch level sees only its parts; name"
+PRODUCTS = f"{PARTS} 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead,"
+UNWATCHED = "it is not watched; name it in ops="
+WHOLE = "the kernel engine sees the products that it runs; use engine='mode' to see it whole"
+LINEAR = "there is no such operator; did you mean 'linear' or 'inner' or 'bilinear'"
+ADDMM = "there is no such operator; did you mean 'addmm' or 'addmm_'"
+
+
 @pytest.mark.parametrize(
     ("options", "op", "why"),
     [
-        (
-            {},
-            "matmul",
-            "dispatch level sees only its parts; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
-            "leave op out for the whole family, or use level='function'",
-        ),
-        (
-            {},
-            "linear",
-            "dispatch level sees only its parts; name 'mm', 'addmm', 'bmm', 'mv' and 'dot' instead, "
-            "or use level='function'",
-        ),
+        ({}, "matmul", f"{PRODUCTS} leave op out for the whole family, or use level='function'"),
+        ({}, "linear", f"{PRODUCTS} or use level='function'"),
         (
             {},
             "scaled_dot_product_attention",
-            "dispatch level sees only its parts; name '_scaled_dot_product_flash_attention' and its "
-            "like, or 'bmm' for the math path instead, or use level='function'",
+            f"{PARTS} '_scaled_dot_product_flash_attention' and its like, or 'bmm' for the math path instead, "
+            "or use level='function'",
         ),
-        ({}, "adddmm", "there is no such operator; did you mean 'addmm' or 'addmm_'"),
+        ({}, "adddmm", ADDMM),
         ({}, "no_such_operator::at_all", "there is no such operator; see torch.ops for all names"),
         ({}, "mm.out", "calls are named without the overload, 'mm'"),
         ({}, "torch.nn.functional.linear", "it is a function; use level='function'"),
-        ({}, "softmax", "it is not watched; name it in ops="),
-        ({}, "opintercept_tests::plugin_double", "it is not watched; name it in ops="),
-        ({}, "plugin_double", "it is not watched; name it in ops="),
-        (
-            {},
-            "linalg_pinv",
-            "the kernel engine sees the products that it runs; use engine='mode' to see it whole",
-        ),
-        (
-            {},
-            "cond",
-            "the kernel engine sees the products that it runs; use engine='mode' to see it whole",
-        ),
-        ({"ops": ["mv"]}, "mm", "it is not watched; name it in ops="),
-        ({"engine": "mode"}, "adddmm", "there is no such operator; did you mean 'addmm' or 'addmm_'"),
-        ({"engine": "mode", "ops": "all"}, "adddmm", "there is no such operator; did you mean 'addmm' or 'addmm_'"),
-        ({"level": "function"}, "liner", "there is no such operator; did you mean 'linear' or 'inner' or 'bilinear'"),
-        (
-            {"level": "function", "ops": "all"},
-            "liner",
-            "there is no such operator; did you mean 'linear' or 'inner' or 'bilinear'",
-        ),
-        ({"level": "function"}, "softmax", "it is not watched; name it in ops="),
-        ({"level": "function", "ops": ["linear"]}, "mm", "it is not watched; name it in ops="),
+        ({}, "softmax", UNWATCHED),
+        ({}, "opintercept_tests::plugin_double", UNWATCHED),
+        ({}, "plugin_double", UNWATCHED),
+        ({}, "linalg_pinv", WHOLE),
+        ({}, "cond", WHOLE),
+        ({"ops": ["mv"]}, "mm", UNWATCHED),
+        ({"engine": "mode"}, "adddmm", ADDMM),
+        ({"engine": "mode", "ops": "all"}, "adddmm", ADDMM),
+        ({"level": "function"}, "liner", LINEAR),
+        ({"level": "function", "ops": "all"}, "liner", LINEAR),
+        ({"level": "function"}, "softmax", UNWATCHED),
+        ({"level": "function", "ops": ["linear"]}, "mm", UNWATCHED),
     ],
 )
 def test_an_operator_that_no_call_can_be_is_refused(op_calls: OpCalls, options: Any, op: str, why: str) -> None:
-    @torch.library.custom_op("opintercept_tests::plugin_double", mutates_args=())
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
     text = re.escape(f"no call can have op={op!r}: {why}")
     with op_calls.block(**options) as calls:
         pass
@@ -415,17 +402,16 @@ def test_an_operator_that_no_call_can_be_is_refused(op_calls: OpCalls, options: 
         ({"ops": "mm.out"}, ["mm"]),
         ({"ops": "quantized::linear"}, ["linear", "quantized::linear"]),
         ({"engine": "mode"}, ["mm", "matmul", "linear", "linalg_pinv", "cond", "higher_order::cond"]),
-        ({"ops": "all"}, ["mm", "matmul", "softmax", "plugin_double", "opintercept_tests::plugin_double", "cond"]),
+        (
+            {"engine": "mode", "ops": "all"},
+            ["mm", "matmul", "softmax", "plugin_double", "opintercept_tests::plugin_double", "cond"],
+        ),
         ({"level": "function"}, ["linear", "torch.nn.functional.linear", "matmul", "__matmul__", "mm", "aten::mm"]),
         ({"level": "function", "ops": [torch.nn.functional.softmax]}, ["softmax", "torch.nn.functional.softmax"]),
         ({"level": "function", "ops": "all"}, ["softmax", "torch.nn.functional.softmax", "relu", "aten::mm"]),
     ],
 )
 def test_an_operator_that_a_call_can_be_is_accepted(op_calls: OpCalls, options: Any, ops: list[str]) -> None:
-    @torch.library.custom_op("opintercept_tests::plugin_double", mutates_args=())
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
     with op_calls.block(**options) as calls:
         pass
     calls.expect(op=ops, count=0)

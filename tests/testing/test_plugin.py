@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import run_threads
 
 from opintercept import hooks, intercept
 from opintercept.testing.plugin import OpCalls
@@ -741,7 +741,5 @@ def test_the_failure_in_the_guide_is_what_its_test_prints(run: Run) -> None:
 
 
 def test_other_threads_are_not_watched(op_calls: OpCalls) -> None:
-    thread = threading.Thread(target=lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)))
-    thread.start()
-    thread.join()
+    run_threads(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)))
     op_calls.expect(count=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -119,9 +120,7 @@ def test_a_device_gives_the_hash_and_counts_of_the_host(
 
 @settings(max_examples=150, deadline=None)
 @given(shape=SHAPES.filter(math.prod), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32), data=st.data())
-def test_one_flipped_bit_changes_the_hash(
-    shape: tuple[int, ...], dtype: torch.dtype, seed: int, data: st.DataObject
-) -> None:
+def test_one_flipped_bit_changes_the_hash(shape: Any, dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
     tensor = random_bits(shape, dtype, seed)
     before = hash_of(tensor)
     raw = tensor.view(-1).view(torch.uint8)
@@ -313,7 +312,7 @@ def test_writes_through_numpy_are_seen() -> None:
         assert hash_of(tensor) == hash_of(tensor.clone()) != stale
 
 
-@pytest.mark.usefixtures("forgetful", "quick_collections")
+@pytest.mark.usefixtures("forgetful")
 @pytest.mark.slow
 def test_memory_that_is_used_again_is_read_again() -> None:
     source = torch.randn(32, 32)
@@ -414,8 +413,6 @@ def test_few_values_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("forgetful", "by_torch")
 def test_nothing_is_kept_alive() -> None:
-    import weakref
-
     tensor = torch.randn(16, 16)
     gone = weakref.ref(tensor)
     hash_of(tensor)
@@ -424,16 +421,7 @@ def test_nothing_is_kept_alive() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(3, device="meta"),
-        torch.ones(3).to(torch.uint16),
-        None,
-        3,
-    ],
-    ids=["meta", "uint16", "none", "number"],
-)
+@pytest.mark.parametrize("tensor", [torch.ones(3, device="meta"), torch.ones(3).to(torch.uint16), None, 3], ids=repr)
 def test_a_tensor_that_cannot_be_reduced_has_no_values_or_all(tensor: Any) -> None:
     content = content_of(tensor)
     assert content is None or content.read().count == 3

@@ -226,10 +226,8 @@ def test_the_histogram_agrees_with_the_floor_of_the_logarithm(way: str, dtype: t
 
 
 def test_the_ends_of_the_histogram_include_all_values_beyond() -> None:
-    found = seen(
-        torch.tensor([1e-300, 5e-324, 2.0**-149, 2.0**127, 1e300, 0.0, math.inf], dtype=torch.float64), histogram=True
-    )
-    assert found.histogram("m") == {-149: 3, 127: 2}
+    values = torch.tensor([1e-300, 5e-324, 2.0**-149, 2.0**127, 1e300, 0.0, math.inf], dtype=torch.float64)
+    assert seen(values, histogram=True).histogram("m") == {-149: 3, 127: 2}
     assert seen(torch.zeros(3), histogram=True).histogram("m") == {}
 
 
@@ -295,7 +293,7 @@ class Waits(TorchDispatchMode):
     """Finds the operators that make the host wait for a device."""
 
     WAITING = frozenset(
-        [
+        (
             "_local_scalar_dense",
             "nonzero",
             "masked_select",
@@ -305,7 +303,7 @@ class Waits(TorchDispatchMode):
             "equal",
             "unique",
             "bincount",
-        ]
+        )
     )
 
     def __init__(self) -> None:

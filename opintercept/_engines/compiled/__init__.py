@@ -21,8 +21,13 @@ from opintercept._core.in_kernel import ROLES
 from opintercept._core.noted import Ring, on_forget
 from opintercept._engines import foreign, kernels, scope
 from opintercept._engines.dynamo import keep_out
+from opintercept._engines.overloads import Overloads
 from opintercept._native import build, library, values
-from opintercept._ops.table import OWN
+from opintercept._ops import slots
+from opintercept._ops.families import makes_values
+from opintercept._ops.scratch import OVERWRITES, UPDATED, UPDATES, torchs_name
+from opintercept._ops.table import exact
+from opintercept._ops.table import overloads as overloads_of
 from opintercept._origin import stack
 
 
@@ -38,15 +43,18 @@ class Extension:
 
     def __init__(self, extension: Any) -> None:
         self._extension = extension
-        # By the overload's name, with the overload; None for those that need a kernel in Python.
-        self._prepared: dict[str, tuple[torch._ops.OpOverload, Any]] = {}
+        # By the overload's name, with the overload of another library, which may be loaded again.
+        self._prepared: dict[str, tuple[torch._ops.OpOverload | None, Any]] = {}
+        foreign.registrations = extension.registrations
         # C++ calls these directly, without a frame of ours above them that keeps Dynamo out.
         called = (scope.Scope.watch, _pipeline.run, scope.current, stack.backward_phase, foreign.has_changed)
         functions = [keep_out(function) for function in called]
-        extension.setup(scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.SOURCE, *functions)
+        extension.setup(
+            scope.state, scope.CARRIED, scope.Scope, scope.Watch, kernels.SOURCE, *functions, keep_out(_in_python)
+        )
         scope.state.told = extension.watch
         scope.state.tell()
-        for name in ("after_kernel", "flush", "forward_of", "lasting_call_site", "link", "number_of"):
+        for name in ("beside_kernel", "deliver", "flush", "forward_of", "lasting_call_site", "link", "number_of"):
             setattr(_pipeline.Pipeline, name, keep_out(getattr(_pipeline.Pipeline, name)))
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE, keep_out)
         on_forget(extension.forget_notes)
@@ -58,33 +66,73 @@ class Extension:
         has_walk = extension.set_up_walk(*stack.WALKED_CODE, torch.nn.Module, stack.NOT_SOURCE)
         self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk
 
-    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any] | None:
-        """A callable that installs a kernel in C++; None for an overload that needs a kernel in Python."""
-        schema = overload._schema
-        names = (schema.name, schema.overload_name)
+    def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
+        """A callable that installs a kernel in C++."""
+        packet, _, overload_name = name.partition(".")
+        overload = None if foreign.is_torchs(name) else overloads[name]
         known, prepared = self._prepared.get(name, (None, None))
-        if known is not overload:
-            redispatch = _from_raw(kernels.redispatcher(name, overload))
-            prepared = self._extension.prepare(*names, name, overload, redispatch, schema.name not in OWN)
+        if prepared is None or known is not overload:
+            prepared = self._extension.prepare(
+                packet, overload_name, name, overload is not None, name in kernels.CONSTRUCTORS
+            )
             self._prepared[name] = overload, prepared
-        return None if prepared is None else functools.partial(self._extension.install, *names, prepared)
+        return functools.partial(self._extension.install, packet, overload_name, prepared)
+
+
+def _in_python(name: str) -> tuple[torch._ops.OpOverload, Callable[..., Any]]:
+    """An overload, and what runs it with arguments that a hook has replaced."""
+    overload = next(iter(overloads_of(exact(name))))
+    return overload, _from_raw(kernels.redispatcher(name, overload))
 
 
 def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any, ...] | None:
-    """The rings of the pipelines that see an operator, whether it is opaque, and the places of its operands.
+    """What kernels need to know to note the calls of an operator; None if the hooks have to see each of them.
 
-    None if the hooks have to see each of its calls.
+    An operator with inner steps to be seen is left to Python. So are those whose operands are codes or come in lists,
+    and those that write to an argument outputs whose size depends on values.
 
-    An operator with inner steps to be seen is left to Python. So are those whose operands are codes, and those that
-    write to their arguments, which hooks have to read before.
+    Returns:
+        The rings of the pipelines that see it; whether it is opaque; the places of its operands; those of other
+        arguments with tensors that it reads, with their slots in a record, or -1 for the next free ones; the places of
+        the arguments that it writes to, and of those among them that it reads; whether its outputs are views or
+        uninitialised, which nobody reads; and whether the values of small tensors of integers decide how a call looks.
     """
     row = watch.row
     rings = tuple(pipeline.queue.ring for pipeline in watch.pipelines if pipeline.queue is not None)
-    if len(rings) != len(watch.pipelines) or watch.inner is not watch.hidden or overload._schema.is_mutable:
+    if len(rings) != len(watch.pipelines) or watch.inner is not watch.hidden:
         return None
     if row.kind != "leaf" or row.scales or row.dequantize:
         return None
-    return rings, row.opaque, tuple(row.roles[role][0] if role in row.roles else -1 for role in ROLES[:4])
+    schema = overload._schema
+    short = torchs_name(row.name)
+    written = tuple(
+        i
+        for i, a in enumerate(schema.arguments)
+        if (a.alias_info is not None and a.alias_info.is_write) or (short in UPDATES and a.name in UPDATED)
+    )
+    if written and not _OF_UNKNOWN_SIZE.isdisjoint(overload.tags):
+        return None
+    if any("List" in str(schema.arguments[place].type) for place, _ in row.roles.values()):
+        return None
+    read = tuple(i for i in written if not schema.arguments[i].is_out and short not in OVERWRITES)
+    if row.family == "other":
+        for hook in (hook for pipeline in watch.pipelines for hook in pipeline.hooks if hasattr(hook, "sees_others")):
+            hook.sees_others = True  # it is not shown calls with finite values
+    places = tuple(row.roles[role][0] if role in row.roles else -1 for role in ROLES)
+    others = tuple(
+        (i, ROLES.index(a.name) if a.name in slots.OPERANDS and _is_one_tensor(a) else -1)
+        for i, a in enumerate(schema.arguments)
+        if "Tensor" in str(a.type) and not a.is_out and i not in places and (i in read or i not in written)
+    )
+    unread = not makes_values(overload)
+    return rings, row.opaque, places, others, written, read, unread, row.family != "other"
+
+
+def _is_one_tensor(argument: torch._C.Argument) -> bool:
+    return str(argument.type) in ("Tensor", "Optional[Tensor]")
+
+
+_OF_UNKNOWN_SIZE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def _from_raw(redispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,15 +151,16 @@ class CompiledEngine(kernels.KernelEngine):
     """The kernel engine with its kernels, its walk of the stack and its signatures of calls in C++."""
 
     instead = build.INSTEAD
+    left_out = frozenset()
 
     def require(self) -> None:
         """Refuse a torch that lacks what the engine needs, and load the extension, building it first if necessary."""
         super().require()
         load()
 
-    def installation(self, name: str, overload: torch._ops.OpOverload) -> Callable[[], Any]:
-        """A kernel in C++, or one in Python for an overload that needs it."""
-        return load().installation(name, overload) or super().installation(name, overload)
+    def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
+        """A kernel in C++."""
+        return load().installation(name, overloads)
 
     def running(self) -> int:
         """How many kernels in C++ are on the stack of this thread."""

@@ -1,7 +1,7 @@
 // Checks the products of noted calls for `hooks.Checksum`, as `expect` and `screen` of `hooks.checksum.arithmetic` do.
 //
-// Invariant: the checksums of B and of A (B e) are those of `_native/checksums.cpp`, bit for bit, so that Python can take
-// them again. Everything else only has to be close, since Python examines whatever is suspected here.
+// Invariant: the checksums of B and of A (B e) are those of `_native/checksums.cpp`, bit for bit, so that Python can
+// take them again. Everything else only has to be close, since Python examines whatever is suspected here.
 
 #include "checker.h"
 
@@ -128,7 +128,7 @@ Form* Checker::form(const Overload& overload) {
   std::unique_ptr<Form> made;
   {
     pybind11::gil_scoped_acquire gil;
-    THPObjectPtr told(check(PyObject_CallFunctionObjArgs(form_of, overload.overload, nullptr)));
+    THPObjectPtr told(check(PyObject_CallFunctionObjArgs(form_of, overload.in_python().overload, nullptr)));
     if (told.get() != Py_None) {
       made = std::make_unique<Form>();
       if (!PyArg_ParseTuple(told.get(), "iiiii", &made->lhs, &made->rhs, &made->bias, &made->beta, &made->alpha)) {
@@ -262,8 +262,8 @@ bool Checker::compute(
   }
   std::vector<double>& scale = found.weight.scale;
   if (!found.weight.remembered) {
-    // How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any. The checksums
-    // of a few rows may be less by chance, and those of later rows more.
+    // How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any. The
+    // checksums of a few rows may be less by chance, and those of later rows more.
     scale = norms_over_rows(inner, rhs.batch, rhs.rows, groups);
     double left = 0, all = 0;
     for (size_t i = 0; i < count; i++) {
@@ -405,7 +405,8 @@ PyObject* Checker::skipped() {
   THPObjectPtr found(check(PyList_New(0)));
   for (const Form* form = newest; form != nullptr; form = form->next) {
     if (form->lhs < 0 && form->skipped.load() > 0) {
-      THPObjectPtr each(Py_BuildValue("(OL)", form->overload->overload, static_cast<long long>(form->skipped.load())));
+      THPObjectPtr each(
+          Py_BuildValue("(OL)", form->overload->in_python().overload, static_cast<long long>(form->skipped.load())));
       if (each.get() == nullptr || PyList_Append(found.get(), each.get()) < 0) {
         return nullptr;
       }

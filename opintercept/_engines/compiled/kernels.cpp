@@ -6,9 +6,11 @@
 
 #include "kernels.h"
 
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <cstddef>
 
@@ -19,6 +21,7 @@ PyObject* opintercept_look(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_signature(PyObject*, PyObject*);
 PyObject* opintercept_read(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_extent(PyObject*, PyObject*);
+PyObject* opintercept_storage(PyObject*, PyObject*);
 PyObject* opintercept_project(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_sign_sums(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_values(PyObject*, PyObject*);
@@ -52,7 +55,8 @@ const DispatchKeySet UNREAL({
     DispatchKey::PythonTLSSnapshot,
 });
 
-PyObject *state, *carried, *watch_of, *run, *current, *backward_phase, *has_changed; // Python objects, see `setup`
+// Python objects, see `setup`.
+PyObject *state, *carried, *watch_of, *run, *current, *backward_phase, *has_changed, *overload_of;
 PyObject *source, *forward_phase; // strings
 PyObject* invoke_function;
 
@@ -63,9 +67,16 @@ thread_local int running = 0; // kernels on the stack of this thread
 Slot state_everywhere, state_idle, scope_everywhere, scope_carried, scope_tables, watch_hidden, watch_inner,
     watch_pipelines, watch_row, watch_tally;
 
-PyObject* to_python(const c10::IValue& value) {
+PyObject* to_python(const c10::IValue& value, Kind kind = Kind::OTHER) {
   if (value.isNone()) {
     Py_RETURN_NONE;
+  }
+  if (kind != Kind::OTHER && value.isInt()) {
+    auto number = value.toInt();
+    return Py_NewRef(
+        kind == Kind::DTYPE ? reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(number)))
+            : kind == Kind::LAYOUT ? reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(number)))
+                                   : torch::utils::getTHPMemoryFormat(static_cast<at::MemoryFormat>(number)));
   }
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
@@ -76,27 +87,59 @@ PyObject* to_python(const c10::IValue& value) {
   return torch::jit::toPyObject(value).release().ptr();
 }
 
+Kind kind_of(const c10::Argument& argument) {
+  std::string type = argument.real_type()->str();
+  return type.find("ScalarType") != std::string::npos  ? Kind::DTYPE
+      : type.find("Layout") != std::string::npos       ? Kind::LAYOUT
+      : type.find("MemoryFormat") != std::string::npos ? Kind::MEMORY_FORMAT
+                                                       : Kind::OTHER;
+}
+
 } // namespace
 
+const Described& opintercept::Overload::in_python() const {
+  if (described == nullptr) {
+    THPObjectPtr found(check(PyObject_CallOneArg(overload_of, name)));
+    auto made = std::make_unique<Described>();
+    made->overload = Py_NewRef(PyTuple_GET_ITEM(found.get(), 0));
+    made->redispatch = Py_NewRef(PyTuple_GET_ITEM(found.get(), 1));
+    auto packet = std::string(PyUnicode_AsUTF8(name));
+    size_t dot = packet.find('.');
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        packet.substr(0, dot).c_str(), dot == std::string::npos ? "" : packet.substr(dot + 1).c_str());
+    for (const auto& argument : op.schema().arguments()) {
+      made->names.push_back(PyUnicode_InternFromString(argument.name().c_str()));
+      made->kinds.push_back(kind_of(argument));
+      made->defaults.push_back(argument.default_value());
+    }
+    if (described == nullptr) { // Python may have made it while it looked
+      described = made.release();
+    }
+  }
+  return *described;
+}
+
 PyObject* opintercept::positional_of(const Overload& overload, const c10::IValue* values) {
+  const Described& known = overload.in_python();
   size_t positional = overload.positional;
-  while (positional > 0 && overload.defaults[positional - 1].has_value() &&
-         *overload.defaults[positional - 1] == values[positional - 1]) {
+  while (positional > 0 && known.defaults[positional - 1].has_value() &&
+         *known.defaults[positional - 1] == values[positional - 1]) {
     positional--;
   }
   THPObjectPtr args(check(PyTuple_New(static_cast<Py_ssize_t>(positional))));
   for (size_t i = 0; i < positional; i++) {
-    PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), to_python(values[i]));
+    PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), to_python(values[i], known.kinds[i]));
   }
   return Py_NewRef(args.get());
 }
 
 PyObject* opintercept::keywords_of(const Overload& overload, const c10::IValue* values) {
+  const Described& known = overload.in_python();
   THPObjectPtr kwargs(check(PyDict_New()));
-  for (size_t i = overload.positional; i < overload.names.size(); i++) {
-    if (!overload.defaults[i].has_value() || !(*overload.defaults[i] == values[i])) {
-      THPObjectPtr value(to_python(values[i]));
-      if (PyDict_SetItem(kwargs.get(), overload.names[i], value.get()) < 0) {
+  for (size_t i = overload.positional; i < overload.count; i++) {
+    if (!known.defaults[i].has_value() || !(*known.defaults[i] == values[i])) {
+      THPObjectPtr value(to_python(values[i], known.kinds[i]));
+      if (PyDict_SetItem(kwargs.get(), known.names[i], value.get()) < 0) {
         check(nullptr);
       }
     }
@@ -104,9 +147,13 @@ PyObject* opintercept::keywords_of(const Overload& overload, const c10::IValue* 
   return Py_NewRef(kwargs.get());
 }
 
-PyObject* opintercept::outputs_to_python(const Stack& stack, size_t count) {
+PyObject* opintercept::outputs_to_python(const Overload& overload, const Stack& stack, size_t count) {
   if (count == 0) {
     Py_RETURN_NONE;
+  }
+  if (overload.constructs && stack.back().isTensor() && stack.back().toTensor().defined()) {
+    const auto* impl = stack.back().toTensor().unsafeGetTensorImpl(); // another tensor with the same memory
+    return check(THPVariable_Wrap(at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false))));
   }
   if (count == 1) {
     return to_python(stack.back());
@@ -221,7 +268,7 @@ PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
         call->op->redispatchBoxed(call->below, call->stack);
       }
       call->count = call->op->schema().returns().size();
-      call->output = outputs_to_python(*call->stack, call->count);
+      call->output = outputs_to_python(*call->overload, *call->stack, call->count);
       return Py_NewRef(call->output);
     }
     THPObjectPtr raw(check(PyLong_FromUnsignedLongLong(call->below.raw_repr())));
@@ -229,7 +276,7 @@ PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
     std::vector<PyObject*> all(args, args + count + named);
     all[0] = raw.get();
     Inside inside(call);
-    return PyObject_Vectorcall(call->overload->redispatch, all.data(), static_cast<size_t>(count), names);
+    return PyObject_Vectorcall(call->overload->in_python().redispatch, all.data(), static_cast<size_t>(count), names);
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
@@ -316,7 +363,7 @@ struct Kernel final : c10::OperatorKernel {
       return false;
     }
     if (overload.foreign) {
-      THPObjectPtr changed(check(PyObject_CallOneArg(has_changed, overload.overload)));
+      THPObjectPtr changed(check(PyObject_CallOneArg(has_changed, overload.in_python().overload)));
       if (changed.get() == Py_True) {
         return false;
       }
@@ -335,7 +382,7 @@ struct Kernel final : c10::OperatorKernel {
     call.op = &op;
     call.below = below;
     call.stack = stack;
-    call.count = overload.names.size();
+    call.count = overload.count;
     const c10::IValue* values = stack->data() + stack->size() - call.count;
     THPObjectPtr args(positional_of(overload, values));
     THPObjectPtr kwargs(keywords_of(overload, values));
@@ -365,7 +412,7 @@ struct Kernel final : c10::OperatorKernel {
       PyObject* arguments[] = {
           watch_pipelines.of(watch.get()),
           watch_row.of(watch.get()),
-          overload.overload,
+          overload.in_python().overload,
           phase.get(),
           invoke_function,
           head.get(),
@@ -408,12 +455,12 @@ struct Kernel final : c10::OperatorKernel {
   }
 };
 
-// setup(state, carried, Scope, Watch, source, Scope.watch, run, current, backward_phase, has_changed)
+// setup(state, carried, Scope, Watch, source, Scope.watch, run, current, backward_phase, has_changed, overload_of)
 PyObject* setup(PyObject*, PyObject* args) {
   PyObject *scope, *watch;
   if (!PyArg_ParseTuple(
           args,
-          "OOOOOOOOOO",
+          "OOOOOOOOOOO",
           &state,
           &carried,
           &scope,
@@ -423,7 +470,8 @@ PyObject* setup(PyObject*, PyObject* args) {
           &run,
           &current,
           &backward_phase,
-          &has_changed)) {
+          &has_changed,
+          &overload_of)) {
     return nullptr;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(state));
@@ -433,38 +481,29 @@ PyObject* setup(PyObject*, PyObject* args) {
       !watch_pipelines.find(watch, "pipelines") || !watch_row.find(watch, "row") || !watch_tally.find(watch, "tally")) {
     return nullptr;
   }
-  for (PyObject* each : {state, carried, source, watch_of, run, current, backward_phase, has_changed}) {
+  for (PyObject* each : {state, carried, source, watch_of, run, current, backward_phase, has_changed, overload_of}) {
     Py_INCREF(each);
   }
   Py_RETURN_NONE;
 }
 
-// prepare(name, overload name, both as one, overload, redispatch, foreign) -> capsule, or None for an overload with an
-// argument for which torch makes a Python object that C++ cannot easily make: a dtype, a layout, a memory format
+// prepare(name, overload name, both as one, foreign, constructs) -> capsule
 PyObject* prepare(PyObject*, PyObject* args) {
   const char *name, *overload_name;
-  PyObject *key, *object, *redispatch;
-  int foreign;
-  if (!PyArg_ParseTuple(args, "ssOOOp", &name, &overload_name, &key, &object, &redispatch, &foreign)) {
+  PyObject* key;
+  int foreign, constructs;
+  if (!PyArg_ParseTuple(args, "ssOpp", &name, &overload_name, &key, &foreign, &constructs)) {
     return nullptr;
   }
   try {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload_name);
+    auto* made = new Overload{Py_NewRef(key), foreign != 0, prepared++, constructs != 0};
     for (const auto& argument : op.schema().arguments()) {
-      std::string type = argument.real_type()->str();
-      for (const char* special : {"ScalarType", "Layout", "MemoryFormat"}) {
-        if (type.find(special) != std::string::npos) {
-          Py_RETURN_NONE;
-        }
-      }
+      made->count++;
+      made->positional += !argument.kwarg_only();
     }
-    auto* made = new Overload{Py_NewRef(key), Py_NewRef(object), Py_NewRef(redispatch), foreign != 0, prepared++};
-    for (const auto& argument : op.schema().arguments()) {
-      made->names.push_back(PyUnicode_InternFromString(argument.name().c_str()));
-      made->defaults.push_back(argument.default_value());
-      if (!argument.kwarg_only()) {
-        made->positional++;
-      }
+    if (made->foreign) {
+      made->in_python(); // while its schema is there
     }
     return PyCapsule_New(made, nullptr, nullptr);
   } catch (...) {
@@ -500,6 +539,24 @@ PyObject* install(PyObject*, PyObject* args) {
   }
 }
 
+std::atomic<long long> registered{0};
+
+struct Listener final : c10::OpRegistrationListener { // counts operators that come and go
+  void onOperatorRegistered(const c10::OperatorHandle&) override {
+    registered.fetch_add(1, std::memory_order_relaxed);
+  }
+  void onOperatorDeregistered(const c10::OperatorHandle&) override {
+    registered.fetch_add(1, std::memory_order_relaxed);
+  }
+};
+
+PyObject* registrations(PyObject*, PyObject*) {
+  static const auto* const kept = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
+  (void)kept; // for ever: operators go while the process ends
+  return PyLong_FromLongLong(registered.load(std::memory_order_relaxed));
+}
+
 // watch(whether threads that have entered nothing may be watched, whether tasks have blocks of their own)
 PyObject* watch(PyObject*, PyObject* args) {
   int all, tasks;
@@ -526,6 +583,7 @@ PyMethodDef methods[] = {
     {"watch", watch, METH_VARARGS, nullptr},
     {"unseen", unseen_calls, METH_NOARGS, nullptr},
     {"running", running_kernels, METH_NOARGS, nullptr},
+    {"registrations", registrations, METH_NOARGS, nullptr},
     {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"set_up_walk", opintercept_set_up_walk, METH_VARARGS, nullptr},
     {"walk", opintercept_walk, METH_NOARGS, nullptr},
@@ -534,6 +592,7 @@ PyMethodDef methods[] = {
     {"set_up_values", opintercept_set_up_values, METH_VARARGS, nullptr},
     {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_read)), METH_FASTCALL, nullptr},
     {"extent", opintercept_extent, METH_O, nullptr},
+    {"storage", opintercept_storage, METH_O, nullptr},
     {"project", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_project)), METH_FASTCALL, nullptr},
     {"sign_sums",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_sign_sums)),

@@ -51,15 +51,27 @@ struct Slot {
   }
 };
 
-struct Overload {
-  PyObject* name;
+// Of what an argument is to Python where its value alone does not say it.
+enum class Kind : char { OTHER, DTYPE, LAYOUT, MEMORY_FORMAT };
+
+// What Python knows of an overload. Made when it is first asked for: a block may install two thousand kernels.
+struct Described {
   PyObject* overload;
   PyObject* redispatch; // (raw key set, *args, **kwargs), for arguments that a hook has replaced
+  std::vector<PyObject*> names;
+  std::vector<Kind> kinds;
+  std::vector<std::optional<c10::IValue>> defaults; // a schema that is unloaded takes its own with it
+};
+
+struct Overload {
+  PyObject* name;
   bool foreign; // whether its library may be unloaded, and loaded again with another schema
   size_t number; // counts the overloads, see `prepared`
-  size_t positional = 0;
-  std::vector<PyObject*> names;
-  std::vector<std::optional<c10::IValue>> defaults; // a schema that is unloaded takes its own with it
+  bool constructs; // whether torch makes objects of subclasses from its output, see `kernels.CONSTRUCTORS`
+  size_t count = 0, positional = 0; // arguments
+  mutable const Described* described = nullptr;
+
+  const Described& in_python() const; // with the interpreter's lock
 };
 
 extern std::atomic<bool> has_tasks; // whether a task of an event loop has blocks of its own
@@ -132,7 +144,7 @@ struct Hidden {
 // The values as torch hands them to kernels in Python: without trailing defaults and the defaults of keyword arguments.
 PyObject* positional_of(const Overload& overload, const c10::IValue* values); // a tuple
 PyObject* keywords_of(const Overload& overload, const c10::IValue* values); // a dict
-PyObject* outputs_to_python(const Stack& stack, size_t count);
+PyObject* outputs_to_python(const Overload& overload, const Stack& stack, size_t count);
 
 // Runs a call and notes it for hooks that need no more. False, with nothing changed, if the hooks have to see it.
 bool ran_noted(

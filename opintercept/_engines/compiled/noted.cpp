@@ -1,6 +1,6 @@
-// Runs a call and notes it in the rings of the pipelines that see it, for hooks that need no more than a row, statistics
-// or to know that all values are finite, or the product right. What is new, such as a shape or a place, is shown to the
-// hooks in Python once.
+// Runs a call and notes it in the rings of the pipelines that see it, for hooks that need no more than a row,
+// statistics or to know that all values are finite, or the product right. What is new, such as a shape or a place, is
+// shown to the hooks in Python once.
 //
 // Invariant: until the operator runs, a call can still be handed to Python, and nothing has changed. Without the
 // interpreter's lock nothing here reads a Python object but those that the scope or this thread's frames keep alive.
@@ -17,7 +17,9 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <chrono>
 
 namespace {
@@ -26,14 +28,20 @@ using namespace opintercept;
 
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
-PyObject *number_name, *here_name, *note_name, *behind_name, *late_name, *settle_name;
+PyObject *number_name, *here_name, *note_name, *behind_name, *beside_name, *deliver_name, *settle_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 struct Entry {
   std::vector<Ring*> rings; // of the pipelines, in order
   std::vector<PyObject*> owned;
-  std::array<int, OUTPUT> positions{}; // of the operands among the arguments, or -1
+  std::array<int, ROLES> positions{}; // of the operands among the arguments, or -1
+  // Of other arguments with tensors: the position, and the slot of a record that they take, or -1 for the next free
+  // ones.
+  std::vector<std::pair<size_t, int>> others;
+  std::vector<size_t> written, overwritten; // the arguments that it writes to, and those of them that it reads before
   bool opaque = false; // then each call becomes a row, to be counted
+  bool unread = false; // whether its outputs are views of what was read before, or memory that nobody has written
+  bool numbers = true; // whether the values of small tensors of integers may decide how a call looks
   PyObject* row = nullptr;
   PyObject* hidden_scope = nullptr; // the watch owns it, and the scope the watch
   ScopePtr hidden;
@@ -91,6 +99,17 @@ bool is_cast(const at::Tensor* lhs) { // `_origin.autocast.autocast_below`
   return !at::autocast::is_autocast_enabled(device) && at::autocast::get_autocast_dtype(device) == lhs->scalar_type();
 }
 
+// Ends a call that hooks have seen before it ran, also where another hook raised.
+struct EndsCall {
+  void operator()(PyObject* call) const {
+    pybind11::gil_scoped_acquire gil;
+    if (PyObject_SetAttrString(call, "owner", Py_None) < 0) {
+      PyErr_Clear();
+    }
+    Py_DECREF(call);
+  }
+};
+
 // A call in one ring.
 struct Part {
   Ring* ring;
@@ -99,13 +118,21 @@ struct Part {
   bool rows; // whether the call is described, for a row or a line
   Row row{};
   std::unique_ptr<Checked> checked; // what the output should be; null if the call is not checked
+  std::unique_ptr<PyObject, EndsCall> begun; // the call, if its hooks have seen it before it ran
   bool described = false; // whether the key says all that a look depends on
   std::array<Values, ROLES> values;
 
   const Plan& plan() const {
     return *known->plan;
   }
+  bool records_alone() const { // whether values are read for nothing but a record
+    return plan().writes != nullptr && !plan().rows;
+  }
 };
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) { // null where there is none
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
 
 PyObject* rows_of(const Ring* ring) { // borrowed: the watch's pipeline owns it
   return check(PyWeakref_GetObject(ring->rows));
@@ -142,8 +169,12 @@ struct Call {
   c10::SmallVector<Part, 2> parts;
   std::vector<c10::IValue> given; // the arguments again, once the stack has the outputs
   bool backward = false;
-  uint64_t before = 0; // autograd's number of the next node
   double elapsed = 0;
+  std::vector<std::pair<at::Tensor, Ends>> before; // the range of what the call overwrites
+
+  bool writes() const {
+    return !entry.written.empty();
+  }
 
   const at::Tensor* operand(size_t role) const {
     int position = entry.positions[role];
@@ -152,6 +183,62 @@ struct Call {
     }
     const at::Tensor& tensor = values[position].toTensor();
     return tensor.defined() ? &tensor : nullptr;
+  }
+
+  using Operands = std::array<const at::Tensor*, ROLES>;
+
+  // The tensors that are read before the operator runs. A record has others beside the operands, as `_ops.slots` says.
+  Operands operands(const Part& part) const {
+    Operands found{};
+    if (!reads_any()) {
+      return found;
+    }
+    for (size_t role = 0; role < ROLES; role++) {
+      found[role] = operand(role);
+    }
+    if (part.plan().writes != nullptr) {
+      for (auto [position, slot] : entry.others) {
+        if (slot >= 0) {
+          size_t own = static_cast<size_t>(slot);
+          fill(found, own, values[position]);
+        }
+      }
+      size_t free = 0;
+      for (auto [position, slot] : entry.others) {
+        if (slot < 0) {
+          fill(found, free, values[position]);
+        }
+      }
+    }
+    return found;
+  }
+
+  static void fill(Operands& found, size_t& free, const c10::IValue& value) {
+    if (value.isList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        fill(found, free, item);
+      }
+    } else if (value.isTensor() && value.toTensor().defined() && !is_number(value.toTensor())) {
+      while (free < ROLES && (found[free] != nullptr || is_output(free))) {
+        free++;
+      }
+      if (free < ROLES) {
+        found[free] = &value.toTensor();
+      }
+    }
+  }
+
+  static bool is_number(const at::Tensor& tensor) { // to Python
+    return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+  }
+
+  static bool is_output(size_t slot) {
+    return slot >= OUTPUT && slot < AFTER_OUTPUTS;
+  }
+
+  // Whether tensors are read. Those of views have been, where they were made, and have no place in a record.
+  bool reads_any() const {
+    return !entry.unread;
   }
 
   bool reads(Part& part, size_t role, const at::Tensor& tensor) {
@@ -198,16 +285,17 @@ struct Call {
   PyObject* addresses() const { // of the positional arguments; 0 for what is not a tensor
     THPObjectPtr found(check(PyTuple_New(static_cast<Py_ssize_t>(overload.positional))));
     for (size_t i = 0; i < overload.positional; i++) {
-      PyTuple_SET_ITEM(found.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromVoidPtr(address(values[i]))));
+      PyTuple_SET_ITEM(
+          found.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromVoidPtr(const_cast<void*>(address(values[i])))));
     }
     return Py_NewRef(found.get());
   }
 
-  static void* address(const c10::IValue& value) { // `_origin.links.address`
+  static const void* address(const c10::IValue& value) { // `_origin.links.address`
     if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().has_storage()) {
       return nullptr;
     }
-    return value.toTensor().data_ptr();
+    return value.toTensor().const_data_ptr(); // and not of a copy, which writing to a lazy clone would make
   }
 
   // Of which forward call this backward call computes a gradient. False if Python has to find out.
@@ -215,30 +303,44 @@ struct Call {
     pybind11::gil_scoped_acquire gil;
     THPObjectPtr used(addresses());
     const at::Tensor* lhs = operand(0);
-    THPObjectPtr left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : address(*lhs))));
+    THPObjectPtr left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : const_cast<void*>(address(*lhs)))));
     THPObjectPtr found(
         check(PyObject_CallMethodObjArgs(rows_of(part.ring), behind_name, used.get(), left.get(), nullptr)));
     if (found.get() == Py_None) {
       return false;
     }
     PyObject* place = PyTuple_GET_ITEM(found.get(), 0);
-    part.row.place = part.ring->remember_place(part.known, place, number_of(part, place));
+    part.row.place = part.ring->place_of(*part.known, place);
+    if (part.row.place == UNKNOWN) {
+      part.row.place = part.ring->remember_place(part.known, place, number_of(part, place));
+    }
     PyObject *forward = PyTuple_GET_ITEM(found.get(), 1), *grad_of = PyTuple_GET_ITEM(found.get(), 2);
     part.row.forward = forward == Py_None ? -1 : PyLong_AsLongLong(forward);
     part.row.grad_of = static_cast<int8_t>(grad_of == Py_None ? -1 : PyUnicode_READ_CHAR(grad_of, 0) == 'r');
     return part.row.place != UNKNOWN;
   }
 
+  static bool needs_gradient(const c10::IValue& value) {
+    if (value.isList()) {
+      auto items = value.toListRef();
+      return std::any_of(items.begin(), items.end(), needs_gradient);
+    }
+    return value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad();
+  }
+
   // Notes a forward call that autograd records, for its backward calls.
   void note(Part& part) {
-    pybind11::gil_scoped_acquire gil;
-    THPObjectPtr used(addresses());
     std::vector<long> wanted;
     for (size_t i = 0; i < overload.positional; i++) {
-      if (values[i].isTensor() && values[i].toTensor().defined() && values[i].toTensor().requires_grad()) {
+      if (needs_gradient(values[i])) {
         wanted.push_back(static_cast<long>(i));
       }
     }
+    if (wanted.empty() && !entry.numbers) {
+      return; // autograd has no node for it
+    }
+    pybind11::gil_scoped_acquire gil;
+    THPObjectPtr used(addresses());
     THPObjectPtr positions(check(PyTuple_New(static_cast<Py_ssize_t>(wanted.size()))));
     for (size_t i = 0; i < wanted.size(); i++) {
       PyTuple_SET_ITEM(positions.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromLong(wanted[i])));
@@ -255,6 +357,21 @@ struct Call {
         nullptr)));
   }
 
+  // Writes the record of a call that has run. Leaves the values of operands, which other hooks get.
+  bool write(Part& part, const std::string& key) const {
+    if (part.plan().writes == nullptr) {
+      return true;
+    }
+    if (entry.unread) {
+      return part.ring->write(part.known, key, part.row, {});
+    }
+    bool written = part.ring->write(part.known, key, part.row, part.values);
+    for (size_t role = 0; role < ROLES; role++) {
+      part.values[role].known &= is_output(role) || entry.positions[role] >= 0;
+    }
+    return written;
+  }
+
   // Counts a call that was checked, unless the hooks see it, which check it again.
   static void count(const Part& part) {
     if (part.checked != nullptr) {
@@ -262,30 +379,116 @@ struct Call {
     }
   }
 
-  // Tells the pipeline of a call that has run, so that its hooks see it in Python. Returns what they learn of it.
-  PyObject* show(Part& part, PyObject* output, PyObject* exception) {
+  // Shows the hooks a call in Python, before it runs, which returns the call, or once it has, which returns what they
+  // learn.
+  PyObject* show(Part& part, bool ran, PyObject* output, PyObject* exception) {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
     HandedOver checked(part.checked.get());
-    THPObjectPtr args(positional_of(overload, given.data())), kwargs(keywords_of(overload, given.data()));
+    bool again = part.begun != nullptr;
+    THPObjectPtr args(again ? PyTuple_New(0) : positional_of(overload, values)),
+        kwargs(again ? PyDict_New() : keywords_of(overload, values)), read(check(PyList_New(0)));
+    for (auto& [tensor, ends] : before) {
+      THPObjectPtr each(Py_BuildValue("(Ndd)", THPVariable_Wrap(tensor), ends.low, ends.high));
+      if (each.get() == nullptr || PyList_Append(read.get(), each.get()) < 0) {
+        check(nullptr);
+      }
+    }
     THPObjectPtr index(check(PyLong_FromLongLong(part.row.index))),
         started(check(PyLong_FromLongLong(part.row.started)));
     THPObjectPtr seconds(check(PyFloat_FromDouble(elapsed)));
     THPObjectPtr phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
     return check(PyObject_CallMethodObjArgs(
         rows_of(part.ring),
-        late_name,
+        beside_name,
+        again ? part.begun.get() : Py_None,
         entry.row,
-        overload.overload,
+        overload.in_python().overload,
         phase.get(),
         args.get(),
         kwargs.get(),
-        output,
-        exception,
         index.get(),
         backward ? Py_None : part.known->place(part.row.place),
         started.get(),
+        read.get(),
+        ran ? Py_True : Py_False,
+        output,
+        exception,
         seconds.get(),
         nullptr));
+  }
+
+  // The tensors among the outputs, in lists too; of an operator that returns nothing, those that it has written to.
+  std::vector<at::Tensor> results(const c10::IValue* outputs, size_t count) const {
+    std::vector<at::Tensor> found;
+    for (size_t i = 0; i < count; i++) {
+      add_tensors(found, outputs[i]);
+    }
+    for (size_t i = 0; count == 0 && i < entry.written.size(); i++) {
+      add_tensors(found, given[entry.written[i]]);
+    }
+    return found;
+  }
+
+  static void add_tensors(std::vector<at::Tensor>& found, const c10::IValue& value) {
+    if (value.isList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        add_tensors(found, item);
+      }
+    } else {
+      found.push_back(value.isTensor() ? value.toTensor() : at::Tensor());
+    }
+  }
+
+  // Whether an argument that the operator only reads lies in memory that it writes to.
+  bool reads_written() const {
+    std::vector<const c10::StorageImpl*> memory;
+    for (size_t place : entry.written) {
+      add_storages(memory, values[place]);
+    }
+    for (size_t i = 0; i < overload.count; i++) {
+      if (std::find(entry.written.begin(), entry.written.end(), i) != entry.written.end()) {
+        continue;
+      }
+      std::vector<const c10::StorageImpl*> own;
+      add_storages(own, values[i]);
+      for (const auto* each : own) {
+        if (each != nullptr && std::find(memory.begin(), memory.end(), each) != memory.end()) {
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  static void add_storages(std::vector<const c10::StorageImpl*>& found, const c10::IValue& value) {
+    if (value.isList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        add_storages(found, item);
+      }
+    } else if (value.isTensor()) {
+      found.push_back(storage_of(value.toTensor()));
+    }
+  }
+
+  // Whether what the call overwrites is finite now, as far as that can be told. Keeps the ranges for hooks.
+  bool overwrites_finite(const c10::IValue& value) {
+    if (value.isList()) {
+      auto items = value.toListRef();
+      return std::all_of(items.begin(), items.end(), [&](const c10::IValue& item) { return overwrites_finite(item); });
+    }
+    if (!value.isTensor() || !value.toTensor().defined()) {
+      return true;
+    }
+    const at::Tensor& tensor = value.toTensor();
+    if (c10::isIntegralType(tensor.scalar_type(), true)) {
+      return true;
+    }
+    Ends ends{0, 0};
+    if (!find_range(tensor, ends) || !ends.are_finite()) {
+      return false;
+    }
+    before.emplace_back(tensor, ends);
+    return true;
   }
 };
 
@@ -294,7 +497,8 @@ int64_t nanoseconds_since_1970() {
   return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
 }
 
-// As `threading.get_native_id`, which asks the system each time. The thread that a fork leaves in the child has a new one.
+// As `threading.get_native_id`, which asks the system each time. The thread that a fork leaves in the child has a new
+// one.
 int64_t this_thread() {
   static std::atomic<int> forks{0};
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
@@ -311,7 +515,8 @@ double seconds_since(std::chrono::steady_clock::time_point started) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
-// What a call looks like, in the memory of a thread that no other call uses: a finaliser may multiply while Python runs.
+// What a call looks like, in the memory of a thread that no other call uses: a finaliser may multiply while Python
+// runs.
 struct Key {
   std::string text = std::move(kept);
   Key() {
@@ -327,9 +532,40 @@ struct Key {
 
 thread_local std::string Key::kept;
 
-bool is_surely_finite(const at::Tensor& tensor) {
-  bool finite = true;
-  return !tensor.defined() || c10::isIntegralType(tensor.scalar_type(), true) || (is_finite(tensor, finite) && finite);
+bool is_surely_finite(const c10::IValue& value) {
+  if (value.isList()) {
+    auto items = value.toListRef();
+    return std::all_of(items.begin(), items.end(), is_surely_finite);
+  }
+  if (!value.isTensor() || !value.toTensor().defined()) {
+    return true;
+  }
+  Ends ends{0, 0};
+  const at::Tensor& tensor = value.toTensor();
+  return c10::isIntegralType(tensor.scalar_type(), true) || (find_range(tensor, ends) && ends.are_finite());
+}
+
+// Whether an output lies in the memory of an argument, which has been read where it was made.
+bool is_view(const Call& call, const c10::IValue& output) {
+  const auto* memory = output.isTensor() ? storage_of(output.toTensor()) : nullptr;
+  return memory != nullptr && std::any_of(call.given.begin(), call.given.end(), [&](const c10::IValue& value) {
+           return value.isTensor() && storage_of(value.toTensor()) == memory;
+         });
+}
+
+bool is_finite_after(const Call& call, const c10::IValue* outputs, size_t count) {
+  if (call.writes()) { // what it returns are the tensors that it has written to, or its own
+    for (size_t place : call.entry.written) {
+      if (!is_surely_finite(call.given[place])) {
+        return false;
+      }
+    }
+  } else if (call.entry.unread) {
+    return true;
+  }
+  return std::all_of(outputs, outputs + count, [&](const c10::IValue& output) {
+    return is_view(call, output) || is_surely_finite(output);
+  });
 }
 
 // What the outputs say. Returns whether the pipeline's hooks have to see the call.
@@ -339,45 +575,56 @@ bool look_at_outputs(
   if (part.checked != nullptr && part.checked->form->lhs >= 0 && !plan.checker->agrees(*part.checked, outputs[0])) {
     return true;
   }
-  for (size_t i = 0; plan.finite && i < count; i++) {
-    if (outputs[i].isList() || (outputs[i].isTensor() && !is_surely_finite(outputs[i].toTensor()))) {
-      return true;
-    }
+  if (plan.finite && !is_finite_after(call, outputs, count)) {
+    return true;
   }
-  for (size_t role = OUTPUT; role < ROLES && role - OUTPUT < count; role++) {
-    const c10::IValue& output = outputs[role - OUTPUT];
-    if (plan.reads[role] &&
-        (!output.isTensor() || !output.toTensor().defined() || !call.reads(part, role, output.toTensor()))) {
-      return true;
+  if (call.reads_any()) {
+    const bool strict = !part.records_alone(); // other hooks see what is not a tensor
+    const std::vector<at::Tensor> results = strict ? std::vector<at::Tensor>() : call.results(outputs, count);
+    for (size_t role = OUTPUT; role < AFTER_OUTPUTS && role - OUTPUT < (strict ? count : results.size()); role++) {
+      if (!plan.reads[role] || (!strict && !results[role - OUTPUT].defined())) {
+        continue;
+      }
+      if (strict && (!outputs[role - OUTPUT].isTensor() || !outputs[role - OUTPUT].toTensor().defined())) {
+        return true;
+      }
+      if (!call.reads(part, role, strict ? outputs[role - OUTPUT].toTensor() : results[role - OUTPUT])) {
+        return true;
+      }
     }
   }
   if (!part.rows) {
     return false;
   }
   key.resize(described);
-  for (size_t i = 0; i < count; i++) {
-    if (!look_at(key, outputs[i])) {
-      return true;
+  if (!call.writes()) {
+    for (size_t i = 0; i < count; i++) {
+      if (!look_at_output(key, outputs[i], call.entry.numbers)) {
+        return true;
+      }
     }
-  }
-  if (plan.settings) {
-    look_at_settings(key, at::globalContext());
   }
   part.described = true;
   return false;
 }
 
+PyObject* settle(Call& call, Part& part, PyObject* only_if_free) {
+  Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
+  return check(PyObject_CallMethodObjArgs(rows_of(part.ring), settle_name, only_if_free, nullptr));
+}
+
 // Puts the row of a call that has run into the ring, or shows the call to the hooks.
 void tell(Call& call, Part& part, std::string& key, size_t described, const Stack& stack, size_t count) {
   const c10::IValue* outputs = stack.data() + stack.size() - count;
-  if (!look_at_outputs(call, part, key, described, outputs, count)) {
+  bool shown = look_at_outputs(call, part, key, described, outputs, count);
+  if (!shown && part.begun == nullptr) {
     if (!part.rows) {
       call.count(part);
       return;
     }
     part.row.elapsed = call.elapsed;
     bool half_full = false;
-    bool written = part.plan().writes == nullptr || part.ring->write(part.known, key, part.row, part.values);
+    bool written = call.write(part, key);
     if (written && !part.noted) {
       call.count(part);
       return;
@@ -386,15 +633,24 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
       call.count(part);
       if (half_full) {
         pybind11::gil_scoped_acquire gil;
-        Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
-        THPObjectPtr(check(PyObject_CallMethodObjArgs(rows_of(part.ring), settle_name, Py_True, nullptr)));
+        THPObjectPtr(settle(call, part, Py_True));
       }
       return;
     }
+    if (call.writes() && written) { // what it has overwritten is gone, and hooks cannot read it again
+      pybind11::gil_scoped_acquire gil;
+      if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
+        THPObjectPtr owned(row);
+        Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
+        THPObjectPtr(check(PyObject_CallMethodObjArgs(rows_of(part.ring), deliver_name, row, nullptr)));
+        return;
+      }
+    }
   }
   pybind11::gil_scoped_acquire gil;
-  THPObjectPtr output(outputs_to_python(stack, count));
-  THPObjectPtr look(call.show(part, output.get(), Py_None));
+  THPObjectPtr output(outputs_to_python(call.overload, stack, count));
+  THPObjectPtr look(call.show(part, true, output.get(), Py_None));
+  part.begun.reset();
   if (look.get() != Py_None && part.described) {
     part.ring->remember_look(part.known, key, look.get(), number_in(PyTuple_GET_ITEM(look.get(), 3)));
   }
@@ -412,14 +668,14 @@ bool opintercept::ran_noted(
       scope_carried.of(scope) != Py_None) {
     return false;
   }
-  size_t count = overload.names.size();
+  size_t count = overload.count;
   Call call{overload, *entry, saved, stack->data() + stack->size() - count, {}, {}};
   bool recording = c10::GradMode::is_enabled();
   call.backward = torch::autograd::get_current_graph_task_id() != -1;
   if (call.backward && (recording || is_recompute())) {
     return false; // may be a forward call, or be recorded as one
   }
-  bool links = false, on_host = false;
+  bool links = false, on_host = false, settings = false, finite = false;
   for (Ring* ring : entry->rings) {
     GenerationPtr known = ring->current();
     if (known == nullptr) {
@@ -429,22 +685,38 @@ bool opintercept::ran_noted(
     bool noted = plan.rows || entry->opaque;
     links = links || plan.links;
     on_host = on_host || plan.on_host();
-    call.parts.push_back(Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, false, {}});
+    settings = settings || plan.settings;
+    finite = finite || plan.finite;
+    call.parts.push_back(
+        Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, nullptr, false, {}});
   }
   if (links && !recording && !call.backward && !c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
       !c10::InferenceMode::is_enabled()) {
     return false; // the forward of a custom Function
+  }
+  bool describes = false, fractions = entry->numbers;
+  for (const Part& part : call.parts) {
+    describes = describes || part.rows;
+    fractions = fractions || part.plan().writes != nullptr;
+    if (call.writes() && part.plan().checker != nullptr && entry->numbers) {
+      return false; // hooks that check a product again need its operands
+    }
   }
   Key key;
   key.text.append(reinterpret_cast<const char*>(&overload.number), sizeof overload.number);
   for (size_t i = 0; i < count; i++) {
     const c10::IValue& value = call.values[i];
     if ((on_host && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) ||
-        !look_at(key.text, value)) {
+        (describes && !look_at(key.text, value, entry->numbers, fractions))) {
       return false;
     }
   }
-  key.text.push_back(is_cast(call.operand(0)) ? 'c' : '-');
+  if (describes) {
+    key.text.push_back(is_cast(call.operand(0)) ? 'c' : '-');
+    if (settings) {
+      look_at_settings(key.text, at::globalContext());
+    }
+  }
   size_t described = key.text.size();
   for (Part& part : call.parts) {
     part.row.backward = call.backward;
@@ -453,9 +725,9 @@ bool opintercept::ran_noted(
     if (call.backward ? part.plan().links && !call.find_forward(part) : part.plan().place && !call.find_place(part)) {
       return false;
     }
-    for (size_t role = 0; role < OUTPUT; role++) {
-      const at::Tensor* operand = part.plan().reads[role] ? call.operand(role) : nullptr;
-      if (operand != nullptr && !call.reads(part, role, *operand)) {
+    const Call::Operands operands = call.operands(part);
+    for (size_t role = 0; role < ROLES; role++) {
+      if (part.plan().reads[role] && operands[role] != nullptr && !call.reads(part, role, *operands[role])) {
         return false;
       }
     }
@@ -465,20 +737,33 @@ bool opintercept::ran_noted(
         return false;
       }
     }
+    if (Records* writes = part.plan().writes; call.writes() && writes != nullptr && writes->is_full()) {
+      return false; // Python waits for the writer
+    }
   }
+  if (finite && call.writes() && call.reads_written()) {
+    return false; // hooks read what is about to change
+  }
+  for (size_t place : entry->overwritten) {
+    if (finite && !call.overwrites_finite(call.values[place])) {
+      return false; // hooks read it before the operator runs
+    }
+  }
+  int64_t began = nanoseconds_since_1970(), thread = this_thread();
   for (Part& part : call.parts) { // from here on there is no way back
     part.row.index = part.ring->calls.fetch_add(1, std::memory_order_relaxed);
     part.row.step = part.ring->step.load(std::memory_order_relaxed);
+    part.row.started = began;
+    part.row.thread = thread;
     if (recording && part.plan().links) {
       call.note(part);
     }
+    if (call.writes() && part.rows && !part.ring->knows(part.known, key.text)) {
+      pybind11::gil_scoped_acquire gil;
+      part.begun.reset(call.show(part, false, Py_None, Py_None));
+    }
   }
   call.given.assign(call.values, call.values + count);
-  int64_t began = nanoseconds_since_1970(), thread = this_thread();
-  for (Part& part : call.parts) {
-    part.row.started = began;
-    part.row.thread = thread;
-  }
   auto started = std::chrono::steady_clock::now();
   try {
     inside_noted = true;
@@ -495,7 +780,8 @@ bool opintercept::ran_noted(
     PyErr_NormalizeException(&kind, &value, &trace);
     THPObjectPtr owned_kind(kind), owned_value(value), owned_trace(trace);
     for (Part& part : call.parts) {
-      THPObjectPtr(call.show(part, Py_None, or_none(value)));
+      THPObjectPtr(call.show(part, true, Py_None, or_none(value)));
+      part.begun.reset();
     }
     throw;
   }
@@ -521,18 +807,50 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
   if (overload.number >= known->size || known->entries[overload.number].load(std::memory_order_relaxed) != nullptr) {
     return false;
   }
-  THPObjectPtr found(check(PyObject_CallFunctionObjArgs(rings_of_watch, watch, overload.overload, nullptr)));
+  THPObjectPtr found(
+      check(PyObject_CallFunctionObjArgs(rings_of_watch, watch, overload.in_python().overload, nullptr)));
   const Entry* entry = &NEVER;
   if (found.get() != Py_None) {
     auto made = std::make_unique<Entry>();
-    PyObject *rings = PyTuple_GET_ITEM(found.get(), 0), *positions = PyTuple_GET_ITEM(found.get(), 2);
-    made->opaque = PyTuple_GET_ITEM(found.get(), 1) == Py_True;
+    PyObject *rings, *positions, *others, *written, *overwritten;
+    int opaque, unread, numbers;
+    if (!PyArg_ParseTuple(
+            found.get(),
+            "O!pO!O!O!O!pp",
+            &PyTuple_Type,
+            &rings,
+            &opaque,
+            &PyTuple_Type,
+            &positions,
+            &PyTuple_Type,
+            &others,
+            &PyTuple_Type,
+            &written,
+            &PyTuple_Type,
+            &overwritten,
+            &unread,
+            &numbers)) {
+      check(nullptr);
+    }
+    made->opaque = opaque;
+    made->unread = unread;
+    made->numbers = numbers;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rings); i++) {
       made->rings.push_back(ring_of(PyTuple_GET_ITEM(rings, i)));
     }
-    for (size_t role = 0; role < OUTPUT; role++) {
+    for (size_t role = 0; role < ROLES; role++) {
       made->positions[role] =
           static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(positions, static_cast<Py_ssize_t>(role))));
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(others); i++) {
+      PyObject* each = PyTuple_GET_ITEM(others, i);
+      made->others.emplace_back(
+          PyLong_AsSize_t(PyTuple_GET_ITEM(each, 0)), static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(each, 1))));
+    }
+    for (auto [places, numbers_of] : {std::pair(written, &made->written), std::pair(overwritten, &made->overwritten)}) {
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
+        numbers_of->push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(places, i)));
+      }
     }
     made->row = watch_row.of(watch);
     made->hidden_scope = watch_hidden.of(watch);
@@ -564,7 +882,8 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   here_name = PyUnicode_InternFromString("lasting_call_site");
   note_name = PyUnicode_InternFromString("link");
   behind_name = PyUnicode_InternFromString("forward_of");
-  late_name = PyUnicode_InternFromString("after_kernel");
+  beside_name = PyUnicode_InternFromString("beside_kernel");
+  deliver_name = PyUnicode_InternFromString("deliver");
   settle_name = PyUnicode_InternFromString("flush");
   NotesType.tp_basicsize = sizeof(Notes);
   NotesType.tp_flags = Py_TPFLAGS_DEFAULT;

@@ -1,6 +1,8 @@
-// `_core.record.signature_of` in C++: the same bytes for calls that look alike, without a Python object for each shape and dtype.
+// `_core.record.signature_of` in C++: the same bytes for calls that look alike, without a Python object for each shape
+// and dtype.
 //
-// Invariant: a call that this cannot describe goes to `_core.record.signature_of`, so that both find the same calls alike.
+// Invariant: a call that this cannot describe goes to `_core.record.signature_of`, so that both find the same calls
+// alike.
 
 #include <Python.h>
 
@@ -31,13 +33,13 @@ constexpr int DEEPEST = 16; // lists in lists; a list that contains itself has n
 
 // Each function below returns whether it can describe its value.
 
-bool look_at_tensor(std::string& key, const at::Tensor& tensor) {
+bool look_at_tensor(std::string& key, const at::Tensor& tensor, bool numbers = true) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided || tensor.is_nested()) {
     return false;
   }
   auto dtype = tensor.scalar_type();
-  if (!c10::isFloatingType(dtype) && tensor.numel() < 64) {
+  if (numbers && !c10::isFloatingType(dtype) && tensor.numel() < 64) {
     return false; // its values may matter
   }
   put(key, 'T', dtype);
@@ -111,14 +113,44 @@ bool look_at_call(std::string& key, PyObject* const* call) {
 
 } // namespace
 
-bool opintercept::look_at(std::string& key, const c10::IValue& value) {
+namespace {
+
+// The 1 in `x + 1`, which Python gets as a number.
+bool look_at_wrapped(std::string& key, const at::Tensor& number, bool fractions) {
+  const c10::TensorImpl* impl = number.unsafeGetTensorImpl();
+  if (!number.is_cpu() || number.numel() != 1 || !impl->has_storage() || impl->unsafe_storage().data() == nullptr) {
+    return false;
+  }
+  put(key, 'w', number.scalar_type());
+  if (!fractions && c10::isFloatingType(number.scalar_type())) {
+    return true;
+  }
+  key.append(static_cast<const char*>(number.const_data_ptr()), number.itemsize());
+  return true;
+}
+
+bool look_at_any(std::string& key, const at::Tensor& tensor, bool numbers, bool fractions) {
+  if (!tensor.defined()) {
+    key.push_back('n');
+    return true;
+  }
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? look_at_wrapped(key, tensor, fractions)
+                                                           : look_at_tensor(key, tensor, numbers);
+}
+
+} // namespace
+
+bool opintercept::look_at_output(std::string& key, const c10::IValue& value, bool numbers) {
+  if (value.isInt() || value.isDouble() || value.isBool() || value.isComplexDouble()) {
+    key.push_back(value.isInt() ? 'I' : value.isDouble() ? 'D' : value.isBool() ? 'B' : 'C');
+    return true;
+  }
+  return look_at(key, value, numbers);
+}
+
+bool opintercept::look_at(std::string& key, const c10::IValue& value, bool numbers, bool fractions) {
   if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    if (!tensor.defined()) {
-      key.push_back('n');
-      return true;
-    }
-    return !tensor.unsafeGetTensorImpl()->is_wrapped_number() && look_at_tensor(key, tensor);
+    return look_at_any(key, value.toTensor(), numbers, fractions);
   }
   if (value.isNone() || value.isBool()) {
     key.push_back(value.isNone() ? 'n' : value.toBool() ? 'y' : 'z');
@@ -129,11 +161,34 @@ bool opintercept::look_at(std::string& key, const c10::IValue& value) {
     return true;
   }
   if (value.isDouble()) {
-    put(key, 'f', value.toDouble());
+    put(key, 'f', fractions ? value.toDouble() : 0.0);
     return true;
   }
   if (value.isIntList()) {
     put(key, value.toIntVector());
+    return true;
+  }
+  if (value.isComplexDouble()) {
+    put(key, 'c', value.toComplexDouble());
+    return true;
+  }
+  if (value.isString()) {
+    put(key, 's', value.toStringRef().size());
+    key += value.toStringRef();
+    return true;
+  }
+  if (value.isDevice()) {
+    put(key, 'D', value.toDevice());
+    return true;
+  }
+  if (value.isList()) {
+    auto items = value.toListRef();
+    put(key, 'l', items.size());
+    for (const auto& item : items) {
+      if (!look_at(key, item, numbers, fractions)) {
+        return false;
+      }
+    }
     return true;
   }
   return false;

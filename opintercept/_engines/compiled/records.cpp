@@ -14,7 +14,8 @@
 
 namespace opintercept {
 
-const char* const ROLE_NAMES[ROLES] = {"lhs", "rhs", "bias", "value", "output", "output.1"};
+const char* const ROLE_NAMES[ROLES] = {
+    "lhs", "rhs", "bias", "value", "output", "output.1", "output.2", "attn_mask", "grad_out", "logsumexp"};
 
 namespace {
 
@@ -100,6 +101,11 @@ bool Records::put(
   return true;
 }
 
+bool Records::is_full() {
+  std::lock_guard lock(mutex);
+  return is_open && to_calls == nullptr && calls.size() >= slots;
+}
+
 void Records::put(CallRecord call, std::vector<TensorRecord>& found) {
   std::lock_guard lock(mutex);
   write(call, found.data(), found.size());
@@ -120,7 +126,8 @@ void Records::write(CallRecord& call, TensorRecord* found, size_t count) {
   uint64_t slot = next % slots, lap = next / slots + 1;
   next++;
   call.lap = static_cast<uint32_t>(lap);
-  // A process that reads the file meanwhile, or after a kill, drops what does not check, in whatever order it sees this.
+  // A process that reads the file meanwhile, or after a kill, drops what does not check, in whatever order it sees
+  // this.
   to_calls[slot].check = 0;
   for (size_t i = 0; i < count && i < rows_of_call; i++) {
     found[i].check = check_of(found[i], lap);
@@ -192,7 +199,8 @@ void Records::forget_parent() {
 
 namespace {
 
-// open(buffer of calls or None, buffer of tensors or None, how many calls there is room for, how many were written before)
+// open(buffer of calls or None, buffer of tensors or None, how many calls there is room for, how many were written
+// before)
 PyObject* open(PyObject* self, PyObject* args) {
   PyObject *calls, *tensors;
   unsigned long long room, before;
@@ -233,7 +241,7 @@ PyObject* forget_parent(PyObject* self, PyObject*) {
 // layout() -> the offsets of the fields of each record, and then its size
 PyObject* layout(PyObject*, PyObject*) {
   constexpr size_t row = sizeof(uint32_t), rows = offsetof(CallRecord, rows);
-  static_assert(SLOTS == 10);
+  static_assert(ROLES == 10);
   return Py_BuildValue(
       "{s(nnnnnnnnnnnnnnnnnnnnnnnnn)s(nnnnnnnnn)}",
       "call",

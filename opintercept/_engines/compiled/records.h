@@ -13,9 +13,9 @@
 
 namespace opintercept {
 
-// The order of `_core.in_kernel.ROLES`; outputs come last.
-constexpr size_t ROLES = 6, OUTPUT = ROLES - 2;
-constexpr size_t SLOTS = 10; // roles that a record has room for, those first
+// The order of `_core.in_kernel.ROLES`: operands, from OUTPUT on three outputs, and further operands. They are the
+// slots of a record.
+constexpr size_t ROLES = 10, OUTPUT = 4, AFTER_OUTPUTS = OUTPUT + 3;
 extern const char* const ROLE_NAMES[ROLES];
 
 struct Values {
@@ -40,7 +40,7 @@ struct CallRecord {
   int64_t index, step, forward, started, thread;
   double elapsed;
   uint64_t text;
-  uint32_t signature, site, lap, rows[SLOTS];
+  uint32_t signature, site, lap, rows[ROLES];
   uint8_t phase, grad_of, has, pad;
 };
 
@@ -53,8 +53,8 @@ struct TensorRecord {
 // Keeps records until somebody takes them, or writes them into mapped files over the oldest ones.
 class Records {
  public:
-  // For mapped files: their buffers, the number of calls that they have room for, and how many were written before. Without
-  // buffers, how many calls may wait. False with an exception.
+  // For mapped files: their buffers, the number of calls that they have room for, and how many were written before.
+  // Without buffers, how many calls may wait. False with an exception.
   bool open(PyObject* calls, PyObject* tensors, uint64_t room, uint64_t before);
 
   // False if a value has no room in a record, or too many calls wait.
@@ -62,6 +62,7 @@ class Records {
       const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written,
       uint32_t signature, uint32_t site);
   void put(CallRecord call, std::vector<TensorRecord>& tensors); // the numbers of whose rows begin at 1
+  bool is_full(); // whether so many calls wait that the next ones should
   PyObject* take(); // the bytes of the waiting calls and of their tensors; None if there are none
   void close();
   void forget_parent();

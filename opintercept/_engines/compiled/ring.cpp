@@ -62,13 +62,22 @@ GenerationPtr Ring::current() {
   return suspended ? nullptr : generation;
 }
 
-uint32_t Ring::place_of(const Generation& known, const Walked& walked) {
+template <typename Map, typename Key>
+uint32_t Ring::number_in(const Generation& known, Map Generation::* numbers, const Key& key) {
   std::lock_guard lock(mutex);
   if (known.forgotten != forgotten.load(std::memory_order_acquire)) {
     return UNKNOWN;
   }
-  auto found = known.by_walk.find(walked);
-  return found == known.by_walk.end() ? UNKNOWN : found->second;
+  auto found = (known.*numbers).find(key);
+  return found == (known.*numbers).end() ? UNKNOWN : found->second;
+}
+
+uint32_t Ring::place_of(const Generation& known, const Walked& walked) {
+  return number_in(known, &Generation::by_walk, walked);
+}
+
+uint32_t Ring::place_of(const Generation& known, PyObject* place) {
+  return number_in(known, &Generation::by_place, place);
 }
 
 uint32_t Ring::look_of(const GenerationPtr& known, const std::string& key) const {
@@ -84,7 +93,7 @@ bool Ring::takes_more(GenerationPtr& known) {
     return false; // other hooks learn other things of a call
   }
   bool right = known->forgotten == forgotten.load(std::memory_order_acquire);
-  if (right && known->places.size() < MOST && known->looks.size() < MOST) {
+  if (right && known->places.size() < MOST && known->looks.size() < MOST && known->key_bytes < MOST_BYTES) {
     return true;
   }
   if (filled > 0) {
@@ -117,7 +126,11 @@ uint32_t Ring::remember_place(GenerationPtr& known, PyObject* place, uint32_t nu
 }
 
 void Ring::remember_look(GenerationPtr& known, const std::string& key, PyObject* look, uint32_t number) {
-  remember(known, &Generation::by_look, key, &Generation::looks, look, &Generation::look_numbers, number);
+  if (remember(known, &Generation::by_look, key, &Generation::looks, look, &Generation::look_numbers, number) !=
+      UNKNOWN) {
+    std::lock_guard lock(mutex);
+    known->key_bytes += key.size();
+  }
 }
 
 namespace {
@@ -244,39 +257,18 @@ PyObject *role_names[ROLES], *forward_name, *backward_name;
 
 } // namespace
 
+namespace {
+
 // ((summary, index, step, phase, place, forward, grad_of, autocast, started, thread, elapsed), values by role, learned)
-PyObject* Ring::take() {
-  Row row;
-  std::array<Values, ROLES> values;
-  GenerationPtr known;
-  PyObject *look, *place;
-  {
-    std::lock_guard lock(mutex);
-    if (filled == 0) {
-      Py_RETURN_NONE;
-    }
-    known = generation; // rows are never of an older one
-    const char* from = slots.get() + first * stride(*known->plan);
-    std::memcpy(&row, from, sizeof row);
-    from += sizeof row;
-    for (size_t role = 0; role < ROLES; role++) {
-      if (known->plan->reads[role]) {
-        std::memcpy(&values[role], from, sizeof values[role]);
-        from += sizeof values[role];
-      }
-    }
-    look = Py_NewRef(known->looks[row.look]);
-    place = Py_NewRef(row.place == UNKNOWN ? nowhere : known->places[row.place]);
-    first = (first + 1) % CAPACITY;
-    filled--;
-  }
+PyObject* in_python(
+    const Plan& plan, const Row& row, const std::array<Values, ROLES>& values, PyObject* look, PyObject* place) {
   THPObjectPtr look_owned(look), place_owned(place), found(PyDict_New());
   if (found.get() == nullptr) {
     return nullptr;
   }
   for (size_t role = 0; role < ROLES; role++) {
-    if (values[role].known) {
-      PyObject* hash = known->plan->hashed ? PyLong_FromUnsignedLongLong(values[role].hash) : Py_NewRef(Py_None);
+    if (plan.reads[role] && values[role].known) {
+      PyObject* hash = plan.hashed ? PyLong_FromUnsignedLongLong(values[role].hash) : Py_NewRef(Py_None);
       THPObjectPtr each(as_found(values[role].sums, hash, Py_NewRef(Py_None), Py_NewRef(Py_None)));
       if (each.get() == nullptr || PyDict_SetItem(found.get(), role_names[role], each.get()) < 0) {
         return nullptr;
@@ -298,6 +290,114 @@ PyObject* Ring::take() {
       row.elapsed,
       found.get(),
       PyTuple_GET_ITEM(look, 2)); // learned
+}
+
+// Reads a row where it lies.
+Row read_row(const Plan& plan, const char* from, std::array<Values, ROLES>& values) {
+  Row row;
+  std::memcpy(&row, from, sizeof row);
+  from += sizeof row;
+  for (size_t role = 0; role < ROLES; role++) {
+    if (plan.reads[role]) {
+      std::memcpy(&values[role], from, sizeof values[role]);
+      from += sizeof values[role];
+    }
+  }
+  return row;
+}
+
+} // namespace
+
+PyObject* Ring::take() {
+  Row row;
+  std::array<Values, ROLES> values;
+  GenerationPtr known;
+  PyObject *look, *place;
+  {
+    std::lock_guard lock(mutex);
+    if (filled == 0) {
+      Py_RETURN_NONE;
+    }
+    known = generation; // rows are never of an older one
+    row = read_row(*known->plan, slots.get() + first * stride(*known->plan), values);
+    look = Py_NewRef(known->looks[row.look]);
+    place = Py_NewRef(row.place == UNKNOWN ? nowhere : known->places[row.place]);
+    first = (first + 1) % CAPACITY;
+    filled--;
+  }
+  return in_python(*known->plan, row, values, look, place);
+}
+
+PyObject* Ring::take_all() {
+  THPObjectPtr made(check(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&Wrapped<Chunk>::type))));
+  Chunk& chunk = *Wrapped<Chunk>::of(made.get());
+  std::lock_guard lock(mutex);
+  if (filled == 0) {
+    Py_RETURN_NONE;
+  }
+  chunk.known = generation;
+  size_t size = stride(*generation->plan), before_end = std::min(filled, CAPACITY - first);
+  chunk.rows.reserve(filled * size);
+  const char* from = slots.get();
+  chunk.rows.insert(chunk.rows.end(), from + first * size, from + (first + before_end) * size);
+  chunk.rows.insert(chunk.rows.end(), from, from + (filled - before_end) * size);
+  first = filled = 0;
+  return made.release();
+}
+
+size_t Chunk::size() const {
+  return rows.size() / stride(*known->plan);
+}
+
+PyObject* Chunk::row(size_t number) const {
+  std::array<Values, ROLES> values;
+  Row row = read_row(*known->plan, rows.data() + number * stride(*known->plan), values);
+  PyObject* place = row.place == UNKNOWN ? Ring::nowhere : known->places[row.place];
+  return in_python(*known->plan, row, values, Py_NewRef(known->looks[row.look]), Py_NewRef(place));
+}
+
+PyObject* Chunk::opaque() const { // of those whose `summary.opaque` is true
+  std::vector<long> counts(known->looks.size());
+  for (size_t i = 0; i < size(); i++) {
+    Row row;
+    std::memcpy(&row, rows.data() + i * stride(*known->plan), sizeof row);
+    counts[row.look]++;
+  }
+  THPObjectPtr found(check(PyList_New(0)));
+  for (size_t look = 0; look < counts.size(); look++) {
+    if (counts[look] == 0) {
+      continue;
+    }
+    PyObject* summary = PyTuple_GET_ITEM(known->looks[look], 0);
+    THPObjectPtr opaque(check(PyObject_GetAttrString(summary, "opaque")));
+    if (opaque.get() == Py_True) {
+      THPObjectPtr each(check(Py_BuildValue("(Ol)", summary, counts[look])));
+      if (PyList_Append(found.get(), each.get()) < 0) {
+        return nullptr;
+      }
+    }
+  }
+  return found.release();
+}
+
+PyObject* Ring::as_python(
+    const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values) {
+  PyObject *look, *place;
+  {
+    std::lock_guard lock(mutex);
+    auto found = known->by_look.find(key);
+    if (found == known->by_look.end()) {
+      return nullptr;
+    }
+    look = Py_NewRef(known->looks[found->second]);
+    place = Py_NewRef(row.place == UNKNOWN ? nowhere : known->places[row.place]);
+  }
+  return in_python(*known->plan, row, values, look, place);
+}
+
+bool Ring::knows(const GenerationPtr& known, const std::string& key) {
+  std::lock_guard lock(mutex);
+  return look_of(known, key) != UNKNOWN;
 }
 
 namespace {
@@ -340,8 +440,8 @@ bool find_roles(PyObject* names, std::array<bool, ROLES>& found) {
   return true;
 }
 
-// plan(rows, finite, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None) ->
-// whether it is set; not while there are rows
+// plan(rows, finite, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None)
+// -> whether it is set; not while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
   auto plan = std::make_shared<Plan>();
   int rows, finite, place, links, settings, hashed;
@@ -395,6 +495,10 @@ PyObject* take(PyObject* self, PyObject*) {
   return ring_of(self)->take();
 }
 
+PyObject* take_all(PyObject* self, PyObject*) {
+  return ring_of(self)->take_all();
+}
+
 PyObject* empty(PyObject* self, PyObject*) {
   return PyBool_FromLong(ring_of(self)->empty());
 }
@@ -414,8 +518,33 @@ PyMethodDef ring_methods[] = {
     {"sink", sink, METH_NOARGS, nullptr},
     {"checker", checker, METH_NOARGS, nullptr},
     {"take", take, METH_NOARGS, nullptr},
+    {"take_all", take_all, METH_NOARGS, nullptr},
     {"empty", empty, METH_NOARGS, nullptr},
     {"forget_parent", forget_parent, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyObject* chunk_row(PyObject* self, PyObject* number) {
+  size_t at = PyLong_AsSize_t(number);
+  Chunk& chunk = *Wrapped<Chunk>::of(self);
+  if (!PyErr_Occurred() && at >= chunk.size()) {
+    PyErr_SetString(PyExc_IndexError, "a chunk has no such row");
+  }
+  return PyErr_Occurred() ? nullptr : chunk.row(at);
+}
+
+PyObject* chunk_opaque(PyObject* self, PyObject*) {
+  return Wrapped<Chunk>::of(self)->opaque();
+}
+
+PyObject* chunk_size(PyObject* self, PyObject*) {
+  return PyLong_FromSize_t(Wrapped<Chunk>::of(self)->size());
+}
+
+PyMethodDef chunk_methods[] = {
+    {"row", chunk_row, METH_O, nullptr},
+    {"opaque", chunk_opaque, METH_NOARGS, nullptr},
+    {"size", chunk_size, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -435,7 +564,8 @@ bool opintercept_add_ring(PyObject* module) {
   forward_name = PyUnicode_InternFromString("forward");
   backward_name = PyUnicode_InternFromString("backward");
   died = PyCFunction_New(&module_died_method, nullptr);
-  return died != nullptr && Wrapped<Ring>::add(module, "Ring", ring_methods);
+  return died != nullptr && Wrapped<Ring>::add(module, "Ring", ring_methods) &&
+      Wrapped<Chunk>::add(module, "Chunk", chunk_methods);
 }
 
 // forget_notes(): forget what calls look like and where they come from

@@ -49,9 +49,9 @@ struct Plan {
   }
 };
 
-// What rows refer to by number, for one plan. A ring goes on to another generation when its hooks change or what it knows
-// may have become wrong. A call keeps the generation with which it began, so that nothing it uses goes away meanwhile and
-// what is learned of it reaches no other hooks. The ring's mutex guards what is in it.
+// What rows refer to by number, for one plan. A ring goes on to another generation when its hooks change or what it
+// knows may have become wrong. A call keeps the generation with which it began, so that nothing it uses goes away
+// meanwhile and what is learned of it reaches no other hooks. The ring's mutex guards what is in it.
 struct Generation {
   struct ByWalk {
     size_t operator()(const Walked& walked) const;
@@ -64,6 +64,7 @@ struct Generation {
   std::unordered_map<std::string, uint32_t> by_look;
   std::vector<PyObject*> places, looks, modules; // owned; weak references to modules
   std::vector<uint32_t> place_numbers, look_numbers; // by which records name them
+  size_t key_bytes = 0; // of looks; those of a list of tensors are long
 
   explicit Generation(std::shared_ptr<const Plan> of);
   Generation(const Generation&) = delete;
@@ -84,15 +85,16 @@ class Ring {
   GenerationPtr current(); // null while the hooks have to see each call
 
   uint32_t place_of(const Generation& known, const Walked& walked); // UNKNOWN if it has not been remembered
+  uint32_t place_of(const Generation& known, PyObject* place); // likewise
 
-  // With the interpreter's lock: remember, and return the number. UNKNOWN if the hooks have changed or there is no room.
-  // Puts a new generation in the place of one that is full or may have become wrong.
+  // With the interpreter's lock: remember, and return the number. UNKNOWN if the hooks have changed or there is no
+  // room. Puts a new generation in the place of one that is full or may have become wrong.
   uint32_t remember_place(GenerationPtr& known, PyObject* place, uint32_t number);
   uint32_t remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, uint32_t number);
   void remember_look(GenerationPtr& known, const std::string& key, PyObject* look, uint32_t number);
 
-  // Adds a row for a call that looks like this. False if the look is unknown, if the ring has another generation by now or
-  // no room.
+  // Adds a row for a call that looks like this. False if the look is unknown, if the ring has another generation by now
+  // or no room.
   bool put(
       const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values,
       bool& half_full);
@@ -101,10 +103,17 @@ class Ring {
   bool write(
       const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
 
+  // Whether calls that look like this have been seen.
+  bool knows(const GenerationPtr& known, const std::string& key);
+
   // With the interpreter's lock.
   void suspend();
   bool set_plan(std::shared_ptr<const Plan> fresh); // false if there are rows
   PyObject* take(); // the oldest row in Python's terms; None if there is none
+  PyObject* take_all(); // all rows as one object of Python, a `Chunk`; None if there are none
+  // The same of a row that is not in the ring; null without an exception if it is not known how the call looks.
+  PyObject* as_python(
+      const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
   bool empty();
   PyObject* rows = nullptr; // a weak reference to the pipeline of this ring
   void forget_parent(); // in a forked child
@@ -114,7 +123,10 @@ class Ring {
   static PyObject* nowhere; // `_core.place.NOWHERE`
 
  private:
-  static constexpr size_t CAPACITY = 2048, MOST = 4096; // rows, and things that they refer to
+  template <typename Map, typename Key>
+  uint32_t number_in(const Generation& known, Map Generation::* numbers, const Key& key);
+
+  static constexpr size_t CAPACITY = 2048, MOST = 4096, MOST_BYTES = 1 << 23; // rows, and things that they refer to
 
   template <typename Map, typename Key>
   uint32_t remember(
@@ -128,6 +140,16 @@ class Ring {
   bool suspended = true;
   std::unique_ptr<char[]> slots;
   size_t first = 0, filled = 0;
+};
+
+// Rows that were taken together, to be made objects of Python when somebody asks for them.
+struct Chunk {
+  GenerationPtr known;
+  std::vector<char> rows;
+
+  size_t size() const;
+  PyObject* row(size_t number) const; // as `Ring::take`
+  PyObject* opaque() const; // a list of the summary and the number of calls of each signature that is opaque
 };
 
 // The ring of a Python object of its type; null for another object.

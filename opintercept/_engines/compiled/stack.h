@@ -15,7 +15,8 @@ struct Walked {
 // Walks the stack of this thread, whether or not it holds the lock. False if only a walk with the lock can tell.
 bool walk_here(Walked& walked);
 
-// Whether a checkpoint runs in backward, as `_origin.stack.backward_phase` tells. May be true where only Python can tell.
+// Whether a checkpoint runs in backward, as `_origin.stack.backward_phase` tells. May be true where only Python can
+// tell.
 bool is_recompute();
 
 } // namespace opintercept

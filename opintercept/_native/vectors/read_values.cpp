@@ -324,6 +324,35 @@ inline uint64_t weighted(const Bits* from, const uint64_t* by, int64_t count) {
   return sizeof(Bits) == 8 ? sum * splitmix64(2) + upper * splitmix64(3) : sum;
 }
 
+// Call `use(values, row, column, count)` for values that begin at a place in a matrix, each time in one row and block.
+template <typename Bits, typename Use>
+inline void each_row(const Bits* from, int64_t at, int64_t count, const Matrix& matrix, const Use& use) {
+  for (int64_t row = at / matrix.width, column = at % matrix.width; count > 0;) {
+    int64_t most = std::min(matrix.width, (column / HASH_BLOCK + 1) * HASH_BLOCK);
+    int64_t here = std::min(count, most - column);
+    use(from, row, column, here);
+    from += here;
+    count -= here;
+    column += here;
+    if (column == matrix.width) {
+      column = 0;
+      row++;
+    }
+  }
+}
+
+// What some values of a row add to the hash.
+template <typename Bits>
+inline uint64_t hash_of(const Bits* from, int64_t row, int64_t column, int64_t count, const Matrix& matrix) {
+  uint64_t sum = weighted(from, weights(matrix.swapped) + column % HASH_BLOCK, count);
+  sum *= weights(!matrix.swapped)[row % HASH_BLOCK];
+  int64_t size = matrix.height * matrix.width;
+  if (size > SMALL && (matrix.height > HASH_BLOCK || matrix.width > HASH_BLOCK || size > PIECE)) {
+    sum *= factor(row / HASH_BLOCK, !matrix.swapped) * factor(column / HASH_BLOCK, matrix.swapped);
+  }
+  return sum;
+}
+
 // What one thread has found beside the sums. All of it can be put together in any order.
 template <typename F>
 struct Found {
@@ -336,36 +365,20 @@ struct Found {
     if (request.powers) {
       powers.add(from, count);
     }
-    for (int64_t row = at / matrix.width, column = at % matrix.width; request.in_order() && count > 0;) {
-      int64_t most = std::min(matrix.width, (column / HASH_BLOCK + 1) * HASH_BLOCK);
-      int64_t here = std::min(count, most - column);
+    if (!request.in_order()) {
+      return;
+    }
+    each_row(from, at, count, matrix, [&](const auto* part, int64_t row, int64_t column, int64_t here) {
       if (request.hash) {
-        add_hash(from, row, column, here, matrix);
+        hash += hash_of(part, row, column, here, matrix);
       }
       if (request.channels) {
-        add_channels(from, row, column, here, matrix);
+        add_channels(part, row, column, here, matrix);
       }
-      from += here;
-      count -= here;
-      column += here;
-      if (column == matrix.width) {
-        column = 0;
-        row++;
-      }
-    }
+    });
   }
 
  private:
-  void add_hash(const typename F::Bits* from, int64_t row, int64_t column, int64_t count, const Matrix& matrix) {
-    uint64_t sum = weighted(from, weights(matrix.swapped) + column % HASH_BLOCK, count);
-    sum *= weights(!matrix.swapped)[row % HASH_BLOCK];
-    int64_t size = matrix.height * matrix.width;
-    if (size > SMALL && (matrix.height > HASH_BLOCK || matrix.width > HASH_BLOCK || size > PIECE)) {
-      sum *= factor(row / HASH_BLOCK, !matrix.swapped) * factor(column / HASH_BLOCK, matrix.swapped);
-    }
-    hash += sum;
-  }
-
   void add_channels(const typename F::Bits* from, int64_t row, int64_t column, int64_t count, const Matrix& matrix) {
     // Without the sign, bits have the order of the magnitudes, and NaN is the largest.
     using Unsigned = typename F::Unsigned;
@@ -509,6 +522,33 @@ void read_all(const Layout& layout, const Request& request, int workers, Answer&
   }
 }
 
+// The sums and the hash of whole numbers or truth values, which are `Number` and are hashed as `Bits`.
+template <typename Number, typename Bits>
+void read_whole(const Layout& layout, Answer& answer) {
+  auto value = [](Bits bits) { return static_cast<double>(static_cast<Number>(bits)); };
+  for (int64_t chunk = 0; chunk < chunks_of(layout); chunk++) {
+    each_block<Bits>(layout, chunk, [&](const Bits* from, int64_t at, int64_t count) {
+      Sums sums;
+      sums.count = sums.finite = count;
+      for (int64_t i = 0; i < count; i++) {
+        double number = value(from[i]);
+        sums.zeros += from[i] == 0;
+        sums.total += number;
+        sums.low = std::min(sums.low, number);
+        sums.high = std::max(sums.high, number);
+      }
+      double mean = sums.total / static_cast<double>(count);
+      for (int64_t i = 0; i < count; i++) {
+        sums.spread += (value(from[i]) - mean) * (value(from[i]) - mean);
+      }
+      add(answer.sums, sums);
+      each_row(from, at, count, layout.matrix, [&](const Bits* part, int64_t row, int64_t column, int64_t here) {
+        answer.hash += hash_of(part, row, column, here, layout.matrix);
+      });
+    });
+  }
+}
+
 template <typename F>
 Ends ends_of(const Layout& layout, int workers) {
   std::vector<Range<F>> ranges(static_cast<size_t>(workers));
@@ -548,6 +588,23 @@ void with_format(const Layout& layout, const Use& use) {
 } // namespace
 
 void read(const Layout& layout, const Request& request, int workers, Answer& answer) {
+  if (c10::isIntegralType(layout.dtype, true)) {
+    switch (layout.count == 0 ? c10::ScalarType::Undefined : layout.dtype) {
+      case c10::ScalarType::Bool:
+      case c10::ScalarType::Char:
+        return read_whole<int8_t, int8_t>(layout, answer);
+      case c10::ScalarType::Byte:
+        return read_whole<uint8_t, int8_t>(layout, answer);
+      case c10::ScalarType::Short:
+        return read_whole<int16_t, int16_t>(layout, answer);
+      case c10::ScalarType::Int:
+        return read_whole<int32_t, int32_t>(layout, answer);
+      case c10::ScalarType::Long:
+        return read_whole<int64_t, int64_t>(layout, answer);
+      default:
+        return;
+    }
+  }
   with_format(layout, [&](auto format) { read_all<decltype(format)>(layout, request, workers, answer); });
 }
 

@@ -49,6 +49,9 @@ struct Request {
   bool in_order() const { // whether it matters where a value is
     return channels || hash;
   }
+  bool takes_whole() const { // whether whole numbers and truth values can be read
+    return hash && !channels && !powers && target == nullptr;
+  }
 };
 
 // Where the values are. Dimensions of one element are left out, and neighbours that lie one in the other are joined.
@@ -61,8 +64,8 @@ struct Layout {
   int64_t repeats = 1; // how often each value occurs, as expanded tensors have them
   Matrix matrix;
 
-  // False for a tensor that cannot be read here.
-  bool describe(const at::Tensor& tensor, bool in_order);
+  // False for a tensor that cannot be read here: floats can, and `whole` numbers if they are asked for.
+  bool describe(const at::Tensor& tensor, bool in_order, bool whole = false);
 
   bool dense() const {
     return dims == 0 || (dims == 1 && strides[0] == 1);
@@ -82,6 +85,10 @@ struct Answer {
 
 struct Ends {
   double low = NAN, high = NAN;
+
+  bool are_finite() const {
+    return std::isfinite(low) && std::isfinite(high);
+  }
 };
 
 // Both leave the answer as it is where there are no values.

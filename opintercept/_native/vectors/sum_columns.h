@@ -1,4 +1,5 @@
-// Sums over the columns of matrices on the CPU, each row times one or more vectors, as `hooks.checksum.arithmetic.project`.
+// Sums over the columns of matrices on the CPU, each row times one or more vectors, as
+// `hooks.checksum.arithmetic.project`.
 
 #pragma once
 

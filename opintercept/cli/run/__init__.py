@@ -54,8 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="show neither progress nor tables")
     parser.add_argument(
         "--ops",
-        default="matmul,convolution",
-        help="all, or families and operators separated by commas: matmul,conv_tbc (default matmul,convolution)",
+        help="all, or families and operators separated by commas: matmul,conv_tbc (default matmul,convolution, and "
+        "with compiled kernels all operators for the search for NaN)",
     )
     parser.add_argument(
         "--level",

@@ -27,13 +27,7 @@ _OURS = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3)) + os.sep  # th
 def prepare(name: str, arguments: Sequence[str], *, module: bool) -> Callable[[], None]:
     """Set up `__main__` for the program, and return a function that runs it there.
 
-    Args:
-        name: A script, a folder or an archive with a `__main__.py`, or the name of a module.
-        arguments: The program's arguments.
-        module: Whether `name` names a module, as for `python -m`.
-
-    Raises:
-        OpInterceptError: The script cannot be read.
+    The program is a script, a folder or an archive with a `__main__.py`, or a module, as for `python -m`.
     """
     source, folder = None, os.getcwd()
     if not module:

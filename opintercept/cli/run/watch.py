@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
+from opintercept._core.in_kernel import Work
 from opintercept._core.text import amount, counted, duration, printable
 from opintercept.cli import UNUSABLE
 from opintercept.cli.terminal.style import styled
@@ -26,9 +27,12 @@ from opintercept.runs.store.run import INFO
 
 if TYPE_CHECKING:
     from opintercept._core.call import OpCall
+    from opintercept._core.record import PendingRecord
     from opintercept.hooks import NonFinite
+    from opintercept.hooks.nonfinite import Finding
     from opintercept.runs import RunRecorder
 
+OPS = "matmul,convolution"
 HOOKS = ("profile", "nonfinite", "stats", "reference", "print")
 _PROGRESS_SECONDS = 0.25
 _CHILDREN = "child processes are not watched, except for the ranks of `torchrun -m opintercept run ...`"
@@ -44,9 +48,9 @@ class ProgramWatch:
         self._process = os.getpid()
         self._shown: dict[str, Any] = {}  # hooks by name
         self._tally: Any = None
-        self._interceptor: Any = None
-        self._recording: _Recording | None = None
-        self._began = time.perf_counter()
+        self._blocks: list[Any] = []  # in the order in which they are entered
+        self._searches_all = False  # whether one of them searches all operators for NaN
+        self._recorder: RunRecorder | None = None
         self._entered_by = 0
         self._rank, self._world_size = 0, 1
 
@@ -54,39 +58,49 @@ class ProgramWatch:
         """Enter the block, unless this is a forked child."""
         if os.getpid() != self._process:
             return
+        self._entered_by = threading.get_ident()
         try:
-            self._interceptor = self._make()
-            self._interceptor.__enter__()
+            for block in self._make():
+                self._blocks.append(block)
+                block.__enter__()
         except (OpInterceptError, ImportError, OSError, TypeError, ValueError) as error:
-            self._interceptor = None
+            self._exit(None)
             atexit.unregister(self.end)
             text = str(error).replace("pass overwrite=True", "add --overwrite")
             _write(self._stderr, f"opintercept run: {text}\n")
             raise SystemExit(UNUSABLE) from None
-        self._entered_by = threading.get_ident()
-        _count_steps(self._interceptor)
+        _count_steps(self._blocks)
 
-    def _make(self) -> Any:
+    def _make(self) -> list[Any]:
+        """The blocks: one for what `--ops` names, and where that is cheap one that searches all operators for NaN."""
         from opintercept import hooks, intercept
         from opintercept._engines.choose import choose
 
         chosen = self._arguments
-        watching = self._hooks()
+        watching, search = self._hooks()
         filters = {"module": chosen.module, "phase": chosen.phase, "steps": chosen.steps}
-        if any(value is not None for value in filters.values()):
-            watching = [hooks.when(hook, **filters) for hook in watching]
-        ops = "all" if chosen.ops == "all" else chosen.ops.split(",")
-        sees_all = choose(ops, chosen.level, chosen.engine, "current").every_thread
-        return intercept(
-            watching,
-            ops=ops,
-            level=chosen.level,
-            engine=chosen.engine,
-            threads=chosen.threads or ("all" if sees_all else "current"),
-            on_error="warn",  # a failing hook must not end the program
-        )
+        filtered = any(value is not None for value in filters.values())
+        engine = choose(chosen.level, chosen.engine, "current")
+        self._searches_all = chosen.ops is None and not filtered and engine.name == "compiled"
+        both = [(watching, (chosen.ops or OPS).split(","))]
+        if search is not None and self._searches_all:
+            both.append(([search], ["all"]))
+        elif search is not None:
+            watching.append(search)  # last, so that the others see the call before this one raises
+        return [
+            intercept(
+                [hooks.when(hook, **filters) for hook in watched] if filtered else watched,
+                ops=ops,
+                level=chosen.level,
+                engine=chosen.engine,
+                threads=chosen.threads or ("all" if engine.every_thread else "current"),
+                on_error="warn",  # a failing hook must not end the program
+            )
+            for watched, ops in both
+        ]
 
-    def _hooks(self) -> list[Any]:
+    def _hooks(self) -> tuple[list[Any], NonFinite | None]:
+        """The hooks for what `--ops` names, and the one that searches for NaN."""
         from opintercept import hooks, runs
         from opintercept._ranks.rank import rank_and_world_size
 
@@ -94,35 +108,36 @@ class ProgramWatch:
         names = chosen.hooks or ([] if chosen.quiet else ["profile", "nonfinite"])
         make: dict[str, Callable[[], Any]] = {
             "profile": hooks.Profile,
-            "nonfinite": lambda: hooks.NonFinite(action="record"),
+            "nonfinite": lambda: hooks.NonFinite(action=self._stop if chosen.stop else "record"),
             "stats": hooks.Stats,
             "reference": hooks.Reference,
             "print": lambda: hooks.Print(file=self._stderr),
         }
         self._shown = {name: make[name]() for name in dict.fromkeys(names)}
-        search = self._shown.get("nonfinite")
+        search = self._shown.get("nonfinite") or (make["nonfinite"]() if chosen.stop else None)
         self._rank, self._world_size = rank_and_world_size()
         visible = not chosen.quiet and self._rank == 0
         self._tally = _Tally(search, self._stderr, visible and self._stderr.isatty())
-        watching: list[Any] = [*self._shown.values(), self._tally]
+        watching: list[Any] = [*(hook for hook in self._shown.values() if hook is not search), self._tally]
         if chosen.out is not None:
-            recorder = runs.RunRecorder(
+            self._recorder = runs.RunRecorder(
                 chosen.out,
                 tensors=chosen.tensors or "stats",
                 overwrite=chosen.overwrite,
                 flight=chosen.flight,
                 max_bytes=chosen.max_bytes,
             )
-            self._recording = _Recording(recorder)
-            watching.append(self._recording)
+            watching.append(self._recorder)
             if chosen.every_steps is not None:
                 first, end = (chosen.steps.start, chosen.steps.stop) if chosen.steps else (0, sys.maxsize)
-                watching[-1] = hooks.when(self._recording, steps=range(first, end, chosen.every_steps))
-        if chosen.stop:  # last, so that the others see the call before this one raises
-            if search is None:
-                watching.append(search := hooks.NonFinite(action="record"))
-            watching.append(_Stop(search))
-        return watching
+                watching[-1] = hooks.when(self._recorder, steps=range(first, end, chosen.every_steps))
+        return watching, search
+
+    def _stop(self, finding: Finding) -> None:
+        """End this thread at a finding, and each other thread at its next call."""
+        stop = _Stop(str(finding))
+        self._blocks[-1].register(stop)
+        stop.post()
 
     def clear_progress(self) -> None:
         """Remove the line of progress."""
@@ -133,7 +148,7 @@ class ProgramWatch:
         """Leave the block and print the report."""
         if os.getpid() != self._process:
             return  # a forked child exits without a report
-        if self._interceptor is not None:
+        if self._blocks:
             self._leave()
         self.clear_progress()
         if self._arguments.quiet or self._rank != 0:
@@ -157,22 +172,24 @@ class ProgramWatch:
         return self.error is not None and not (isinstance(self.error, SystemExit) and not self.error.code)
 
     def _exit(self, error: BaseException | None) -> None:
-        if threading.get_ident() == self._entered_by:
-            trace = None if error is None else error.__traceback__
+        if threading.get_ident() != self._entered_by:  # another thread imported torch
+            from opintercept._blocks.blocks import force_out, open_blocks
+
+            ours = [block.watcher for block in self._blocks]
+            force_out(block for block in open_blocks() if block.watcher in ours)
+            return
+        trace = None if error is None else error.__traceback__
+        for block in reversed(self._blocks):
             try:
-                self._interceptor.__exit__(None if error is None else type(error), error, trace)
+                block.__exit__(None if error is None else type(error), error, trace)
             except OpInterceptError:  # the program has left blocks of its own open
                 pass
             except OpInterceptWarning as warning:  # the program turns warnings into errors
                 _write(self._stderr, f"opintercept run: {warning}\n")
-        else:  # another thread imported torch
-            from opintercept._blocks.blocks import force_out, open_blocks
-
-            force_out(block for block in open_blocks() if block.watcher is self._interceptor.watcher)
 
     def _report(self) -> Iterator[str]:
         chosen, tally = self._arguments, self._tally
-        if self._interceptor is None:
+        if not self._blocks:
             yield f"opintercept: nothing to show, since the program did not import torch; {_CHILDREN}"
             return
         rank = f" on rank 0 of {self._world_size}" if self._world_size > 1 else ""
@@ -183,20 +200,20 @@ class ProgramWatch:
                 yield from self._nothing_found(hook)
             elif name != "print" and tally.calls:
                 yield from _top(hook, chosen.limit, self._stderr)
-        opaque = ", ".join(f"{name} x{times}" for name, times in self._interceptor.opaque.items())
+        opaque = ", ".join(f"{name} x{times}" for name, times in self._blocks[0].opaque.items())
         if opaque:
             yield f"opaque (matmuls inside are not shown): {printable(opaque)}"
-        if self._recording is not None:
-            if self._recording.hook.calls:
-                yield self._recording.cost(time.perf_counter() - self._began)
-            yield self._recorded()
+        if self._recorder is not None:
+            yield self._recorded(self._recorder)
 
     def _nothing_found(self, hook: NonFinite) -> Iterator[str]:
         """Say what was watched, and how to watch the rest: where no watched call made a NaN, another may have."""
         chosen = self._arguments
         filters = [f"--{name}" for name in ("module", "phase", "steps") if getattr(chosen, name) is not None]
-        everything = chosen.ops == "all" and chosen.level == "dispatch" and not filters
-        ops = "the functions that the program calls" if chosen.ops == "all" else chosen.ops.replace(",", ", ")
+        names = set((chosen.ops or OPS).split(","))
+        whole = {"all"} <= names <= {"all", "-view"} and chosen.level == "dispatch" and not filters
+        everything = whole or self._searches_all
+        ops = "the functions that the program calls" if chosen.ops == "all" else (chosen.ops or OPS).replace(",", ", ")
         within = f" ({', '.join(filters)})" if filters else ""
         limits = "" if everything else f"; only {printable(ops)}{within} were watched"
         found, *discarded = str(hook).splitlines()
@@ -207,38 +224,12 @@ class ProgramWatch:
             program = shlex.join([*["-m"] * chosen.module_name, *chosen.program])
             yield f"to watch every operator: {start} --stop --ops all {printable(program, 2000)}"
 
-    def _recorded(self) -> str:
+    def _recorded(self, recorder: RunRecorder) -> str:
         out, flight = self._arguments.out, self._arguments.flight
         if flight is not None and not (self._failed or os.path.exists(os.path.join(out, INFO))):
             return "nothing recorded: the program did not fail"
-        return f"recorded in {printable(out)}; to look at it: opintercept show {printable(shlex.quote(out))}"
-
-
-class _Recording:
-    """A recorder that measures how long the program waits for it."""
-
-    reads = ("record",)
-
-    def __init__(self, hook: RunRecorder) -> None:
-        self.hook = hook
-        self.enter = hook.enter
-        self.pre, self.post = self._measured(hook.pre), self._measured(hook.post)
-        self.error, self.exit = self._measured(hook.error), self._measured(hook.exit)  # exit writes the rest
-        self._seconds = 0.0
-
-    def _measured(self, method: Callable[..., None]) -> Callable[..., None]:
-        def measured(*call: Any) -> None:
-            started = time.perf_counter()
-            method(*call)
-            self._seconds += time.perf_counter() - started
-
-        return measured
-
-    def cost(self, total: float) -> str:
-        """Describe what recording cost in `total` seconds."""
-        share = f"{self._seconds / total:.0%} of {duration(total)}"
-        calls, size = counted(self.hook.calls, "call"), amount(self.hook.nbytes, "B")
-        return f"recording {calls} took {duration(self._seconds)}, {share}, and {size}"
+        what = f"{counted(recorder.calls, 'call')}, {amount(recorder.nbytes, 'B')}, in {printable(out)}"
+        return f"recorded {what}; to look at it: opintercept show {printable(shlex.quote(out))}"
 
 
 class Stopped(BaseException):
@@ -249,20 +240,20 @@ Stopped.__module__ = "opintercept"
 
 
 class _Stop:
-    """Raises once in each thread that makes a call after the first finding."""
+    """Raises once in each thread that makes a call."""
 
     reads = ()
 
-    def __init__(self, search: NonFinite) -> None:
-        self._search = search
+    def __init__(self, finding: str) -> None:
+        self._finding = finding
         self._stopped: set[int] = set()
 
-    def post(self, call: OpCall) -> None:
-        """Raise if the search has found something."""
-        found, thread = self._search.findings, threading.get_ident()
-        if found and thread not in self._stopped:
+    def post(self, call: OpCall | None = None) -> None:
+        """End the running thread, unless it has been ended before."""
+        thread = threading.get_ident()
+        if thread not in self._stopped:
             self._stopped.add(thread)
-            raise Stopped(str(found[0]))
+            raise Stopped(self._finding)
 
 
 class _Tally:
@@ -283,11 +274,25 @@ class _Tally:
 
     def post(self, call: OpCall) -> None:
         """Count the call."""
-        flops = call.summary.flops or 0  # computed once for the calls of a signature
+        self._add(self.learn(call), call.elapsed)
+
+    def work(self) -> Work:
+        """Kernels note the calls."""
+        return Work()
+
+    def learn(self, call: OpCall) -> int:
+        """The floating-point operations of all calls that look like this one."""
+        return call.summary.flops or 0
+
+    def noted(self, note: PendingRecord, values: Any, learned: int) -> None:
+        """Count a call that a kernel has noted."""
+        self._add(learned, note.elapsed)
+
+    def _add(self, flops: int, seconds: float | None) -> None:
         with self._lock:
             self.calls += 1
             self.flops += flops
-            self.seconds += call.elapsed or 0.0
+            self.seconds += seconds or 0.0
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + _PROGRESS_SECONDS
             self._drawn = True
@@ -336,7 +341,7 @@ def _top(hook: Any, limit: int, file: TextIO) -> Iterator[str]:
         yield f"... and {len(rows) - limit} more; --limit {len(rows)} shows them"
 
 
-def _count_steps(interceptor: Any) -> None:
+def _count_steps(blocks: list[Any]) -> None:
     """End a step after each step of the optimizer that steps first; further optimizers do not count."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -350,6 +355,7 @@ def _count_steps(interceptor: Any) -> None:
         if first is None or first() is None:
             first = weakref.ref(optimizer)
         if first() is optimizer:
-            interceptor.step()
+            for block in blocks:
+                block.step()
 
     register_optimizer_step_post_hook(stepped)

@@ -93,12 +93,7 @@ def width() -> int | None:
 
 
 def fitted(table: Cells, limit: int | None = None) -> str:
-    """Lay out a table no wider than the terminal. Text is shortened in the middle; numbers never are.
-
-    Args:
-        table: The table.
-        limit: The most rows to show; None for all.
-    """
+    """Lay out a table no wider than the terminal. Text is shortened in the middle; numbers never are."""
     most, left = width(), table.left
     head = table.short if table.short and (most or _WIDE) < _WIDE else table.head
     rows = [[*head], *([*row] for row in table.rows[:limit])]
@@ -120,9 +115,7 @@ def print_parts(parts: Iterable[Part], limit: int | None = None) -> None:
             print(styled(part, part.mark) if isinstance(part, Marked) else part)
 
 
-def print_result(
-    found: Difference | RankDifference | Alignment | Replay, as_json: bool, limit: int | None = None
-) -> int:
+def print_result(found: Result, as_json: bool, limit: int | None = None) -> int:
     """Print a result with tables of at most so many rows, or as JSON; return the exit status."""
     if as_json:
         print(json.dumps(finite_json(found.as_dict()), indent=1, allow_nan=False))

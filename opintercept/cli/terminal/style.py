@@ -14,13 +14,7 @@ Style = Literal["head", "right", "warning", "wrong"]
 
 
 def styled(text: str, style: Style, file: TextIO | None = None) -> str:
-    """The text in bold or in a colour, if the file shows it.
-
-    Args:
-        text: One line.
-        style: `"head"` of a table, what is `"right"`, a `"warning"`, or what is `"wrong"`.
-        file: Where the text goes; stdout by default.
-    """
+    """The line in bold or in a colour, if the file shows it; stdout by default."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if text and _shows(file or sys.stdout) else text
 
 

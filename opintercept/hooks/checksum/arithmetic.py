@@ -17,6 +17,7 @@ import torch
 
 from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
+from opintercept._values.hash import check_unwrapped
 from opintercept.hooks.checksum.memory import ColumnSums
 from opintercept.hooks.checksum.memory import Memory as Memory
 from opintercept.hooks.checksum.products import Product
@@ -32,19 +33,12 @@ _IN_CPP = (torch.float32, torch.float64)
 
 
 class Units(NamedTuple):
-    """Unit roundoffs: the largest relative error of rounding a number once.
+    """Unit roundoffs: the largest relative error of rounding a number once."""
 
-    Attributes:
-        sums: Of the sums inside the product.
-        output: Of the output's dtype.
-        operands: Of the precision to which the operator may round its operands first; 0 if it does not.
-        partial: Of the dtype in which a device may add up parts of the sums; 0 if it does not.
-    """
-
-    sums: float
-    output: float
-    operands: float
-    partial: float
+    sums: float  # of the sums inside the product
+    output: float  # of the output's dtype
+    operands: float  # of the precision to which the operator may round its operands first; 0 if it does not
+    partial: float  # of the dtype in which a device may add up parts of the sums; 0 if it does not
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -104,17 +98,13 @@ def groups_of(product: Product, fine: bool) -> int:
 @cache
 def _signs(n: int) -> torch.Tensor:
     drawn = bytearray(random.Random(n).randbytes(n))  # by Python, since vmap has no torch.randint
-    signs = (torch.frombuffer(drawn, dtype=torch.uint8) & 1).float() * 2 - 1
-    signs.data_ptr()  # raises under a torch.func transform, after which the tensor would be of no use
-    return signs
+    return check_unwrapped((torch.frombuffer(drawn, dtype=torch.uint8) & 1).float() * 2 - 1)
 
 
 @cache
 def signs_in(n: int, dtype: torch.dtype) -> torch.Tensor:
     """The random signs of n columns, `[n]`, on the CPU."""
-    found = _signs(n).to(dtype)
-    found.data_ptr()
-    return found
+    return check_unwrapped(_signs(n).to(dtype))
 
 
 def signs_for(n: int, wide: bool) -> torch.Tensor:
@@ -132,21 +122,16 @@ def signs(n: int, groups: int, dtype: torch.dtype, device: torch.device) -> torc
     matrix = torch.zeros(n, groups, dtype=torch.float32, device="cpu")
     places = torch.arange(n, device="cpu")
     matrix[places, places // width] = _signs(n)
-    found = matrix.to(device, dtype)
-    found.data_ptr()
-    return found
+    return check_unwrapped(matrix.to(device, dtype))
 
 
 def project(
     x: torch.Tensor, w: torch.Tensor, norms: bool = False, less: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `x @ w` in the dtype of `w`, and the norms of the rows of `x`, without a converted copy of all of `x`.
+    """Compute `x @ w - less` in the dtype of `w`, and the norms of the rows of `x`, without a converted copy of it all.
 
-    Args:
-        x: `[m, k]` or `[b, m, k]`, of any dtype and layout.
-        w: `[k, g]`, or `[b, k, g]`.
-        less: What to subtract from the product.
-        norms: Whether to compute the norms, `[m, 1]` or `[b, m, 1]`; None for sparse tensors.
+    `x` is `[m, k]` or `[b, m, k]`, of any dtype and layout, and `w` `[k, g]` or `[b, k, g]`. The norms have a last
+    dimension of 1; they are None for sparse tensors, and if nobody asks for them.
     """
     wide = w.dtype
     if x.is_cpu and wide in _IN_CPP:
@@ -169,12 +154,11 @@ def project(
         return product, _norm(values, -1) if norms else None
     if x.dim() == 3:
         step = max(1, PIECE // (x.shape[1] * x.shape[2]))
-        parts = [slice(first, first + step) for first in range(0, x.shape[0], step)]
-        if step == 1:
-            pieces = [project(x[p.start], w[p.start] if w.dim() == 3 else w, norms) for p in parts]
-            return torch.stack([one for one, _ in pieces]), _joined([norm for _, norm in pieces], torch.stack)
+        parts = [first if step == 1 else slice(first, first + step) for first in range(0, x.shape[0], step)]
+        join = torch.stack if step == 1 else torch.cat
         pieces = [project(x[p], w[p] if w.dim() == 3 else w, norms) for p in parts]
-        return torch.cat([one for one, _ in pieces]), _joined([norm for _, norm in pieces], torch.cat)
+        found_norms = [norm for _, norm in pieces if norm is not None]
+        return join([one for one, _ in pieces]), join(found_norms) if found_norms else None
     if x.stride(0) == 1 and x.stride(1) > 1 and not same:
         return _project_columns(x, w, norms)
     rows, columns = x.shape
@@ -218,33 +202,19 @@ def _project_columns(x: torch.Tensor, w: torch.Tensor, norms: bool) -> tuple[tor
     return product, squares.sqrt().unsqueeze(1) if norms else None
 
 
-def _joined(parts: list[torch.Tensor | None], join: Any) -> torch.Tensor | None:
-    return None if parts[0] is None else join(parts)
-
-
 Taken = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class Expected(NamedTuple):
-    """What the checksums of a product should be, from its operands alone.
+    """What the checksums of a product should be, from its operands alone."""
 
-    Attributes:
-        product: The product, with the operands as they were.
-        signs: The signs, `[n, g]`.
-        inner: B E, `[*b, k, g]`.
-        middle: A (B E), `[*b, m, g]`.
-        sums: What C E should be, `[*b, m, g]`.
-        size: About the norm of the elements in each group, `[*b, m, g]`, which scales rounding errors.
-        remembered: Whether `inner` was remembered.
-    """
-
-    product: Product
-    signs: torch.Tensor
-    inner: torch.Tensor
-    middle: torch.Tensor
-    sums: torch.Tensor
-    size: torch.Tensor
-    remembered: bool
+    product: Product  # with the operands as they were
+    signs: torch.Tensor  # [n, g]
+    inner: torch.Tensor  # B E, [*b, k, g]
+    middle: torch.Tensor  # A (B E), [*b, m, g]
+    sums: torch.Tensor  # what C E should be, [*b, m, g]
+    size: torch.Tensor  # about the norm of the elements in each group, [*b, m, g], which scales rounding errors
+    remembered: bool  # whether `inner` was remembered
 
 
 def fine_dtype(device: torch.device) -> torch.dtype:
@@ -253,12 +223,7 @@ def fine_dtype(device: torch.device) -> torch.dtype:
 
 
 def wide_dtype(product: Product, exact: bool) -> torch.dtype:
-    """The dtype of the checksums.
-
-    Args:
-        product: The product.
-        exact: Whether float32 is not enough for a float32 product, whose errors are as small.
-    """
+    """The dtype of the checksums; `exact` if float32 is not enough for a float32 product, whose errors are as small."""
     dtype = product.lhs.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.float64 if dtype.itemsize == 1 else torch.int64
@@ -269,14 +234,10 @@ def wide_dtype(product: Product, exact: bool) -> torch.dtype:
 def expect(
     product: Product, wide: torch.dtype, groups: int, memory: Memory | None, taken: Taken | None = None
 ) -> Expected:
-    """Compute what the checksums of the output should be.
+    """Compute what the checksums of the output should be, in the dtype `wide` and so many groups of columns.
 
-    Args:
-        product: The product.
-        wide: See `wide_dtype`.
-        groups: See `groups_of`.
-        memory: Where to look for the checksums of a weight, and keep them.
-        taken: B E, A (B E) and whether the first is remembered, if a kernel has computed them before.
+    `memory` is where to look for the checksums of a weight, and to keep them. `taken` is B E, A (B E) and whether the
+    first is remembered, if a kernel has computed them before.
     """
     lhs, rhs, device = product.lhs, product.rhs, product.lhs.device
     matrix = signs(rhs.shape[-1], groups, wide, device)
@@ -359,17 +320,11 @@ def _bias_sums(bias: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Screen(NamedTuple):
-    """How far the checksums of an output are from what they should be.
+    """How far the checksums of an output are from what they should be."""
 
-    Attributes:
-        residual: C E - A (B E), `[*b, m, g]`.
-        relative: Its size beside that of the elements, `[*b, m, g]`.
-        deviation: The standard deviation of `relative`.
-    """
-
-    residual: torch.Tensor
-    relative: torch.Tensor
-    deviation: float
+    residual: torch.Tensor  # C E - A (B E), [*b, m, g]
+    relative: torch.Tensor  # its size beside that of the elements, [*b, m, g]
+    deviation: float  # the standard deviation of `relative`
 
     def rows(self) -> torch.Tensor:
         """The residuals in standard deviations, for each row, `[*b * m]`: the worst group, or all together."""
@@ -424,21 +379,13 @@ def _rounds(dtype: torch.dtype) -> bool:
 
 
 class Examined(NamedTuple):
-    """Elements of an output beside their exact values, all `[r, c]` in float64.
-
-    Attributes:
-        got: The elements.
-        exact: What they should be.
-        error: How far they are from it; 0 where the exact value is not finite, or may overflow on the way.
-        bound: How far rounding may move them.
-        deviation: The part of the bound that does not depend on `sigma`, and one standard deviation.
-    """
+    """Elements of an output beside their exact values, all `[r, c]` in float64."""
 
     got: torch.Tensor
     exact: torch.Tensor
-    error: torch.Tensor
-    bound: torch.Tensor
-    deviation: torch.Tensor
+    error: torch.Tensor  # how far they are from it; 0 where the exact value is not finite, or may overflow on the way
+    bound: torch.Tensor  # how far rounding may move them
+    deviation: torch.Tensor  # the part of the bound that does not depend on sigma, and one standard deviation
 
     def verdict(self, sigma: float) -> torch.Tensor:
         """`[2]`: the largest of the three figures below relative to its limit, and the flat index of the worst element.
@@ -475,14 +422,8 @@ def examine(
     that grows evenly may collect k / 2 u (|A| |B|) (Higham, Accuracy and Stability of Numerical Algorithms, 2002, 4.2).
     The bound is the sum of the two, with `sigma` for lambda, and one ulp of the output. u is `units.sums`.
 
-    Args:
-        product: The product.
-        output: The output as `product.out` arranges it.
-        units: The unit roundoffs.
-        sigma: How many standard deviations are allowed.
-        batch: The index of the matrices, `[1]`; None if there is one product.
-        rows: The indices of the rows, `[r]`.
-        columns: Which columns.
+    `output` is what `product.out` returns, `batch` the index of the matrix, `[1]`, or None if there is one product, and
+    `rows` the indices of the rows, `[r]`.
     """
     lhs, rhs, found = _dense(product.lhs), _dense(product.rhs), _dense(output)
     if batch is not None:

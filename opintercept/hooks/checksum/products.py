@@ -19,6 +19,7 @@ from opintercept._core.tensors import is_strided
 from opintercept._core.text import short_name
 from opintercept._ops.shapes import broadcast
 from opintercept._ops.table import ROWS, exact, row_of
+from opintercept._values.read import first_output
 
 Number = int | float | complex
 
@@ -28,39 +29,21 @@ class NoProduct(Exception):
 
 
 class Product(NamedTuple):
-    """One product, `out = alpha * (rows * lhs) @ (rhs * columns) + beta * bias`.
+    """One product, `out = alpha * (rows * lhs) @ (rhs * columns) + beta * bias`."""
 
-    Attributes:
-        lhs: `[m, k]` or `[b, m, k]`.
-        rhs: `[k, n]` or `[b, k, n]`.
-        out: Finds the product in the output of the call, and arranges it as `[m, n]` or `[b, m, n]`.
-        bias: What is added; its shape broadcasts to that of `out`.
-        alpha: Multiplies the product.
-        beta: Multiplies the bias.
-        rows: Scales of the rows of lhs; the shape broadcasts to `[m, 1]`.
-        columns: Scales of the columns of rhs; the shape broadcasts to `[1, n]`.
-        partial: How many partial sums the operator rounds to the output's dtype; 1 for all but `addbmm`
-            and sparse operands of 16 bits.
-        apart: Whether the operator may round alpha, beta, the scaled product and the scaled bias to the output's dtype
-            before it adds the two.
-        coarse: The dtype to which the operator may round its operands first, as after dequantising; or None.
-        fast: Whether a device may add up float8 products in few bits.
-        turned: Whether the roles of lhs and rhs are swapped, because the output has a single column.
-    """
-
-    lhs: torch.Tensor
-    rhs: torch.Tensor
-    out: Callable[[Any], torch.Tensor]
-    bias: torch.Tensor | None = None
+    lhs: torch.Tensor  # [m, k] or [b, m, k]
+    rhs: torch.Tensor  # [k, n] or [b, k, n]
+    out: Callable[[Any], torch.Tensor]  # finds [m, n] or [b, m, n] in the output of the call
+    bias: torch.Tensor | None = None  # broadcasts to the shape of `out`
     alpha: Number = 1
     beta: Number = 1
-    rows: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
-    partial: int = 1
-    apart: bool = False
-    coarse: torch.dtype | None = None
-    fast: bool = False
-    turned: bool = False
+    rows: torch.Tensor | None = None  # broadcasts to [m, 1]
+    columns: torch.Tensor | None = None  # broadcasts to [1, n]
+    partial: int = 1  # how many partial sums the operator rounds to the output's dtype
+    apart: bool = False  # whether it may round alpha, beta and both terms to that dtype before it adds them
+    coarse: torch.dtype | None = None  # to which it may round its operands first, as after dequantising
+    fast: bool = False  # whether a device may add up float8 products in few bits
+    turned: bool = False  # whether lhs and rhs are swapped, because the output has a single column
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -70,14 +53,9 @@ class Product(NamedTuple):
 
 
 def products_of(call: OpCall, copies: Mapping[str, torch.Tensor] | None = None) -> list[Product]:
-    """Return the products that a call computes; several for grouped and foreach operators.
+    """The products that a running call computes, several for grouped and foreach operators.
 
-    Args:
-        call: A call that is running.
-        copies: Tensors to use instead of the call's own, by role.
-
-    Raises:
-        NoProduct: The output is not known to be a linear function of one operand.
+    `copies` are tensors to use instead of the call's own, by role.
     """
     rule = _rule(call.func)
     if isinstance(rule, str):
@@ -131,9 +109,9 @@ _POSITIONS = {
 
 
 def positions_of(func: torch._ops.OpOverload) -> tuple[int, ...] | None:
-    """The places of lhs, rhs, bias, beta and alpha among the arguments, -1 for none, if kernels can check the calls.
+    """The places of lhs, rhs, bias, beta and alpha among the arguments, -1 for none; all -1 if no call can be checked.
 
-    All are -1 if no call can be checked.
+    None if kernels cannot check the calls.
     """
     if reason_of(func):
         return (-1,) * 5
@@ -333,13 +311,12 @@ def _scaled(call: OpCall) -> list[Product]:
         blocks |= scale.dtype != torch.float32 or (scale.numel() != 1 and scale.shape != shape)
     if blocks or bound.get("contraction_dim"):
         raise NoProduct("it has a scale for each block")
-    bias = call.bias
     return [
         Product(
             lhs,
             rhs,
             _same,
-            bias=None if bias is None else bias,
+            bias=call.bias,
             rows=scale_a.reshape(-1, 1),
             columns=scale_b.reshape(1, -1),
             alpha=bound.get("alpha", 1),
@@ -410,11 +387,7 @@ def _declared(call: OpCall) -> list[Product]:
         product = product._replace(bias=bias)
     shape = (*product.lhs.shape[:-1], product.rhs.shape[-1])
     coarse = lhs.dtype if row.dequantize else None
-    return [_turned(product._replace(out=lambda output: _first(output).reshape(shape), coarse=coarse))]
-
-
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, (list, tuple)) else output
+    return [_turned(product._replace(out=lambda output: first_output(output).reshape(shape), coarse=coarse))]
 
 
 _RULES: dict[str, Callable[[OpCall], list[Product]]] = {

@@ -29,9 +29,8 @@ class Twins(Copyable):
     def compare(self, call: OpCall) -> torch.Tensor | None:
         """Keep the hashes of a forward call, or compare those of a repeated one with what was kept.
 
-        Returns:
-            For a repeated call, the index of the forward call with the same operands if none of those has the same
-            output, and otherwise -1, on the device of the output; None for other calls.
+        For a repeated call this returns, on the device of the output, the index of the forward call with the same
+        operands if none of those has the same output, and otherwise -1; None for other calls.
         """
         if call.phase == "backward":
             return None

@@ -40,17 +40,9 @@ def look(
     sigma: float,
     forget: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> WrongProduct | None:
-    """Look at the rows that the screen suspects; return a finding if they are wrong.
+    """Look at the rows that the screen suspects in one of the call's products; return a finding if they are wrong.
 
-    Args:
-        call: The call, which has run.
-        kept: What was computed of its operands before.
-        place_of: Which of its products.
-        output: The output of that product.
-        units: Its unit roundoffs.
-        seen: What the screen has found.
-        sigma: See `Checksum`.
-        forget: Forgets what is remembered of an operand with these signs.
+    `forget` forgets what is remembered of an operand with these signs.
     """
     expected = kept.expected[place_of]
     product = expected.product
@@ -66,29 +58,28 @@ def look(
             if not changed and float(seen.worst()) <= SCREEN * sigma:
                 return None
     changed |= dict.fromkeys(_changed(call, kept, place_of, expected, output, seen))
-    wrong: dict[int, tuple[float, sums.Examined, int]] = {}
+    wrong: set[int] = set()
+    most = 1.0
+    position: tuple[int, ...] = ()
     for batch, rows, columns in _suspects(expected, seen, sigma):
         examined = sums.examine(product, output, units, sigma, batch, rows, columns)
-        worst, place = examined.verdict(sigma).tolist()
-        if worst > 1:
-            first = 0 if batch is None else int(batch) * product.lhs.shape[-2]
+        ratio, place = examined.verdict(sigma).tolist()
+        if ratio > 1:
+            height, width = divmod(int(place), examined.error.shape[1])
             bad = (examined.error > examined.bound).any(1)
-            bad[int(place) // examined.error.shape[1]] = True
-            for row in rows[bad].tolist():
-                wrong.setdefault(first + row, (worst, examined, int(place)))
-            offset = columns.start or 0
-            top = max(wrong.values(), key=lambda each: each[0])
-            if top[1] is examined:
-                height, width = divmod(int(place), examined.error.shape[1])
-                position = (*(() if batch is None else (int(batch),)), int(rows[height]), width + offset)
-                best = height, width, examined, position
+            bad[height] = True
+            first = 0 if batch is None else int(batch) * product.lhs.shape[-2]
+            wrong |= {first + row for row in rows[bad].tolist()}
+        if ratio > most:
+            most, best = ratio, (examined, height, width)
+            position = (*(() if batch is None else (int(batch),)), int(rows[height]), width + (columns.start or 0))
     if not wrong and not changed:
         forget(product.rhs, expected.signs)  # the factor that was kept with it may no longer hold
         return None
     suspected = int((~(seen.rows() <= SCREEN * sigma)).sum())
     if not wrong:
         return WrongProduct(call.record(), (), (), suspected, 0.0, 0.0, 0.0, 0.0, tuple(changed))
-    height, width, examined, position = best
+    examined, height, width = best
     if product.turned:
         position = (*position[:-2], position[-1], position[-2])
     return WrongProduct(

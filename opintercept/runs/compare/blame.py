@@ -1,16 +1,18 @@
-"""Classifies each pair: the call adds the difference, got a changed operand, or inherits it.
+"""Compares two processes, and classifies each pair: it adds its difference, has a changed operand, or inherits it.
 
-Invariant: no operand counts as changed if an earlier differing call can explain the change. Memory is some tens of
-bytes for each call. Needs numpy. Must not import torch.
+Invariant: no operand counts as changed if an earlier differing call can explain the change. Memory is some thirty bytes
+for each pair: what is kept of all of them has the smallest dtypes, and wider arrays have a chunk of them.
+Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from opintercept._core.record import CallRecord
 from opintercept.runs.compare.columns import (
     OPERANDS,
     OTHERS,
@@ -22,29 +24,24 @@ from opintercept.runs.compare.columns import (
     operand,
     role_differences,
 )
-from opintercept.runs.compare.difference import KINDS, CallDifference, ModuleDifference
-from opintercept.runs.compare.histories import Differing, Histories
+from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, ModuleDifference
+from opintercept.runs.compare.histories import Histories
 from opintercept.runs.compare.index import Index, Pairs
-from opintercept.runs.compare.pairing import BY, PAIRINGS, module_name, outcome
+from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, first_models, module_name, outcome
 from opintercept.runs.compare.totals import DiffTotals
 from opintercept.runs.compare.values import Comparer, TensorErrors
 from opintercept.runs.store.codec import StoredCall
-from opintercept.runs.store.columns import CHUNK, FIGURES, ROLES, SLOTS, Array, Arrays
+from opintercept.runs.store.columns import CHUNK, FIGURES, ROLES, SLOTS, Array, Arrays, Columns
+from opintercept.runs.store.run import Run
 
 _BATCH = 256  # calls that are read whole together
+_PIECE = 1 << 14  # calls whose statistics are read together
 _HASHES = tuple(f"{slot}_hash" for slot in SLOTS)
 _EQUAL, _ADDED, _ARGUMENT, _OPERAND, _INHERITED, _UNCLEAR, _NOT_COMPARED = range(len(KINDS))
 
 
 class _Rows(NamedTuple):
-    """Some pairs.
-
-    Attributes:
-        numbers: The calls of the first run.
-        others: Their counterparts.
-        a: Hashes of the first, and which texts they have.
-        b: The same of the second.
-    """
+    """Some pairs: the numbers of their calls, their hashes, and which texts they have."""
 
     numbers: Array
     others: Array
@@ -58,22 +55,14 @@ class _Rows(NamedTuple):
 
 
 class ProcessPair:
-    """A process of the first run and its counterpart in the second. Numbers are those of calls in the index `a`.
-
-    Args:
-        a: The calls of the first process.
-        b: The calls of the second process.
-        ranks: The ranks of both.
-        comparer: Compares two calls.
-    """
+    """A process of the first run and its counterpart in the second. Numbers are those of calls in the index `a`."""
 
     def __init__(self, a: Index, b: Index, ranks: tuple[int, int], comparer: Comparer) -> None:
         self._a, self._b = a, b
         self._ranks = ranks
         self._comparer = comparer
         self._pairs = Pairs(a, b)
-        a.forget_inputs()
-        b.forget_inputs()
+        a.inputs = b.inputs = np.empty(0, np.int64)
         signatures = (
             lambda number: a.columns.signature(number).template,
             lambda number: b.columns.signature(number).template,
@@ -87,20 +76,32 @@ class ProcessPair:
         self._relative = np.full(len(a), -1.0)
         self._keys = np.full(len(a), -1, np.int32)
         self._key_numbers: dict[int, int] = {}
-        self._modules: list[tuple[int, int, int]] = []  # for each such number the modules of both, and the phase
+        # For each such number the modules of both and the phase, how many pairs have it, and the first that differs.
+        self._modules: list[tuple[int, int, int]] = []
+        self._sizes: list[int] = []
+        self._firsts: dict[int, int] = {}  # in their order
         self._histories = Histories()
 
     def compare(self, total: DiffTotals) -> None:
         """Compare all pairs, classify them, and add them to `total`."""
-        for start in range(0, len(self._a), CHUNK):
-            numbers = np.arange(start, min(start + CHUNK, len(self._a)))
-            numbers = numbers[self._pairs.of_a[numbers] >= 0]
-            if len(numbers):
-                self._compare_chunk(numbers)
-        self._find_changed()
-        total.add_unmatched("a", self._ranks[0], self._a, self._pairs.of_a)
-        total.add_unmatched("b", self._ranks[1], self._b, self._pairs.of_b)
+        for numbers in self._chunks():
+            self._compare_chunk(numbers)
+            keys = self._keys[numbers]
+            differs = np.flatnonzero(_differ(self._kinds(numbers)))
+            for at in differs[np.sort(np.unique(keys[differs], return_index=True)[1])].tolist():
+                self._firsts.setdefault(int(keys[at]), int(numbers[at]))
+        if self._firsts:
+            self._find_changed()
+        total.add_unmatched("a", self._ranks[0], self._a, self._pairs.of_a < 0)
+        total.add_unmatched("b", self._ranks[1], self._b, self._pairs.alone_b)
         self._add_to(total)
+
+    def _chunks(self) -> Iterator[Array]:
+        """The calls with a counterpart, some at a time."""
+        for start in range(0, len(self._a), CHUNK):
+            numbers = np.flatnonzero(self._pairs.of_a[start : start + CHUNK] >= 0) + start
+            if len(numbers):
+                yield numbers
 
     def _compare_chunk(self, numbers: Array) -> None:
         a, b = self._a, self._b
@@ -110,27 +111,28 @@ class ProcessPair:
         kind_a, kind_b = a.kind[numbers], b.kind[others]
         self._by[numbers] = by = np.minimum(a.by[kind_a], b.by[kind_b])
         self._own_kind[numbers] = np.where(by == BY.index("nothing"), _NOT_COMPARED, _EQUAL)
-        codes, firsts, inverse = np.unique(
-            (a.key[kind_a] << 32) | b.key[kind_b], return_index=True, return_inverse=True
+        codes, firsts, inverse, sizes = np.unique(
+            (a.key[kind_a] << 32) | b.key[kind_b], return_index=True, return_inverse=True, return_counts=True
         )
-        for code, one, other in zip(codes.tolist(), kind_a[firsts], kind_b[firsts], strict=True):
-            if code not in self._key_numbers:
-                self._key_numbers[code] = len(self._key_numbers)
+        keys = [self._key_numbers.setdefault(code, len(self._key_numbers)) for code in codes.tolist()]
+        for key, one, other, size in zip(keys, kind_a[firsts], kind_b[firsts], sizes.tolist(), strict=True):
+            if key == len(self._modules):
                 self._modules.append((a.module[one], b.module[other], a.phase[one]))
-        self._keys[numbers] = np.array([self._key_numbers[code] for code in codes.tolist()], np.int32)[inverse]
+                self._sizes.append(0)
+            self._sizes[key] += size
+        self._keys[numbers] = np.array(keys, np.int32)[inverse]
         left = rows.take(~self._same(rows, a.fingerprint[kind_a] == b.fingerprint[kind_b]))
         if not len(left.numbers):
             return
         rules, which = self._rules_of(left)
-        in_texts = np.array([not rule.bases.keys() <= ROLES.keys() for rule in rules], bool)[which]
-        whole = in_texts | left.a["has_error"] | left.b["has_error"]
+        in_texts = np.array([any(rule.bases.keys() - slots.keys() for slots in rule.slots) for rule in rules], bool)
+        whole = in_texts[which] | np.any([side[f"has_{name}"] for side in left[2:] for name in ("more", "error")], 0)
         if self._comparer.reads_tensors:
             whole |= left.a["has_tensors"] & left.b["has_tensors"]
-        if not whole.all():
-            self._compare_columns(left.take(~whole))
-        one_by_one = np.flatnonzero(whole)
-        for start in range(0, len(one_by_one), _BATCH):
-            self._compare_calls(left.take(one_by_one[start : start + _BATCH]))
+        for which_rows, size, compare in (~whole, _PIECE, self._compare_columns), (whole, _BATCH, self._compare_calls):
+            places = np.flatnonzero(which_rows)
+            for start in range(0, len(places), size):
+                compare(left.take(places[start : start + size]))
 
     def _same(self, rows: _Rows, signatures: Array) -> Array:
         """Find pairs that are equal in all that is compared. It may miss some, which are then compared."""
@@ -157,15 +159,30 @@ class ProcessPair:
     def _compare_columns(self, rows: _Rows) -> None:
         """Compare pairs of which columns have all that is compared."""
         rules, which = self._rules_of(rows)
-        slots = [ROLES[role] for role in dict.fromkeys(role for rule in rules for role in rule.bases)]
-        names = [f"{slot}_{name}" for slot in slots for name in ("nan", "inf", *FIGURES)]
-        read = self._a.columns.gather(rows.numbers, names), self._b.columns.gather(rows.others, names)
+        roles = dict.fromkeys(role for rule in rules for role in rule.bases)
 
-        def side(columns: Arrays) -> Side:
-            names = ("hash", "nan", "inf", *FIGURES)
-            return lambda role, at: {name: columns[f"{ROLES[role]}_{name}"][at] for name in names}
+        def side(number: int, columns: Columns, calls: Array, known: Arrays) -> Side:
+            of_roles = {role: [ROLES.get(rule.slots[number].get(role, "")) for rule in rules] for role in roles}
+            slots = dict.fromkeys(slot for found in of_roles.values() for slot in found if slot is not None)
+            names = [f"{slot}_{name}" for slot in slots for name in ("nan", "inf", *FIGURES)]
+            read = known | columns.gather(calls, names)
 
-        sides = side(rows.a | read[0]), side(rows.b | read[1])
+            def of(role: str, at: Array) -> Arrays:
+                found, made = of_roles[role], {}
+                for name in ("hash", "nan", "inf", *FIGURES):
+                    used = [slot for slot in dict.fromkeys(found) if slot is not None]
+                    made[name] = read[f"{used[0]}_{name}"][at]
+                    for slot in used[1:]:
+                        there = np.array([each == slot for each in found])[which[at]]
+                        made[name] = np.where(there, read[f"{slot}_{name}"][at], made[name])
+                return made
+
+            return of
+
+        sides = (
+            side(0, self._a.columns, rows.numbers, rows.a),
+            side(1, self._b.columns, rows.others, rows.b),
+        )
         self._keep(rows, Compared(self._comparer, rules, which, *sides))
 
     def _compare_calls(self, rows: _Rows) -> None:
@@ -195,8 +212,7 @@ class ProcessPair:
         self._by[numbers] = np.where(found.uncompared, BY.index("nothing"), found.by)
         differs = (found.differing > 0) | _differ(own)
         of = rows.take(differs)
-        a, b = ({slot: side[f"{slot}_hash"] for slot in SLOTS} for side in (of.a, of.b))
-        self._histories.add(Differing(self._keys[of.numbers], a, b, found.differing[differs], found.others[differs]))
+        self._histories.add(self._keys[of.numbers], of.a, of.b, found.differing[differs], found.others[differs])
 
     def _calls(self, numbers: Array, *, given: bool = False) -> Iterator[tuple[StoredCall, StoredCall]]:
         others = self._pairs.of_a[numbers].astype(np.int64)
@@ -212,63 +228,63 @@ class ProcessPair:
 
     def _find_changed(self) -> None:
         """Set `_changed` to the operands of each call that no earlier differing call explains."""
-        differs = np.flatnonzero(_differ(self._kinds()))
-        if not len(differs):
-            return
-        calls = np.bincount(self._keys[self._keys >= 0], minlength=len(self._key_numbers))
-        keys, firsts = np.unique(self._keys[differs], return_index=True)
-        constant = np.zeros(len(calls), np.uint8)
-        for key, operands in self._histories.constant(keys[np.argsort(firsts)].tolist(), calls).items():
-            constant[key] = operands
-        differing = self._differing[differs]
-        self._changed[differs] = differing & (constant[self._keys[differs]] | self._changed[differs])
-        self._changed[differs[0]] = differing[0]
+        constant = self._histories.constant([*self._firsts], self._sizes)
+        for numbers in self._chunks():
+            self._changed[numbers] |= self._differing[numbers] & constant[self._keys[numbers]]
+        first = min(self._firsts.values())
+        self._changed[first] = self._differing[first]
 
     def _add_to(self, total: DiffTotals) -> None:
-        a, b, of_a, of_b = self._a, self._b, self._pairs.of_a, self._pairs.of_b
-        chosen = np.flatnonzero(of_a >= 0)
-        chosen = chosen[a.chosen(chosen)]
-        kinds = self._kinds(chosen)
-        differs = _differ(kinds)
-        total.pairs += len(chosen)
-        total.metadata += int(self._metadata[chosen].sum())
-        total.pairings.update(_counted(PAIRINGS, self._pairs.how[chosen]))
-        total.by.update(_counted(BY, self._by[chosen[~differs]]))
-        total.kinds.update(_counted(KINDS, kinds))
+        a, pairs = self._a, self._pairs
+        modules, module_of = np.unique(np.array(self._modules).reshape(-1, 3), axis=0, return_inverse=True)
+        module_of = module_of.reshape(-1)
+        by, counts = np.zeros(len(BY), np.int64), np.zeros((len(modules), len(KINDS)), np.int64)
+        relative, firsts = np.full(len(modules), -1.0), np.full(len(modules), len(a))
+        worst = np.empty(0, np.int64)
+        for numbers in self._chunks():
+            numbers = numbers[a.chosen(numbers)]
+            kinds, module = self._kinds(numbers), module_of[self._keys[numbers]]
+            differs = _differ(kinds)
+            total.pairs += len(numbers)
+            total.metadata += int(self._metadata[numbers].sum())
+            total.pairings.update(_counted(PAIRINGS, np.bincount(pairs.how[numbers], minlength=len(PAIRINGS))))
+            by += np.bincount(self._by[numbers[~differs]], minlength=len(BY))
+            counts += np.bincount(module * len(KINDS) + kinds, minlength=counts.size).reshape(counts.shape)
+            np.maximum.at(relative, module, self._relative[numbers])
+            np.minimum.at(firsts, module[differs], numbers[differs])
+            worst = self._worst(np.r_[worst, numbers[differs]], total.worst_limit)
+        total.by.update(_counted(BY, by))
+        total.kinds.update(_counted(KINDS, counts.sum(0)))
         if total.watch is not None:
-            total.watch(a, chosen, self._relative[chosen], differs, self._ranks)
-        if not differs.any():
+            chosen = np.flatnonzero(pairs.of_a >= 0)
+            chosen = chosen[a.chosen(chosen)]
+            total.watch(a, chosen, self._relative[chosen], _differ(self._kinds(chosen)), self._ranks)
+        found = np.flatnonzero(firsts < len(a))
+        if not len(found):
             return
-        differing = chosen[differs]
-        first = int(differing[0])
-        ((one, other),) = self._calls(differing[:1], given=True)
-        total.add_first(self._difference(first, one, other), (_alone(of_a[:first]), _alone(of_b[: of_a[first]])))
-        _, module_of = np.unique(np.array(self._modules), axis=0, return_inverse=True)
-        modules = module_of.reshape(-1)[self._keys[chosen]]
-        found, firsts = np.unique(modules[differs], return_index=True)
+        found = found[np.argsort(firsts[found])]
+        first = firsts[found[:1]]
+        ((one, other),) = self._calls(first, given=True)
+        before = (pairs.of_a[: first[0]] < 0).sum(), pairs.alone_b[: pairs.of_a[first[0]]].sum()
+        total.add_first(self._difference(int(first[0]), one, other), (int(before[0]), int(before[1])))
         total.modules_in_all += len(found)
-        in_order = np.argsort(firsts)[: total.limit]
-        place = np.full(len(module_of), -1)
-        place[found[in_order]] = np.arange(len(in_order))
-        # Calls before the first that differs count, too.
-        of_rows = place[modules]
-        shown = of_rows >= 0
-        counts = np.bincount(of_rows[shown] * len(KINDS) + kinds[shown], minlength=len(in_order) * len(KINDS))
-        relative = np.full(len(in_order), -1.0)
-        np.maximum.at(relative, of_rows[shown], self._relative[chosen[shown]])
-        firsts = differing[firsts[in_order]]
+        found = found[: total.limit]
+        differences = [
+            (float(self._relative[number]), self._difference(number, one, other))
+            for number, (one, other) in zip(worst.tolist(), self._calls(worst), strict=True)
+        ]
+        total.add_rows(differences, self._module_rows(firsts[found], counts[found], relative[found]))
+
+    def _module_rows(
+        self, firsts: Array, counts: Array, relative: Array
+    ) -> list[tuple[tuple[int, int, int], ModuleDifference]]:
+        a, b = self._a, self._b
         columns = a.columns.gather(firsts, ("step", "index"))
+        of_rows = (firsts, relative, counts, columns["step"], columns["index"])
         rows = []
-        for number, size, of_kinds, step, index in zip(
-            firsts.tolist(),
-            relative.tolist(),
-            counts.reshape(-1, len(KINDS)).tolist(),
-            columns["step"].tolist(),
-            columns["index"].tolist(),
-            strict=True,
-        ):
+        for number, size, of_kinds, step, index in zip(*(each.tolist() for each in of_rows), strict=True):
             call_site = a.columns.call_site(int(a.call_site[a.kind[number]]))
-            counterpart = b.columns.call_site(int(b.call_site[b.kind[of_a[number]]]))
+            counterpart = b.columns.call_site(int(b.call_site[b.kind[self._pairs.of_a[number]]]))
             row = ModuleDifference(
                 ranks=self._ranks,
                 module=module_name(call_site.module),
@@ -280,21 +296,15 @@ class ProcessPair:
                 index=index,
             )
             rows.append(((step, index, self._ranks[0]), row))
-        total.add_rows(self._worst(differing, total.worst_limit), rows)
+        return rows
 
-    def _worst(self, differing: Array, limit: int) -> list[tuple[float, CallDifference]]:
-        relative = self._relative[differing]
-        if len(relative) > limit:
+    def _worst(self, numbers: Array, limit: int) -> Array:
+        """Those of these calls, in their order, that have the largest errors, the largest first."""
+        relative = self._relative[numbers]
+        if len(numbers) > limit:
             least = np.partition(relative, len(relative) - limit)[len(relative) - limit]
-            above = np.flatnonzero(relative > least)
-            which = np.r_[above, np.flatnonzero(relative == least)[: limit - len(above)]]
-            differing, relative = differing[which], relative[which]
-        in_order = np.lexsort((differing, -relative))
-        numbers = differing[in_order]
-        return [
-            (float(self._relative[number]), self._difference(number, one, other))
-            for number, (one, other) in zip(numbers.tolist(), self._calls(numbers), strict=True)
-        ]
+            numbers, relative = numbers[relative >= least], relative[relative >= least]
+        return np.asarray(numbers[np.lexsort((numbers, -relative))][:limit])
 
     def _difference(self, number: int, a: StoredCall, b: StoredCall) -> CallDifference:
         roles = role_differences(self._comparer, a, b)
@@ -313,10 +323,42 @@ def _differ(kinds: Array) -> Array:
     return np.asarray((kinds != _EQUAL) & (kinds != _NOT_COMPARED))
 
 
-def _alone(counterparts: Array) -> int:
-    return int((counterparts < 0).sum())
+def _counted(names: Sequence[str], counts: Array) -> dict[Any, int]:
+    return {name: count for name, count in zip(names, counts.tolist(), strict=True) if count}
 
 
-def _counted(names: Sequence[str], numbers: Array) -> dict[Any, int]:
-    counts = np.bincount(numbers, minlength=len(names)).tolist()
-    return {name: count for name, count in zip(names, counts, strict=True) if count}
+def compare_ranks(
+    total: DiffTotals,
+    run_a: Run,
+    rank_a: int | None,
+    run_b: Run,
+    rank_b: int | None,
+    comparer: Comparer,
+    select: Callable[[CallRecord], bool] | None,
+) -> None:
+    """Compare a process of each run; None stands for one that the run does not have."""
+    ids = Ids()
+    a, b = (
+        None if rank is None else Index(run.columns(rank), ids, select)
+        for run, rank in ((run_a, rank_a), (run_b, rank_b))
+    )
+    sizes = [0 if index is None else len(index) for index in (a, b)]
+    total.calls = [before + size for before, size in zip(total.calls, sizes, strict=True)]
+    if a is not None and b is not None:
+        total.ranks.append((a.columns.rank, b.columns.rank))
+        if all(sizes):
+            if (models := first_models(a.names, b.names)) is not None:
+                a.number(models[0])
+                b.number(models[1])
+            ProcessPair(a, b, total.ranks[-1], comparer).compare(total)
+            return
+        if not any(sizes):
+            return
+    sides: tuple[Literal["a", "b"], ...] = ("a", "b")
+    for side, index, other, others in zip(sides, (a, b), (b, a), reversed(sizes), strict=True):
+        if index is not None and len(index):
+            total.add_unmatched(side, index.columns.rank, index, np.ones(len(index), bool))
+        else:
+            there = other if index is None else index
+            assert there is not None
+            total.absent.append(Absent(side, there.columns.rank, index is not None, others))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from opintercept._ops.slots import slots_of
 from opintercept._values.stats import Values
 from opintercept.runs.compare.difference import RoleDifference
 from opintercept.runs.compare.pairing import BY
@@ -38,23 +39,14 @@ def operand(role: str) -> int:
 
 
 class Verdicts(NamedTuple):
-    """The verdicts on one operand or output of several pairs, as in `RoleDifference`; NaN for unknown errors.
-
-    Attributes:
-        equal: Where it is equal.
-        differs: Where it differs. Where it is neither, nothing shows it.
-        by: What that rests on, as an index into `BY`.
-        absolute: The maximal absolute error, or a lower bound.
-        relative: That divided by the largest modulus in the first run.
-        details: `_DETAILS` of tensors that were read.
-    """
+    """The verdicts on one operand or output of several pairs, as in `RoleDifference`; NaN for unknown errors."""
 
     equal: Array
-    differs: Array
-    by: Array
-    absolute: Array
+    differs: Array  # where it is neither, nothing shows it
+    by: Array  # as an index into `BY`
+    absolute: Array  # or a lower bound
     relative: Array
-    details: Arrays
+    details: Arrays  # `_DETAILS` of tensors that were read
 
 
 def verdicts(
@@ -65,16 +57,7 @@ def verdicts(
     pairs: Array,
     errors: Callable[[int], TensorErrors | None] | None,
 ) -> Verdicts:
-    """Compare an operand or output.
-
-    Args:
-        comparer: Has the tolerances.
-        basis: The fields of the basis of each pair.
-        x: Hash, counts and figures in the first run.
-        y: The same in the second.
-        pairs: The numbers of the pairs.
-        errors: Reads the tensors of a pair, where neither hashes nor counts decide; None if there are none.
-    """
+    """Compare an operand or output; `errors` reads the tensors of a pair where neither hashes nor counts decide."""
     same = basis["hashed"] & basis["same_count"] & (x["hash"] == y["hash"])
     uneven = (x["nan"] != y["nan"]) | (x["inf"] != y["inf"])
     bound, unknown = _least_errors(x, y)
@@ -151,44 +134,26 @@ def _role_difference(comparer: Comparer, basis: Basis, a: StoredCall, b: StoredC
 
 
 class Rule(NamedTuple):
-    """What the signatures of two calls decide.
+    """What the signatures of two calls decide."""
 
-    Attributes:
-        metadata: Whether they differ in a shape or dtype.
-        argument: Whether they differ in an argument that is not a tensor.
-        unclear: Whether an output can differ although all recorded operands are equal.
-        output_differs: Whether an output differs.
-        uncompared: Whether nothing shows whether the outputs are equal.
-        differing: The operands that differ.
-        changed: Those of them that only one of the calls has, or that are parameters.
-        by: What the verdicts of equal operands and outputs rest on, as an index into `BY`.
-        bases: The operands and outputs that values decide.
-        parameters: Those of them that are parameters, so that a difference counts as changed.
-    """
-
-    metadata: bool
-    argument: bool
-    unclear: bool
+    metadata: bool  # they differ in a shape or dtype
+    argument: bool  # they differ in an argument that is not a tensor
+    unclear: bool  # an output can differ although all recorded operands are equal
     output_differs: bool
-    uncompared: bool
-    differing: int
-    changed: int
-    by: int
-    bases: Mapping[str, Basis]
-    parameters: frozenset[str]
+    uncompared: bool  # nothing shows whether the outputs are equal
+    differing: int  # the operands that differ
+    changed: int  # those of them that only one of the calls has, or that are parameters
+    by: int  # what the verdicts of equal operands and outputs rest on, as an index into `BY`
+    bases: Mapping[str, Basis]  # the operands and outputs that values decide
+    slots: tuple[Mapping[str, str], Mapping[str, str]]  # where records of both calls have them
+    parameters: frozenset[str]  # those of them that are parameters, so that a difference counts as changed
 
 
 _DECIDED = Rule._fields.index("bases")  # how many fields a pair takes from its rule as they are
 
 
 class Rules:
-    """The rules for the calls of two processes, one for each pair of signatures.
-
-    Args:
-        comparer: Compares two calls.
-        signatures: For each process, a function that returns a call with the signature of a number.
-        is_inference: Whether a process trains nothing, for each.
-    """
+    """The rules for the calls of two processes, one for each pair of signatures, of which calls are made."""
 
     def __init__(
         self,
@@ -236,7 +201,7 @@ class Rules:
                 changed |= operand(role) if basis.only_one or is_parameter else 0
         argument = bool(self._comparer.arguments(a, b))
         found = metadata, argument, unclear, output_differs, uncompared, differing, changed, by
-        return Rule(*found, bases, frozenset(parameters))
+        return Rule(*found, bases, (slots_of(a.values), slots_of(b.values)), frozenset(parameters))
 
 
 # Takes a role and the numbers of some rows, and returns the columns of these.
@@ -246,15 +211,7 @@ Errors = Callable[[str, int], TensorErrors | None]
 
 
 class Compared:
-    """Compares pairs of calls.
-
-    Args:
-        comparer: Has the tolerances.
-        rules: The rules of the pairs.
-        which: Which of them each pair has.
-        a: The values of the first calls.
-        b: Those of their counterparts.
-        errors: Reads tensors; None if there are none.
+    """Compares pairs of calls, of which each has the rule at its place in `which`.
 
     Attributes:
         metadata, argument, unclear, output_differs, uncompared, differing, changed: As in `Rule`.

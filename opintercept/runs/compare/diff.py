@@ -1,6 +1,6 @@
 """Compares two runs: which processes and calls are counterparts, and which settings of the runs differ.
 
-`pairing` finds the counterpart of each call, `values` compares the two, `blame` classifies the pair, `totals` adds up,
+`index` finds the counterpart of each call, `columns` compares the two, `blame` classifies the pair, `totals` adds up,
 `difference` holds what is reported, and `result` all of it. Imports torch only if both runs have tensors.
 """
 
@@ -106,7 +106,7 @@ def compare_runs(
 ) -> Difference:
     """`diff` with a limit of its own for `worst`, whose calls can be large, and `watch`, which gets all errors."""
     try:
-        from opintercept.runs.compare.processes import compare_ranks
+        from opintercept.runs.compare.blame import compare_ranks
         from opintercept.runs.compare.totals import DiffTotals
     except ImportError as missing:
         raise needs("comparing runs", "numpy", "'opintercept[cli]'") from missing

@@ -1,7 +1,7 @@
 """`Index` and `Pairs`: pair each call of one run with its counterpart in another.
 
-Invariant: a call costs thirty bytes of memory, and every step takes about linear time, except for one that has a
-budget. Needs numpy. Must not import torch.
+Invariant: a pair of calls costs some thirty bytes of memory, and every step takes about linear time, except for one
+that has a budget. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from opintercept._core.record import CallRecord
 from opintercept.runs.compare.columns import mixed, starts_of
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
-from opintercept.runs.store.columns import Array, Arrays, Columns
+from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
@@ -24,11 +24,7 @@ _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
 
 
 class KindNumbers:
-    """Numbers the kinds of a process's calls from 0: the distinct (call site, signature) pairs.
-
-    Args:
-        columns: The calls.
-    """
+    """Numbers the kinds of a process's calls from 0: the distinct (call site, signature) pairs."""
 
     def __init__(self, columns: Columns) -> None:
         self._signatures = columns.signatures
@@ -58,16 +54,10 @@ class Index:
             each kind.
 
     Attributes:
-        columns: The calls.
-        kind: The kind of each call.
         inputs: Shapes and hashes of the first operands; 0 if no hash is recorded.
         key: Module, operator, phase and `grad_of`.
         loose: Module, phase and family.
-        module: The module.
-        phase: The phase.
         shape: Phase, family and the GEMM, or the operands' shapes if there is no GEMM.
-        signature: The number of the signature.
-        call_site: The number of the call site.
         fingerprint: Everything that is compared except for values.
         by: What there is of the outputs' values, as an index into `pairing.BY`.
         unhashed: Whether some tensors have no hash.
@@ -76,7 +66,7 @@ class Index:
 
     def __init__(self, columns: Columns, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
         self.columns = columns
-        self.kind, self.inputs = np.empty(len(columns), np.int32), np.empty(len(columns), np.int64)
+        self.kind, self.inputs = np.empty(len(columns), np.uint16), np.empty(len(columns), np.int64)
         self.is_inference = True
         self._ids = ids
         self._names: list[tuple[str | None, str, str, str, str | None]] = []  # of each kind; the family comes second
@@ -87,6 +77,8 @@ class Index:
             found, new = kinds.of(chunk)
             for call_site, signature in new:
                 self._add(call_site, signature, select if by_name else None)
+            if len(self._numbers) > 1 << 16:
+                self.kind = self.kind.astype(np.int32, copy=False)
             shapes = np.array([numbers[0] for numbers in self._numbers], np.uint64)[found]
             self.kind[start : start + len(found)] = found
             self.inputs[start : start + len(found)] = mixed(shapes, *(chunk[name] for name in _HASHES))
@@ -123,11 +115,7 @@ class Index:
         self._numbers.append((shape, signature_number, call_site_number, known, by, unhashed, chosen))
 
     def number(self, model: str) -> None:
-        """Number keys, families and modules.
-
-        Args:
-            model: A model's class to put before plain names of modules, as `first_models` gives it.
-        """
+        """Number keys, families and modules, with the class of a model (see `first_models`) before plain names."""
         ids = self._ids
         found = []
         for module, kin, op, phase, grad_of in self._names:
@@ -136,10 +124,6 @@ class Index:
             key, loose = ids("key", module, op, phase, grad_of), ids("loose", module, phase, kin)
             found.append((key, loose, ids("module", module), _PHASES.index(phase)))
         self.key, self.loose, self.module, self.phase = np.array(found, np.int64).reshape(-1, 4).T
-
-    def forget_inputs(self) -> None:
-        """Free the memory of `inputs`."""
-        self.inputs = np.empty(0, np.int64)
 
     def chosen(self, numbers: Array) -> Array:
         """Return which of these calls the caller selects."""
@@ -164,21 +148,19 @@ class Pairs:
 
     Attributes:
         of_a: For each call of A, the number of its counterpart in B; -1 if it has none.
-        of_b: The same for each call of B.
-        how: How each call of A was paired, as an index into `PAIRINGS`. `"ordinal"`: same module, operator and phase,
-            and the same number among these calls. `"sequence"`: the same, but the runs have different numbers of these
-            calls, or other shapes, and were aligned. `"family"`: same module and phase, another operator for the same
-            job. `"shape"`: in the order of the calls, if the other run has no module of that name.
+        alone_b: Whether each call of B has none.
+        how: How each call of A was paired, as an index into `PAIRINGS`, see `CallDifference.pairing`. Calls are aligned
+            as a sequence if the runs have different numbers of them, or other shapes.
     """
 
     def __init__(self, a: Index, b: Index) -> None:
-        self.of_a, self.of_b = np.full(len(a), -1, np.int32), np.full(len(b), -1, np.int32)
+        self.of_a, self.alone_b = np.full(len(a), -1, np.int32), np.ones(len(b), bool)
         self.how = np.zeros(len(a), np.uint8)
         self._a, self._b = a, b
         self._budget = _BUDGET
         self._modules = set(a.module.tolist()), set(b.module.tolist())
         for how, name in ((0, "key"), (2, "loose"), (3, "phase")):
-            groups_a, groups_b = _groups(a, name, self.of_a), _groups(b, name, self.of_b)
+            groups_a, groups_b = _groups(a, name, self.of_a < 0), _groups(b, name, self.alone_b)
             for key, in_a in groups_a.items():
                 if (in_b := groups_b.get(key)) is not None:
                     self._pair(in_a, in_b, how)
@@ -191,24 +173,24 @@ class Pairs:
             some = np.flatnonzero(a.inputs[in_a] != b.inputs[in_b])[:_SOME]
             others = b.inputs[in_b[some]]
             if not np.isin(a.inputs[in_a[some]], others[others != 0]).any():
-                self.of_a[in_a], self.of_b[in_b], self.how[in_a] = in_b, in_a, how
+                self.of_a[in_a], self.alone_b[in_b], self.how[in_a] = in_b, False, how
                 return
         how = how or 1
         # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
         known = (a.weights(in_a), b.weights(in_b)) if renamed else (a.inputs[in_a].tolist(), b.inputs[in_b].tolist())
         self._join(_by_turns(in_a.tolist(), in_b.tolist(), *known), how)
         for signs in (Index.steps, _shapes):
-            in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.of_b[in_b] < 0]
+            in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.alone_b[in_b]]
             if len(in_a) and len(in_b):
                 self._join(self._in_order(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how)
-        in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.of_b[in_b] < 0]
+        in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.alone_b[in_b]]
         if len(in_a) == len(in_b) and not renamed:
             self._join(zip(in_a.tolist(), in_b.tolist(), strict=True), how)
 
     def _join(self, pairs: Iterable[tuple[int, int]], how: int) -> None:
         for i, j in pairs:
             if PAIRINGS[how] != "shape" or self._may_be_renamed(i, j):
-                self.of_a[i], self.of_b[j], self.how[i] = j, i, how
+                self.of_a[i], self.alone_b[j], self.how[i] = j, False, how
 
     def _may_be_renamed(self, i: int, j: int) -> bool:
         """Return whether two modules may be one under two names: a module that both runs have is not."""
@@ -248,18 +230,25 @@ def _shapes(index: Index, numbers: Array) -> list[Hashable]:
     return index.shape[index.kind[numbers]].tolist()  # type: ignore[no-any-return]
 
 
-def _groups(index: Index, name: str, paired: Array) -> dict[int, Array]:
+def _groups(index: Index, name: str, alone: Array) -> dict[int, Array]:
     """The calls without a counterpart that share a number, by that number, in the order of their first calls."""
-    numbers = np.flatnonzero(paired < 0).astype(np.int32)
-    keys = getattr(index, name)[index.kind[numbers]]
-    if len(keys) and keys.max() < 1 << 16:
-        keys = keys.astype(np.uint16)  # of which sorting takes linear time
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    starts = starts_of(keys)
-    groups = np.split(numbers[order], starts[1:]) if len(keys) else []
-    found = zip(keys[starts].tolist(), groups, strict=True)
-    return dict(sorted(found, key=lambda group: int(group[1][0])))
+    keys, of_kinds = np.unique(getattr(index, name), return_inverse=True)
+    chunks = [slice(start, start + CHUNK) for start in range(0, len(alone), CHUNK)]
+    sizes = np.zeros(len(keys), np.int64)
+    for chunk in chunks:
+        sizes += np.bincount(of_kinds[index.kind[chunk][alone[chunk]]], minlength=len(keys))
+    ends = np.cumsum(sizes)
+    numbers, free = np.empty(sizes.sum(), np.int32), ends - sizes
+    for chunk in chunks:
+        some = np.flatnonzero(alone[chunk]) + chunk.start
+        groups = of_kinds[index.kind[some]]
+        order = np.argsort(groups, kind="stable")
+        starts = starts_of(groups[order])
+        found, counts = groups[order[starts]], np.diff(np.r_[starts, len(order)])
+        numbers[np.repeat(free[found] - starts, counts) + np.arange(len(order))] = some[order]
+        free[found] += counts
+    made = zip(keys.tolist(), np.split(numbers, ends[:-1]), strict=True)
+    return dict(sorted(((key, group) for key, group in made if len(group)), key=lambda each: int(each[1][0])))
 
 
 def _by_turns(

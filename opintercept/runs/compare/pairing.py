@@ -12,6 +12,7 @@ from typing import Any, Literal
 from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import short_name
+from opintercept._ops.scratch import UNREAD, torchs_name
 from opintercept.runs.store.codec import StoredCall, is_output
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
@@ -50,15 +51,16 @@ def metas(call: StoredCall) -> dict[str, TensorMeta]:
     """Shape and dtype of operands and outputs by role, of other tensors by the name of their parameter."""
     record = call.record
     outputs = record.output if isinstance(record.output, tuple) else (record.output,)
-    found = {"lhs": record.lhs, "rhs": record.rhs, "bias": record.bias}
+    operands = {"lhs": record.lhs, "rhs": record.rhs, "bias": record.bias}
+    found = {role: meta for role, meta in operands.items() if meta is not None}
     if (value := call.values.get("value")) is not None and record.rhs is not None:
         # The third operand of an attention has the dtype of the second; runs do not record its shape.
         found["value"] = TensorMeta((value.count,), record.rhs.dtype, record.rhs.device, None, False)
     for role, kept in call.values.items():
         if role not in found and not is_output(role):
             found[role] = TensorMeta((kept.count,), "", "", None, False)  # runs record neither shape nor dtype
-    found |= {f"output.{number}" if number else "output": meta for number, meta in enumerate(outputs)}
-    return {role: meta for role, meta in found.items() if meta is not None}
+    made = {f"output.{number}" if number else "output": meta for number, meta in enumerate(outputs)}
+    return found | {role: meta for role, meta in made.items() if meta is not None}
 
 
 class Ids:
@@ -103,19 +105,17 @@ BY = ("nothing", "statistics", "sample", "tensors", "metadata", "hash")
 
 
 def fingerprint(call: StoredCall) -> tuple[int, int]:
-    """Return one number for all that is compared of a call apart from values, and what is known of its outputs' values.
+    """Return a number for all that is compared of a template apart from values, and an index into `BY` for these.
 
-    Args:
-        call: The template of a signature.
-
-    Returns:
-        The number, equal for equal signatures, and an index into `BY`.
+    The number is equal for equal signatures. The index says what is known of the values of outputs.
     """
     found = metas(call)
     parts: list[Any] = [(role, meta.shape, meta.dtype) for role, meta in found.items()]
     parts += [(role, values.count, values.hash) for role, values in call.values.items()]
     parts.append(repr(sorted((call.arguments or {}).items())))
     judged = [role for role in found if is_output(role)] or list(found)
+    if torchs_name(call.record.op) in UNREAD:
+        return hash(tuple(parts)), BY.index("metadata")
     if not judged or not all(role in call.values for role in judged):
         return hash(tuple(parts)), BY.index("nothing")
     hashed = all(call.values[role].hash is not None for role in judged)

@@ -84,7 +84,7 @@ class Difference(Table):
         yield from absent_lines(self.absent, self.a, self.b)
         yield from self._counts()
         if self.first is not None:
-            yield from ("", *first_parts(self.first, self.before))
+            yield from ("", *first_parts(self.first, self.before, self.unmatched))
         if self.modules:
             yield from ("", modules_table(self.modules, self.modules_in_all, ranks=len(self.ranks) > 1))
         if self.unmatched:

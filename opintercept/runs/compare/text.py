@@ -62,8 +62,8 @@ def _no_calls(ranks: list[int]) -> str:
     return f"rank {ranks[0]} has no calls" if len(ranks) == 1 else f"ranks {listed(ranks)} have no calls"
 
 
-def first_parts(call: CallDifference, before: tuple[int, int]) -> Iterator[Part]:
-    """Describe the first call that differs, and how many calls before it have no counterpart."""
+def first_parts(call: CallDifference, before: tuple[int, int], unmatched: Sequence[Unmatched]) -> Iterator[Part]:
+    """Describe the first call that differs, and the calls before it that have no counterpart."""
     yield Marked(f"first divergence: {_where(call)}", "wrong")
     if call.a.record.source is not None:
         yield f"  at {printable(call.a.record.source, WIDTH)}"
@@ -77,8 +77,10 @@ def first_parts(call: CallDifference, before: tuple[int, int]) -> Iterator[Part]
         yield f"  {call.kind}: {_WHY[call.kind]}"
     yield from _reordered(call)
     yield from _nonfinite(call)
-    if any(before):
-        yield f"  {before[0]:,} earlier calls of A and {before[1]:,} of B have no counterpart"
+    for run, side, calls in (("a", call.a, before[0]), ("b", call.b, before[1])):
+        if calls:
+            earlier = [u for u in unmatched if (u.run, u.rank) == (run, side.rank) and u.index < side.record.index]
+            yield f"  before it, only {run.upper()} has {counted(calls, 'call')}{_last_of(earlier)}"
     for run, error in (("A", call.a.error), ("B", call.b.error)):
         if error is not None:
             yield f"  raised in {run}: {printable(error, 2 * WIDTH)}"
@@ -87,6 +89,13 @@ def first_parts(call: CallDifference, before: tuple[int, int]) -> Iterator[Part]
     known = [column for column in columns if not column[0] or set(column[1:]) != {"-"}]
     names, *rows = map(list, zip(*known, strict=True))
     yield Cells(names, rows, left=5, indent="  ")
+
+
+def _last_of(unmatched: list[Unmatched]) -> str:
+    """The operators of the last of these calls that are in one module, of which one may be the cause."""
+    unmatched.sort(key=lambda each: each.index)
+    ops = [short_op(each.op) for each in unmatched if each.module == unmatched[-1].module]
+    return f", the last: {', '.join(ops[-6:])} in {module_text(unmatched[-1].module)}" if ops else ""
 
 
 def _where(call: CallDifference) -> str:

@@ -33,17 +33,7 @@ _Place = tuple[int, int, int]  # `StoredCall.place`
 
 
 class DiffTotals:
-    """Adds up what is found in each pair of processes.
-
-    Args:
-        limit: How many modules and groups of unmatched calls to keep.
-        worst_limit: How many of the worst calls to keep.
-
-    Attributes:
-        calls: How many calls the first and the second run have.
-        pairs: How many were compared; `kinds`, `by`, `pairings` and `metadata` count these, as in `Difference`.
-        watch: As for `compare_runs`.
-    """
+    """Adds up what is found in each pair of processes, with counts as in `Difference`."""
 
     def __init__(self, limit: int, worst_limit: int, watch: ErrorListener | None = None) -> None:
         self.limit, self.worst_limit, self.watch = limit, worst_limit, watch
@@ -61,9 +51,9 @@ class DiffTotals:
         self._modules: list[tuple[_Place, ModuleDifference]] = []  # with the place of the first call that differs
         self._unmatched: list[Unmatched] = []
 
-    def add_unmatched(self, side: Literal["a", "b"], rank: int, index: Index, paired: Array) -> None:
-        """Add the calls of a process that have no counterpart: those with a negative number in `paired`."""
-        numbers = np.flatnonzero(paired < 0)
+    def add_unmatched(self, side: Literal["a", "b"], rank: int, index: Index, alone: Array) -> None:
+        """Add the calls of a process that have no counterpart: those that `alone` marks."""
+        numbers = np.flatnonzero(alone)
         numbers = numbers[index.chosen(numbers)]
         self.unmatched_calls[side == "b"] += len(numbers)
         _keys, firsts, counts = np.unique(index.key[index.kind[numbers]], return_index=True, return_counts=True)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.tensors import TensorMeta
-from opintercept._core.text import short_name
-from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNWRITTEN
+from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNREAD, torchs_name
 from opintercept.runs.compare.difference import NOT_RECORDED, By
 from opintercept.runs.compare.pairing import metas, operator_name
 from opintercept.runs.store.codec import StoredCall, is_output
@@ -29,30 +28,17 @@ _CHANCES = ("dropout_p", "dropout")
 
 
 class Basis(NamedTuple):
-    """What the signatures of two calls say of an operand or output.
-
-    Attributes:
-        role: Its role.
-        a: Its shape and dtype in the first call; None if that has none.
-        b: The same in the second.
-        equal: As in `RoleDifference`, unless values decide.
-        by: The same.
-        valued: Whether values decide: both runs have them.
-        hashed: Whether equal hashes show that the values are equal.
-        differs: Whether values that are not known to be equal count as different.
-        same_shape: Whether the shapes are equal, but for flattened dimensions.
-        same_count: Whether there are as many values.
-    """
+    """What the signatures of two calls say of an operand or output; `equal` and `by` count unless values decide."""
 
     role: str
     a: TensorMeta | None
     b: TensorMeta | None
     equal: bool | None = None
     by: By | None = None
-    valued: bool = False
-    hashed: bool = False
-    differs: bool = False
-    same_shape: bool = False
+    valued: bool = False  # values decide: both runs have them
+    hashed: bool = False  # equal hashes show that the values are equal
+    differs: bool = False  # values that are not known to be equal count as different
+    same_shape: bool = False  # but for flattened dimensions
     same_count: bool = False
 
     @property
@@ -62,13 +48,9 @@ class Basis(NamedTuple):
 
 
 class TensorErrors(NamedTuple):
-    """How far a tensor of one run is from that of the other, as in `RoleDifference`.
+    """How far a tensor of one run is from that of the other, as in `RoleDifference`."""
 
-    Attributes:
-        by: `"tensors"`, or `"sample"` if only some values were recorded.
-    """
-
-    by: By
+    by: By  # `"tensors"`, or `"sample"` if only some values were recorded
     max_absolute: float
     max_relative: float
     max_ulp: float | None
@@ -76,20 +58,7 @@ class TensorErrors(NamedTuple):
 
 
 class Comparer:
-    """Compares a call of one run with a call of another, and keeps nothing of them.
-
-    Args:
-        a: The run that the other is measured against.
-        b: The other run.
-        rtol: As for `diff`.
-        atol: As for `diff`.
-        tensors: Whether to read the tensors of calls that differ.
-
-    Attributes:
-        rtol: The relative tolerance.
-        atol: The absolute tolerance.
-        reads_tensors: Whether tensors are read.
-    """
+    """Compares a call of one run with a call of another, as `diff` does, and keeps nothing of them."""
 
     def __init__(self, a: Run, b: Run, rtol: float = 0.0, atol: float = 0.0, tensors: bool = True) -> None:
         self._a, self._b = a, b
@@ -143,7 +112,7 @@ class Comparer:
             if role.startswith("output.") and one is not None and "int" in one.dtype:
                 continue  # seed and offset of an attention's dropout, which mean nothing without dropout
             basis = self._basis(Basis(role, one, other), a, b, same_operator)
-            if role == "output" and basis.valued and short_name(a.record.op) in UNWRITTEN:
+            if is_output(role) and basis.equal is None and same_operator and torchs_name(a.record.op) in UNREAD:
                 basis = Basis(role, one, other, True, "metadata")
             yield basis
 
@@ -198,7 +167,7 @@ def _means_nothing(role: str, call: StoredCall) -> bool:
         place = role.removeprefix("output.")
         return place.isdecimal() and int(place) >= FOR_PROGRAM.get(call.record.op, math.inf)
     name = role.partition("[")[0]
-    return name in SCRATCH or (name == "self" and short_name(call.record.op) in OVERWRITES)
+    return name in SCRATCH or (name == "self" and torchs_name(call.record.op) in OVERWRITES)
 
 
 def _errors(by: By, x: torch.Tensor, y: torch.Tensor) -> TensorErrors | None:

@@ -27,15 +27,9 @@ _held: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
 
 
 class Claim:
-    """The right to write to a folder, until `release`.
+    """The right to write to an existing folder, until `release`; refused if another recorder writes there, or may.
 
-    Args:
-        folder: An existing folder.
-        takes_over: Whether to end the claim of a process on another machine, which may have died.
-
-    Raises:
-        OpInterceptError: Another recorder writes to the folder, or may do so.
-        OSError: The folder cannot be written.
+    With `takes_over` it ends the claim of a process on another machine, which may have died.
     """
 
     def __init__(self, folder: Path, *, takes_over: bool = False) -> None:
@@ -86,11 +80,7 @@ def has_ended(process: object) -> bool | None:
 
 
 def end_others(folder: Path, *, takes_over: bool) -> None:
-    """Remove the claim of a process that has ended, and with `takes_over` that of one on another machine.
-
-    Raises:
-        OpInterceptError: The process still runs, or may do so.
-    """
+    """Remove the claim of a process that has ended, and with `takes_over` that of one on another machine."""
     path = folder / LOCK
     if os.path.lexists(path):
         other = _read(path)

@@ -17,13 +17,7 @@ from opintercept.runs.store.untrusted import MAX_TEXT
 
 
 def described(tensors: TensorMode, rank: int, world_size: int) -> RunInfo:
-    """The description of a run that begins now.
-
-    Args:
-        tensors: What it keeps of tensors.
-        rank: The rank of this process.
-        world_size: The number of processes.
-    """
+    """The description of a run that begins now."""
     return RunInfo(
         argv=tuple(text[:MAX_TEXT] for text in sys.argv),
         started=time.strftime(STARTED),

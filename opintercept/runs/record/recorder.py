@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,9 @@ from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import plain_arguments
+from opintercept._ops.families import makes_values
+from opintercept._ops.scratch import OVERWRITES, UNREAD, UPDATED, UPDATES, torchs_name
+from opintercept._ops.slots import OUTPUT_ARGUMENT, slots_of
 from opintercept._ranks.rank import rank_and_world_size
 from opintercept._values.content import Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
@@ -54,8 +57,8 @@ from opintercept.runs.store.records import CALLS, Encoder, check_layout, writes_
 from opintercept.runs.store.run import INFO, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
-_OPERANDS = ("lhs", "rhs", "bias", "value")
 _MOST_SUMMARIES = 4096  # whose options are remembered
+_MOST_VALUES = 256  # options of one operator; further ones name no fractions, which an optimizer changes in each step
 _MOST_TENSORS = 1000  # of one call, besides its operands and outputs
 _MOST_OPTIONS = 100  # of one call
 _MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
@@ -145,11 +148,12 @@ class RunRecorder:
         self._flight = None if flight is None else Flight(flight, self._encoder)
         self._last: deque[QueuedCall] = deque(maxlen=self.flight)
         self._failed: QueuedCall | None = None
-        self._sink: Sink | None = None  # where kernels put calls, without `flight`
+        self._sink: Sink | None = None  # where kernels put calls
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
         self._places: dict[Any, torch.Tensor] = {}
-        self._options: dict[int, tuple[Summary, str, bool]] = {}
+        self._options: dict[int, tuple[Summary, str]] = {}
+        self._values: defaultdict[str, set[str]] = defaultdict(set)  # the options of each operator
         self._lock = threading.RLock()
         self._outside: BaseException | None = None
         self._process = os.getpid()
@@ -309,7 +313,8 @@ class RunRecorder:
             self._last.clear()
             self._failed = None
             fails = failed and bool(calls or failing or len(last.calls))
-            claimed = self._give_back(goes_on=fails and self._may_write())
+            may_write = self._closed is None or self._closed.failure is None
+            claimed = self._give_back(goes_on=fails and may_write)
         if claimed is None:
             return
         self._write(*claimed)
@@ -322,29 +327,22 @@ class RunRecorder:
             for call in calls:
                 self._writer.put(call)
 
-    def _may_write(self) -> bool:
-        return self._closed is None or self._closed.failure is None
-
     def _give_back(self, *, goes_on: bool) -> tuple[RunInfo, Claim] | None:
         """Remove the files of the last calls, and let others write to the folder, unless this recorder goes on."""
         claimed, self._claim = self._claim, None
         if claimed is None:
             return None
-        _, claim = claimed
-        keeps = False
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(claimed[1].release)
             for name in FLIGHT:
                 (self._folder / name).unlink(missing_ok=True)
             if goes_on:
-                keeps = True
+                stack.pop_all()
                 return claimed
             if self._info is None:
                 remove_run(self._folder, claimed=True)
             else:  # an exception has ended an earlier block, and the folder has its calls
                 write_info(self._folder, self._info, finished=True)
-        finally:
-            if not keeps:
-                claim.release()
         if self._made:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
@@ -377,12 +375,15 @@ class RunRecorder:
 
     def pre(self, call: OpCall) -> None:
         """Read the operands that the operator is about to overwrite."""
-        written = call.written
-        if not written or self.tensors == "none" or leaves_out_captured(written[0], self):
+        written = _flat(call.written)
+        updated = UPDATED if torchs_name(call.op) in UPDATES else ()
+        if not (written or updated) or self.tensors == "none" or _is_unread(call):
             return
         before = {}
-        for role, tensor in call.tensors.items():
-            if any(share_memory(tensor, target) for target in written):
+        for role, tensor in _inputs(call).items():
+            if leaves_out_captured(tensor, self):
+                return
+            if role in updated or any(share_memory(tensor, target) for target in written):
                 content = content_of(tensor)  # None where there is no memory to copy
                 copies = content is not None and self._keeps(failed=False)
                 before[role] = content, tensor.detach().clone() if copies else tensor
@@ -397,8 +398,6 @@ class RunRecorder:
 
     def serve(self, make: Callable[[], Sink]) -> Sink:
         """Let kernels write."""
-        if self._flight is not None:
-            return self._flight.serve(make)
         if self._sink is None:
             self._sink = make()
             check_layout(self._sink.layout())
@@ -406,7 +405,9 @@ class RunRecorder:
         return self._sink
 
     def _open_sink(self) -> None:
-        if self._sink is not None and self._writer is not None:
+        if self._sink is not None and self._flight is not None:
+            self._flight.use(self._sink)
+        elif self._sink is not None and self._writer is not None:
             self._sink.open(None, None, MOST_WAITING, 0)
             self._writer.sink = self._sink
 
@@ -416,13 +417,11 @@ class RunRecorder:
 
     def learn(self, call: OpCall) -> bytes | None:
         """The number of the call's signature, for kernels; None if it has more tensors than they read."""
-        arguments, has_more = self._arguments(call, call.summary)
-        outputs = call.output if isinstance(call.output, (tuple, list)) else ()
-        if self.tensors == "stats" and (has_more or len(outputs) > 2):
+        tensors = _tensors(call) if self.tensors == "stats" else []
+        if len(slots_of(role for role, _ in tensors)) < len(tensors):
             return None
-        tensors = _tensors(call, False) if self.tensors == "stats" else ()
         roles = tuple((role, tensor.numel(), True) for role, tensor in tensors)
-        return self._numbered(self._encoder.signature(call.note(), arguments, roles))
+        return self._numbered(self._encoder.signature(call.note(), self._arguments(call, call.summary), roles))
 
     def _numbered(self, number: int) -> bytes:
         if self._flight is not None:
@@ -446,10 +445,9 @@ class RunRecorder:
             return
         error = None if exception is None else f"{type(exception).__name__}: {exception}"[:MAX_TEXT]
         note = call.note()
-        arguments, has_more = self._arguments(call, note.summary)
-        entry = QueuedCall(note, {}, [], {}, arguments, None, error)
+        entry = QueuedCall(note, {}, [], {}, self._arguments(call, note.summary), None, error)
         if self.tensors != "none" or (error and self.flight is not None):
-            self._add_values(call, entry, before, has_more)
+            self._add_values(call, entry, before)
         self._put(entry)
 
     def _may_record(self) -> bool:
@@ -474,28 +472,29 @@ class RunRecorder:
             values = {role: content.read() for role, content in entry.values.items()}
             self._flight.put(entry.note, entry.arguments, values, entry.error)
 
-    def _arguments(self, call: OpCall, summary: Summary) -> tuple[str, bool]:
-        """The options as JSON, and whether the call has tensors besides its operands.
-
-        Both are found once for all calls of a signature.
-        """
+    def _arguments(self, call: OpCall, summary: Summary) -> str:
+        """The options as JSON, found once for all calls of a signature."""
         known = self._options.get(id(summary))
         if known is None:
-            has_more = any(role not in _OPERANDS for role in call.tensors)
             if len(self._options) >= _MOST_SUMMARIES:
                 self._options.clear()
+            options, values = _options(call), self._values[summary.func]
+            if len(values) >= _MOST_VALUES and options not in values:
+                options = _as_json(json.loads(options, parse_float=lambda _: "varies"))
+            if len(values) < _MOST_VALUES:
+                values.add(options)
             # The summary is kept alive, so that no other gets its address.
-            known = self._options[id(summary)] = (summary, _options(call), has_more)
-        return known[1:]
+            known = self._options[id(summary)] = (summary, options)
+        return known[1]
 
     def _add_values(
-        self, call: OpCall, entry: QueuedCall, before: dict[str, tuple[Content | None, torch.Tensor]], has_more: bool
+        self, call: OpCall, entry: QueuedCall, before: dict[str, tuple[Content | None, torch.Tensor]]
     ) -> None:
         failed = entry.error is not None
         full = self.tensors == "full" or (failed and self.flight is not None)
         keeps = self._keeps(failed=failed)
         places: dict[int, int] = {}
-        for role, tensor in _tensors(call, has_more):
+        for role, tensor in _tensors(call):
             if leaves_out_captured(tensor, self):
                 return
             if role in before:
@@ -510,7 +509,7 @@ class RunRecorder:
                 entry.kept.append(kept)
         if full:
             # `plain_arguments` restores operands that the operator has overwritten; other tensors are restored here.
-            old = {id(tensor): before[role][1] for role, tensor in _more(call) if role in before} if before else {}
+            old = {id(tensor): before[role][1] for role, tensor in _inputs(call).items() if role in before}
 
             def keep(tensor: torch.Tensor) -> int:
                 tensor = old.get(id(tensor), tensor)
@@ -578,23 +577,37 @@ class RunRecorder:
         return f"RunRecorder({str(self.path)!r}, tensors={self.tensors!r})"
 
 
-def _tensors(call: OpCall, has_more: bool) -> list[tuple[str, torch.Tensor]]:
-    """Operands and outputs by role, other tensors by the name of the parameter."""
-    found = [(role, tensor) for role in _OPERANDS[:3] if (tensor := getattr(call, role)) is not None]
+def _inputs(call: OpCall) -> dict[str, torch.Tensor]:
+    """The tensors that a call reads: operands by role, then others by the name of the parameter."""
+    found = {role: tensor for role in ("lhs", "rhs", "bias") if (tensor := getattr(call, role)) is not None}
     if (value := call.operand("value")) is not None:  # an attention has one
-        found.append(("value", value))
-    if has_more:
-        found += _more(call)
-    outputs = call.output if isinstance(call.output, (tuple, list)) else (call.output,)
-    for place, output in enumerate(outputs[:99]):
+        found["value"] = value
+    overwrites = torchs_name(call.op) in OVERWRITES  # values that nobody reads, and that may be uninitialised
+    for name, tensor in list(call.tensors.items())[:_MOST_TENSORS]:
+        if not (overwrites and name.partition("[")[0] == "self"):
+            found.setdefault(OUTPUT_ARGUMENT if name == "output" else name, tensor)
+    return found
+
+
+def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
+    """What is read of a call: its inputs, and its outputs by number. Nothing of a view."""
+    if _is_unread(call):
+        return []
+    found = list(_inputs(call).items())
+    for place, output in enumerate(_flat(call.output)[:99]):
         if isinstance(output, torch.Tensor):
             found.append((f"output.{place}" if place else "output", output))
     return found
 
 
-def _more(call: OpCall) -> list[tuple[str, torch.Tensor]]:
-    """The tensors besides the operands: masks, states, the weights of an LSTM."""
-    return [(name, tensor) for name, tensor in call.tensors.items() if name not in _OPERANDS][:_MOST_TENSORS]
+def _flat(value: Any) -> list[Any]:
+    """The items of a list of lists; a value in a list of its own."""
+    return [each for part in value for each in _flat(part)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_unread(call: OpCall) -> bool:
+    """Whether the values of a call are not read: it returns a view of what was read before, or uninitialised memory."""
+    return torchs_name(call.op) in UNREAD or not makes_values(call.func)
 
 
 def _options(call: OpCall) -> str:
@@ -603,15 +616,15 @@ def _options(call: OpCall) -> str:
     for name, value in list(call.options.items())[:_MOST_OPTIONS]:
         with contextlib.suppress(TypeError):
             found[name] = _plain(value)
-    return json.dumps(found, separators=(",", ":"), allow_nan=False)
+    return _as_json(found)
+
+
+def _as_json(options: dict[str, Any]) -> str:
+    return json.dumps(options, separators=(",", ":"), allow_nan=False)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """An option as plain data.
-
-    Raises:
-        TypeError: It has no plain form, or its plain form is long.
-    """
+    """An option as plain data; TypeError if it has no plain form, or its plain form is long."""
     if value is None or isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
     if isinstance(value, float):

@@ -49,41 +49,24 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueuedTensor:
-    """A tensor to be written.
+    """A tensor to be written."""
 
-    Attributes:
-        tensor: A contiguous tensor, on the CPU after `ready`.
-        ready: The event after which its values are there; None if they are there already.
-        content: Its hash, by which it is written only once; None if it has none.
-        sample: Whether it is a sample of the values.
-    """
-
-    tensor: Any
-    ready: Any
-    content: Reading | None
-    sample: bool
+    tensor: Any  # contiguous, and on the CPU after `ready`
+    ready: Any  # the event after which its values are there; None if they are there already
+    content: Reading | None  # its hash, by which it is written only once
+    sample: bool  # whether it is a sample of the values
 
 
 @dataclass(slots=True)
 class QueuedCall:
-    """A call to be written.
-
-    Attributes:
-        note: What its record is made of.
-        values: Statistics and hashes, by role.
-        kept: Tensors, or the names of tensors that have been written already.
-        roles: The place in `kept` of the tensor in each role.
-        arguments: JSON text of an object: every argument that is not a tensor, by the name of its parameter.
-        given: All arguments as `_kit.repro.plain_arguments` makes them, with places in `kept` for tensors.
-        error: What the call raised.
-    """
+    """A call to be written."""
 
     note: PendingRecord
-    values: dict[str, Reading]
-    kept: list[QueuedTensor | str]
-    roles: dict[str, int]
-    arguments: str
-    given: dict[str, Any] | None
+    values: dict[str, Reading]  # by role
+    kept: list[QueuedTensor | str]  # tensors, or the names of tensors that have been written already
+    roles: dict[str, int]  # the place in `kept` of the tensor in each role
+    arguments: str  # as JSON: every argument that is not a tensor, by the name of its parameter
+    given: dict[str, Any] | None  # as `_kit.repro.plain_arguments` makes them, with places in `kept` for tensors
     error: str | None
 
     @property
@@ -95,23 +78,8 @@ class QueuedCall:
 class Writer(threading.Thread):
     """The thread that writes a run. Other threads call `put` and `close` and read the attributes.
 
-    Args:
-        folder: Where to write; made if it is missing, with its parents.
-        info: For `run.json`, which has `finished` false until `close`.
-        max_bytes: The most bytes that all files may have; None for no limit.
-        encoder: Makes the records.
-        after: The closed writer of the same run, which this one continues.
-        claim: The claim to the folder, which is released at the end.
-
-    Attributes:
-        calls: How many calls are on disk.
-        nbytes: The bytes of all files.
-        failure: Why the recording has stopped, or None.
-        names: The names of tensors on disk, by `key_of` their content.
-        sink: Where kernels put calls, which this thread fetches.
-
-    Raises:
-        OSError: The folder cannot be made or written.
+    It continues the run of `after`, which is closed, and releases the claim to the folder at the end. `run.json` has
+    `finished` false until `close`.
     """
 
     runs_no_operator = True  # as `_engines/quiet.py` asks: kernels may be removed while it runs
@@ -126,16 +94,16 @@ class Writer(threading.Thread):
         claim: Claim | None = None,
     ) -> None:
         super().__init__(name=f"opintercept writes {folder}", daemon=True)
-        self.calls: int = after.calls if after else 0
-        self.nbytes: int = after.nbytes if after else 0
-        self.failure: str | None = after.failure if after else None
-        self.names: dict[Any, str] = after.names if after else {}
+        self.calls: int = after.calls if after else 0  # on disk
+        self.nbytes: int = after.nbytes if after else 0  # of all files
+        self.failure: str | None = after.failure if after else None  # why the recording has stopped
+        self.names: dict[Any, str] = after.names if after else {}  # of tensors on disk, by `key_of` their content
         self._folder = folder
         self._info = info
         self._max_bytes = max_bytes
         self._files: int = after._files if after else 0
         self._tensors: int = after._tensors if after else 0
-        self.sink: Sink | None = None
+        self.sink: Sink | None = None  # where kernels put calls, which this thread fetches
         self._encoder = encoder
         # The numbers of values that are on disk: an operand that is the output of an earlier call is stored once.
         self._rows: dict[bytes, int] = after._rows if after else {}
@@ -430,11 +398,11 @@ class _Batch:
 
 def _parts(entry: QueuedCall | Snapshot) -> Iterator[QueuedCall | Snapshot]:
     """The calls of an entry one by one."""
-    if not isinstance(entry, Snapshot):
+    if isinstance(entry, Snapshot):
+        for number in range(len(entry.calls)):
+            yield entry._replace(calls=entry.calls[number : number + 1])
+    else:
         yield entry
-        return
-    for number in range(len(entry.calls)):
-        yield entry._replace(calls=entry.calls[number : number + 1])
 
 
 def write_info(folder: Path, info: RunInfo, *, finished: bool) -> None:
@@ -464,15 +432,7 @@ def _stored_bytes(tensor: Any) -> int:
 
 
 def remove_run(folder: Path, claimed: bool = False) -> None:
-    """Delete the files of a run, and nothing else.
-
-    Args:
-        folder: The folder of the run.
-        claimed: Whether the caller has a claim to it.
-
-    Raises:
-        OpInterceptError: The folder holds no run, or a recorder writes to it.
-    """
+    """Delete the files of a run, and nothing else; `claimed` says that the caller has a claim to the folder."""
     parts = [part for part in (*(entry for _, entry in rank_folders(folder)), folder) if _is_run(part)]
     if not parts:
         raise _no_run(folder)
@@ -491,11 +451,7 @@ def leftovers(folder: Path, world_size: int) -> list[Path]:
 
 
 def remove_leftovers(folder: Path, world_size: int) -> None:
-    """Delete `leftovers`; several processes may do so at once.
-
-    Raises:
-        OpInterceptError: One is not a run, or a recorder writes to it.
-    """
+    """Delete `leftovers`, unless one is not a run or is written to; several processes may do so at once."""
     for part in leftovers(folder, world_size):
         if _is_run(part):
             _remove(part, folder)

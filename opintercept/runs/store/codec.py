@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import OWN, SHARED, CallRecord
+from opintercept._ops.slots import slots_of
 from opintercept._values.stats import Values
 from opintercept.runs.store.untrusted import (
     WRONG,
@@ -36,7 +37,6 @@ MAX_DEPTH = 4  # of lists in such a list
 # Where a tensor is: the number of its file, and its name there.
 TENSOR_NAME = re.compile(r"([0-9]{1,8})/([0-9a-f]{16}-[0-9]{1,8}(?:\.sample)?)", re.ASCII)
 HASH = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_ROLES = frozenset(("lhs", "rhs", "bias", "output"))
 # A role, the number of an output, or the name of a parameter: `attn_mask`, `weights[0]`.
 _ROLE = re.compile(r"output\.[1-9][0-9]?|[A-Za-z_][A-Za-z0-9_]{0,99}(?:\[[0-9]{1,6}\]){0,4}", re.ASCII)
 
@@ -94,32 +94,22 @@ class StoredCallSite(NamedTuple):
 
 
 class CallSignature:
-    """The operator, operand types and arguments that calls have in common.
+    """The operator, operand types and arguments that calls have in common, from the JSON object of their text.
 
-    Args:
-        members: The JSON object of its text.
-
-    Attributes:
-        shared: The fields of their records.
-        roles: For each role with statistics the count and whether there is a hash.
-        arguments: As in `StoredCall`.
-        template: A call that looks like them, with statistics of zeros.
-
-    Raises:
-        OpInterceptError: It is not a signature.
+    `roles` has the count of each role with statistics and whether there is a hash, and `slots` the role whose place in
+    a record it takes; `template` is a call that looks like them, with statistics of zeros.
     """
 
-    __slots__ = ("arguments", "autocast", "roles", "shared", "template")
+    __slots__ = ("arguments", "autocast", "roles", "shared", "slots", "template")
 
     def __init__(self, members: Any) -> None:
         try:
             self.shared: dict[str, Any] = _shared_fields(members)
             self.autocast: str | None = checked(members["autocast"], _text_checks)
-            self.roles = {
-                _role(role): (count(size), of_type(hashed, bool))
-                for role, (size, hashed) in entries(members["roles"], MAX_ROLES)
-            }
-            self.arguments = arguments_of(members["arguments"])
+            self.roles: dict[str, tuple[int, bool]] = _by_role(members["roles"], _size)
+            self.slots = slots_of(self.roles)
+            arguments = entries(members["arguments"], MAX_ARGUMENTS)
+            self.arguments = {_parameter(name): _argument(value) for name, value in arguments}
         except WRONG as wrong:
             raise OpInterceptError("the run is damaged: a signature is not that of a call") from wrong
         own: dict[str, Any] = dict.fromkeys(OWN) | {"index": 0, "step": 0, "phase": "forward"}
@@ -143,16 +133,8 @@ class CallSignature:
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """The rest of a call, which its record has no room for.
+    """The rest of a call, which its record has no room for: values of other roles, `own` further fields, and so on."""
 
-    Attributes:
-        index: The call's index.
-        more: Values by role.
-        tensors: As in `StoredCall`, as are the next two.
-        own: Further fields of the record.
-    """
-
-    index: int
     more: dict[str, Values]
     tensors: dict[str, str]
     given: dict[str, Any] | None
@@ -163,40 +145,39 @@ class CallText:
 def call_text(members: Any) -> CallText | None:
     """Return what the text of a call says; None if it is not one."""
     try:
-        values = {_role(role): _values(each) for role, each in entries(members.get("more", {}), MAX_ROLES)}
-        tensors = {_role(role): _tensor_name(name) for role, name in entries(members.get("tensors", {}), MAX_ROLES)}
+        values = _by_role(members.get("more", {}), _values)
+        tensors = _by_role(members.get("tensors", {}), lambda name: _matched(name, TENSOR_NAME))
         given = members.get("given")
         if given is not None:
             of_type(of_type(given, dict)["args"], list)
             of_type(given["kwargs"], dict)
         own = {name: checked(value, _checks[name]) for name, value in members.get("own", {}).items()}
         error = checked(members.get("error"), _text_checks)
-        return CallText(count(members["index"]), values, tensors, given, error, own)
+        count(members["index"])
+        return CallText(values, tensors, given, error, own)
     except WRONG:
         return None
 
 
-def arguments_of(members: Any) -> dict[str, Any]:
-    """The checked arguments of a signature."""
-    return {_parameter(name): _argument(value) for name, value in entries(members, MAX_ARGUMENTS)}
+def _by_role(members: Any, read: Callable[[Any], Any]) -> dict[str, Any]:
+    return {_matched(role, _ROLE): read(each) for role, each in entries(members, MAX_ROLES)}
+
+
+def _size(members: Any) -> tuple[int, bool]:
+    size, hashed = members
+    return count(size), of_type(hashed, bool)
 
 
 def _values(members: Any) -> Values:
     values = _any_values(members)
-    if values.hash is not None and not HASH.fullmatch(values.hash):
-        raise ValueError("a hash")
+    if values.hash is not None:
+        _matched(values.hash, HASH)
     return values
 
 
-def _role(value: str) -> str:
-    if value not in _ROLES and not _ROLE.fullmatch(value):
-        raise ValueError("a role")
-    return value
-
-
-def _tensor_name(value: Any) -> str:
-    if not TENSOR_NAME.fullmatch(of_type(value, str)):
-        raise ValueError("a tensor's name")
+def _matched(value: Any, pattern: re.Pattern[str]) -> str:
+    if not pattern.fullmatch(of_type(value, str)):
+        raise ValueError(f"a text that matches {pattern.pattern}")
     return value  # type: ignore[no-any-return]
 
 

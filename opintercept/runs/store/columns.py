@@ -21,9 +21,7 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
 from opintercept._values.stats import Values
-from opintercept.runs.store.codec import CallSignature as CallSignature
-from opintercept.runs.store.codec import CallText, StoredCall, call_text
-from opintercept.runs.store.codec import StoredCallSite as StoredCallSite
+from opintercept.runs.store.codec import CallSignature, CallText, StoredCall, StoredCallSite, call_text
 from opintercept.runs.store.files import open_plain, read_plain
 from opintercept.runs.store.flight import snapshot
 from opintercept.runs.store.progress import report
@@ -32,23 +30,25 @@ from opintercept.runs.store.records import (
     CALL_TEXTS,
     CALLS,
     CHOICES,
+    FIGURES,
     FORMATS,
     IN_SITE,
     IN_TEXT,
+    ROLES,
     SHARED_TEXTS,
+    SLOTS,
     TENSOR,
     TENSORS,
     TEXTS,
+    Array,
+    Arrays,
     checks_of,
     seal,
 )
-from opintercept.runs.store.records import FIGURES as FIGURES
-from opintercept.runs.store.records import ROLES as ROLES
-from opintercept.runs.store.records import SLOTS as SLOTS
-from opintercept.runs.store.records import Array as Array
-from opintercept.runs.store.records import Arrays as Arrays
 from opintercept.runs.store.texts import MAX_LINE, lines_of, members_of, number_in, opened
 from opintercept.runs.store.untrusted import WRONG, text
+
+__all__ = ["FIGURES", "ROLES", "SLOTS", "Array", "Arrays", "CallSignature", "Columns", "StoredCallSite"]
 
 PLACES = ("index", "step", "site", "look", "forward", "started", "thread", "elapsed")
 VALUES = tuple(f"{slot}_{name}" for slot in SLOTS for name in ("hash", "nan", "inf", *FIGURES))
@@ -79,15 +79,9 @@ def dtype_of(name: str) -> Any:
 
 
 class RecordTable:
-    """The records of a file, and those of a flight recorder after them.
+    """The records of a file, which may be missing, and those of a flight recorder after them.
 
-    Args:
-        path: The file, which may be missing.
-        dtype: Of the records as the program that wrote them had it.
-        more: Further records.
-
-    Attributes:
-        close: Closes the file.
+    They have the dtype of the program that wrote them.
     """
 
     def __init__(self, path: Path, dtype: Any, more: Array) -> None:
@@ -142,22 +136,7 @@ class RecordTable:
 
 
 class Columns:
-    """The calls of one process, numbered in the order in which they ended.
-
-    Args:
-        folder: The folder of the process.
-        rank: Its rank.
-        dtypes: Those of its two tables, see `dtypes_of`.
-
-    Attributes:
-        signatures: How many signatures there are.
-        call_sites: How many call sites.
-        damaged: How many records were left out: damaged ones, and those that name what is damaged or missing.
-        left_out: The same of a flight recorder: those that had no room, or were being written.
-
-    Raises:
-        OpInterceptError: A file cannot be read, or is not that of a run.
-    """
+    """The calls of one process, numbered in the order in which they ended."""
 
     def __init__(self, folder: Path, rank: int, dtypes: tuple[Any, Any] = (CALL, TENSOR)) -> None:
         self.rank = rank
@@ -171,9 +150,9 @@ class Columns:
         flight.calls["text"] += np.where(flight.calls["text"] > 0, self._texts_size, 0).astype(np.uint64)
         self._calls = RecordTable(folder / CALLS, dtypes[0], seal(flight.calls))
         self._lines, self._sites = (_SharedTexts(folder / name) for name in SHARED_TEXTS)
-        self.signatures = len(self._lines.numbers)
+        self.signatures = len(self._lines.numbers)  # how many there are
         self._signatures: OrderedDict[int, CallSignature] = OrderedDict()
-        self.left_out = flight.left_out
+        self.left_out = flight.left_out  # those that had no room in the flight recorder, or were being written
         self._check(before)
 
     def _check(self, in_file: int) -> None:
@@ -206,7 +185,7 @@ class Columns:
         self._call_sites = [self._call_site(code) for code in codes.tolist()]
         self.call_sites = len(codes)
         missing = np.concatenate(lost) if lost else np.zeros(0, np.int64)
-        self.damaged = len(missing)
+        self.damaged = len(missing)  # records that are damaged, or name what is damaged or missing
         self._kept = np.delete(np.arange(len(self._calls)), missing) if len(missing) else None
         self._size = len(self._calls) - len(missing)
 
@@ -274,12 +253,7 @@ class Columns:
         return made
 
     def _values(self, rows: Arrays, wanted: Mapping[str, list[str]]) -> Arrays:
-        """Some figures of the tensors of calls, unknown where the row is 0.
-
-        Args:
-            rows: The numbers of the tensors' records, by slot.
-            wanted: The figures, by slot.
-        """
+        """The wanted figures of each slot, from the numbers of the tensors' records; unknown where these are 0."""
         used = [column[column > 0] for column in rows.values()]
         every = np.concatenate(used) if used else np.zeros(0, np.int64)
         if not len(every):
@@ -375,8 +349,8 @@ class Columns:
             for role, (count, hashed) in signature.roles.items():
                 if role in text.more:
                     found[role] = text.more[role]
-                elif role in _SLOT_NUMBERS:
-                    found[role] = _values(count, hashed, values[_SLOT_NUMBERS[role]])
+                elif role in signature.slots:
+                    found[role] = _values(count, hashed, values[_SLOT_NUMBERS[signature.slots[role]]])
                 else:
                     raise OpInterceptError(f"{self._folder} is damaged: a call lacks what its signature promises")
             yield StoredCall(
@@ -384,7 +358,7 @@ class Columns:
             )
 
 
-_NO_TEXT = CallText(0, {}, {}, None, None, {})
+_NO_TEXT = CallText({}, {}, None, None, {})
 _SLOT_NUMBERS = {role: number for number, role in enumerate(ROLES)}
 _unknown = dict.fromkeys(IN_TEXT)
 
@@ -469,20 +443,18 @@ def _site_of(members: Any) -> tuple[str | None, str | None]:
 
 
 def dtypes_of(tables: Any, path: Path) -> tuple[Any, Any]:
-    """The dtypes of the tables of a process, as its `run.json` describes them.
-
-    Raises:
-        OpInterceptError: They have fields that this version does not know or reads in another way.
-    """
+    """The dtypes of the tables of a process, as its `run.json` describes them; refuses those of another version."""
     made: list[Any] = []
     for name, known, optional in (("calls", CALL, {*MORE, *_OPTIONAL}), ("tensors", TENSOR, set())):
         try:
-            dtype: Any = np.dtype([(str(field), str(kind)) for field, kind in tables[name]])
+            pairs = [(str(field), str(kind)) for field, kind in tables[name]]
+            if not all(kind in _KINDS or field == "pad" for field, kind in pairs):
+                raise ValueError("a kind of number")
+            dtype: Any = np.dtype(pairs)
             kinds = dict(dtype.descr)
             right = len(dtype.names) <= 60 and dtype.itemsize % 8 == 0 and dtype.names[0] == "check"
             right &= all(kinds.get(field, kind if field in optional else "") == kind for field, kind in known.descr)
-            right &= all(kind in _KINDS for field, kind in kinds.items() if field not in ("", "pad"))
-        except (*WRONG, IndexError, MemoryError):
+        except (*WRONG, IndexError, MemoryError, SyntaxError):  # numpy takes a text with a comma for Python
             right = False
         if not right:
             raise OpInterceptError(f"{path} describes other {name!r} than this version reads; read it with its own")

@@ -21,7 +21,7 @@ def frame_of(processes: Sequence[Columns]) -> dict[str, Any]:
     """Return the columns, with a row for each call, process by process.
 
     `started` is a time. `forward` and `thread` are -1 where there is none, and figures NaN. The statistics are those of
-    all tensors of which any call has some.
+    all tensors of which any call has some: of `add(self, other)`, those of `self` are at `lhs` (`_ops.slots`).
     """
     slots = used_slots(processes)
     parts = [_frame(columns, slots) for columns in processes]
@@ -33,7 +33,7 @@ def frame_of(processes: Sequence[Columns]) -> dict[str, Any]:
 def used_slots(processes: Sequence[Columns]) -> list[str]:
     """The slots of the tensors of which any call has statistics."""
     every = (columns.signature(number) for columns in processes for number in range(columns.signatures))
-    roles = {role for signature in every for role in signature.roles}
+    roles = {role for signature in every for role in signature.slots.values()}
     return [slot for slot, role in SLOTS.items() if role in roles]
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from opintercept._core.errors import OpInterceptError, needs
-from opintercept.runs.store.columns import MORE, PLACES, VALUES, Array, Columns
+from opintercept.runs.store.columns import MORE, PLACES, VALUES, Arrays
 from opintercept.runs.store.data_frame import call_site_table, signature_table, texts_of, used_slots
+from opintercept.runs.store.records import IN_TEXT
 from opintercept.runs.store.run import Run
 
 ROWS = 1 << 20  # of a file
@@ -19,18 +20,9 @@ _UNKNOWN = ("forward", "started", "thread")
 
 
 def write_parquet(run: Run, folder: str | os.PathLike[str]) -> int:
-    """Write a row for each call, with the columns of `run.to_pandas()`; `started_ns` counts from 1970.
+    """Write a row for each call to a new folder, with the columns of `run.to_pandas()`, and return how many there are.
 
-    Args:
-        run: The run.
-        folder: A new folder, for a file or several of each rank.
-
-    Returns:
-        How many calls were written.
-
-    Raises:
-        OpInterceptError: The folder holds something already, or cannot be written.
-        ImportError: DuckDB is not installed.
+    Each rank has a file or several. `started_ns` counts from 1970.
     """
     try:
         import duckdb
@@ -45,36 +37,26 @@ def write_parquet(run: Run, folder: str | os.PathLike[str]) -> int:
         with duckdb.connect(":memory:") as connection:
             for rank in run.ranks:
                 columns = run.columns(rank)
-                tables = {"sites": call_site_table(columns), "signatures": signature_table(columns)}
+                shared = {"sites": call_site_table(columns), "signatures": signature_table(columns)}
                 for start in range(0, len(columns), ROWS):
                     end = min(start + ROWS, len(columns))
+                    calls = columns.read((*PLACES, *MORE, *VALUES), start, end) | texts_of(columns, start, end)
+                    calls |= {"rank": np.full(end - start, rank), "call": np.arange(start, end)}
                     file = path / f"rank{rank}-{start // ROWS:05d}.parquet"
-                    _write(connection, file, columns, start, end, tables, slots)
+                    _write(connection, file, shared | {"calls": calls}, slots)
                     written += end - start
     except (OSError, duckdb.Error) as failed:
         raise OpInterceptError(f"cannot write Parquet to {str(path)!r}: {failed}") from failed
     return written
 
 
-def _write(
-    connection: Any,
-    file: Path,
-    columns: Columns,
-    start: int,
-    end: int,
-    tables: Mapping[str, dict[str, Array]],
-    slots: Sequence[str],
-) -> None:
-    said = texts_of(columns, start, end)
-    calls = columns.read((*PLACES, *MORE, *VALUES), start, end) | said
-    calls["rank"] = np.full(end - start, columns.rank)
-    calls["call"] = np.arange(start, end)
-    for name, table in ({"calls": calls} | dict(tables)).items():
+def _write(connection: Any, file: Path, tables: Mapping[str, Arrays], slots: Sequence[str]) -> None:
+    for name, table in tables.items():
         connection.register(name, table)
     own = ["rank", "index", "step", *(f"sites.{name}" for name in tables["sites"] if name != "site")]
     own += [f"signatures.{name}" for name in tables["signatures"] if name != "look"]
     own += [f"nullif({name}, -1) AS {name}{'_ns' * (name == 'started')}" for name in _UNKNOWN]
-    own += ["nullif(elapsed, 'nan') AS elapsed", *MORE, *said]
+    own += ["nullif(elapsed, 'nan') AS elapsed", *MORE, "error", *IN_TEXT]
     own += [
         f"nullif({name}, {0 if name.endswith('_hash') else repr('nan')}) AS {name}"
         if name.rpartition("_")[2] not in ("nan", "inf")

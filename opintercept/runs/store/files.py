@@ -19,12 +19,7 @@ from opintercept._core.errors import OpInterceptError
 def replaced(path: str | os.PathLike[str], what: str) -> Iterator[str]:
     """Yield a name to write to; the file replaces `path` when the block ends, unless the block fails.
 
-    Args:
-        path: A plain file, if it exists.
-        what: What is written, for errors.
-
-    Raises:
-        OpInterceptError: The file cannot be written.
+    Errors say what is written: `"the page"`.
     """
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):
@@ -41,12 +36,7 @@ def replaced(path: str | os.PathLike[str], what: str) -> Iterator[str]:
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """Open a plain file.
-
-    Raises:
-        FileNotFoundError: There is none.
-        OpInterceptError: It is a link, a pipe or the like, or cannot be read.
-    """
+    """Open a plain file; FileNotFoundError if there is none, OpInterceptError for a link, a pipe and the like."""
     try:
         # Does not follow a link, and does not wait for a process to write to a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -61,16 +51,7 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def read_plain(path: Path, most: int) -> bytes:
-    """Read a plain file.
-
-    Args:
-        path: The file.
-        most: The most bytes that it may have.
-
-    Raises:
-        FileNotFoundError: There is none.
-        OpInterceptError: It is larger, or `open_plain` refuses it.
-    """
+    """Read a plain file of at most so many bytes."""
     with open_plain(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OpInterceptError(

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from opintercept.runs.store.records import (
     TENSOR,
     Array,
     Encoder,
-    check_layout,
     checks_of,
     seal,
 )
@@ -44,18 +43,10 @@ _MOST = MOST_SLOTS * ROWS_OF_CALL * TENSOR.itemsize
 
 
 class Flight:
-    """Writes records over the oldest ones. Kernels write to the same files by way of `sink`.
-
-    Args:
-        slots: How many calls to keep.
-        encoder: Makes the records.
-
-    Attributes:
-        sink: Writes in C++, once kernels need it.
-    """
+    """Writes the records of the last `slots` calls over older ones. Kernels write to the same files."""
 
     def __init__(self, slots: int, encoder: Encoder) -> None:
-        self.sink: Sink | None = None
+        self.sink: Sink | None = None  # once kernels need it
         self._slots, self._encoder = slots, encoder
         self._maps: tuple[Any, ...] = ()  # of calls, tensors and texts
         self._files: tuple[Any, ...] = ()  # of signatures and call sites
@@ -63,30 +54,21 @@ class Flight:
         self._texts = itertools.count()
         self._pid = os.getpid()
 
-    def serve(self, make: Callable[[], Sink]) -> Sink:
-        """Let kernels write, too."""
-        if self.sink is None:
-            self.sink = make()
-            check_layout(self.sink.layout())
-            self._open_sink()
-        return self.sink
-
-    def _open_sink(self) -> None:
-        if self.sink is not None and self._maps:
-            self.sink.open(self._maps[0], self._maps[1], self._slots, next(self._numbers))
+    def use(self, sink: Sink) -> None:
+        """Let kernels write, too, if the files are open."""
+        self.sink = sink
+        if self._maps:
+            sink.open(self._maps[0], self._maps[1], self._slots, next(self._numbers))
 
     def open(self, folder: Path) -> None:
-        """Make the files, whose place on the disk is taken now, so that a full disk is noticed here.
-
-        Raises:
-            OSError: They cannot be made.
-        """
+        """Make the files, whose place on the disk is taken now, so that a full disk is noticed here."""
         self._pid, self._numbers, self._texts = os.getpid(), itertools.count(), itertools.count()
         sizes = (CALL.itemsize, ROWS_OF_CALL * TENSOR.itemsize, TEXT)
         self._maps = tuple(_mapped(folder / name, self._slots * size) for name, size in zip(FLIGHT, sizes, strict=True))
         self._files = tuple(open(folder / name, "ab", buffering=0) for name in SHARED_TEXTS)  # noqa: SIM115
         self.write_texts()
-        self._open_sink()
+        if self.sink is not None:
+            self.use(self.sink)
 
     def write_texts(self) -> None:
         """Write the signatures and call sites that are new, before a record names them."""
@@ -147,8 +129,6 @@ class Flight:
 
     def forget_parent(self) -> None:
         """In a forked child, leave the files to the parent."""
-        if self.sink is not None:
-            self.sink.forget_parent()
         self._maps = self._files = ()
 
 
@@ -166,19 +146,12 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
 
 
 class Snapshot(NamedTuple):
-    """The calls of a flight recorder's files, in the order in which they were written.
+    """The calls of a flight recorder's files, in the order in which they were written."""
 
-    Attributes:
-        calls: Their records; tensors have their numbers in `tensors`, from 1.
-        tensors: The records of their tensors.
-        texts: The file of their texts.
-        left_out: How many calls had no room, or were being written.
-    """
-
-    calls: Array
+    calls: Array  # tensors have their numbers in `tensors`, from 1
     tensors: Array
-    texts: bytes
-    left_out: int
+    texts: bytes  # the file of their texts
+    left_out: int  # calls that had no room, or were being written
 
 
 NOTHING = Snapshot(np.zeros(0, CALL), np.zeros(0, TENSOR), b"", 0)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from opintercept._core.call_site import NOWHERE, CallSite
 from opintercept._core.errors import OpInterceptError
-from opintercept._core.record import OWN, CallRecord, PendingRecord, plain
+from opintercept._core.record import OWN, CallRecord, PendingRecord, Summary, plain
+from opintercept._ops.slots import slots_of
 from opintercept._values.splitmix import splitmix64
 from opintercept._values.stats import Values
 from opintercept.runs.store.texts import Texts, sealed
@@ -32,8 +33,8 @@ CALLS, TENSORS, CALL_TEXTS = "calls.bin", "tensors.bin", "texts.jsonl"
 SHARED_TEXTS = ("signatures.jsonl", "sites.jsonl")
 """The files of a process: its two tables, the texts of calls, and those that calls share."""
 
-# The roles that have a place in a call's record, by the names of its fields: those that kernels write, in the order of
-# `_core.in_kernel.ROLES`; then those that only attentions have.
+# The roles that have a place in a call's record, by the names of its fields, in the order of `_core.in_kernel.ROLES`.
+# Other tensors take places of operands that are free, see `_ops.slots`.
 SLOTS = {"lhs": "lhs", "rhs": "rhs", "bias": "bias", "value": "value", "output": "output", "output1": "output.1"}
 SLOTS |= {"output2": "output.2", "attn_mask": "attn_mask", "grad_out": "grad_out", "logsumexp": "logsumexp"}
 ROLES = {role: slot for slot, role in SLOTS.items()}
@@ -95,20 +96,14 @@ _CODES = {"<u8": "Q", "<i8": "q", "<f8": "d", "<u4": "I", "|u1": "B", "|i1": "b"
 _own = [name for name in CALL.names if name in FORMATS]
 _pack_call = struct.Struct("<" + "".join(_CODES.get(kind, kind[2:] + "x") for _, kind in CALL.descr)).pack
 _pack_values = struct.Struct("<8xQII4d").pack
-_NO_HASH = 0
-
-
 _WEIGHTS = np.array([splitmix64(number) | 1 for number in range(1, 65)], np.uint64)
 
 
 def checks_of(records: Array, laps: Any = 0) -> Array:
     """The check of each record: a sum of its words mod 2**64, each times an odd number of its own.
 
-    It changes with each bit. Invariant: `records.cpp` computes the same.
-
-    Args:
-        records: `[n]`, of a dtype whose first word is the check.
-        laps: What the records of tensors are bound to: the lap of their call in a flight recorder's file.
+    It changes with each bit. Records of tensors are bound to the lap of their call in a flight recorder's file.
+    Invariant: `records.cpp` computes the same.
     """
     words = records.view(np.uint64).reshape(len(records), records.itemsize // 8)
     found = words[:, 1:] @ _WEIGHTS[1 : words.shape[1]]
@@ -125,7 +120,7 @@ def packed_values(values: Values) -> bytes | None:
     """The record of a tensor's values; None if it has no room for them."""
     if (values.nan | values.inf) >> 32:
         return None
-    digits = _NO_HASH if values.hash is None else int(values.hash, 16)
+    digits = 0 if values.hash is None else int(values.hash, 16)
     figures = [math.nan if v is None or v - v else v for v in (values.min, values.max, values.mean, values.rms)]
     return _pack_values(digits, values.nan, values.inf, *figures)
 
@@ -150,23 +145,21 @@ _large_numbers, _small_numbers = _getter(_large), _getter([name for name in _own
 _PLACES = {role: number for number, role in enumerate(ROLES)}
 
 
-class Encoder:
-    """Makes the records of calls, and numbers what they share.
+_MOST_SUMMARIES = 4096  # that are remembered
 
-    Attributes:
-        signatures: The texts of operators, operand types and arguments.
-        sites: The texts of modules and lines of the program. The first one is that of no place.
-    """
+
+class Encoder:
+    """Makes the records of calls, and numbers what they share."""
 
     def __init__(self) -> None:
-        self.signatures, self.sites = Texts(), Texts()
-        self.site(NOWHERE)  # 0, as kernels have it
+        self.forget()
 
     def forget(self) -> None:
         """Begin to number anew, for other files."""
-        self.signatures.forget()
-        self.sites.forget()
-        self.site(NOWHERE)
+        self.signatures, self.sites = Texts(), Texts()
+        self._known: dict[int, tuple[Summary, Summary]] = {}  # kept alive, so that no other gets its address
+        self._alike: dict[Summary, Summary] = {}
+        self.site(NOWHERE)  # 0, as kernels have it
 
     def record(
         self,
@@ -179,26 +172,20 @@ class Encoder:
         row: Callable[[bytes], int],
         text: Callable[[bytes], int],
     ) -> bytes:
-        """Return the record of a call without its check.
+        """Return the record of a call without its check; values and names of stored tensors are by role.
 
-        Args:
-            note: What its `CallRecord` is made of.
-            arguments: JSON text of an object.
-            values: By role.
-            tensors: The names of stored tensors, by role.
-            given: The arguments as plain data, or None.
-            error: What the call raised, or None.
-            row: Takes the record of a tensor's values and returns its number, from 1.
-            text: Takes the call's text and returns its place, from 1; -1 if there is no room.
+        `row` takes the record of a tensor's values and returns its number, from 1; `text` takes the call's text and
+        returns its place, from 1, or -1 if there is no room.
         """
         rows = [0] * len(SLOTS)
         more = {}
+        places = slots_of(values)
         for role, each in values.items():
-            slot, packed = _PLACES.get(role), packed_values(each)
-            if slot is None or packed is None:
+            packed = packed_values(each)
+            if role not in places or packed is None:
                 more[role] = each.as_dict()
             else:
-                rows[slot] = row(packed)
+                rows[_PLACES[places[role]]] = row(packed)
         has = place = 0
         if more or tensors or given is not None or error is not None or IN_TEXT:
             own = {name: plain(value) for name in IN_TEXT if (value := attrgetter(OWN[name])(note)) is not None}
@@ -215,13 +202,7 @@ class Encoder:
         return _pack_call(0, *_large_numbers(note), place, *numbers, *rows, *_small_numbers(note), has)
 
     def signature(self, note: PendingRecord, arguments: str, roles: tuple[tuple[str, int, bool], ...]) -> int:
-        """The number of a signature.
-
-        Args:
-            note: Of a call that has it.
-            arguments: JSON text of an object.
-            roles: Those with values: role, count, and whether there is a hash.
-        """
+        """The number of a call's signature; of each role with values, the count and whether there is a hash."""
         summary = note.summary
 
         def members() -> dict[str, Any]:
@@ -229,6 +210,13 @@ class Encoder:
             own = {"autocast": note.autocast_name, **plain(summary)}
             return own | {"arguments": json.loads(arguments), "roles": known}
 
+        known = self._known.get(id(summary))
+        if known is None:
+            for kept in (self._known, self._alike):
+                if len(kept) >= _MOST_SUMMARIES:
+                    kept.clear()
+            known = self._known[id(summary)] = summary, self._alike.setdefault(summary, summary)
+        summary = known[1]  # the same for equal ones
         return self.signatures.number((id(summary), note.autocast, arguments, roles), members, summary)
 
     def site(self, place: CallSite) -> int:
@@ -246,14 +234,7 @@ _AS_KERNELS = ("signature", "site", "lap", *SLOTS, "phase", "grad_of", "has", "p
 
 
 def check_layout(layout: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that kernels lay records out as this file does.
-
-    Args:
-        layout: The offset of each field, and then the size, by `"call"` and `"tensor"`.
-
-    Raises:
-        OpInterceptError: They do not.
-    """
+    """Refuse kernels that do not lay records out as this file does: at these offsets, followed by the size."""
     for name, kind in (("call", CALL), ("tensor", TENSOR)):
         own = (*(offset for field, (_, offset, *_) in kind.fields.items() if field != "pad"), kind.itemsize)
         if layout[name] != own:

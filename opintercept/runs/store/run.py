@@ -123,8 +123,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
             )
     infos = {rank: read_info(part) for rank, part in parts.items()}
     if len(parts) == 1 and 0 in parts:
-        infos_by_rank = {info.rank: info for info in infos.values()}
-        return Run(folder, {info.rank: parts[0] for info in infos.values()}, infos_by_rank)
+        rank = infos[0].rank
+        return Run(folder, {rank: parts[0]}, {rank: infos[0]})
     infos = _of_one_run(folder, parts, infos)
     return Run(folder, {rank: parts[rank] for rank in infos}, infos)
 
@@ -304,7 +304,7 @@ class Run(Frames, Page):
         return known
 
     def _columns(self) -> Mapping[str, Any]:
-        processes = [self.columns(rank) for rank in self.ranks]
+        processes = [self.columns(rank) for rank in self.ranks]  # first, as it says what is missing without numpy
         from opintercept.runs.store.data_frame import frame_of
 
         return frame_of(processes)
@@ -368,20 +368,17 @@ class Run(Frames, Page):
 
 
 def _warn_of(columns: Columns, folder: Path) -> None:
-    if columns.damaged:
-        warnings.warn(
-            f"skipped {counted(columns.damaged, 'damaged call')} in {folder}; a disk or another program has changed "
-            "the files, or the machine went down while they were written",
-            OpInterceptWarning,
-            stacklevel=4,
-        )
-    if columns.left_out:
-        warnings.warn(
-            f"skipped {counted(columns.left_out, 'unreadable call')} in the flight recorder of {folder}; one that "
-            "names very many arguments has no room there, and a program that still runs writes over others",
-            OpInterceptWarning,
-            stacklevel=4,
-        )
+    damaged = (
+        f"{counted(columns.damaged, 'damaged call')} in {folder}; a disk or another program has changed the files, or "
+        "the machine went down while they were written"
+    )
+    left_out = (
+        f"{counted(columns.left_out, 'unreadable call')} in the flight recorder of {folder}; one that names very many "
+        "arguments has no room there, and a program that still runs writes over others"
+    )
+    for number, what in ((columns.damaged, damaged), (columns.left_out, left_out)):
+        if number:
+            warnings.warn(f"skipped {what}", OpInterceptWarning, stacklevel=4)
 
 
 def _safe_open() -> Any:
@@ -410,28 +407,18 @@ def _refuse_special(path: Path) -> None:
 
 
 def read_members(folder: Path) -> dict[str, Any]:
-    """Read what `run.json` says of one process, unchecked.
-
-    Raises:
-        FileNotFoundError: There is none.
-        OpInterceptError: It cannot be read.
-    """
+    """Read what `run.json` says of one process, unchecked."""
     path = folder / INFO
     with open_plain(path) as file:
         read = file.read(MAX_INFO + 1)
-    members = _parsed(read) if len(read) <= MAX_INFO else None
+    members = parsed(read) if len(read) <= MAX_INFO else None
     if not isinstance(members, dict):
         raise OpInterceptError(f"{path} must hold a JSON object of at most {MAX_INFO:,} bytes")
     return members
 
 
 def read_info(folder: Path) -> RunInfo:
-    """Read the description of one process.
-
-    Raises:
-        FileNotFoundError: There is none.
-        OpInterceptError: It cannot be read.
-    """
+    """Read the description of one process."""
     path, members = folder / INFO, read_members(folder)
     if members.get("schema") != SCHEMA:
         versions = members.get("versions")
@@ -451,13 +438,6 @@ def read_info(folder: Path) -> RunInfo:
 
 
 _INFO_CHECKS = field_checks(RunInfo)
-
-
-def _parsed(read: bytes) -> Any:
-    try:
-        return parsed(read.decode())
-    except UnicodeDecodeError:
-        return None
 
 
 def _shown(value: Any) -> str:

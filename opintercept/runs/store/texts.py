@@ -37,10 +37,7 @@ def opened(line: bytes) -> bytes | None:
 def members_of(line: bytes) -> Any:
     """The object of a line as plain data; None if it is damaged or no JSON."""
     text = opened(line)
-    try:
-        return None if text is None else parsed(text.decode())
-    except UnicodeDecodeError:
-        return None
+    return None if text is None else parsed(text)
 
 
 def lines_of(data: bytes) -> Iterator[bytes]:
@@ -72,12 +69,9 @@ class Texts:
         self._lock = threading.RLock()  # a signal handler may ask meanwhile
 
     def number(self, key: Hashable, members: Callable[[], dict[str, Any]], alive: Any = None) -> int:
-        """The number of a text.
+        """The number of a text, by a key that equal texts share.
 
-        Args:
-            key: Equal for equal texts.
-            members: Makes its object.
-            alive: Is kept alive, so that no other object gets an address that is in the key.
+        `alive` is kept alive, so that no other object gets an address that is in the key.
         """
         known = self._numbers.get(key)
         if known is None:
@@ -97,8 +91,3 @@ class Texts:
         with self._lock:
             new, self._new = self._new, []
         return b"".join(new)
-
-    def forget(self) -> None:
-        """Begin anew."""
-        with self._lock:
-            self._next, self._new, self._numbers = itertools.count(), [], {}

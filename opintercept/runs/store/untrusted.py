@@ -22,10 +22,10 @@ Check = Callable[[Any], Any]
 Checks = Mapping[type, Check]  # by the type that `json.loads` gives the value
 
 
-def parsed(text: str) -> Any:
-    """The JSON value; None for a text that is not JSON, or is nested deeper than Python reads."""
+def parsed(text: bytes) -> Any:
+    """The JSON value; None for a text that is not JSON in UTF-8, or is nested deeper than Python reads."""
     try:
-        return json.loads(text)
+        return json.loads(text.decode())
     except (ValueError, RecursionError):  # a ValueError for a number with too many digits, too
         return None
 
@@ -33,9 +33,8 @@ def parsed(text: str) -> Any:
 def checks_of(hint: Any) -> Checks:
     """The checks of a value that is to become an instance of a type, by the type that JSON has for it.
 
-    Args:
-        hint: `None`, `str`, `bool`, `float`, `int` for a count, a `Literal`, a union, a dataclass or named tuple, a
-            tuple or a `Mapping` with `str` keys of these. In `tuple[int, ...]` numbers may be negative.
+    The type is `None`, `str`, `bool`, `float`, `int` for a count, a `Literal`, a union, a dataclass or named tuple, a
+    tuple or a `Mapping` with `str` keys of these. In `tuple[int, ...]` numbers may be negative.
     """
     if hint in _PLAIN:
         return _PLAIN[hint]
@@ -63,13 +62,10 @@ def field_checks(kind: Any) -> dict[str, Checks]:
 
 
 def reader(checks: Mapping[str, Checks], kind: type | None = None) -> Callable[[dict[str, Any]], Any]:
-    """A function that checks the fields of an object; one that it lacks is None if that is allowed.
+    """A function that checks the fields of an object and makes a `kind` of them in this order, or a dict.
 
-    It is compiled, as `dataclass` compiles `__init__`: a loop over the fields takes half as long again.
-
-    Args:
-        checks: By the name of the field.
-        kind: What is made of the fields in this order; a dict by default.
+    A field that the object lacks is None if that is allowed. The function is compiled, as `dataclass` compiles
+    `__init__`: a loop over the fields takes half as long again.
     """
     fields = {name: f"check_{name}[type(value := members['{name}'])](value)" for name in checks}
     if kind is None:

@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from made_runs import ATTENTION, add_damaged, call, chain, write
+from made_runs import ATTENTION, add_damaged, call, chain, kinds, write
 
 from opintercept import OpInterceptWarning, runs
 
@@ -195,6 +195,14 @@ def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> 
     b = [*chain("a", "b"), call("b", "x", "w", "y")]
     found = compare(a, b)
     assert (found.pairs, found.unmatched_calls) == (2, (1, 1))
+
+
+@pytest.mark.slow
+def test_calls_may_be_of_more_kinds_than_16_bits_number(compare: Any) -> None:
+    one = call("m", "x", "w", "y")
+    before = [one | {"module": str(number)} for number in range(1 << 16)]
+    found = compare([*before, *chain("a", "b")], [*before, *chain("a", "b", of="b")])
+    assert (found.pairs, kinds(found)) == ((1 << 16) + 2, {"b": {"changed operand": 1}})
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import TABLES, calls_of, files_in, forks, run_forked
+from recorded import TABLES, calls_of, files_in, forks, record, run_forked
+from threads import run_threads
 
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 from opintercept.runs import open_run
@@ -48,11 +49,7 @@ def starts_at_once(make: Callable[[], Any], number: int, answers: Path, *, threa
     begin = time.time() + 0.05
     told: list[str] = []
     if threads:
-        running = [threading.Thread(target=attempt, args=(told.append,)) for _ in range(number)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join()
+        run_threads(*[lambda: attempt(told.append)] * number)
         return told
     pipes = []
     for _ in range(number):
@@ -92,8 +89,7 @@ def test_of_simultaneous_starts_one_runs_and_the_others_are_refused(threads: boo
             os.kill(os.getpid(), signal.SIGKILL)
 
         if before == "a run":
-            with intercept(runs.RunRecorder(path)):
-                pass
+            record(path)
         elif before != "nothing":
             assert run_forked(is_killed) == -signal.SIGKILL
             assert (path / "recording.lock").exists()
@@ -136,8 +132,7 @@ def test_a_recorder_on_another_machine_is_ended_only_if_asked(tmp_path: Path) ->
     claim_elsewhere(tmp_path)
     with pytest.raises(OpInterceptError, match=r"process 1 on 'elsewhere' is recording to .* if that process has"):
         runs.RunRecorder(tmp_path).enter()
-    with intercept(runs.RunRecorder(tmp_path, overwrite=True)):
-        torch.eye(2) @ torch.eye(2)
+    record(tmp_path, overwrite=True)
     assert len(calls_of(tmp_path)) == 1
 
 
@@ -186,19 +181,16 @@ def test_a_recorder_does_not_continue_the_run_of_another(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["run", "a b", "ü\n%s{}", "deep/er/run", "-rf", "rank0"])
 def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
-    with intercept(runs.RunRecorder(tmp_path / name)):
-        torch.eye(2) @ torch.eye(2)
+    record(tmp_path / name)
     assert len(calls_of(tmp_path / name)) == 1
 
 
 def test_a_run_is_overwritten_only_if_asked(tmp_path: Path) -> None:
-    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
-        torch.eye(2) @ torch.eye(2)
+    record(tmp_path / "run", "full")
     with pytest.raises(ValueError, match=r"run' already holds a run; name another folder, or pass"):
         runs.RunRecorder(tmp_path / "run")
     later = runs.RunRecorder(tmp_path / "other")
-    with intercept(runs.RunRecorder(tmp_path / "other")):
-        pass
+    record(tmp_path / "other")
     with pytest.raises(ValueError, match="already holds a run"):
         with intercept(later):
             pytest.fail("entered")
@@ -210,9 +202,7 @@ def test_a_run_is_overwritten_only_if_asked(tmp_path: Path) -> None:
         with intercept(again):
             torch.eye(3) @ torch.eye(3)
     assert [call.values for call in calls_of(tmp_path / "run")] == [{}, {}]
-    assert sorted(path.name for path in (tmp_path / "run").rglob("*") if path.is_file()) == sorted(
-        [*TABLES, "mine.safetensors", "notes.txt"]
-    )
+    assert files_in(tmp_path / "run") == sorted([*TABLES, "tensors/mine.safetensors", "notes.txt"])
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -231,16 +221,14 @@ def test_the_run_json_of_another_program_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files"):
         with intercept(runs.RunRecorder(tmp_path, overwrite=True)):
             pytest.fail("entered")
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
+    assert len(files_in(tmp_path)) == 3
 
 
 def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
-    with intercept(runs.RunRecorder(tmp_path / "run", "full")):
-        torch.eye(2) @ torch.eye(2)
+    record(tmp_path / "run", "full")
     (tmp_path / "run/tensors").rename(tmp_path / "elsewhere")
     (tmp_path / "run/tensors").symlink_to(tmp_path / "elsewhere")
-    with intercept(runs.RunRecorder(tmp_path / "run", overwrite=True)):
-        pass
+    record(tmp_path / "run", overwrite=True)
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["00000000.safetensors"]
 
 

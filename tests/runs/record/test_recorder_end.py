@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import calls_of, forks, run_forked, run_script
+from recorded import calls_of, forks, run_forked, run_script, tensor_of
+from threads import run_threads
 
 from opintercept import OpInterceptWarning, intercept, runs
 from opintercept.runs import open_run
@@ -25,15 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
 
 
 def test_max_bytes_stops_the_recording_with_one_warning(tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(OpInterceptWarning, match="^stopped recording to .*max_bytes=100000") as caught:
         with intercept(runs.RunRecorder(tmp_path / "run", "full", max_bytes=100_000)):
             for _ in range(100):
                 torch.randn(32, 32) @ torch.randn(32, 32)
-    messages = [str(w.message) for w in caught if w.category is OpInterceptWarning]
-    assert len(messages) == 1
-    assert messages[0].startswith("stopped recording to ")
-    assert "max_bytes=100000" in messages[0]
+    assert len(caught) == 1
     assert 50_000 < sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 100_000
     run = open_run(tmp_path / "run")
     assert not run.info.finished
@@ -100,9 +96,7 @@ def test_a_killed_program_leaves_all_but_the_last_interval(tmp_path: Path) -> No
     found = list(run.calls())
     assert len(found) >= 100
     for call in found:
-        stored = run.tensor(call, "lhs")
-        assert stored is not None
-        assert stored[0, 0] == float(call.record.index % 100)
+        assert tensor_of(run, call)[0, 0] == float(call.record.index % 100)
 
 
 @forks
@@ -210,11 +204,7 @@ def test_a_slow_disk_makes_the_program_wait(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(writer.Writer, "_write", slow)
     started = time.monotonic()
     with intercept(runs.RunRecorder(tmp_path / "run"), threads="all"):
-        threads = [threading.Thread(target=lambda: [torch.eye(2) @ torch.eye(2) for _ in range(150)]) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(*[lambda: [torch.eye(2) @ torch.eye(2) for _ in range(150)]] * 3)
     assert time.monotonic() - started > 0.5
     assert max(most) <= 8 * writer.QUEUED_BATCHES
     assert len(calls_of(tmp_path / "run")) == 450

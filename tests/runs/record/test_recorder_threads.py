@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recorded import calls_of, forks, run_forked, run_script
+from recorded import calls_of, forks, run_forked, run_script, tensor_of
+from threads import run_threads
 from torch import Tensor
 
 from opintercept import intercept, runs
@@ -36,9 +38,7 @@ def test_a_recorder_continues_its_run(tmp_path: Path) -> None:
     found = list(run.calls())
     assert [call.record.index for call in found] == [0, 1, 2]
     for number, call in enumerate(found):
-        stored = run.tensor(call, "lhs")
-        assert stored is not None
-        assert stored[0, 0] == number + 1
+        assert tensor_of(run, call)[0, 0] == number + 1
 
 
 def test_one_recorder_in_two_interceptors_at_once(tmp_path: Path) -> None:
@@ -66,20 +66,14 @@ def test_threads_of_one_block_lose_no_call(tmp_path: Path) -> None:
             torch.full((2, 2), number * 1000.0 + i) @ torch.eye(2)
 
     with block:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(*(partial(work, number) for number in range(4)))
     run = open_run(tmp_path / "run")
     found = list(run.calls())
     assert sorted(call.record.index for call in found) == list(range(800))
     firsts = sorted(call.values["lhs"].max or 0.0 for call in found)
     assert firsts == sorted(number * 1000.0 + i for number in range(4) for i in range(200))
     for call in found[::50]:
-        stored = run.tensor(call, "lhs")
-        assert stored is not None
-        assert stored[0, 0] == call.values["lhs"].max
+        assert tensor_of(run, call)[0, 0] == call.values["lhs"].max
 
 
 def test_threads_with_blocks_of_their_own(tmp_path: Path) -> None:
@@ -92,11 +86,7 @@ def test_threads_with_blocks_of_their_own(tmp_path: Path) -> None:
             for _ in range(100):
                 torch.eye(2) @ torch.eye(2)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, work, work)
     assert len(calls_of(tmp_path / "run")) == 300
     with intercept(()):
         pass  # the threads have ended, so the kernels can be removed
@@ -229,6 +219,4 @@ def test_an_interrupt_inside_the_recorder_mixes_no_calls(tensors: Any, tmp_path:
         else:
             assert found == {"lhs": size, "rhs": 1.0, "bias": 100.0 * size, "output": 100.0 * size + size**2}
         for role in call.tensors:
-            stored = run.tensor(call, role)
-            assert stored is not None
-            assert stored.max() == found[role]
+            assert tensor_of(run, call, role).max() == found[role]

@@ -6,12 +6,15 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recorded import FILES, TABLES
+from made_runs import Known
+from recorded import FILES, TABLES, calls_of, files_in, tensor_of
+from threads import run_threads
 
 from opintercept import CallRecord, OpInterceptError, runs
 from opintercept._core.call_site import NOWHERE
@@ -21,54 +24,38 @@ from opintercept._engines import quiet
 from opintercept._values.stats import Values
 from opintercept.runs.record import writer
 from opintercept.runs.record.writer import QueuedCall, QueuedTensor, Writer, leftovers, remove_leftovers, remove_run
-from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.records import CALL, Encoder
 from opintercept.runs.store.run import RunInfo
 
 INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
 META = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
-SUMMARY = Summary(
-    op="aten::mm",
-    func="aten.mm.default",
-    lhs=META,
-    rhs=META,
-    bias=None,
-    output=META,
-    gemm=None,
-    flops=16,
-    bytes=48,
-    opaque=False,
-)
+TENSORS = {"lhs": META, "rhs": META, "bias": None, "output": META}
+SUMMARY = Summary(op="aten::mm", func="aten.mm.default", **TENSORS, gemm=None, flops=16, bytes=48, opaque=False)
 
 
-class Known:
-    """Values that need no waiting."""
-
-    def __init__(self, hashed: str | None, **numbers: float | None) -> None:
-        self.values = Values(hashed, 4, 0, 0, **({"min": 0.0, "max": 1.0, "mean": 0.5, "rms": 0.5} | numbers))
-
-    def read(self) -> Values:
-        return self.values
+def known(hashed: str | None, **numbers: float | None) -> Known:
+    return Known(Values(hashed, 4, 0, 0, **({"min": 0.0, "max": 1.0, "mean": 0.5, "rms": 0.5} | numbers)))
 
 
 def entry(index: int, *tensors: torch.Tensor, hashed: str | None = None) -> QueuedCall:
-    kept: list[Any] = [QueuedTensor(tensor, None, Known(hashed) if hashed else None, False) for tensor in tensors]
+    kept: list[Any] = [QueuedTensor(tensor, None, known(hashed) if hashed else None, False) for tensor in tensors]
     roles = dict(zip(("lhs", "rhs", "output"), range(len(kept)), strict=False))
     note = PendingRecord(SUMMARY, index, 0, "forward", NOWHERE, None, None, None, 0, 0, 1e-6)
     return QueuedCall(note, {}, kept, roles, "{}", None, None)
 
 
+def begun(folder: Path, *more: Any) -> Writer:
+    thread = Writer(folder, INFO, None, *(more or (Encoder(),)))
+    thread.start()
+    return thread
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Writer]:
-    thread = Writer(tmp_path / "run", INFO, None, Encoder())
-    thread.start()
+    thread = begun(tmp_path / "run")
     yield thread
     thread.close()
     assert not thread.is_alive()
-
-
-def calls_in(folder: Path) -> list[StoredCall]:
-    return list(runs.open_run(folder).calls())
 
 
 def test_the_kernel_engine_knows_that_the_thread_runs_no_operator(started: Writer) -> None:
@@ -80,15 +67,15 @@ def test_a_record_holds_the_call(started: Writer, tmp_path: Path) -> None:
     nasty = 'a"b\\\n\u2028\ud800\x00\x7f'
     plain = entry(3)
     plain.values = {
-        "lhs": Known(None, min=None, max=-0.0, mean=5e-324, rms=1.7976931348623157e308),
-        "output.1": Known("0" * 16),
+        "lhs": known(None, min=None, max=-0.0, mean=5e-324, rms=1.7976931348623157e308),
+        "output.1": known("0" * 16),
     }
     plain.arguments = '{"alpha":1.5,"list":[1,null]}'
     plain.given = {"args": [1, 2.5, None, True, {"list": [1]}], "kwargs": {nasty: nasty}}
     plain.error = nasty
     started.put(plain)
     started.close()
-    (call,) = calls_in(tmp_path / "run")
+    (call,) = calls_of(tmp_path / "run")
     assert call.record == plain.note.record()
     assert type(call.record) is CallRecord
     assert {role: value.read() for role, value in plain.values.items()} == call.values
@@ -99,35 +86,32 @@ def test_a_record_holds_the_call(started: Writer, tmp_path: Path) -> None:
 
 def test_figures_that_are_not_finite_are_unknown(started: Writer, tmp_path: Path) -> None:
     odd = entry(0)
-    odd.values = {"lhs": Known(None, min=-math.inf, max=math.inf, mean=math.nan)}
+    odd.values = {"lhs": known(None, min=-math.inf, max=math.inf, mean=math.nan)}
     started.put(odd)
     started.close()
-    (call,) = calls_in(tmp_path / "run")
+    (call,) = calls_of(tmp_path / "run")
     assert (call.values["lhs"].min, call.values["lhs"].max, call.values["lhs"].mean) == (None, None, None)
 
 
 def test_calls_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "INTERVAL", 0.0005)  # intervals end while batches are handed over
     monkeypatch.setattr(writer, "BATCH_CALLS", 7)
-    thread = Writer(tmp_path / "run", INFO, None, Encoder())
-    thread.start()
+    thread = begun(tmp_path / "run")
     for index in range(3000):
         thread.put(entry(index))
     thread.close()
-    assert [call.record.index for call in calls_in(tmp_path / "run")] == list(range(3000))
+    assert [call.record.index for call in calls_of(tmp_path / "run")] == list(range(3000))
     assert thread.calls == 3000
 
 
 def test_calls_are_on_disk_after_an_interval(started: Writer, tmp_path: Path) -> None:
     started.put(entry(0, torch.ones(2)))
     end = time.monotonic() + 3 * writer.INTERVAL
-    while not calls_in(tmp_path / "run") and time.monotonic() < end:
+    while not calls_of(tmp_path / "run") and time.monotonic() < end:
         time.sleep(0.05)
     run = runs.open_run(tmp_path / "run")
     (call,) = run.calls()
-    stored = run.tensor(call, "lhs")
-    assert stored is not None
-    assert torch.equal(stored, torch.ones(2))
+    assert torch.equal(tensor_of(run, call), torch.ones(2))
     assert not run.info.finished
 
 
@@ -148,8 +132,7 @@ def test_a_slow_disk_bounds_the_queue(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(writer, "BATCH_BYTES", 4000)
     gate = threading.Event()
     monkeypatch.setattr(Writer, "_save", lambda self, tensors: gate.wait(10))
-    thread = Writer(tmp_path / "run", INFO, None, Encoder())
-    thread.start()
+    thread = begun(tmp_path / "run")
     done: list[int] = []
 
     def put_entries() -> None:
@@ -177,8 +160,7 @@ def test_a_dead_thread_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytes
         raise SystemExit
 
     monkeypatch.setattr(Writer, "_write", die)
-    thread = Writer(tmp_path / "run", INFO, None, Encoder())
-    thread.start()
+    thread = begun(tmp_path / "run")
     for index in range(20):
         thread.put(entry(index))
     thread.close()
@@ -186,8 +168,7 @@ def test_a_dead_thread_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_call_that_cannot_be_written_stops_the_recording(tmp_path: Path) -> None:
-    thread = Writer(tmp_path / "run", INFO, None, Encoder())
-    thread.start()
+    thread = begun(tmp_path / "run")
     bad = entry(0)
     bad.given = {"args": [object()], "kwargs": {}}
     thread.put(bad)
@@ -226,22 +207,20 @@ def test_a_full_disk_keeps_whole_records(room: int, tmp_path: Path) -> None:
     thread.close()
     assert thread.failure == "OSError: [Errno 28] No space left on device"
     assert (tmp_path / "run/calls.bin").stat().st_size == thread.calls * CALL.itemsize
-    assert [call.record.index for call in calls_in(tmp_path / "run")] == list(range(thread.calls))
+    assert [call.record.index for call in calls_of(tmp_path / "run")] == list(range(thread.calls))
     assert (thread.calls > 0) == (room >= 700)
 
 
 def test_a_writer_continues_the_run_of_another(tmp_path: Path) -> None:
     before, encoder = None, Encoder()
     for index in range(3):
-        thread = Writer(tmp_path / "run", INFO, None, encoder, before)
-        thread.start()
+        thread = begun(tmp_path / "run", encoder, before)
         thread.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
         thread.put(entry(index, torch.zeros(2), hashed="0" * 16))
         thread.close()
         before = thread
     run = runs.open_run(tmp_path / "run")
-    found = [run.tensor(call, "lhs") for call in run.calls()]
-    assert [tensor is not None and tensor[0].item() for tensor in found] == [0, 0, 1, 0, 2, 0]
+    assert [tensor_of(run, call)[0].item() for call in run.calls()] == [0, 0, 1, 0, 2, 0]
     assert len({call.tensors["lhs"] for call in run.calls()}) == 3
     assert before is not None
     assert before.calls == 6
@@ -261,38 +240,30 @@ def test_the_number_of_remembered_names_is_bounded(
     assert len(started.names) <= 100
     run = runs.open_run(tmp_path / "run")
     for call in run.calls():
-        stored = run.tensor(call, "lhs")
-        assert stored is not None
-        assert stored[0] == call.record.index
+        assert tensor_of(run, call)[0] == call.record.index
 
 
 def test_a_line_that_would_be_too_long_leaves_out_the_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "MAX_LINE", 5000)
-    thread = Writer(tmp_path / "run", INFO, None, Encoder())
-    thread.start()
+    thread = begun(tmp_path / "run")
     long = entry(0)
     long.given = {"args": [0] * 5000, "kwargs": {}}
     thread.put(long)
     thread.close()
-    (call,) = calls_in(tmp_path / "run")
+    (call,) = calls_of(tmp_path / "run")
     assert call.given is None
 
 
 def test_only_a_run_is_removed(tmp_path: Path) -> None:
     for part in ("", "rank0", "rank1", "rankle"):
-        thread = Writer(tmp_path / "run" / part, INFO, None, Encoder())
-        thread.start()
+        thread = begun(tmp_path / "run" / part)
         thread.put(entry(0, torch.ones(2)))
         thread.close()
     (tmp_path / "run/rank1/mine").write_text("")
     remove_run(tmp_path / "run")
-    left = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file())
-    assert left == [
-        "rank1/mine",
-        *(f"rankle/{name}" for name in FILES),
-    ]
+    assert files_in(tmp_path / "run") == ["rank1/mine", *(f"rankle/{name}" for name in FILES)]
     with pytest.raises(OpInterceptError, match=r"cannot overwrite .*: it holds other files than those of a run"):
         remove_run(tmp_path / "run")
 
@@ -303,17 +274,11 @@ def begin(folder: Path) -> None:
 
 
 def test_several_processes_remove_leftovers_at_once(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
-
-    def remove(barrier: threading.Barrier, own: Path) -> None:
-        try:
-            barrier.wait()
-            remove_leftovers(tmp_path, 4)
-            assert leftovers(tmp_path, 4) == []
-            own.mkdir()
-            begin(own)
-        except BaseException as failure:
-            failures.append(failure)
+    def remove(own: Path) -> None:
+        remove_leftovers(tmp_path, 4)
+        assert leftovers(tmp_path, 4) == []
+        own.mkdir()
+        begin(own)
 
     for _ in range(20):
         for part in ("", "rank4", "rank11"):
@@ -321,14 +286,7 @@ def test_several_processes_remove_leftovers_at_once(tmp_path: Path) -> None:
             begin(tmp_path / part)
             for number in range(9):
                 (tmp_path / part / f"tensors/{number:08d}.safetensors").write_text("")
-        barrier = threading.Barrier(4)
-        threads = [threading.Thread(target=remove, args=(barrier, tmp_path / f"rank{rank}")) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
-        left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-        assert left == [f"rank{rank}/{name}" for rank in range(4) for name in TABLES]
+        run_threads(*(partial(remove, tmp_path / f"rank{rank}") for rank in range(4)))
+        assert files_in(tmp_path) == [f"rank{rank}/{name}" for rank in range(4) for name in TABLES]
         remove_run(tmp_path)
         assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import call, queued
 from native import reading
+from recorded import calls_of
 
 from opintercept import NonFiniteError, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
 from opintercept.cli import main
@@ -42,39 +42,33 @@ def values_in_cpp(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def calls_of(folder: Path) -> list[StoredCall]:
-    return list(open_run(folder).calls())
-
-
-def start(program: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
 ENDLESS = """
-    import sys, torch
-    from opintercept import intercept, runs
-    x = torch.ones(2, 2)
-    with intercept(runs.RunRecorder(sys.argv[1], sys.argv[2], flight=16), engine=sys.argv[3]):
-        for number in range(1_000_000):
-            x @ x
-            if number == 100:
-                print("ready", flush=True)
+import sys, torch
+from opintercept import intercept, runs
+x = torch.ones(2, 2)
+with intercept(runs.RunRecorder(sys.argv[1], sys.argv[2], flight=16), engine=sys.argv[3]):
+    for number in range(1_000_000):
+        x @ x
+        if number == 100:
+            print("ready", flush=True)
 """
+
+
+def end_by(number: signal.Signals, folder: Path, tensors: str = "none", engine: str = "kernel") -> None:
+    """Record a program until a signal ends it."""
+    command = [sys.executable, "-c", ENDLESS, str(folder), tensors, engine]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("tensors", ["none", "stats"])
 def test_the_last_calls_of_a_killed_program_are_read(engine: str, tensors: str, tmp_path: Path) -> None:
-    with start(ENDLESS, f"{tmp_path}/run", tensors, engine) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
-        program.send_signal(signal.SIGKILL)
+    end_by(signal.SIGKILL, tmp_path / "run", tensors, engine)
     run = open_run(tmp_path / "run")
     assert not run.info.finished
     found = [call.record.index for call in run.calls()]
@@ -98,10 +92,7 @@ def test_the_calls_of_a_program_that_runs_are_shown(tmp_path: Path, capsys: pyte
 
 
 def test_a_signal_that_ends_the_program_leaves_the_calls(tmp_path: Path) -> None:
-    with start(ENDLESS, f"{tmp_path}/run", "none", "kernel") as program:
-        assert program.stdout is not None
-        program.stdout.readline()
-        program.send_signal(signal.SIGTERM)
+    end_by(signal.SIGTERM, tmp_path / "run")
     assert len(calls_of(tmp_path / "run")) in (15, 16)
 
 
@@ -146,9 +137,8 @@ def test_the_file_holds_what_a_whole_run_holds(engine: Any, tensors: Any, tmp_pa
     assert len(flight) == len(whole)
     for one, other in zip(flight, whole, strict=True):
         assert one.record.elapsed is not None
-        assert dataclasses.replace(one.record, started=0, elapsed=0.0) == dataclasses.replace(
-            other.record, started=0, elapsed=0.0
-        )
+        records = (dataclasses.replace(each.record, started=0, elapsed=0.0) for each in (one, other))
+        assert next(records) == next(records)
         assert one.arguments == other.arguments
         assert repr(one.values) == repr(other.values)
 
@@ -161,11 +151,7 @@ def test_the_files_do_not_grow(tmp_path: Path) -> None:
             with contextlib.suppress(RuntimeError):
                 torch.ones(2, 3) @ X
         sizes = {path.name: path.stat().st_size for path in (tmp_path / "run").iterdir() if path.name in FLIGHT}
-        assert sizes == {
-            FLIGHT_CALLS: 8 * CALL.itemsize,
-            FLIGHT_TENSORS: 80 * TENSOR.itemsize,
-            FLIGHT_TEXTS: 8 * TEXT,
-        }
+        assert sizes == {FLIGHT_CALLS: 8 * CALL.itemsize, FLIGHT_TENSORS: 80 * TENSOR.itemsize, FLIGHT_TEXTS: 8 * TEXT}
         found = calls_of(tmp_path / "run")
     assert [call.error is not None for call in found] == [index % 3 == 2 for index in range(1492, 1500)]
 
@@ -178,10 +164,7 @@ def test_a_folder_that_was_there_stays_empty(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_folder_with_a_killed_run_is_refused_and_can_be_overwritten(tmp_path: Path) -> None:
-    with start(ENDLESS, f"{tmp_path}/run", "none", "kernel") as program:
-        assert program.stdout is not None
-        program.stdout.readline()
-        program.kill()
+    end_by(signal.SIGKILL, tmp_path / "run")
     with pytest.raises(ValueError, match="already holds a run"):
         runs.RunRecorder(tmp_path / "run", flight=2)
     with (

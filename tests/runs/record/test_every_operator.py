@@ -1,0 +1,120 @@
+"""Runs of all operators: both kinds of kernels write the same, views have no values, and a call takes few bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiler import needs_compiler
+
+from opintercept import intercept, runs
+from opintercept._engines.overloads import everything
+from opintercept._ops.families import makes_values
+from opintercept._ops.scratch import UNREAD
+
+pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("values_in_cpp")]
+
+LEFT_OUT = ("aten::detach", "aten::alias")  # which kernels in Python do not see
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.batch = torch.nn.Embedding(20, 8), torch.nn.LayerNorm(8), torch.nn.BatchNorm1d(8)
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.gelu(self.linear(self.norm(self.embed(x))))
+        h = torch.cat([h, self.batch(h), h * 2])
+        h = h.masked_fill(h > 1, 0.5).softmax(-1) + (x.repeat(3) + 1).unsqueeze(-1)
+        a, b = h.unbind(1)[:2]
+        return torch.stack([a, b]).tanh().sum()
+
+
+def record(path: Path, engine: Any, steps: int) -> list[runs.StoredCall]:
+    torch.manual_seed(0)
+    model = Net()
+    with intercept(runs.RunRecorder(path), ops="all", engine=engine):
+        optimizer = torch.optim.Adam(model.parameters(), foreach=steps % 2 > 0)
+        for _ in range(steps):
+            model(torch.arange(5)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return list(runs.open_run(path).calls())
+
+
+def seen(call: runs.StoredCall) -> tuple[Any, ...]:
+    record = call.record
+    return (
+        record.op,
+        record.module,
+        record.source,
+        record.phase,
+        list(call.values.items()),
+        call.arguments,
+        record.output,
+    )
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_both_kinds_of_kernels_write_the_same_run_of_all_operators(tmp_path: Path, steps: int) -> None:
+    found = [record(tmp_path / engine, engine, steps) for engine in ("kernel", "compiled")]
+    one, other = ([seen(call) for call in calls if call.record.op not in LEFT_OUT] for calls in found)
+    assert one == other
+    assert len(one) > 100
+
+
+@pytest.mark.parametrize("engine", ["kernel", "compiled"])
+def test_fractions_that_change_in_each_step_do_not_fill_a_run(tmp_path: Path, engine: Any) -> None:
+    x = torch.ones(3)
+    with intercept(runs.RunRecorder(tmp_path / "run"), ops="all", engine=engine):
+        for step in range(600):
+            torch.mul(x, 1 + step / 1000, out=x) if step % 2 else x.div_(1 + step / 1000)
+    calls = list(runs.open_run(tmp_path / "run").calls())
+    told = {name: [c.arguments for c in calls if c.record.op == f"aten::{name}"] for name in ("mul", "div_")}
+    assert [len(each) for each in told.values()] == [300, 300]
+    for name, arguments in told.items():
+        assert arguments[1] == {"other": 1 + (3 if name == "mul" else 2) / 1000}
+        assert arguments[255:257] == [{"other": 1 + (511 if name == "mul" else 510) / 1000}, {"other": "varies"}]
+    assert len((tmp_path / "run/signatures.jsonl").read_text().splitlines()) == 2 * 257
+
+
+def test_a_recorder_remembers_so_many_arguments_of_an_operator(tmp_path: Path) -> None:
+    recorder = runs.RunRecorder(tmp_path / "run")
+    with intercept(recorder, ops=("roll", "mul"), engine="kernel"):
+        for shift in range(300):
+            torch.ones(3).roll(shift).mul(shift / 1000)
+    assert {len(values) for values in recorder._values.values()} == {256}
+    shifts = [call.arguments for call in runs.open_run(tmp_path / "run").calls() if call.record.op == "aten::roll"]
+    assert shifts == [{"shifts": [shift], "dims": []} for shift in range(300)]
+
+
+def test_kernels_show_the_recorder_no_call_of_a_known_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(runs.RunRecorder, "post", lambda _, call: shown.append(call.op))
+    model = Net().eval()
+    with torch.no_grad(), intercept(runs.RunRecorder(tmp_path / "run"), ops="all", engine="compiled"):
+        for _ in range(3):
+            before = len(shown)
+            model(torch.arange(5))
+    assert (before > 10, shown[before:]) == (True, [])
+
+
+def test_a_training_step_takes_few_bytes_a_call(tmp_path: Path) -> None:
+    few, many = (len(record(tmp_path / str(steps), "compiled", steps)) for steps in (2, 12))
+    size = [sum(file.stat().st_size for file in (tmp_path / str(steps)).iterdir()) for steps in (2, 12)]
+    assert (size[1] - size[0]) / (many - few) < 220
+
+
+def test_views_have_no_values_and_are_known_by_their_names(tmp_path: Path) -> None:
+    calls = record(tmp_path / "run", "compiled", 2)
+    unread = {call.record.op for call in calls if not call.values}
+    assert {"aten::t", "aten::unbind", "aten::unsqueeze"} <= unread
+    assert {op.removeprefix("aten::") for op in unread} <= UNREAD
+    overloads = everything(())
+    names = {
+        name.partition(".")[0] for name in overloads if name.startswith("aten::") and not makes_values(overloads[name])
+    }
+    assert {name.removeprefix("aten::") for name in names} <= UNREAD
