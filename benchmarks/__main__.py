@@ -1,4 +1,4 @@
-"""The benchmarks: `python -m benchmarks [suite ...] [--smoke] [--json]`."""
+"""The benchmarks: `python -m benchmarks [suite ...] [--smoke] [--cpu] [--json]`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import importlib
 import json
 import platform
 import sys
+import time
 from dataclasses import asdict
 
 import torch
 
-from benchmarks._timing import Row, table
+from benchmarks._timing import Clock, Row, table
 from opintercept._engines import compiled
 
-SUITES = ("operators", "models", "values", "hook_costs", "recording", "scale", "startup", "plugin", "gpu")
+SUITES = ("operators", "models", "every", "values", "hook_costs", "recording", "scale", "startup", "plugin", "gpu")
 
 
 def main() -> None:
@@ -23,11 +24,16 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", metavar="suite", help=f"any of {', '.join(SUITES)} (default all)")
     parser.add_argument("--smoke", action="store_true", help="run everything once and briefly, without bounds, for CI")
     parser.add_argument("--json", action="store_true", help="print rows as JSON instead of tables")
+    parser.add_argument(
+        "--cpu", action="store_true", help="measure the processor's time, on a busy machine; not for gpu"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch's threads (default 1)")
     options = parser.parse_args()
     if unknown := set(options.suites) - set(SUITES):
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose from {', '.join(SUITES)}")
     torch.set_num_threads(options.threads)
+    if options.cpu:
+        Clock.now = time.process_time
     # A row that names no engine is for kernels in Python, also where the compiled engine has been built.
     compiled.is_there = lambda: False
     versions = {

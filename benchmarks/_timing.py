@@ -18,6 +18,16 @@ import torch
 Make = Callable[[], AbstractContextManager[Any]]
 
 
+class Clock:
+    """What `compare` measures.
+
+    Attributes:
+        now: Returns seconds: time that passes, or that of the processor, which tells more while other programs run.
+    """
+
+    now: Callable[[], float] = time.perf_counter
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One configuration of one program.
@@ -58,20 +68,14 @@ def compare(
     bounds: Mapping[str, tuple[str, float]] | None = None,
     check: bool = True,
 ) -> list[Row]:
-    """Time `body` under each configuration.
+    """Time `body`, which returns a tensor, under each configuration, and return a row for each and for each bound.
 
     Args:
-        suite: The suite of the rows.
-        program: The program of the rows.
-        body: What to run; returns a tensor.
         configurations: Context managers by name. The others are compared with the first one.
         rounds: How many turns each configuration gets, after one to warm up.
         number: Runs of the body in a turn.
         bounds: For a configuration: another one, and the largest ratio to that.
         check: Whether all results must be equal bit for bit.
-
-    Returns:
-        A row for each configuration, and another for each bound.
     """
     times: dict[str, list[float]] = {name: [] for name in configurations}
     for turn in range(rounds + 1):
@@ -79,11 +83,11 @@ def compare(
             with make():
                 for _ in range(1 + number // 3):  # entering a block leaves caches cold
                     body()
-                started = time.perf_counter()
+                started = Clock.now()
                 for _ in range(number):
                     body()
                 if turn:
-                    times[name].append((time.perf_counter() - started) / number)
+                    times[name].append((Clock.now() - started) / number)
     expected: Any = None
     for name, make in configurations.items() if check else ():
         with make():

@@ -5,7 +5,6 @@ Without such a device there are no rows. `measured` with `tiny=True` runs anywhe
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks._timing import Make, Row, rows
+from benchmarks._timing import Make, Row, compare
 from benchmarks.models import OURS
 
 _BILLION = {
@@ -36,13 +35,7 @@ def run(smoke: bool) -> list[Row]:
 
 
 def measured(device: torch.device, *, tiny: bool, rounds: int) -> list[Row]:
-    """Return the rows of one device.
-
-    Args:
-        device: Where the model is.
-        tiny: Whether it has thousands of weights instead of a billion.
-        rounds: How many turns each configuration gets.
-    """
+    """Return the rows of one device; with `tiny`, those of a model of thousands of weights instead of a billion."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = _TINY if tiny else _BILLION
     config = transformers.LlamaConfig(**sizes)
@@ -83,18 +76,11 @@ def _wait(device: torch.device) -> None:
 
 
 def _timed(program: str, body: Callable[[], Any], device: torch.device, rounds: int) -> list[Row]:
-    times: dict[str, list[float]] = {name: [] for name in OURS}
-    for turn in range(rounds + 1):
-        for name, make in OURS.items():
-            with make():
-                body()
-                _wait(device)
-                started = time.perf_counter()
-                body()
-                _wait(device)
-                if turn:
-                    times[name].append(time.perf_counter() - started)
-    return rows("gpu", program, times)
+    def finished() -> None:
+        body()
+        _wait(device)
+
+    return compare("gpu", program, finished, OURS, rounds=rounds, check=False)
 
 
 def _counted(program: str, body: Callable[[], Any], device: torch.device) -> list[Row]:

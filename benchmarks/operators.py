@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -42,6 +43,15 @@ def read_module(call: OpCall) -> None:
 
 
 read_module.reads = ("module",)  # type: ignore[attr-defined]
+
+
+def blocks(hooks: Mapping[str, Callable[[], Any]], **options: Any) -> dict[str, Make]:
+    """Return a block for each hook, which is made anew for each time that it is entered."""
+
+    def block(hook: Callable[[], Any]) -> Make:
+        return lambda: intercept(hook(), **options)
+
+    return {name: block(hook) for name, hook in hooks.items()}
 
 
 def compiled(configurations: dict[str, Make]) -> dict[str, Make]:

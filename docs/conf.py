@@ -57,7 +57,7 @@ CONTENTS = {
             "guides/your-own-operator",
         ],
         "Tools": ["hooks", "commands", "integrations/index", "checksum", "runs"],
-        "Reference": ["reference/index", "seen", "cost", "how", "troubleshooting", "agents"],
+        "Reference": ["reference/index", "seen", "cost", "alternatives", "how", "troubleshooting", "agents"],
         "The project": ["contributing", "threads", "twins", "Benchmarks <benchmarks>", "changes"],
     },
     "integrations/index": {"": ["trainers", "perfetto", "prometheus"]},
