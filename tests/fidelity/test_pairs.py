@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,60 +18,68 @@ from opintercept import OpInterceptError, intercept, runs
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 _ATTENTION = {"lhs": "q", "rhs": "k", "value": "v", "query": "q", "key": "k"}
-_SAME = {"attn_mask": "mask", "is_causal": "mask", "attn_bias": "mask", "dropout_p": "dropout", "heads": "k v"}
+_PRODUCT = {"lhs": "input", "rhs": "weight"}
+_SAME = {"attn_mask": "mask", "is_causal": "mask", "attn_bias": "mask", "dropout_p": "dropout"}
+_LINEAR = ("mm", "addmm", "linear", "addmv")
 
 
-def record(folder: Path, pair: Pair, program: Callable[[], object]) -> runs.Run:
+def record(folder: Path, pair: Pair, program: Callable[[], object], *edits: Any) -> runs.Run:
     torch.manual_seed(0)
-    with torch.set_grad_enabled(pair.trains), intercept(runs.RunRecorder(folder, tensors="full"), ops=pair.ops):
+    recorder = runs.RunRecorder(folder, tensors="full")
+    with torch.set_grad_enabled(pair.trains), intercept([*edits, recorder], ops=pair.ops):
         program()
     return runs.open_run(folder)
 
 
 def verdict(found: runs.Difference | runs.Alignment) -> str | None:
     """What a result names: the module of the first run, and the cause in a word; None if it names nothing."""
+    if isinstance(found, runs.Difference):
+        if (alone := only_in_one(found)) is not None:
+            return alone
+    elif found.first is None:
+        return unseen(found)
     first: Any = found.first
-    if first is None:
-        return unseen(found) if isinstance(found, runs.Alignment) else only_in_one(found)
-    return f"{first.a.record.module}: {' '.join(dict.fromkeys(causes(first)))}"
+    return None if first is None else f"{first.a.record.module}: {' '.join(dict.fromkeys(causes(first)))}"
 
 
 def causes(first: Any) -> Iterator[str]:
     """The words for what a pair of calls adds."""
-    record = first.a.record
-    dtypes = [(role.a, role.b) for role in getattr(first, "roles", ()) if role.a and role.b]
-    if any(a.dtype != b.dtype for a, b in dtypes if a.dtype and b.dtype):
+    metas = [(role.a, role.b) for role in getattr(first, "roles", ()) if role.a and role.b]
+    if first.changed and any(a.dtype != b.dtype for a, b in metas):
         yield "dtype"
-        return
-    attention = "attention" in record.op
-    for name, *_ in getattr(first, "arguments", ()):
-        yield _SAME.get(name, name)
-    for name in first.changed:
-        if attention:
-            yield _SAME.get(name, _ATTENTION.get(name, name))
-        else:
-            yield {"lhs": "input", "rhs": "weight"}.get(name, name)
-    if not first.changed and not getattr(first, "arguments", ()):
-        yield first.kind
+    elif first.changed and first.a.record.phase == "backward":
+        yield "gradient"
+    else:
+        words = _ATTENTION if "attention" in first.a.record.op else _PRODUCT
+        names = [*(name for name, *_ in getattr(first, "arguments", ())), *first.changed]
+        found = [_SAME.get(name, words.get(name, name)) for name in names]
+        yield from (re.sub(r"^weight\d$", "weight", word) for word in found or [first.kind])
 
 
 def unseen(found: runs.Alignment) -> str | None:
-    """Products with a weight that were not compared; None if all were."""
-    products = ("mm", "addmm", "linear", "convolution")
-    apart = [each.call for each in found.apart if each.run == "a"]
-    apart += [pair.a for pair in found.pairs if pair.kind == "not compared"]
-    count = sum(call.record.op.rpartition("::")[2].split(".")[0] in products for call in apart)
+    """Products with a weight that were not compared; None if all were. The last part of a sum stands for all."""
+    calls = [each.call for each in found.apart if each.run == "a"]
+    calls += [pair.a for pair in found.pairs if pair.kind == "not compared" and pair.by != "sum"]
+    count = sum(call.record.op.rpartition("::")[2].split(".")[0] in _LINEAR for call in calls)
     return f"not compared: {count} products" if count else None
 
 
 def only_in_one(found: runs.Difference) -> str | None:
-    names = [f"{each.module}: only in {each.run}" for each in found.unmatched]
-    return ", ".join(names) or None
+    """The last calls before the first difference that only one run has, in a word; None if there are none."""
+    ends = {} if found.first is None else {"a": found.first.a.record.index, "b": found.first.b.record.index}
+    before = [each for each in found.unmatched if each.index < ends.get(each.run, each.index + 1)]
+    if not before or (found.first is not None and found.first.arguments):
+        return None
+    last = [each for each in before if each.module == before[-1].module]
+    dropped = any("dropout" in each.op or "bernoulli" in each.op for each in last)
+    word = "dropout" if dropped else "function" if len({each.run for each in last}) == 2 else f"only in {last[0].run}"
+    return f"{last[0].module}: {word}"
 
 
 def said(pair: Pair, folder: Path) -> str | None:
     one, other = pair.programs()
-    recorded = record(folder / "a", pair, one), record(folder / "b", pair, other)
+    edits = () if pair.fault is None else (pair.fault(),)
+    recorded = record(folder / "a", pair, one), record(folder / "b", pair, other, *edits)
     try:
         return verdict(runs.align(*recorded) if pair.by == "align" else runs.diff(*recorded))
     except OpInterceptError as error:

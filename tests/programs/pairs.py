@@ -12,12 +12,15 @@ from typing import Any, Literal
 
 import pair_models as m
 import torch
+import transformers
 from pair_models import Form, Plant, Weights
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opintercept import hooks
+
 Program = Callable[[], object]
-NONE: tuple[str, ...] = ()
+Edit = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Pair:
         by: The function that compares the runs.
         ops: What is recorded.
         trains: Whether the programs run with gradients.
+        fault: A hook that edits what the second program computes.
     """
 
     name: str
@@ -39,125 +43,528 @@ class Pair:
     by: Literal["align", "diff"] = "align"
     ops: Any = "matmul"
     trains: bool = False
+    fault: Callable[[], Any] | None = None
 
 
-Edit = Callable[[Tensor], Tensor]
-TOKENS = torch.arange(20).view(2, 10) * 7 % m.VOCABULARY
+PAIRS: list[Pair] = []
 
 
-def edited(weights: Weights, edits: dict[str, Edit]) -> Weights:
-    """A copy of the weights in which some are changed; an edit may change its argument or return another."""
-    return weights | {name: edit(weights[name].clone()) for name, edit in edits.items()}
+def whole(name: str) -> str:
+    """`"1.mlp"` is short for `"layers.1.mlp"`."""
+    return f"layers.{name}" if name[0].isdigit() else name
 
 
-def element(value: Callable[[Tensor], Any]) -> Edit:
-    def edit(w: Tensor) -> Tensor:
-        w[3, 5] = value(w[3, 5])
-        return w
-
-    return edit
+def add(name: str, programs: Callable[[], tuple[Program, Program]], *verdicts: str, **how: Any) -> None:
+    PAIRS.append(Pair(name, programs, tuple(map(whole, verdicts)), **how))
 
 
-def row(value: Callable[[Tensor], Tensor]) -> Edit:
-    def edit(w: Tensor) -> Tensor:
-        w[4] = value(w[4])
-        return w
+def against(
+    trainer: Callable[[], nn.Module],
+    other: Callable[[Weights], Callable[..., object]],
+    *inputs: Any,
+    edits: dict[str, Edit] | None = None,
+    given: tuple[Any, ...] = (),
+) -> Callable[[], tuple[Program, Program]]:
+    """A trainer's model, and what is made of its edited weights; `given` stands for other inputs of that."""
 
-    return edit
+    def programs() -> tuple[Program, Program]:
+        a = m.seeded(trainer)
+        weights = {name: weight.detach().clone() for name, weight in a.state_dict().items()}
+        for name, edit in (edits or {}).items():
+            weights[whole(name)] = edit(weights[whole(name)])
+        b = other(weights)
+        return lambda: a(*inputs), lambda: b(*(given or inputs))
+
+    return programs
+
+
+def times(factor: float) -> Edit:
+    return lambda w: w * factor
+
+
+def plus(value: float) -> Edit:
+    return lambda w: w + value
+
+
+def element(edit: Edit) -> Edit:
+    return lambda w: w.index_put((torch.tensor(3), torch.tensor(5)), edit(w[3, 5]))
+
+
+def row(edit: Edit) -> Edit:
+    return lambda w: torch.cat((w[:4], edit(w[4:5]), w[5:]))
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def garbage(w: Tensor) -> Tensor:
-    return torch.randn(w.shape, generator=torch.Generator().manual_seed(9)) * w.std()
+    return drawn(9, *w.shape) * w.abs().max()
 
 
 def exchanged(w: Tensor) -> Tensor:
     return w[torch.tensor([1, 0, *range(2, len(w))])]
 
 
+# A Llama against an engine. Layer 1 is where causes are.
+
+TOKENS = torch.arange(20).view(2, 10) * 7 % m.VOCABULARY
+OTHER_TOKENS = TOKENS.clone()
+OTHER_TOKENS[1, 4] += 1
+PERMUTED, BFLOAT16, INT8, EAGER = Form(permuted=True), Form(dtype=torch.bfloat16), Form(int8=True), m.EAGER
+
+
 def llama(
     form: Form = m.PLAIN,
     plant: Plant = m.NOTHING,
-    edits: dict[str, Edit] | None = None,
+    run: Callable[..., object] | None = None,
+    *,
     eager: bool = False,
-    tokens: Tensor = TOKENS,
-    run: Callable[[Any, Tensor], object] = lambda engine, tokens: engine(tokens),
-) -> Callable[[], tuple[Program, Program]]:
-    """`Llama` against `LlamaEngine`."""
+    inputs: tuple[Any, ...] = (TOKENS,),
+    **how: Any,
+) -> Any:
+    def engine(weights: Weights) -> Callable[..., object]:
+        made = m.LlamaEngine(weights, form, plant)
+        return made if run is None else lambda *inputs: run(made, *inputs)
 
-    def programs() -> tuple[Program, Program]:
-        trainer = m.seeded(lambda: m.Llama(eager=eager))
-        engine = m.LlamaEngine(edited(trainer.state_dict(), edits or {}), form, plant)
-        return lambda: trainer(TOKENS), lambda: run(engine, tokens)
-
-    return programs
+    return against(lambda: m.Llama(eager=eager), engine, *inputs, **how)
 
 
-L = "layers.1."
-PERMUTED = Form(permuted=True)
-LLAMA = [
-    Pair("llama: fused, nothing", llama(), NONE),
-    Pair("llama: fused and permuted, nothing", llama(PERMUTED), NONE),
-    Pair("llama: split in halves, nothing", llama(Form(split=True, fused=False)), NONE),
-    Pair("llama: rotary neighbours, nothing", llama(Form(pairs=True)), NONE),
-    Pair("llama: flat tokens, nothing", llama(Form(flat=True)), NONE),
-    Pair("llama: eager against fused attention, nothing", llama(eager=True), NONE),
-    Pair("llama: bfloat16, nothing", llama(Form(dtype=torch.bfloat16)), NONE),
-    Pair("llama: cached decode, nothing", llama(run=lambda e, t: m.decoded(e, t, 6)), NONE),
-    Pair("llama: two calls for a batch, nothing", llama(run=lambda e, t: [e(each[None]) for each in t]), NONE),
-    Pair("llama: int8 by whole numbers, nothing", llama(Form(int8=True)), NONE),
-    Pair(
-        "llama: permuted, one element of down is 0.5 larger",
-        llama(PERMUTED, edits={f"{L}mlp.down.weight": element(lambda w: w + 0.5)}),
-        (f"{L}mlp.down: weight",),
-    ),
-    Pair(
-        "llama: permuted, one element of q is 100",
-        llama(PERMUTED, edits={f"{L}attn.q.weight": element(lambda w: 100)}),
-        (f"{L}attn.q: weight",),
-    ),
-    Pair(
-        "llama: permuted, a row of up times 1.001",
-        llama(PERMUTED, edits={f"{L}mlp.up.weight": row(lambda w: w * 1.001)}),
-        (f"{L}mlp.up: weight",),
-    ),
-    Pair(
-        "llama: permuted, all of v is garbage",
-        llama(PERMUTED, edits={f"{L}attn.v.weight": garbage}),
-        (f"{L}attn.v: weight",),
-    ),
-    Pair("llama: scale of attention", llama(plant=Plant(1, scale=1.05)), (f"{L}attn: scale",)),
-    Pair("llama: base of rotary positions", llama(plant=Plant(1, theta=9000.0)), (f"{L}attn: q k",)),
-    Pair("llama: key heads are tiled", llama(plant=Plant(1, tiled=True)), (f"{L}attn: k v",)),
-    Pair("llama: no causal mask", llama(plant=Plant(1, causal=False)), (f"{L}attn: mask",)),
-    Pair("llama: a window of four keys", llama(plant=Plant(1, window=4)), (f"{L}attn: mask",)),
-    Pair("llama: GELU for SiLU", llama(plant=Plant(1, activation=F.gelu)), (f"{L}mlp.down: input",)),
-    Pair("llama: epsilon of a norm", llama(plant=Plant(1, eps=1e-3)), (f"{L}attn.q: input",)),
-    Pair(
-        "llama: cached decode, positions shifted by one",
-        llama(plant=Plant(1, shift=1), run=lambda e, t: m.decoded(e, t, 6)),
-        (f"{L}attn: q k", f"{L}attn: q", f"{L}attn: k", f"{L}attn.o: input"),
-    ),
-    Pair(
-        "llama: cached decode, a stale key",
-        llama(plant=Plant(1, stale=True), run=lambda e, t: m.decoded(e, t, 6)),
-        (f"{L}attn: k", f"{L}attn.o: input"),
-    ),
-]
-PAIRS: list[Pair] = [*LLAMA]
+def decoded(engine: m.LlamaEngine, tokens: Tensor) -> object:
+    return m.decoded(engine, tokens, 6)
+
+
+def one_by_one(engine: m.LlamaEngine, tokens: Tensor) -> object:
+    return [engine(each[None]) for each in tokens]
+
+
+def packed(engine: m.LlamaEngine, tokens: Tensor, *, seen: bool = False) -> object:
+    """The first sequence and six tokens of the second in one, which may see the first by mistake."""
+    mask = m.visible([16] if seen else [10, 6], causal=True)
+    return engine(tokens.flatten()[None, :16], mask, torch.arange(16) % 10)
+
+
+def loaded(model: nn.Module, weights: Weights) -> nn.Module:
+    model.load_state_dict(weights)
+    return model
+
+
+def dynamic_int8(weights: Weights) -> nn.Module:
+    found: nn.Module = torch.ao.quantization.quantize_dynamic(loaded(m.Llama(), weights), {nn.Linear})
+    return found
+
+
+add("llama: fused", llama())
+add("llama: fused and permuted", llama(PERMUTED))
+add("llama: split in halves", llama(Form(split=True, fused=False)))
+add("llama: rotary neighbours", llama(Form(pairs=True)))
+add("llama: heads in another order", llama(Form(moved=True)))
+add("llama: grouped heads", llama(Form(grouped=True)))
+add("llama: flat tokens", llama(Form(flat=True)))
+add("llama: eager against fused attention", llama(eager=True))
+add("llama: both eager", llama(EAGER, eager=True))
+add("llama: bfloat16", llama(BFLOAT16))
+add("llama: int8 with scales", llama(INT8))
+add("llama: cached decode", llama(run=decoded))
+add("llama: a batch in two calls", llama(run=one_by_one))
+add("llama: packed sequences", llama(run=packed))
+add("llama: torch's dynamic int8", against(m.Llama, dynamic_int8, TOKENS))
+for factor in (1.001, 1.5):
+    edits = {"1.mlp.up.weight": row(times(factor))}
+    add(f"llama: a row of up times {factor}", llama(PERMUTED, edits=edits), "1.mlp.up: weight")
+for value in (0.5, 100.0):
+    edits = {"1.attn.q.weight": element(plus(value))}
+    add(f"llama: an element of q plus {value}", llama(PERMUTED, edits=edits), "1.attn.q: weight")
+least = element(times(1.001))
+add("llama: an element of o times 1.001", llama(PERMUTED, edits={"1.attn.o.weight": least}), "1.attn.o: weight")
+one = element(plus(0.5))
+for name, edit in {"down": garbage, "gate": times(1.001)}.items():
+    add(f"llama: all of {name}", llama(PERMUTED, edits={f"1.mlp.{name}.weight": edit}), f"1.mlp.{name}: weight")
+add("llama: v is garbage", llama(PERMUTED, edits={"1.attn.v.weight": garbage}), "1.attn.v: weight")
+add(
+    "llama: rows of up change places",
+    llama(edits={"1.mlp.up.weight": exchanged}),
+    "1.mlp.up: weight",
+    "1.mlp.down: input",
+)
+add("llama: o is transposed", llama(PERMUTED, edits={"1.attn.o.weight": lambda w: w.mT}), "1.attn.o: weight")
+add("llama: a weight of a norm", llama(edits={"1.norm1.weight": times(1.01)}), "1.attn.q: input")
+add("llama: scale of attention", llama(plant=Plant(1, scale=1.05)), "1.attn: scale")
+add("llama: scale in bfloat16", llama(BFLOAT16, Plant(1, scale=1.3)), "1.attn: scale")
+add("llama: scale, both eager", llama(EAGER, Plant(1, scale=1.05), eager=True), "1.attn: input", "1.attn: scale")
+add("llama: base of rotary positions", llama(plant=Plant(1, theta=9000.0)), "1.attn: q k")
+add("llama: base, permuted rows", llama(PERMUTED, Plant(1, theta=9000.0)), "1.attn: q k")
+add("llama: base, heads in another order", llama(Form(moved=True), Plant(1, theta=9000.0)), "1.attn: q k")
+add("llama: base, grouped heads", llama(Form(grouped=True), Plant(1, theta=9000.0)), "1.attn: q k")
+add("llama: neighbours for halves", llama(plant=Plant(1, neighbours=True)), "1.attn: q k")
+add(
+    "llama: rounded positions",
+    llama(plant=Plant(rounded=True), inputs=(TOKENS, None, 1000), given=(TOKENS, None, torch.arange(1000, 1010))),
+    "0.attn: q k",
+)
+add("llama: key heads are tiled", llama(plant=Plant(1, tiled=True)), "1.attn: k v", "1.attn: heads")
+add("llama: query heads change places", llama(plant=Plant(1, rolled="q")), "1.attn: q", "1.attn: heads")
+add("llama: value heads change places", llama(PERMUTED, Plant(1, rolled="v")), "1.attn: v", "1.attn: heads")
+add("llama: no causal mask", llama(plant=Plant(1, causal=False)), "1.attn: mask")
+add("llama: a window of four keys", llama(plant=Plant(1, window=4)), "1.attn: mask")
+add(
+    "llama: packed sequences see each other",
+    llama(run=lambda e, tokens: packed(e, tokens, seen=True)),
+    "0.attn: mask",
+    "0.attn.o: input",
+)
+low = Plant(1, low=torch.bfloat16)
+add(
+    "llama: down in bfloat16",
+    llama(plant=low),
+    *(f"1.mlp.down: {word}" for word in ("dtype", "weight", "input weight", "input")),
+)
+add("llama: GELU for SiLU", llama(plant=Plant(1, activation=F.gelu)), "1.mlp.down: input")
+add("llama: GELU in bfloat16", llama(BFLOAT16, Plant(1, activation=F.gelu)), "1.mlp.down: input")
+add("llama: GELU in int8", llama(INT8, Plant(1, activation=F.gelu)), "1.mlp.down: input")
+add("llama: no causal mask in bfloat16", llama(BFLOAT16, Plant(1, causal=False)), "1.attn: mask")
+add("llama: an element in bfloat16", llama(BFLOAT16, edits={"1.mlp.down.weight": one}), "1.mlp.down: weight")
+add("llama: an element in int8", llama(INT8, edits={"1.mlp.up.weight": one}), "1.mlp.up: weight")
+twofold = row(times(2))  # whose scale is no operand of a product
+add("llama: a row in int8", llama(INT8, edits={"1.mlp.up.weight": twofold}), "1.mlp.up: weight", "1.mlp.down: input")
+add("llama: epsilon of a norm", llama(plant=Plant(1, eps=1e-3)), "1.attn.q: input")
+add("llama: residual times 1.01", llama(plant=Plant(0, residual=1.01)), "1.attn.q: input")
+add("llama: dropout of attention", llama(plant=Plant(1, dropout=0.2)), "1.attn: dropout", "1.attn.o: input")
+add("llama: dropout before down", llama(plant=Plant(1, hidden_dropout=0.2)), "1.mlp.down: input")
+add("llama: another token", llama(PERMUTED, given=(OTHER_TOKENS,)), "0.attn.q: input")
+add("llama: another token, two calls", llama(run=one_by_one, given=(OTHER_TOKENS,)), "0.attn.q: input")
+add(
+    "llama: decoded positions shifted",
+    llama(plant=Plant(1, shift=1), run=decoded),
+    *(f"1.attn: {role}" for role in ("q k", "q", "k")),
+    "1.attn.o: input",
+)
+add("llama: decoded, GELU for SiLU", llama(plant=Plant(1, activation=F.gelu), run=decoded), "1.mlp.down: input")
+add("llama: decoded, an element", llama(run=decoded, edits={"1.mlp.up.weight": one}), "1.mlp.up: weight")
+add("llama: two calls, scale", llama(plant=Plant(1, scale=1.05), run=one_by_one), "1.attn: scale")
+add("llama: a stale key", llama(plant=Plant(1, stale=True), run=decoded), "1.attn: k", "1.attn.o: input")
+add("llama: a cache in bfloat16", llama(plant=low, run=decoded), "1.attn: k v", "1.attn.o: input")
+add(
+    "llama: a wrong kernel",
+    llama(PERMUTED),
+    "1.mlp.down: added",
+    fault=lambda: hooks.when(hooks.BitFlip(bits=20), module="blocks.1.out"),
+)
+
+
+# Transformers' Llama against the engine.
+
+
+def transformers_llama(attention: str) -> nn.Module:
+    sizes: dict[str, Any] = {
+        "vocab_size": m.VOCABULARY, "hidden_size": m.WIDTH, "intermediate_size": m.INNER, "num_hidden_layers": 2,
+        "num_attention_heads": m.HEADS, "num_key_value_heads": m.GROUPS, "attn_implementation": attention,
+    }  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    return model.train(False)
+
+
+def hf(attention: str = "sdpa", form: Form = PERMUTED, plant: Plant = m.NOTHING, **how: Any) -> Any:
+    return against(
+        lambda: transformers_llama(attention),
+        lambda weights: m.LlamaEngine(m.of_transformers(weights), form, plant),
+        TOKENS,
+        **how,
+    )
+
+
+H = "model.layers.1."
+add("transformers: eager", hf("eager"))
+add("transformers: sdpa", hf())
+add("transformers: bfloat16", hf(form=BFLOAT16))
+add("transformers: an element of v", hf(edits={f"{H}self_attn.v_proj.weight": one}), f"{H}self_attn.v_proj: weight")
+add("transformers: base of positions", hf(plant=Plant(1, theta=9000.0)), f"{H}self_attn: q k")
+add("transformers: the head times 1.001", hf(edits={"lm_head.weight": times(1.001)}), "lm_head: weight")
+
+
+# A GPT, a BERT and a ViT against an engine.
+
+IMAGES = drawn(5, 2, 3, 16, 16)
+OTHER_IMAGES = IMAGES.index_put((torch.tensor(1), torch.tensor(0), torch.tensor(5), torch.tensor(6)), torch.tensor(0.0))
+
+
+def plain(kind: str, form: Form = PERMUTED, plant: Plant = m.NOTHING, *more: Any, **how: Any) -> Any:
+    x = IMAGES if kind == "vit" else TOKENS
+    eager = how.pop("eager", False)
+    return against(lambda: m.Plain(kind, eager=eager), lambda w: m.PlainEngine(kind, w, form, plant), x, *more, **how)
+
+
+LENGTHS, FLAT = [10, 6], Form(permuted=True, flat=True)
+tanh = Plant(1, activation=lambda x: F.gelu(x, approximate="tanh"))
+add("gpt: fused and permuted", plain("gpt"))
+add("gpt: int8 with scales", plain("gpt", INT8))
+add("gpt: GELU by tanh", plain("gpt", plant=tanh), "1.mlp.down: input")
+add("gpt: positions shifted", plain("gpt", plant=Plant(shift=1)), "0.attn.q: input")
+add("gpt: scale", plain("gpt", plant=Plant(1, scale=0.9)), "1.attn: scale")
+add(
+    "gpt: scale, eager",
+    plain("gpt", plant=Plant(1, scale=0.9), eager=True),
+    "1.attn: input",
+    "1.attn: scale",
+    "1.attn.o: input",
+)
+add("gpt: a bias", plain("gpt", edits={"1.attn.v.bias": plus(0.01)}), "1.attn.v: bias")
+add(
+    "gpt: an element of a bias",
+    plain("gpt", edits={"1.mlp.up.bias": lambda b: b.index_fill(0, torch.tensor(7), 1.0)}),
+    "1.mlp.up: bias",
+)
+add("bert: padding", plain("bert", PERMUTED, m.NOTHING, LENGTHS))
+add("bert: padding against packed", plain("bert", FLAT, m.NOTHING, LENGTHS))
+add("bert: padding, eager", plain("bert", PERMUTED, m.NOTHING, LENGTHS, eager=True))
+add("bert: padding is seen", plain("bert", PERMUTED, m.NOTHING, LENGTHS, given=(TOKENS,)), "0.attn: mask")
+add("bert: packed, epsilon", plain("bert", FLAT, Plant(1, eps=1e-3), LENGTHS), "1.mlp.up: input")
+add(
+    "bert: packed, an element",
+    plain("bert", FLAT, m.NOTHING, LENGTHS, edits={"1.mlp.up.weight": one}),
+    "1.mlp.up: weight",
+)
+add("bert: a row of the pooler", plain("bert", edits={"head.weight": row(times(1.01))}), "head: weight")
+add("vit: patches by one product", plain("vit"))
+add("vit: ReLU for GELU", plain("vit", plant=Plant(0, activation=F.relu)), "0.mlp.down: input")
+add("vit: a row of the patches", plain("vit", edits={"patches.weight": row(times(1.1))}), "0.attn.q: input")
+add("vit: another pixel", plain("vit", given=(OTHER_IMAGES,)), "0.attn.q: input")
+add("vit: rows of down are garbage", plain("vit", edits={"1.mlp.down.weight": row(garbage)}), "1.mlp.down: weight")
+
+
+# An encoder with a decoder, and experts, against an engine.
+
+TARGET = TOKENS.flip(1)[:, :7]
+FEATURES = drawn(6, 24, 8)
+
+
+def seq2seq(plant: Plant = m.NOTHING, **how: Any) -> Any:
+    return against(m.Seq2Seq, lambda w: m.Seq2SeqEngine(w, PERMUTED, plant), TOKENS, TARGET, **how)
+
+
+def experts(plant: Plant = m.NOTHING, **how: Any) -> Any:
+    return against(m.Experts, lambda w: m.ExpertsEngine(w, m.PLAIN, plant), FEATURES, **how)
+
+
+def experts_exchanged(weights: Weights) -> Callable[..., object]:
+    one, two = (f"layers.1.{expert}.down.weight" for expert in (0, 1))
+    return m.ExpertsEngine(weights | {one: weights[two], two: weights[one]}, m.PLAIN)
+
+
+add("seq2seq: fused", seq2seq())
+add("seq2seq: biases of distances shifted", seq2seq(Plant(shift=1)), "decoder: mask")
+add("seq2seq: a window of cross-attention", seq2seq(Plant(1, window=3)), "cross: mask")
+add("seq2seq: ReLU in the encoder", seq2seq(Plant(0, activation=F.relu)), "encoder_mlp.down: input")
+add("seq2seq: all of the cross key", seq2seq(edits={"cross.k.weight": times(1.01)}), "cross.k: weight")
+add("seq2seq: another source", seq2seq(given=(OTHER_TOKENS, TARGET)), "encoder.q: input")
+add("experts: tokens in order of experts", experts())
+add("experts: shares are no sum of one", experts(Plant(0, raw_shares=True)), "routers.1: input")
+add("experts: a row of one", experts(edits={"1.2.down.weight": row(times(1.01))}), "1.2.down: weight")
+add("experts: an element of the router", experts(edits={"routers.1.weight": element(plus(0.01))}), "routers.1: weight")
+add(
+    "experts: two change places", against(m.Experts, experts_exchanged, FEATURES), "1.0.down: weight", "1.0.down: input"
+)
+
+
+# Low-rank terms, merged into the weight.
+
+
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.base, self.last = (nn.Linear(m.WIDTH, m.WIDTH, bias=False) for _ in range(3))
+        self.a, self.b = nn.Linear(m.WIDTH, 4, bias=False), nn.Linear(4, m.WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        out: Tensor = self.last((self.base(x) + 0.5 * self.b(self.a(x))).relu())
+        return out
+
+
+def merged(factor: float) -> Any:
+    def engine(weights: Weights) -> Callable[..., object]:
+        added = factor * weights["b.weight"] @ weights["a.weight"]
+        sizes = weights | {"base.weight": weights["base.weight"] + added}
+        first, base, last = (m.PLAIN.one(sizes, name) for name in ("first", "base", "last"))
+        return lambda x: last(base(first(x).relu()).relu())
+
+    return against(LowRank, engine, drawn(7, 6, m.WIDTH))
+
+
+add("low rank: merged", merged(0.5))
+add("low rank: merged with another factor", merged(1.0), "base: weight", "base: sum", "b: weight")
+
+
+# Recorded with all operators, so that what lies between products can be computed.
+for name, plant, words in (
+    ("nothing", m.NOTHING, ()),
+    ("base of positions", Plant(1, theta=9000.0), ("1.attn: q k", "1.attn: self")),
+    ("epsilon", Plant(1, eps=1e-3), ("1.attn.q: input", "1.norm1: other")),
+    ("GELU for SiLU", Plant(1, activation=F.gelu), ("1.mlp.down: input", "1.mlp: function")),
+    ("residual", Plant(0, residual=1.01), ("1.attn.q: input", "0: function")),
+):
+    add(f"all operators: {name}", llama(PERMUTED, plant), *words, ops="all")
+
+
+# One program twice, of which the second does something otherwise; `diff` compares them.
+
+
+def twice(make: Callable[[Plant], nn.Module], plant: Plant = m.NOTHING, *inputs: Any, **how: Any) -> Any:
+    return against(lambda: make(m.NOTHING), lambda w: loaded(make(plant), w), *(inputs or (TOKENS,)), **how)
+
+
+def gpt(plant: Plant) -> nn.Module:
+    return m.Plain("gpt", plant)
+
+
+def lstm(plant: Plant) -> nn.Module:
+    return nn.LSTM(m.WIDTH, m.WIDTH, 2)
+
+
+STEPS = drawn(8, 5, 2, m.WIDTH)
+OTHER_STEPS = STEPS.clone()
+OTHER_STEPS[2, 1, 3] += 0.01
+for ops in ("matmul", "all"):
+    every = ops == "all"
+    how: dict[str, Any] = {"by": "diff", "ops": ops}
+    add(f"{ops}: llama twice", twice(m.Llama), **how)
+    add(f"{ops}: lstm twice", twice(lstm, m.NOTHING, STEPS), **how)
+    add(f"{ops}: scale", twice(m.Llama, Plant(1, scale=1.05)), "1.attn: scale", **how)
+    add(f"{ops}: no causal mask", twice(m.Llama, Plant(1, causal=False)), "1.attn: mask", **how)
+    add(f"{ops}: an element", twice(m.Llama, edits={"1.mlp.down.weight": one}), "1.mlp.down: weight", **how)
+    said = "1.mlp: function" if every else "1.mlp.down: input"
+    add(f"{ops}: GELU for SiLU", twice(m.Llama, Plant(1, activation=F.gelu)), said, **how)
+    said = "1.mlp: approximate" if every else "1.mlp.down: input"
+    add(f"{ops}: GELU by tanh", twice(gpt, tanh), said, **how)
+    said = "1.norm1: eps" if every else "1.attn.q: input"
+    add(f"{ops}: epsilon of LayerNorm", twice(gpt, Plant(1, eps=1e-3)), said, **how)
+    said = "1.attn: self" if every else "1.attn: q k"
+    add(f"{ops}: base of positions", twice(m.Llama, Plant(1, theta=9000.0)), said, **how)
+    said = "1.mlp: dropout" if every else "1.mlp.down: input"
+    add(f"{ops}: dropout", twice(m.Llama, Plant(1, hidden_dropout=0.2)), said, **how)
+    add(f"{ops}: dtype", twice(m.Llama, Plant(1, low=torch.bfloat16)), "1.mlp.down: dtype", **how)
+    programs = against(m.Llama, lambda w: loaded(m.Llama(), w).bfloat16(), TOKENS)
+    add(f"{ops}: all in bfloat16", programs, "0.attn.q: dtype", *(["embed: dtype"] if every else []), **how)
+    said = "embed: indices" if every else "0.attn.q: input"
+    add(f"{ops}: another token", twice(m.Llama, given=(OTHER_TOKENS,)), said, **how)
+    said = "1.norm2: self" if every else "1.mlp.gate: input"
+    add(f"{ops}: weight of a norm", twice(m.Llama, edits={"1.norm2.weight": times(1.01)}), said, **how)
+    add(f"{ops}: lstm, an element", twice(lstm, m.NOTHING, STEPS, edits={"weight_hh_l1": one}), "LSTM: weight", **how)
+    add(f"{ops}: lstm, another input", twice(lstm, m.NOTHING, STEPS, given=(OTHER_STEPS,)), "LSTM: input", **how)
+add(
+    "matmul: a wrong kernel",
+    twice(m.Llama),
+    "1.mlp.down: added",
+    by="diff",
+    fault=lambda: hooks.when(hooks.BitFlip(bits=20), module="layers.1.mlp.down"),
+)
+
+
+# Training, in two steps.
+
+
+class Straight(torch.autograd.Function):
+    """SiLU whose gradient is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def trained(
+    make: Callable[[Plant], nn.Module] = m.Llama,
+    plant: Plant = m.NOTHING,
+    inputs: tuple[Tensor, ...] = (TOKENS, TOKENS),
+    *,
+    smoothing: float = 0.0,
+    lr: float = 0.1,
+) -> Any:
+    def program(plant: Plant, inputs: tuple[Tensor, ...], smoothing: float, lr: float) -> Program:
+        model = m.seeded(lambda: make(plant))
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+
+        def steps() -> None:
+            for x in inputs:
+                out = model(x)
+                out = out[0].flatten(0, 1) if isinstance(out, tuple) else out.flatten(0, 1)
+                F.cross_entropy(out, torch.arange(len(out)), label_smoothing=smoothing).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return steps
+
+    return lambda: (program(m.NOTHING, (inputs[0],) * 2, 0.0, 0.1), program(plant, inputs, smoothing, lr))
+
+
+UPDATED = tuple(f"0.attn.q: {cause}" for cause in ("weight", "input weight", "optimizer"))
+how = {"by": "diff", "trains": True}
+add("trained: llama twice", trained(), **how)
+add("trained: llama twice, all operators", trained(), ops="all", **how)
+add("trained: lstm twice, all operators", trained(lstm, inputs=(STEPS, STEPS)), ops="all", **how)
+add("trained: another batch", trained(inputs=(TOKENS, OTHER_TOKENS)), "0.attn.q: input", **how)
+add("trained: smoothed labels", trained(smoothing=0.01), "head: gradient", **how)
+add("trained: another rate", trained(lr=0.11), *UPDATED, **how)
+add("trained: a wrong gradient", trained(plant=Plant(1, activation=Straight.apply)), "1.mlp.gate: gradient", **how)
 
 # What is said instead where that is known to be wrong.
 WRONG: dict[str, str] = {
-    "llama: flat tokens, nothing": "layers.0.attn: added",
-    "llama: cached decode, nothing": "not compared: 15 products",
-    "llama: two calls for a batch, nothing": "not compared: 15 products",
-    "llama: int8 by whole numbers, nothing": "layers.0.attn: added",
-    "llama: permuted, one element of q is 100": "layers.1.attn: added",
-    "llama: permuted, all of v is garbage": "layers.1.attn: added",
+    "llama: heads in another order": "layers.0.attn: added",
+    "llama: flat tokens": "layers.0.attn: added",
+    "llama: both eager": "layers.1.attn: weight",
+    "llama: int8 with scales": "layers.0.attn: added",
+    "llama: cached decode": "not compared: 15 products",
+    "llama: a batch in two calls": "not compared: 15 products",
+    "llama: torch's dynamic int8": "error: no call of a can be joined with one of b: it is not a product of two matr",
+    "llama: a row of up times 1.5": "layers.1.mlp.down: input",
+    "llama: an element of q plus 100.0": "layers.1.attn: added",
+    "llama: all of down": "head: input",
+    "llama: v is garbage": "layers.1.attn: added",
+    "llama: o is transposed": "layers.1.mlp.gate: input",
     "llama: scale of attention": "layers.1.attn: added",
+    "llama: scale in bfloat16": "nothing",
+    "llama: scale, both eager": "layers.1.attn: weight",
     "llama: base of rotary positions": "layers.1.attn: added",
+    "llama: base, permuted rows": "layers.1.attn: added",
+    "llama: base, heads in another order": "layers.0.attn: added",
+    "llama: base, grouped heads": "layers.1.attn: added",
+    "llama: neighbours for halves": "layers.1.attn: added",
+    "llama: rounded positions": "layers.0.attn: added",
     "llama: key heads are tiled": "layers.1.attn: added",
+    "llama: query heads change places": "layers.1.attn: added",
+    "llama: value heads change places": "layers.1.attn: added",
     "llama: no causal mask": "layers.1.attn: added",
     "llama: a window of four keys": "layers.1.attn: added",
-    "llama: cached decode, positions shifted by one": "not compared: 15 products",
-    "llama: cached decode, a stale key": "not compared: 15 products",
+    "llama: down in bfloat16": "nothing",
+    "llama: GELU in bfloat16": "nothing",
+    "llama: GELU in int8": "layers.0.attn: added",
+    "llama: no causal mask in bfloat16": "layers.1.attn: added",
+    "llama: an element in int8": "layers.0.attn: added",
+    "llama: a row in int8": "layers.0.attn: added",
+    "llama: dropout of attention": "layers.1.attn: added",
+    "llama: another token, two calls": "not compared: 15 products",
+    "llama: decoded positions shifted": "not compared: 15 products",
+    "llama: decoded, GELU for SiLU": "not compared: 15 products",
+    "llama: decoded, an element": "not compared: 15 products",
+    "llama: two calls, scale": "not compared: 15 products",
+    "llama: a stale key": "not compared: 15 products",
+    "llama: a cache in bfloat16": "not compared: 15 products",
+    "transformers: base of positions": "model.layers.1.self_attn: added",
+    "gpt: int8 with scales": "layers.0.attn: added",
+    "gpt: scale": "layers.1.attn: added",
+    "gpt: scale, eager": "layers.1.attn: added",
+    "bert: padding is seen": "layers.0.attn: added",
+    "vit: rows of down are garbage": "head: input",
+    "seq2seq: biases of distances shifted": "decoder: added",
+    "seq2seq: a window of cross-attention": "cross: added",
+    "low rank: merged with another factor": "last: input",
+    "all operators: nothing": "layers.0.mlp: added",
+    "all operators: base of positions": "layers.0.mlp: added",
+    "all operators: epsilon": "layers.0.mlp: added",
+    "all operators: GELU for SiLU": "layers.0.mlp: added",
+    "all operators: residual": "layers.0.mlp: added",
+    "all: dtype": "layers.1.mlp: only in b",
 }
