@@ -167,7 +167,11 @@ def attention_of(call: OpCall) -> Attention | str | None:
         if name == "multi_head_attention_forward":
             return 'its products are hidden at function level; level="dispatch" sees them'
         return "its queries and keys are not known"
-    bound = arguments(call)
+    return attention_from(name, arguments(call))
+
+
+def attention_from(name: str, bound: dict[str, Any]) -> Attention | str:
+    """`attention_of` by the operator's name and its arguments, by their names in the schema."""
     unknown = [word for word in _UNKNOWN if bound.get(word) is not None]
     if unknown:
         return f"{unknown[0]} is given"
