@@ -15,8 +15,8 @@ from opintercept.runs.compare.words import WIDTH
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import RunHead
 
-AlignedKind = Literal["equal", "close", "added", "changed operand", "inherited", "not compared"]
-CAUSES: tuple[AlignedKind, ...] = ("changed operand", "added")
+AlignedKind = Literal["equal", "close", "added", "changed operand", "changed argument", "inherited", "not compared"]
+CAUSES: tuple[AlignedKind, ...] = ("changed operand", "changed argument", "added")
 By = Literal["rows", "parts", "permuted", "values", "sum", "neighbours"]
 _BY: dict[By, str] = {
     "rows": "by equal rows of the weights",
@@ -28,6 +28,7 @@ _BY: dict[By, str] = {
 }
 _MOST_CALLS = 4  # of B that one row names
 _MOST_REASONS = 20
+_MOST_OPERATORS = 12  # between two calls that one line names
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,25 @@ class Aligned(Plain):
             run computes as one: a `"sum"`; or they are `"neighbours"`, between the same two other pairs.
         rows: How many rows of A's weight were found; 0 if it has no weight.
         of: How many rows it has.
-        kind: `"equal"`: the outputs are equal. `"changed operand"`: the weight or the bias differs by more than other
-            weights of these dtypes do; or the input differs by far more than all matmuls before, so that the
-            cause lies between two matmuls. `"added"`: one of the matmuls is wrong by more than the rounding of its
-            own operands; or the outputs of neighbours differ by far more than all matmuls before. `"inherited"`: the
-            outputs differ, and a pair before is of one of these two kinds. `"close"`: they differ, and none is.
-            `"not compared"`: not all values of the outputs have a counterpart.
-        changed: The operands that `"changed operand"` means.
-        changed_rows: The first rows of A's weight that differ by more than other weights do.
+        kind: `"equal"`: the outputs are equal. `"close"`: they differ by no more than rounding. `"added"`: one of the
+            calls is further from the float64 result of its own operands than rounding can move it. `"changed operand"`:
+            an operand differs by more than rounding, and nothing before explains it; of an input, the cause lies
+            between the matmul before and this one. `"changed argument"`: the operands of an attention agree, and
+            its scale, mask, dropout or the order of heads does not. `"inherited"`: the outputs differ, and a pair
+            before is the cause. `"not compared"`: not all values of the outputs have a counterpart.
+        changed: The operands or arguments that differ: `"lhs"`, the input; `"rhs"`, rows of the weight; `"bias"`; of
+            an attention `"q"`, `"k"`, `"v"`, `"heads"`, `"scale"`, `"attn_mask"`, `"is_causal"` or `"dropout_p"`.
+        arguments: Those that are numbers or flags, each with its value in A and in B.
+        changed_rows: The first rows of A's weight that differ by more than rounding.
+        nearest: For each of them, the row of B's weight that is nearest to it, and its distance relative to the row.
+        after: The module of the matmul before, and
+        between: the operators of A between it and this call, if the run has all operators.
         weight: The largest relative error of a row of the weight.
-        lhs: The relative error of the input, `norm(b - a) / norm(a)`.
-        output: That of the output.
+        lhs: That of a row of the input, `norm(b - a) / norm(a)`.
+        output: That of a row of the output.
         max_absolute: The largest modulus of a difference of outputs.
-        rounding_a: How far A's output is from the product of its operands in float64, in units of the rounding that it
-            may have; above 16 is more than rounding. None if it is no plain product.
+        rounding_a: How far A's output is from that of its operands in float64, in units of the rounding that it may
+            have; above 1 is more than rounding. None if it is no plain product or attention.
         rounding_b: The largest such number of B's calls.
         reason: Why the outputs are not compared.
     """
@@ -68,7 +74,11 @@ class Aligned(Plain):
     of: int
     kind: AlignedKind
     changed: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, Any, Any], ...] = ()
     changed_rows: tuple[int, ...] = ()
+    nearest: tuple[tuple[int, float], ...] = ()
+    after: str | None = None
+    between: tuple[str, ...] = ()
     weight: float | None = None
     lhs: float | None = None
     output: float | None = None
@@ -159,7 +169,7 @@ class Alignment(Plain, Table):
         yield f"joined: {joined}: {', '.join(f'{count:,} {_BY[by]}' for by, count in how.items())}"
         yield f"compared: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}"
         if self.first is None and any(kind != "not compared" for kind in kinds):
-            yield Marked("no joined call differs by more than rounding", "right")
+            yield Marked("no difference above rounding in any joined call", "right")
 
     def _first_divergence(self, pair: Aligned) -> Iterator[str]:
         record = pair.a.record
@@ -168,22 +178,10 @@ class Alignment(Plain, Table):
         yield Marked(f"first divergence: {call} against {where} of B", "wrong")
         if record.source is not None:
             yield f"  at {printable(record.source, WIDTH)}"
-        if "rhs" in pair.changed:
-            rows = f"{'row' if len(pair.changed_rows) == 1 else 'rows'} {listed(pair.changed_rows)}"
-            yield f"  changed operand: {rows} of the weight, by up to {_number(pair.weight)} of a row"
-        if "bias" in pair.changed:
-            yield "  changed operand: the bias"
-        if "lhs" in pair.changed:
-            yield (
-                f"  changed operand: the input differs by {_number(pair.lhs)}, far more than all matmuls before: "
-                "the cause lies between them and this one"
-            )
-        if pair.kind == "added":
-            for name, rounding in (("A", pair.rounding_a), ("B", pair.rounding_b)):
-                yield f"  the matmul in {name} is wrong by {_number(rounding)} times its rounding"
+        yield from (f"  {line}" for line in _causes(pair))
         if pair.output is not None:
             largest = _number(pair.max_absolute)
-            yield f"  output: norm(b - a) / norm(a) is {_number(pair.output)}, max |b - a| {largest}"
+            yield f"  output: a row differs by up to {_number(pair.output)} of its norm, max |b - a| {largest}"
 
     def _cells(self) -> Cells:
         rows = []
@@ -215,6 +213,48 @@ class Alignment(Plain, Table):
             "pairs": [pair.as_dict() for pair in self.pairs],
             "apart": [each.as_dict() for each in self.apart],
         }
+
+
+def _causes(pair: Aligned) -> Iterator[str]:
+    """What makes a pair the first divergence."""
+    if "rhs" in pair.changed:
+        rows = f"{'row' if len(pair.changed_rows) == 1 else 'rows'} {listed(pair.changed_rows, _MOST_CALLS)}"
+        yield f"changed operand: {rows} of the weight, by up to {_number(pair.weight)} of a row"
+        places = [f"row {row} (by {_number(far)})" for row, far in pair.nearest]
+        yield from [f"  nearest in B: {listed(places, _MOST_CALLS)}"] if places else ()
+    if "bias" in pair.changed:
+        yield "changed operand: the bias"
+    operands = [name for name in pair.changed if name in ("lhs", "q", "k", "v")]
+    if operands:
+        same = [name for name in ("q", "k", "v") if name not in operands and "lhs" not in operands]
+        names = "the input differs" if "lhs" in operands else _verb(operands, "differs", "differ")
+        rest = f" ({_verb(same, 'does', 'do')} not)" if same else ""
+        error = f" by {_number(pair.lhs)}" if pair.lhs is not None else ""
+        yield f"changed operand: {names}{rest}{error}, more than rounding: the cause lies {_where(pair)}"
+    if "heads" in pair.changed:
+        yield f"changed argument: heads do not belong to each other as in A: the cause lies {_where(pair)}"
+    if pair.between:
+        yield f"  what A computes there: {listed(pair.between, _MOST_OPERATORS)}"
+    for name, one, other in pair.arguments:
+        values = " differs" if one is None and other is None else f": {_value(one)} in A, {_value(other)} in B"
+        yield f"changed argument: {name}{values}"
+    if pair.kind == "added":
+        for name, rounding in (("A", pair.rounding_a), ("B", pair.rounding_b)):
+            if rounding is not None and rounding > 1:
+                yield f"added: the call in {name} is wrong by {_number(rounding)} times what rounding allows"
+
+
+def _where(pair: Aligned) -> str:
+    return "before it" if pair.after is None else f"between {printable(pair.after, WIDTH)} and this call"
+
+
+def _verb(names: list[str], one: str, several: str) -> str:
+    """`"q differs"`, `"q and k differ"`."""
+    return f"{names[0]} {one}" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} {several}"
+
+
+def _value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _module(call: StoredCall) -> str:

@@ -1,11 +1,12 @@
 """Joins the calls of two runs by the weights that they have in common.
 
 Invariant: two calls are joined only if rows of their weights are, or if they stand between two joined pairs.
-Reads no tensor.
+Reads tensors only where one run computes in pieces what the other computes at once. Needs numpy. Imports torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +14,18 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
+import numpy as np
+import torch
+
 from opintercept._core.record import CallRecord
 from opintercept._core.text import counted
 from opintercept.runs.align.common_weights import Joining, Match, Side, Term
+from opintercept.runs.align.tokens import MOST, distances, same_tokens
+from opintercept.runs.align.weights import tensor_of
 from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.columns import Array
+
+_COMPARED = 8  # products of which the rows are compared to find the tokens
 
 
 @dataclass(slots=True)
@@ -29,6 +38,7 @@ class JoinedCalls:
         terms: The calls of A that the other run does not compute by themselves, and why.
         shards: For a call of B, those of A's processes that make parts of its output.
         reasons: Why other calls are not joined, by side and number.
+        rows: For calls of which one computes other tokens, too: the rows of both that are of the same token.
     """
 
     of_a: dict[int, list[tuple[int, int | None]]] = field(default_factory=lambda: defaultdict(list))
@@ -36,6 +46,7 @@ class JoinedCalls:
     terms: dict[int, str] = field(default_factory=dict)
     shards: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[tuple[str, int], str] = field(default_factory=dict)
+    rows: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
 
     def add(self, a: int, b: int, match: int | None) -> None:
         """Join two calls."""
@@ -46,13 +57,23 @@ class JoinedCalls:
 def linked(joining: Joining) -> JoinedCalls:
     """Join the calls of two runs: by their weights, then those between them."""
     links = JoinedCalls()
+    pieces: dict[Any, list[tuple[list[int], list[int], int]]] = defaultdict(list)
     for number, match in enumerate(joining.matches):
         one, other = joining.a.weights[match.a].calls, joining.b.weights[match.b].calls
         for rank_a, rank_b in _rank_pairs(joining, one, other):
-            for a, b in _in_order(joining, one[rank_a], other[rank_b], links):
-                links.add(a, b, number)
+            in_a, in_b = one[rank_a], other[rank_b]
+            sizes = tuple(map(joining.a.rows_of, in_a)), tuple(map(joining.b.rows_of, in_b))
+            if sizes[0] == sizes[1]:
+                for a, b in zip(in_a, in_b, strict=True):
+                    links.add(a, b, number)
+            else:
+                pieces[sizes].append((in_a, in_b, number))
         if (term := joining.terms.get(number)) is not None:
             _add_terms(joining, links, match, term)
+    for sizes, several in pieces.items():
+        _add_pieces(joining, links, sizes, several)
+    for found in links.of_a.values():
+        found.sort(key=lambda link: link[0])
     _add_neighbours(joining, links)
     for name, side, done in (("a", joining.a, links.of_a), ("b", joining.b, links.of_b)):
         for number in range(len(side.calls)):
@@ -60,6 +81,49 @@ def linked(joining: Joining) -> JoinedCalls:
                 reason = side.reasons.get(number, "no weight of the other run has rows like those of its right operand")
                 links.reasons.setdefault((name, number), reason)
     return links
+
+
+def _add_pieces(
+    joining: Joining,
+    links: JoinedCalls,
+    sizes: tuple[tuple[int, ...], ...],
+    found: list[tuple[list[int], list[int], int]],
+) -> None:
+    """Join calls by the rows of their left operands, which are of the same tokens in all products of these sizes."""
+    tokens = None
+    if math.prod(map(sum, sizes)) <= MOST:
+        step = -(-len(found) // _COMPARED)
+        tokens = same_tokens([_distances(joining, *each) for each in found[::step]])
+    calls = [np.repeat(np.arange(len(each)), each) for each in sizes]
+    first = [np.concatenate([[0], np.cumsum(each)]) for each in sizes]
+    for in_a, in_b, number in found:
+        done: set[tuple[str, int]] = set()
+        if tokens is not None:
+            owners = [of[rows] for of, rows in zip(calls, tokens, strict=True)]
+            for i, j in sorted({*zip(*(each.tolist() for each in owners), strict=True)}):
+                both = (owners[0] == i) & (owners[1] == j)
+                links.add(in_a[i], in_b[j], number)
+                links.rows[in_a[i], in_b[j]] = tokens[0][both] - first[0][i], tokens[1][both] - first[1][j]
+                done |= {("a", in_a[i]), ("b", in_b[j])}
+        for name, numbers, count in (("a", in_a, len(in_b)), ("b", in_b, len(in_a))):
+            for each in numbers:
+                if (name, each) not in done:
+                    reason = f"the other run uses its weight in {counted(count, 'call')}, this one in {len(numbers)}"
+                    links.reasons[name, each] = f"{reason}; no row of its left operand is one of theirs"
+
+
+def _distances(joining: Joining, in_a: list[int], in_b: list[int], number: int) -> Array:
+    match = joining.matches[number]
+    x, y = (
+        torch.cat([_lhs(side, each) for each in calls])[:, slice(*part)]
+        for side, calls, part in ((joining.a, in_a, match.part_a), (joining.b, in_b, match.part_b))
+    )
+    return distances(x, y if match.order is None else y[:, match.order])
+
+
+def _lhs(side: Side, number: int) -> torch.Tensor:
+    x = tensor_of(side.run, side.calls[number], "lhs").double()
+    return x.reshape(-1, x.size(-1))
 
 
 def _add_terms(joining: Joining, links: JoinedCalls, match: Match, term: Term) -> None:
@@ -86,30 +150,11 @@ def _rank_pairs(joining: Joining, one: Iterable[int], other: Iterable[int]) -> I
                 yield rank_a, rank_b
 
 
-def _in_order(joining: Joining, in_a: list[int], in_b: list[int], links: JoinedCalls) -> Iterator[tuple[int, int]]:
-    """Pair the calls of two weights in order. If one weight has more calls, pair those with as many input rows."""
-    if len(in_a) == len(in_b):
-        yield from zip(in_a, in_b, strict=True)
-        return
-    sizes_a, sizes_b = (
-        [gemm.m if (gemm := side.calls[number].record.gemm) is not None else 0 for number in numbers]
-        for side, numbers in ((joining.a, in_a), (joining.b, in_b))
-    )
-    blocks = SequenceMatcher(None, sizes_a, sizes_b, autojunk=False).get_matching_blocks()
-    pairs = {in_a[i + turn]: in_b[j + turn] for i, j, size in blocks for turn in range(size)}
-    yield from pairs.items()
-    for name, numbers, done, count in (("a", in_a, set(pairs), len(in_b)), ("b", in_b, {*pairs.values()}, len(in_a))):
-        for number in numbers:
-            if number not in done:
-                reason = f"the other run uses its weight in {counted(count, 'call')}, this one in {len(numbers)}"
-                links.reasons[name, number] = reason
-
-
 def _add_neighbours(joining: Joining, links: JoinedCalls) -> None:
     """Join calls without a weight, as those of attention, that stand between the same two pairs in both runs."""
-    of_a = {a: [b for b, _ in found] for a, found in links.of_a.items()}
     gaps = []
-    for rank_a, rank_b in _rank_pairs(joining, joining.a.run.ranks, joining.b.run.ranks):
+    ranks = [*_rank_pairs(joining, joining.a.run.ranks, joining.b.run.ranks)]
+    for (rank_a, rank_b), of_a in itertools.product(ranks, _passes(joining, links)):
         in_a = [number for number, call in enumerate(joining.a.calls) if call.rank == rank_a]
         in_b = [number for number, call in enumerate(joining.b.calls) if call.rank == rank_b]
         if not in_a or not in_b:
@@ -120,13 +165,14 @@ def _add_neighbours(joining: Joining, links: JoinedCalls) -> None:
             if found:
                 gaps.append((range(start_a, a), range(start_b, min(found))))
                 start_a, start_b = a + 1, max(start_b, max(found) + 1)
-        gaps.append((range(start_a, in_a[-1] + 1), range(start_b, last_b)))
+        if start_a not in links.of_a:
+            gaps.append((range(start_a, in_a[-1] + 1), range(start_b, last_b)))
     gaps = [gap for gap in gaps if len(gap[0]) and len(gap[1])]
     for gap in gaps:
+        _pair_attentions(joining, links, *gap)
         _pair_between(joining, links, *gap)
     _add_shards(joining, links, gaps)
     for gap in gaps:
-        _add_inside(joining, links, *gap)
         for name, side, numbers, done in (
             ("a", joining.a, gap[0], {*links.of_a}),
             ("b", joining.b, gap[1], links.of_b),
@@ -136,13 +182,53 @@ def _add_neighbours(joining: Joining, links: JoinedCalls) -> None:
                     links.reasons[name, number] = "the other run has no matmul of its shape between the same two"
 
 
+def _passes(joining: Joining, links: JoinedCalls) -> list[dict[int, list[int]]]:
+    """The joined calls, by how often each side has computed a part of the other's call before."""
+    passes: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    seen: Counter[Any] = Counter()
+    for a in sorted(links.of_a):
+        for b, match in links.of_a[a]:
+            one, other = ("a", a, match, joining.b.calls[b].rank), ("b", b, match, joining.a.calls[a].rank)
+            passes[seen[one], seen[other]][a].append(b)
+            seen.update([one, other] if match is not None else [])
+    return [*passes.values()]
+
+
+def _pair_attentions(joining: Joining, links: JoinedCalls, in_a: range, in_b: range) -> None:
+    """Join the attentions between two pairs in their order, whether they are fused or two products."""
+    of_a = [n for n in in_a if n in joining.a.attentions]
+    of_b = [n for n in in_b if n in joining.b.attentions]
+    if len(of_a) != len(of_b):
+        return
+    for a, b in zip(of_a, of_b, strict=True):
+        scores_a, scores_b = joining.a.attentions[a], joining.b.attentions[b]
+        sizes = {_output_signature(side.calls[n].record) for side, n in ((joining.a, a), (joining.b, b))}
+        if len(joining.a.run.ranks) != len(joining.b.run.ranks) and len(sizes) > 1:
+            continue  # they have the heads of one process each
+        if scores_a is not None:
+            links.add(scores_a, b if scores_b is None else scores_b, None)
+            if scores_b is None:
+                links.terms[scores_a] = "the other run computes it inside its fused attention"
+        elif scores_b is not None:
+            links.of_b.add(scores_b)
+        links.add(a, b, None)
+
+
 def _pair_between(joining: Joining, links: JoinedCalls, in_a: range, in_b: range) -> None:
     for signature in (_gemm_signature, _output_signature):
         # Another rank may have this call of A, too.
         done = {number for number in in_a if any(b in in_b for b, _ in links.of_a.get(number, ()))}
-        left_a = [number for number in in_a if number not in done and _may_be_neighbour(joining.a, number)]
+        left_a = [
+            number
+            for number in in_a
+            if number not in done and _may_be_neighbour(joining.a, number, ("a", number) in links.reasons)
+        ]
         done = {b for number in in_a for b, _ in links.of_a.get(number, ())}
-        left_b = [number for number in in_b if number not in done and _may_be_neighbour(joining.b, number)]
+        left_b = [
+            number
+            for number in in_b
+            if number not in done and _may_be_neighbour(joining.b, number, ("b", number) in links.reasons)
+        ]
         of_a = {number: signature(joining.a.calls[number].record) for number in left_a}
         of_b = {number: signature(joining.b.calls[number].record) for number in left_b}
         # Where one product more of this signature stands there, it is not known which of them belongs to which.
@@ -194,27 +280,13 @@ def shared_dim(whole: StoredCall, parts: Sequence[StoredCall]) -> int | None:
     return differ[0] if one[differ[0]] == len(parts) * (others[0] or ())[differ[0]] else None
 
 
-def _may_be_neighbour(side: Side, number: int) -> bool:
-    """Return whether the right operand may be no parameter, which is unknown where no operand requires a gradient."""
+def _may_be_neighbour(side: Side, number: int, alone: bool = False) -> bool:
+    """Return whether the right operand may be no parameter, which is unknown where no operand requires a gradient.
+
+    Nor need it be one if the call is `alone`: the calls of the other run that multiply by it have other tokens.
+    """
     weight, rhs = side.weight[number], side.calls[number].record.rhs
-    return weight < 0 or side.weights[weight].shape[0] > 1 or rhs is None or not rhs.requires_grad
-
-
-def _add_inside(joining: Joining, links: JoinedCalls, in_a: range, in_b: range) -> None:
-    """Join the first product of an attention with a fused attention of the other run, which has that product inside."""
-    for a in in_a:
-        found = [b for b, match in links.of_a.get(a, ()) if match is None and b in in_b and a not in links.terms]
-        if not found:
-            continue
-        b = found[0]
-        fused_a, fused_b = (
-            "attention" in side.calls[number].record.op for side, number in ((joining.a, a), (joining.b, b))
-        )
-        if fused_b and not fused_a and a - 1 in in_a and a - 1 not in links.of_a:
-            links.terms[a - 1] = "the other run computes it inside its fused attention"
-            links.add(a - 1, b, None)
-        if fused_a and not fused_b and b - 1 in in_b:
-            links.of_b.add(b - 1)
+    return alone or weight < 0 or side.weights[weight].shape[0] > 1 or rhs is None or not rhs.requires_grad
 
 
 def _gemm_signature(record: CallRecord) -> Any:

@@ -5,6 +5,7 @@ Invariant: names of modules are read only to follow a weight that training chang
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,8 @@ import torch
 
 from opintercept._core.errors import OpInterceptError
 from opintercept.runs.align.alignment import By
-from opintercept.runs.align.weights import fingerprints, shape_of, sketches, weight_of
+from opintercept.runs.align.tokens import distances, nearest
+from opintercept.runs.align.weights import Factors, factors_of, fingerprints, shape_of, sketches, tensor_of, weight_of
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
@@ -23,7 +25,7 @@ from opintercept.runs.store.run import Run
 _SAMPLED = 16  # rows of a weight that find out which weights resemble it
 _ALIKE = 0.8  # the least cosine of sketches of two rows that may be the same
 _SAME = 0.9  # the least cosine of two rows that are the same
-_LIKELY = 0.5  # that of rows of two weights of which most rows are the same
+_LIKELY = 0.5  # the largest error of what a packed weight gives
 _NEAR = 8  # calls between a product and those of low rank that are added to it
 _REST = 0.1  # what may remain of a difference once a low-rank product is added
 _SHORTEST = 16  # elements of a row that is found whatever their order: shorter ones have the same by chance
@@ -75,32 +77,62 @@ class Side:
     weights: list[Weight] = field(default_factory=list)  # in the order in which they were first used
     weight: list[int] = field(default_factory=list)  # for each call, the number of its weight; -1 if it has none
     reasons: dict[int, str] = field(default_factory=dict)  # why a call has no weight
+    attentions: dict[int, int | None] = field(default_factory=dict)  # the call of the scores; None if it is fused
+    operators: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))  # others, by rank
+    stand_ins: dict[int, tuple[Side, int]] = field(default_factory=dict)  # weights of the other run for packed ones
 
     @classmethod
     def of(cls, run: Run) -> Side:
         """Read the calls of a run."""
         side = cls(run)
-        known: dict[Any, int] = {}
         for rank in run.ranks:
-            seen: Counter[Any] = Counter()
             for call in run.calls(rank):
-                record = call.record
-                if record.phase == "forward" and call.error is None:
-                    number = len(side.calls)
-                    side.calls.append(call)
-                    side.weight.append(-1)
-                    try:
-                        side._add(call, number, known, seen)
-                    except OpInterceptError as reason:
-                        side.reasons[number] = str(reason)
+                if call.record.phase == "forward" and call.error is None:
+                    if call.record.lhs is None:
+                        side.operators[rank].append((call.record.index, call.record.op))
+                    else:
+                        side.calls.append(call)
+        side.weight = [-1] * len(side.calls)
+        for number, call in enumerate(side.calls):
+            if "attention" in call.record.op:
+                side.attentions[number] = None
+            elif side._weighs(number):
+                side.attentions[number] = number - 1
+        inside = {*side.attentions, *side.attentions.values()}
+        known: dict[Any, int] = {}
+        seen: Counter[Any] = Counter()
+        for number, call in enumerate(side.calls):
+            try:
+                if number in inside:
+                    raise OpInterceptError("it is a part of an attention")
+                side._add(call, number, known, seen)
+            except OpInterceptError as reason:
+                side.reasons[number] = str(reason)
         return side
+
+    def _weighs(self, number: int) -> bool:
+        """Whether a call multiplies by the softmax of the product before it: its rows add up to about 1."""
+        if not number or self.calls[number - 1].rank != self.calls[number].rank:
+            return False
+        scores, last = (self.calls[each].record.gemm for each in (number - 1, number))
+        found = self.calls[number].values.get("lhs")
+        if scores is None or last is None or found is None or found.min is None or found.mean is None:
+            return False
+        alike = (scores.batch, scores.m, scores.n) == (last.batch, last.m, last.k)
+        return (
+            alike
+            and found.min >= 0
+            and found.max is not None
+            and found.max <= 2
+            and abs(found.mean * last.k - 1) < 0.25
+        )
 
     def _add(self, call: StoredCall, number: int, known: dict[Any, int], seen: Counter[Any]) -> None:
         """Find the weight of a call by its content, or by its module if training has changed it since."""
         record, rhs = call.record, call.values.get("rhs")
         content = rhs and (rhs.hash, record.rhs and record.rhs.dtype, record.gemm and record.gemm[:4:2])
         place = (call.rank, record.module, record.op, record.rhs and record.rhs.shape)
-        ordinal = seen[record.step, place]
+        ordinal = seen[record.step, place]  # of several weights of a module
         seen[record.step, place] += 1
         trained = record.module and record.rhs is not None and record.rhs.requires_grad
         weight = known.get(content) if content else None
@@ -122,14 +154,26 @@ class Side:
         """The first call that reads a weight."""
         return min(numbers[0] for numbers in self.weights[weight].calls.values())
 
-    def dtype(self, weight: int) -> str:
-        """The dtype of a weight."""
-        rhs = self.calls[self.first(weight)].record.rhs
-        assert rhs is not None
-        return rhs.dtype
+    def rows_of(self, number: int) -> int:
+        """How many rows the left operand of a call has."""
+        lhs = self.calls[number].record.lhs
+        return math.prod(lhs.shape[:-1]) if lhs is not None else 0
+
+    def factors(self, number: int) -> Factors:
+        """The tensors of a call."""
+        call, weight = self.calls[number], self.weight[number]
+        if weight not in self.stand_ins:
+            return factors_of(self.run, call)
+        side, theirs = self.stand_ins[weight]
+        x, out = tensor_of(self.run, call, "lhs"), tensor_of(self.run, call, "output")
+        like = side.factors(side.first(theirs))
+        return Factors(x.reshape(1, -1, x.size(-1)), like.w, out.reshape(1, -1, out.size(-1)), like.bias, packed=True)
 
     def rows(self, weight: int) -> torch.Tensor:
         """The rows of a weight, `[g * n, k]`, as its first call read them."""
+        if weight in self.stand_ins:
+            side, theirs = self.stand_ins[weight]
+            return side.rows(theirs)
         found = weight_of(self.run, self.calls[self.first(weight)])
         return found.reshape(-1, found.size(-1))
 
@@ -200,18 +244,29 @@ class Joining:
             self._add_sums()
             self._add_close()
             self._find_terms()
+        for packed, other in ((a, b), (b, a)):
+            self._add_packed(packed, other)
+        if self._is_left():
+            self._add_rest()
+            self._add_in_place()
 
     def by(self, match: int) -> By:
         """How a match was found."""
         return "sum" if match in self.terms else self.matches[match].by
 
-    def both(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of a match in both runs, `float64[rows, k]` each, in A's order, with what is added to them."""
+    def both(
+        self, number: int, w_a: torch.Tensor | None = None, w_b: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of a match in both runs, `float64[rows, k]` each, in A's order, with what is added to them.
+
+        The weights are `w_a` and `w_b`, `[g, n, k]`, or those of the first calls.
+        """
         match, term = self.matches[number], self.terms.get(number)
         found = []
-        of_sides = (match.a, match.rows_a, match.part_a), (match.b, match.rows_b, match.part_b)
-        for (name, side), (weight, rows, part) in zip(self.sides.items(), of_sides, strict=True):
-            each = side.rows(weight)[rows, slice(*part)].double()
+        of_sides = (match.a, match.rows_a, match.part_a, w_a), (match.b, match.rows_b, match.part_b, w_b)
+        for (name, side), (weight, rows, part, w) in zip(self.sides.items(), of_sides, strict=True):
+            whole = side.rows(weight) if w is None else w.reshape(-1, w.size(-1))
+            each = whole[rows, slice(*part)].double()
             if term is not None and term.side == name:
                 low = side.rows(term.second).double() @ side.rows(term.first).double()
                 each = each + term.factor * low[rows]
@@ -348,10 +403,76 @@ class Joining:
         same = cosine > _SAME
         if not same.any():
             return None
-        if 2 * same.sum() > len(left):  # the weights belong together, so that the others may differ by more
-            same = cosine > _LIKELY
         k = self.a.weights[a].shape[2]
         return Match(a, b, rows_a[same], rows_b[same], "values", (0, k), (0, k))
+
+    def _add_rest(self) -> None:
+        """Pair the rows that weights with most of their rows in common do not have in common, with the nearest."""
+        for match in sorted(self.matches, key=lambda each: -len(each.rows_a)):
+            weight = self.a.weights[match.a]
+            whole = match.part_a == (0, weight.shape[2]) == match.part_b
+            if whole and weight.left.any() and 2 * weight.left.sum() < len(weight.left):
+                self._add_nearest(match)
+
+    def _add_in_place(self) -> None:
+        """Pair a weight without a counterpart with the only one of its size that stands in its place."""
+        for a, weight in enumerate(self.a.weights):
+            left, k = int(weight.left.sum()), weight.shape[2]
+            if not left or not weight.sure or a in self._factors("a"):
+                continue
+            known = [(self.a.first(each.a), self.b.first(each.b)) for each in self.matches]
+            before = max((pair for pair in known if pair[0] < self.a.first(a)), default=(0, 0))[1]
+            after = min((pair for pair in known if pair[0] > self.a.first(a)), default=(0, len(self.b.calls)))[1]
+            found = []
+            for b, other in enumerate(self.b.weights):
+                rest = int(other.left.sum())
+                whole = [len(each.left) for each in (weight, other) if each.left.all()]
+                fits = rest == left if len(whole) == 2 else whole == [min(left, rest)]
+                if fits and other.shape[2] == k and other.sure and before <= self.b.first(b) <= after:
+                    found += [b] if b not in self._factors("b") else []
+            if len(found) == 1:
+                nothing = np.empty(0, np.int64)
+                self._add_nearest(Match(a, found[0], nothing, nothing, "neighbours", (0, k), (0, k)))
+
+    def _add_nearest(self, like: Match) -> None:
+        left_a, left_b = (
+            np.flatnonzero(side.weights[each].left) for side, each in ((self.a, like.a), (self.b, like.b))
+        )
+        if not len(left_a) or not len(left_b):
+            return
+        one, other = self.a.rows(like.a)[left_a].double(), self.b.rows(like.b)[left_b].double()
+        ia, ib = nearest(distances(one, other if like.order is None else other[:, like.order]))
+        by: By = "neighbours" if like.by == "neighbours" else "values"
+        self._add(replace(like, rows_a=left_a[ia], rows_b=left_b[ib], by=by))
+
+    def _add_packed(self, side: Side, other: Side) -> None:
+        """Join products whose weight was not recorded, as quantised ones, with the weight that gives their outputs."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for number, call in enumerate(side.calls):
+            if call.record.op.startswith("quantized::linear") and call.record.rhs is None:
+                groups[call.rank, call.record.module].append(number)
+        for (rank, _), numbers in groups.items():
+            x, out = (tensor_of(side.run, side.calls[numbers[0]], role) for role in ("lhs", "output"))
+            x, out = (each.reshape(-1, each.size(-1)).double() for each in (x, out))
+            errors = {}
+            for candidate, weight in enumerate(other.weights):
+                if weight.left.all() and weight.shape == (1, out.size(1), x.size(1)):
+                    like = other.factors(other.first(candidate))
+                    exact = x @ like.w[0].double().mT + (0.0 if like.bias is None else like.bias[0].double())
+                    errors[candidate] = float((exact - out).norm() / out.norm().clamp_min(1e-300))
+            best = min(errors, key=errors.__getitem__, default=None)
+            if best is None or errors[best] > _LIKELY:
+                continue
+            own = len(side.weights)
+            side.weights.append(
+                replace(other.weights[best], calls={rank: numbers}, left=other.weights[best].left.copy())
+            )
+            side.stand_ins[own] = other, best
+            for number in numbers:
+                side.weight[number] = own
+            rows, k = np.arange(out.size(1)), x.size(1)
+            a, b = (own, best) if side is self.a else (best, own)
+            self._add(Match(a, b, rows, rows, "values", (0, k), (0, k)))
 
     def _find_terms(self) -> None:
         """Find products of two weights without a counterpart that explain why rows are only close, as LoRA's do."""

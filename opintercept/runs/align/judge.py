@@ -1,12 +1,15 @@
-"""Compares joined calls of two runs: weights, inputs, outputs.
+"""Compares joined calls of two runs: weights, inputs, outputs, each beside what rounding may do to it.
 
-Invariant: the comparison is in float64, so that a difference comes from the runs. Needs numpy. Imports torch.
+Invariant: the comparison is in float64, so that a difference comes from the runs. A call is wrong only beside its own
+operands. Needs numpy. Imports torch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -14,21 +17,25 @@ import numpy as np
 import torch
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._values import rounding
+from opintercept.runs.align import attention
 from opintercept.runs.align.alignment import CAUSES, Aligned
 from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
 from opintercept.runs.align.common_weights import Joining, SideName
-from opintercept.runs.align.weights import Factors, factors_of, tensor_of
+from opintercept.runs.align.tokens import row_error, row_errors
+from opintercept.runs.align.weights import Factors, step_of, tensor_of
+from opintercept.runs.compare.pairing import operator_name
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 
 _KEPT = 4  # calls whose tensors stay in memory, since several calls of the other run may belong to one
+_MANY = 8  # rows whose roundings cancel in a column
 _NAMED = 16  # changed rows that are named
-_ROUNDING = 16.0  # times the rounding of a product or a dtype that is more than rounding
-_JUMP = 10.0  # times the error of all products before that does not come from them
-_OUTLIER = 8.0  # times the median error of rows that is more than rounding or quantising
-_SCALED = 0.25  # the median error of factors from which they are no error
-_TOKENS = 1 << 22  # pairs of tokens that are compared to find which belong together
-_MATMULS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
+_ROUNDINGS = 10.0  # how many roundings of their dtype the operators between two products may take
+_GROWTH = 2.0  # and how many times they may enlarge the error before them
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_int_mm", "linear_dynamic"))
+_FROM_BEFORE = ("lhs", "q", "k", "v", "heads")  # what a pair before may explain
+_NEAR = 16  # calls between an attention and products of the same tokens
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -41,23 +48,42 @@ def compared(joining: Joining, links: JoinedCalls) -> list[Aligned]:
 class _RowErrors:
     """How the rows of a match differ."""
 
-    scale: Array  # for each row, the factor of A's row that is nearest to B's
-    rest: Array  # what remains of the difference, relative to A's row
-    scaled: bool  # most factors are far from 1, since B's program multiplies by the rest of the weight later
+    scale: torch.Tensor | None  # of each row of B, where one run's weight is whole numbers, scaled afterwards
+    error: torch.Tensor  # of each row, relative to A's
+    changed: torch.Tensor  # whether it is more than rounding
+    step: torch.Tensor  # the step of quantised rows, in units of A's rows; 0 if they are not
 
     @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor) -> _RowErrors:
-        """Compare rows, `float64[n, k]` each."""
-        square = (a * a).sum(1).clamp_min(_TINY)
-        scale = (a * b).sum(1) / square
-        scale[(a == b).all(1)] = 1.0
-        rest = (b - scale[:, None] * a).norm(dim=1) / square.sqrt()
-        return cls(scale.numpy(), rest.numpy(), bool((scale - 1).abs().median() > _SCALED))
+    def of(
+        cls, a: torch.Tensor, b: torch.Tensor, dtypes: tuple[str, str], low: torch.Tensor | float, coded: bool
+    ) -> _RowErrors:
+        """Compare rows, `float64[n, k]` each, of which `low` is the part that was added to one side.
 
-    @property
-    def errors(self) -> tuple[Array, Array]:
-        """The errors of the factor and of the rest."""
-        return abs(self.scale - 1), self.rest
+        They are compared up to a factor if one side's are `coded`: whole numbers, which the program scales afterwards.
+
+        An element may be off by a rounding in its dtype, or by half a step of a quantised row; and the errors of a row
+        must not all go the same way: their sum is within `SIGMA` standard deviations of independent errors.
+        """
+        square = (a * a).sum(1).clamp_min(_TINY)
+        scale = (a * b).sum(1) / square if coded else None
+        if scale is not None:
+            b = b / scale.where(scale != 0, 1)[:, None]
+        difference, size = b - a, a.abs()
+        usual = (square / a.size(1)).sqrt()[:, None]
+        fine, coarse = sorted(_eps(dtype) for dtype in dtypes)
+        allowed = 2 * (coarse if fine == coarse else fine) * torch.maximum(size + low, usual)
+        if fine != coarse or isinstance(low, torch.Tensor):
+            allowed = allowed + coarse * 0.505 * size + _smallest(dtypes)
+        step = torch.zeros(len(a), dtype=torch.float64)
+        wrong = (difference.abs() > allowed).any(1) & ((difference != 0).double().mean(1) > 0.5)
+        if wrong.any():  # quantising moves most elements, and puts one side's on a grid
+            one, other = (step_of(each[wrong]) for each in (a, b))
+            step[wrong] = torch.maximum(one, other).where((one == 0) | (other == 0), 0.0)
+            allowed = allowed + (0.51 if scale is None else 0.75) * step[:, None]  # the factor is estimated
+        together = (difference * a).sum(1).abs()
+        drawn = rounding.SIGMA / math.sqrt(3) * (allowed * a).square().sum(1).sqrt()
+        changed = (difference.abs() > allowed).any(1) | ((together > drawn) & (step == 0))
+        return cls(scale, difference.norm(dim=1) / square.sqrt(), changed, step)
 
 
 @dataclass(slots=True)
@@ -72,74 +98,157 @@ class _Comparing:
     def __init__(self, joining: Joining, links: JoinedCalls) -> None:
         self._joining, self._links = joining, links
         self._a, self._b = joining.a, joining.b
-        self._rows = [_RowErrors.of(*joining.both(number)) for number in range(len(joining.matches))]
-        self._usual = self._usual_errors()
+        self._rows: dict[tuple[int, str | None, str | None], _RowErrors] = {}
         self._sums: dict[int, _OutputSum] = {}
-        self._roundings: dict[int, float | None] = {}  # of calls of B, which several calls of A may share
+        self._roundings: dict[tuple[SideName, int], float | None] = {}  # of calls that several pairs may share
 
         @lru_cache(_KEPT)
         def read(name: SideName, number: int) -> Factors:
+            return joining.sides[name].factors(number)
+
+        @lru_cache(_KEPT)
+        def read_heads(name: SideName, number: int, count: int) -> attention.Heads:
             side = joining.sides[name]
-            return factors_of(side.run, side.calls[number])
+            scores, call = side.attentions[number], side.calls[number]
+            if scores is None:
+                return attention.fused(side.run, call)
+            return attention.by_products(side.run, side.calls[scores], call, count)
 
-        self._factors = read
-
-    def _dtypes(self, match: int) -> tuple[str, str]:
-        each = self._joining.matches[match]
-        return self._a.dtype(each.a), self._b.dtype(each.b)
-
-    def _usual_errors(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """The median errors of rows by the dtypes of the weights."""
-        found: dict[tuple[str, str], list[tuple[Array, Array]]] = defaultdict(list)
-        for match, rows in enumerate(self._rows):
-            if not rows.scaled:
-                found[self._dtypes(match)].append(rows.errors)
-        return {
-            dtypes: (_median(scale for scale, _ in each), _median(rest for _, rest in each))
-            for dtypes, each in found.items()
-        }
+        self._factors, self._heads = read, read_heads
 
     def pairs(self) -> Iterable[Aligned]:
         """Compare what is joined, in the order of A."""
-        worst, caused = 0.0, False
-        for number in range(len(self._a.calls)):
-            if number not in self._links.of_a:
-                continue
-            pair = self._pair(number)
-            pair = _judged(pair, worst, caused)
-            worst = max(worst, pair.output or 0.0, pair.lhs or 0.0)
+        noise, caused = 0.0, False
+        scores = {*self._a.attentions.values()}
+        dtypes = {
+            number: (_dtype_of(self._a.calls[number]), _dtype_of(self._b.calls[links[0][0]]))
+            for number, links in self._links.of_a.items()
+        }
+        usual = max(map(_eps, Counter(dtypes.values()).most_common(1)[0][0])) if dtypes else 0.0
+        for number in sorted(self._links.of_a):
+            eps = max(map(_eps, dtypes[number]))
+            pair = self._pair(number, limit := _GROWTH * noise + _ROUNDINGS / 2 * eps)
+            least = _GROWTH * noise + _ROUNDINGS / 2 * usual
+            if len({*dtypes[number]}) == 2 and eps > usual and (pair.output or 0.0) > least:
+                pair = replace(pair, changed=("dtype",), arguments=(("dtype", *dtypes[number]),))
+            pair = _judged(pair, limit, caused)
+            if pair.kind in CAUSES and {"lhs", "q", "k", "v", "heads"} & {*pair.changed}:
+                pair = self._placed(pair, number)
+            if number not in scores and not caused and pair.kind not in CAUSES:
+                noise = max(noise, pair.output or 0.0, pair.lhs or 0.0)
             caused = caused or pair.kind in CAUSES
             yield pair
 
-    def _pair(self, number: int) -> Aligned:
+    def _placed(self, pair: Aligned, number: int) -> Aligned:
+        """The pair with the name of the matmul before, the first with the same input, and what lies between."""
+        before = number - 1 if self._a.attentions.get(number) is None else number - 2
+        if before < 0 or self._a.calls[before].rank != pair.a.rank:
+            return pair
+        while before and _same_input(self._a.calls[before - 1], self._a.calls[before]):
+            before -= 1
+        call = self._a.calls[before]
+        operators = self._a.operators[pair.a.rank]
+        between = [operator_name(op) for index, op in operators if call.record.index < index < pair.a.record.index]
+        return replace(
+            pair, after=call.record.module or operator_name(call.record.op), between=(*dict.fromkeys(between),)
+        )
+
+    def _pair(self, number: int, limit: float) -> Aligned:
         links = self._links.of_a[number]
         call, others = self._a.calls[number], tuple(self._b.calls[b] for b in dict.fromkeys(b for b, _ in links))
         matched = [(b, match) for b, match in links if match is not None]
         pair = Aligned(call, others, "neighbours", 0, 0, "not compared")
         if not matched:
             term = self._links.terms.get(number)
-            return self._neighbours(pair, links[0][0]) if term is None else replace(pair, by="sum", reason=term)
+            if term is not None:
+                return replace(pair, by="sum", reason=term)
+            if number in self._a.attentions or number in self._a.attentions.values():
+                return self._attention(pair, number, limit)
+            return self._operands(self._neighbours(pair, links[0][0]), number, links[0][0], limit)
         matches = [self._joining.matches[match] for _, match in matched]
         most = max(matched, key=lambda link: len(self._joining.matches[link[1]].rows_a))
-        by = self._joining.by(most[1])
-        rows = len(np.unique(np.concatenate([match.rows_a for match in matches])))
-        weight, changed_rows = self._weight_error(match for _, match in matched)
-        roundings = [self._rounding_b(b) for b, _ in matched]
         pair = replace(
             pair,
-            by=by,
-            rows=rows,
+            by=self._joining.by(most[1]),
+            rows=len(np.unique(np.concatenate([match.rows_a for match in matches]))),
             of=len(self._a.weights[self._a.weight[number]].left),
-            weight=weight,
-            changed_rows=tuple(changed_rows[:_NAMED]),
-            changed=("rhs",) if changed_rows else (),
             rounding_a=self._rounding("a", number),
-            rounding_b=max((each for each in roundings if each is not None), default=None),
+            rounding_b=max((each for b, _ in matched if (each := self._rounding("b", b)) is not None), default=None),
         )
+        pair = self._weight_error(pair, number, matched)
         try:
             return self._compare(pair, number, matched)
         except OpInterceptError as reason:
             return replace(pair, reason=str(reason))
+
+    def _attention(self, pair: Aligned, number: int, limit: float) -> Aligned:
+        """Compare an attention; the product of its queries and keys only tells whether these differ."""
+        turn = 0 if number in self._a.attentions else 1
+        number += turn
+        found, roundings = [], []
+        try:
+            for b in [b + turn for b, _ in self._links.of_a[number - turn]]:
+                count = min(_heads_of(self._a.calls[number]), _heads_of(self._b.calls[b]))
+                one, other = self._heads("a", number, count), self._heads("b", b, count)
+                if one.q.shape[::2] != other.q.shape[::2] or one.v.size(2) != other.v.size(2):
+                    raise OpInterceptError("the attentions have heads of other sizes")
+                eps = max(_eps(_dtype_of(each)) for each in (self._a.calls[number], self._b.calls[b]))
+                found.append(attention.differing(one, other, self._queries(number, b, one, other), limit, eps))
+                roundings.append([self._rounding("a", number - turn) if one.rounding is None else one.rounding])
+                roundings[-1].append(self._rounding("b", b - turn) if other.rounding is None else other.rounding)
+        except (OpInterceptError, KeyError):
+            return self._neighbours(pair, self._links.of_a[number - turn][0][0])
+        worst = max(found, key=lambda each: (len(each.changed) > 0, each.error))
+        changed = {name: None for each in found for name in each.changed}
+        rounding_a, rounding_b = (
+            max((each for each in side if each is not None), default=None) for side in zip(*roundings, strict=True)
+        )
+        pair = replace(pair, rounding_a=rounding_a, rounding_b=rounding_b)
+        if turn:
+            names = tuple(name for name in changed if name in ("q", "k", "heads"))
+            return replace(self._neighbours(pair, self._links.of_a[number - 1][0][0]), changed=names)
+        return replace(
+            pair,
+            changed=tuple(changed),
+            arguments=worst.arguments,
+            lhs=worst.operand,
+            output=max(each.error for each in found),
+            max_absolute=max(each.largest for each in found),
+        )
+
+    def _queries(self, a: int, b: int, one: attention.Heads, other: attention.Heads) -> attention.Rows | None:
+        """The queries of the same tokens, as the rows of products near by say; None if these are all in their order."""
+        sizes = one.q.size(1), other.q.size(1)
+        near = [
+            (abs(a - i) + abs(b - j), rows)
+            for (i, j), rows in self._links.rows.items()
+            if abs(a - i) < _NEAR and abs(b - j) < _NEAR and (self._a.rows_of(i), self._b.rows_of(j)) == sizes
+        ]
+        if near:
+            rows = min(near, key=lambda each: each[0])[1]
+            return torch.from_numpy(rows[0]), torch.from_numpy(rows[1])
+        if sizes[0] == sizes[1]:
+            return None
+        raise OpInterceptError(f"the attentions have {sizes[0]} and {sizes[1]} queries")
+
+    def _operands(self, pair: Aligned, number: int, b: int, limit: float) -> Aligned:
+        """The pair with the operands of two products without a weight that differ."""
+        try:
+            one, other = self._factors("a", number), self._factors("b", b)
+        except OpInterceptError:
+            return pair
+        pair = replace(pair, rounding_a=self._rounding("a", number), rounding_b=self._rounding("b", b))
+        if one.x.shape != other.x.shape or one.w.shape != other.w.shape or len(pair.b) > 1:
+            return pair
+        errors = row_errors(one.w.double(), other.w.double()).reshape(-1)
+        rows = torch.where(errors > limit)[0].tolist()[:_NAMED]
+        return replace(
+            pair,
+            lhs=row_error(one.x.double(), other.x.double()),
+            weight=float(errors.max()),
+            changed=("rhs",) if rows else (),
+            changed_rows=tuple(rows),
+        )
 
     def _neighbours(self, pair: Aligned, number: int) -> Aligned:
         """Compare outputs in the order of their elements; those of several processes make up one."""
@@ -157,85 +266,112 @@ class _Comparing:
             return replace(pair, reason=str(reason))
         dim = shared_dim(whole, parts) if len(parts) > 1 else None
         if dim is None and len(others) > 1:  # each process has computed it
-            errors = [_relative(x.reshape(-1), y.reshape(-1)) for y in others if y.numel() == x.numel()]
+            errors = [_error(x.reshape(-1), y.reshape(-1)) for y in others if y.numel() == x.numel()]
             return replace(pair, output=max(errors)) if errors else replace(pair, reason="the outputs differ in size")
         ys = [others[0]] if dim is None else list(_made_up(others, dim))
         if ys[0].numel() != x.numel():
             return replace(pair, reason=f"the outputs have {x.numel()} and {ys[0].numel()} values")
-        y = min((each.reshape(-1) for each in ys), key=lambda each: _relative(x.reshape(-1), each))
-        return replace(pair, output=_relative(x.reshape(-1), y), max_absolute=_largest(y - x.reshape(-1)))
+        y = min((each.reshape(-1) for each in ys), key=lambda each: _error(x.reshape(-1), each))
+        return replace(pair, output=_error(x.reshape(-1), y), max_absolute=_largest(y - x.reshape(-1)))
 
-    def _weight_error(self, matches: Iterable[int]) -> tuple[float | None, list[int]]:
-        """The largest relative error of a row, and the rows that differ by more than other weights do."""
+    def _weight_error(self, pair: Aligned, number: int, matched: list[tuple[int, int]]) -> Aligned:
+        """The pair with the largest error of a row of the weight, and the rows that differ by more than rounding."""
         largest: float | None = None
-        changed: set[int] = set()
-        for number in matches:
-            match, rows = self._joining.matches[number], self._rows[number]
-            if rows.scaled:
-                continue
-            scale, rest = rows.errors
-            largest = max(largest or 0.0, float(np.maximum(scale, rest).max()))
-            dtypes = self._dtypes(number)
-            usual_scale, usual_rest = self._usual[dtypes]
-            # An element that is rounded differs by up to half of the rounding; what is added to a weight is rounded.
-            rounded = len({*dtypes}) > 1 or number in self._joining.terms
-            least = max(map(_eps, dtypes)) * 0.51 if rounded else 0.0
-            worse = (scale > max(_OUTLIER * usual_scale, least)) | (rest > max(_OUTLIER * usual_rest, 2 * least))
-            changed.update(match.rows_a[worse].tolist())
-        return largest, sorted(changed)
+        changed: dict[int, tuple[int, float]] = {}
+        for b, each in matched:
+            match, rows = self._joining.matches[each], self._row_errors(each, number, b)
+            largest = max(largest or 0.0, float(rows.error.max()))
+            for place in torch.where(rows.changed)[0].tolist():
+                changed[int(match.rows_a[place])] = int(match.rows_b[place]), float(rows.error[place])
+        named = sorted(changed)[:_NAMED]
+        return replace(
+            pair,
+            weight=largest,
+            changed=("rhs",) if changed else (),
+            changed_rows=tuple(named),
+            nearest=tuple(changed[row] for row in named),
+        )
+
+    def _row_errors(self, number: int, a: int, b: int) -> _RowErrors:
+        """How the rows of a match differ in two calls: training may have changed the weights since the first ones."""
+        calls = self._a.calls[a], self._b.calls[b]
+        hashes = [found.hash if (found := call.values.get("rhs")) is not None else None for call in calls]
+        key = number, hashes[0], hashes[1]
+        if key not in self._rows:
+            dtypes = tuple(call.record.rhs.dtype if call.record.rhs is not None else "float32" for call in calls)
+            whole_a, whole_b = self._factors("a", a).w, self._factors("b", b).w
+            one, other = self._joining.both(number, whole_a, whole_b)
+            term = self._joining.terms.get(number)
+            low = one.abs().amax(1, keepdim=True) if term is not None else 0.0
+            self._rows[key] = _RowErrors.of(one, other, (dtypes[0], dtypes[1]), low, _coded(whole_a) != _coded(whole_b))
+        return self._rows[key]
 
     def _compare(self, pair: Aligned, number: int, matched: list[tuple[int, int]]) -> Aligned:
         """Compare inputs, biases and outputs."""
         a = self._factors("a", number)
         found = [(match, b, self._factors("b", b)) for b, match in matched]
-        if any(each.x.is_floating_point() != a.x.is_floating_point() for _, _, each in found):
-            raise OpInterceptError("one of the runs multiplies whole numbers, which its program scales afterwards")
         partial = any(self._joining.matches[match].by == "parts" for match, _, _ in found)
         have = {each.bias is not None for each in (a, *(each for _, _, each in found))}
         biased = not partial and have == {True}
         if biased and self._bias_differs(a, found):
             pair = replace(pair, changed=(*pair.changed, "bias"))
-        tokens = self._tokens(a, found[0])
-        pair = replace(pair, lhs=self._lhs_error(a, found, tokens))
         mine = a.columns(biased) + self._terms("a", number, matched[0][1])
         expected = torch.zeros_like(mine)
-        filled = torch.zeros(mine.size(1), dtype=torch.int64)
-        again: list[tuple[torch.Tensor, torch.Tensor]] = []
+        filled = torch.zeros(mine.shape, dtype=torch.int64)
+        errors: list[float] = []
+        lhs = 0.0
         for match_number, b, factors in found:
             match = self._joining.matches[match_number]
+            scale = self._row_errors(match_number, number, b).scale
             theirs = factors.columns(biased) + self._terms("b", b, match_number)
+            ra, rb = self._tokens(number, b, len(mine), len(theirs))
+            x, y = _elements(a, match.part_a, None), _elements(factors, match.part_b, match.order)
+            if len(x) == len(mine) and len(y) == len(theirs):
+                x, y = x[ra], y[rb]
+            if x.shape != y.shape:
+                raise OpInterceptError(f"the inputs have the shapes {list(x.shape)} and {list(y.shape)}")
             if match.part_b != (0, factors.w.size(2)):
-                return self._add_part(pair, b, match_number, mine, theirs)
-            if self._rows[match_number].scaled:
-                theirs[:, match.rows_b] /= torch.from_numpy(self._rows[match_number].scale)
-            columns = torch.from_numpy(match.rows_a)
-            if bool((filled[columns] == a.w.size(2)).all()):  # another process has computed the same
-                again.append((columns, theirs[:, match.rows_b]))
+                return self._add_part(replace(pair, lhs=row_error(x, y)), b, match_number, mine, theirs)
+            theirs = theirs[rb][:, match.rows_b]
+            if scale is not None:
+                theirs = theirs / scale
+            if a.x.is_floating_point() != factors.x.is_floating_point():  # the program scales whole numbers afterwards
+                factor = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(_TINY)
+                y, theirs = (each / factor.where(factor != 0, 1) for each in (y, theirs))
+            lhs = max(lhs, _input_error(x, y))
+            places = ra[:, None], torch.from_numpy(match.rows_a)
+            if bool((filled[places] == a.w.size(2)).all()):  # another process has computed the same
+                errors.append(row_error(mine[places], theirs))
                 continue
-            if tokens is None:
-                expected[:, columns] += theirs[:, match.rows_b]
-            else:
-                expected[tokens[0][:, None], columns] += theirs[tokens[1]][:, match.rows_b]
-            filled[columns] += match.part_a[1] - match.part_a[0]
-        pair = _with_output(pair, mine, expected, filled == a.w.size(2), tokens)
-        errors = [_relative(mine[:, columns], each) for columns, each in again if len(each) == len(mine)]
+            expected[places] += theirs
+            filled[places] += match.part_a[1] - match.part_a[0]
+        pair = _with_output(replace(pair, lhs=lhs), mine, expected, filled == a.w.size(2))
         return replace(pair, output=max(pair.output, *errors)) if errors and pair.output is not None else pair
+
+    def _tokens(self, a: int, b: int, rows_a: int, rows_b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of two calls that are of the same token."""
+        if (a, b) in self._links.rows:
+            one, other = self._links.rows[a, b]
+            return torch.from_numpy(one), torch.from_numpy(other)
+        if rows_a != rows_b:
+            raise OpInterceptError(f"the outputs have {rows_a} and {rows_b} rows")
+        return torch.arange(rows_a), torch.arange(rows_b)
 
     def _add_part(self, pair: Aligned, b: int, match: int, mine: torch.Tensor, theirs: torch.Tensor) -> Aligned:
         """Add the output of a call to those that add up to B's, and compare the sum when it is whole."""
         each = self._joining.matches[match]
         sum_ = self._sums.get(b)
         if sum_ is None:
-            sum_ = self._sums[b] = _OutputSum(torch.zeros_like(theirs), torch.zeros(theirs.size(1), dtype=torch.int64))
+            sum_ = self._sums[b] = _OutputSum(torch.zeros_like(theirs), torch.zeros(theirs.shape, dtype=torch.int64))
         if len(mine) != len(theirs):
             return replace(pair, reason="its output is a part of a sum with another number of rows")
         columns = torch.from_numpy(each.rows_b)
         sum_.total[:, columns] += mine[:, each.rows_a]
-        sum_.filled[columns] += each.part_b[1] - each.part_b[0]
+        sum_.filled[:, columns] += each.part_b[1] - each.part_b[0]
         k = self._b.weights[each.b].shape[2]
-        if not bool((sum_.filled[columns] == k).all()):
+        if not bool((sum_.filled[:, columns] == k).all()):
             return replace(pair, reason="its output is a part of a sum, which is compared with the last of the parts")
-        return _with_output(pair, sum_.total, theirs, sum_.filled == k, None)
+        return _with_output(pair, sum_.total, theirs, sum_.filled == k)
 
     def _terms(self, name: SideName, number: int, match: int) -> torch.Tensor | float:
         """Compute what low-rank terms add to the output of a call."""
@@ -253,57 +389,22 @@ class _Comparing:
         for match_number, _, factors in found:
             match = self._joining.matches[match_number]
             x, y = a.biases()[:, match.rows_a], factors.biases()[:, match.rows_b]
-            least = max(_eps_of(a.bias), _eps_of(factors.bias))
-            if len(x) == len(y) and bool(((y - x).abs() > least * x.abs()).any()):
-                return True
+            if len(x) == len(y):
+                eps = max(_eps_of(a.bias), _eps_of(factors.bias))
+                if bool(((y - x).abs() > eps * torch.maximum(x.abs(), x.square().mean().sqrt())).any()):
+                    return True
         return False
 
-    def _tokens(self, a: Factors, first: tuple[int, int, Factors]) -> tuple[Array, Array] | None:
-        """Find which rows of the inputs are of the same token; None if all are, in their order.
-
-        Raises:
-            OpInterceptError: They have different numbers of rows, and it is not known which belong together.
-        """
-        match_number, _, b = first
-        if a.x.size(1) == b.x.size(1):
-            return None
-        if len(a.x) != 1 or len(b.x) != 1 or a.x.size(1) * b.x.size(1) > _TOKENS:
-            raise OpInterceptError(f"the outputs have {a.out.size(1)} and {b.out.size(1)} rows")
-        return _same_tokens(*self._inputs(a, match_number, b))
-
-    def _inputs(self, a: Factors, match_number: int, b: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements of the inputs that a match is about."""
-        match = self._joining.matches[match_number]
-        return _elements(a, match.part_a, None), _elements(b, match.part_b, match.order)
-
-    def _lhs_error(
-        self, a: Factors, found: list[tuple[int, int, Factors]], tokens: tuple[Array, Array] | None
-    ) -> float | None:
-        difference = norm = 0.0
-        for match_number, _, b in found:
-            x, y = self._inputs(a, match_number, b)
-            if tokens is not None:
-                x, y = x[tokens[0]], y[tokens[1]]
-            if x.shape != y.shape:
-                return None
-            difference += float((y - x).square().sum())
-            norm += float(x.square().sum())
-        return _ratio(difference**0.5, norm**0.5)
-
-    def _rounding_b(self, number: int) -> float | None:
-        if number not in self._roundings:
-            self._roundings[number] = self._rounding("b", number)
-        return self._roundings[number]
-
     def _rounding(self, name: SideName, number: int) -> float | None:
-        """`_rounding` of a call; None if it is no plain product of two matrices."""
-        op = self._joining.sides[name].calls[number].record.op
-        if op.rpartition("::")[2].partition(".")[0] not in _MATMULS:
-            return None
-        try:
-            return _rounding(self._factors(name, number))
-        except OpInterceptError:
-            return None
+        """How far a call is from the float64 product of its operands; None if it is no product of two matrices."""
+        if (name, number) not in self._roundings:
+            call = self._joining.sides[name].calls[number]
+            found = None
+            if operator_name(call.record.op).partition(".")[0] in _PRODUCTS:
+                with suppress(OpInterceptError):
+                    found = _rounding(self._factors(name, number), call)
+            self._roundings[name, number] = found
+        return self._roundings[name, number]
 
 
 def _made_up(parts: list[torch.Tensor], dim: int) -> Iterator[torch.Tensor]:
@@ -315,55 +416,56 @@ def _made_up(parts: list[torch.Tensor], dim: int) -> Iterator[torch.Tensor]:
             yield torch.cat([part.reshape(batch, -1, *part.shape[1:]) for part in parts], 1)
 
 
-def _with_output(
-    pair: Aligned, mine: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor, tokens: tuple[Array, Array] | None
-) -> Aligned:
+def _with_output(pair: Aligned, mine: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> Aligned:
     if not bool(whole.any()):
         return replace(pair, reason="its output is a sum of parts, of which some are missing")
-    x, y = mine[:, whole], expected[:, whole]
-    if tokens is not None:
-        x, y = x[tokens[0]], y[tokens[0]]
-    return replace(pair, output=_relative(x, y), max_absolute=_largest(y - x))
+    x, y = mine.where(whole, 0), expected.where(whole, 0)
+    return replace(pair, output=row_error(x, y), max_absolute=_largest(y - x))
 
 
-def _judged(pair: Aligned, worst: float, caused: bool) -> Aligned:
+def _judged(pair: Aligned, limit: float, caused: bool) -> Aligned:
     """The pair with its kind."""
-    unit = max(_eps_of_call(call) for call in (pair.a, *pair.b))
-    limit = max(_JUMP * worst, _ROUNDING * unit)
-    jumped = pair.lhs is not None and not caused and not pair.lhs <= limit
-    if jumped:
+    if pair.lhs is not None and not pair.lhs <= limit and not {*_FROM_BEFORE} & {*pair.changed}:
         pair = replace(pair, changed=("lhs", *pair.changed))
+    if {"lhs", "rhs"} <= {*pair.changed} and pair.output is not None and pair.output <= limit:
+        pair = replace(pair, changed=())  # one makes up for the other, as where a factor moves from one to the other
+    wrong = max(pair.rounding_a or 0.0, pair.rounding_b or 0.0) > 1
+    if wrong and not {"rhs", "bias"} & {*pair.changed}:
+        return replace(pair, kind="added", changed=(), arguments=())
+    if caused:
+        pair = replace(pair, changed=tuple(name for name in pair.changed if name not in _FROM_BEFORE))
     if pair.changed:
-        return replace(pair, kind="changed operand")
-    apart = pair.by == "neighbours" and not caused and pair.output is not None and not pair.output <= limit
-    if apart or max(pair.rounding_a or 0.0, pair.rounding_b or 0.0) > _ROUNDING:
-        return replace(pair, kind="added")
+        operands = any(name in ("rhs", "bias", *_FROM_BEFORE) for name in pair.changed)
+        return replace(pair, kind="changed operand" if operands else "changed argument")
     if pair.output is None:
         return pair
     return replace(pair, kind="equal" if not pair.output else "inherited" if caused else "close")
 
 
-def _rounding(f: Factors) -> float | None:
-    """Measure how far an output is from the float64 product of its operands, in units of its allowed rounding.
+def _rounding(f: Factors, call: StoredCall) -> float | None:
+    """How far an output is from the float64 product of its operands, in units of what rounding may do."""
+    x, w, bias = f.x.double(), f.w.double(), None if f.bias is None else f.bias.double()
+    exact = x @ w.mT if bias is None else x @ w.mT + bias
+    device = call.record.lhs.device.partition(":")[0] if call.record.lhs is not None else "cpu"
+    bound = rounding.of_product(x, w.mT, exact, f.x.dtype, f.out.dtype, bias, device)
+    if f.packed:  # 7 bits of the input and 8 of the weight, whose errors are spread evenly
+        step_x, step_w = (x.amax() - x.amin()) / 127, 2 * w.abs().amax() / 255
+        spread = step_w.square() * x.square().sum(2)[:, :, None] + step_x.square() * w.square().sum(2)[:, None]
+        bound = bound + rounding.SIGMA * (spread / 12).sqrt() + step_x * w.abs().amax()
+    return attention.worst(f.out.double(), exact, bound) if exact.numel() else None
 
-    A sum of k products in any order has an error of at most about `eps * norm(x) * norm(w)`, see N. Higham, "Accuracy
-    and Stability of Numerical Algorithms", 2002, section 3.1; and the output is rounded to its dtype.
-    """
-    x, w, out = f.x.double(), f.w.double(), f.out.double()
-    product = x @ w.mT
-    bound = x.norm(dim=2)[:, :, None] * w.norm(dim=2)[:, None, :]
-    if f.bias is not None:
-        product += f.bias.double()
-        bound = bound + f.bias.double().abs()
-    wide = {torch.float64} == {f.x.dtype, f.w.dtype}
-    unit = torch.finfo(torch.float64 if wide else torch.float32).eps * bound
-    if f.out.is_floating_point():
-        rounding = torch.finfo(f.out.dtype)
-        unit += rounding.eps * product.abs().clamp_min(rounding.smallest_normal)  # below, the spacing is constant
-    error = (out - product).abs()
-    found = error / unit.clamp_min(_TINY)
-    found[~product.isfinite() | ~unit.isfinite()] = 0.0  # what should be infinite says nothing
-    return float(found.max()) if found.numel() else None
+
+def _heads_of(call: StoredCall) -> int:
+    """How many heads an attention has; all batches of two products."""
+    gemm, lhs = call.record.gemm, call.record.lhs
+    if gemm is not None:
+        return gemm.batch
+    return lhs.shape[-3] if lhs is not None and len(lhs.shape) > 2 else 1
+
+
+def _same_input(one: StoredCall, other: StoredCall) -> bool:
+    x, y = (call.values.get("lhs") for call in (one, other))
+    return one.rank == other.rank and x is not None and y is not None and x.hash is not None and x.hash == y.hash
 
 
 def _elements(factors: Factors, part: tuple[int, int], order: Array | None) -> torch.Tensor:
@@ -372,57 +474,41 @@ def _elements(factors: Factors, part: tuple[int, int], order: Array | None) -> t
     return x if order is None else x[:, order]
 
 
-def _same_tokens(x: torch.Tensor, y: torch.Tensor) -> tuple[Array, Array]:
-    """The rows of the longer tensor that are nearest to those of the shorter one, in the same order."""
-    if len(x) > len(y):
-        of_y, of_x = _same_tokens(y, x)
-        return of_x, of_y
-    costs = torch.cdist(x, y).numpy()
-    width = costs.shape[1]
-    chosen = np.empty(costs.shape, np.int64)
-    best = np.zeros(width + 1)  # the least cost of the rows so far within the first columns
-    for row, cost in enumerate(costs):
-        here = np.r_[np.inf, best[:-1] + cost]
-        new = np.minimum.accumulate(here)
-        improved = np.where(here == new, np.arange(width + 1), 0)
-        chosen[row] = np.maximum.accumulate(improved)[1:]
-        best = new
-    places = np.empty(len(costs), np.int64)
-    end = width
-    for row in range(len(costs) - 1, -1, -1):
-        end = int(chosen[row][end - 1]) - 1
-        places[row] = end
-    return np.arange(len(costs)), places
-
-
 def _eps(dtype: str) -> float:
     found = getattr(torch, dtype, None)
-    return torch.finfo(found).eps if isinstance(found, torch.dtype) and found.is_floating_point else 0.0
+    if not isinstance(found, torch.dtype):
+        return 0.0
+    return torch.finfo(found).eps if found.is_floating_point else 2.0**-7 if found.itemsize == 1 else 0.0
 
 
 def _eps_of(tensor: torch.Tensor | None) -> float:
     return 0.0 if tensor is None else _eps(str(tensor.dtype).removeprefix("torch."))
 
 
-def _eps_of_call(call: StoredCall) -> float:
-    """The rounding of the coarsest operand of a call."""
-    return max((_eps(meta.dtype) for meta in (call.record.lhs, call.record.rhs) if meta is not None), default=0.0)
+def _dtype_of(call: StoredCall) -> str:
+    """The dtype of the left operand of a call."""
+    return call.record.lhs.dtype if call.record.lhs is not None else "float32"
 
 
-def _median(arrays: Iterable[Array]) -> float:
-    return float(np.median(np.concatenate(list(arrays))))
+def _coded(w: torch.Tensor) -> bool:
+    """Whether a weight is whole numbers but for a few rows."""
+    rows = w.reshape(-1, w.size(-1))
+    return float((rows == rows.round()).all(1).double().mean()) > 0.5 if w.is_floating_point() else True
 
 
-def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
-    if torch.equal(x, y):
-        return 0.0
-    return _ratio(float((y - x).norm()), float(x.norm()))
+def _smallest(dtypes: tuple[str, str]) -> float:
+    """The largest error of a number that is too small for one of these dtypes."""
+    found = [torch.finfo(getattr(torch, dtype)) for dtype in dtypes if _eps(dtype) and dtype != "int8"]
+    return max((each.tiny * each.eps for each in found), default=0.0)
 
 
-def _ratio(difference: float, norm: float) -> float:
-    if not difference:
-        return 0.0
-    return difference / norm if norm else float("inf")
+def _input_error(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest relative error of a row, or of a column of many rows: that of one neuron is small in a row."""
+    return max(row_error(x, y), row_error(x.mT, y.mT) if len(x) >= _MANY else 0.0)
+
+
+def _error(x: torch.Tensor, y: torch.Tensor) -> float:
+    return 0.0 if torch.equal(x, y) else row_error(x, y)
 
 
 def _largest(difference: torch.Tensor) -> float | None:

@@ -21,6 +21,7 @@ from opintercept.runs.store.run import Run
 
 SKETCH = 128  # numbers in a sketch: unrelated rows have a cosine of 0 +- 0.09
 _PIECE = 1 << 22  # elements that are widened to 64 bits at once
+_COLUMNS = 64  # elements of a row that tell its step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Factors:
     w: torch.Tensor  # [g, n, k]
     out: torch.Tensor  # [g, m, n]
     bias: torch.Tensor | None  # [g or 1, m or 1, n]
+    packed: bool = False  # the call has quantised `x` and `w` itself
 
     def columns(self, bias: bool) -> torch.Tensor:
         """The output as `float64[m, g * n]`, a column for each row of the weight, with or without the bias."""
@@ -133,3 +135,24 @@ def sketches(rows: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows.size(1))
     by = torch.randn(rows.size(1), SKETCH, generator=generator)
     return torch.nn.functional.normalize(rows.float() @ by, dim=1)
+
+
+def step_of(rows: torch.Tensor) -> torch.Tensor:
+    """The distance of neighbouring values of quantised rows, `float64[n]` of `[n, k]`; 0 for rows of more than 8 bits.
+
+    It is the greatest common divisor of the differences of a row's elements, by Euclid's algorithm.
+    """
+    least = (rows.amax(1) - rows.amin(1)) / 258
+    zero = least / 4  # a remainder that is rounding
+    found = torch.zeros(len(rows), dtype=torch.float64)
+    for column in (rows - rows[:, :1]).abs()[:, 1:_COLUMNS].unbind(1):
+        high, low = torch.maximum(found, column), torch.minimum(found, column)
+        while bool((low > zero).any()):
+            rest = (high - (high / low).round() * low).abs()
+            high, low = torch.where(low > zero, low, high), torch.where(low > zero, rest, 0.0)
+        found = high
+    apart = rows - rows[:, :1]
+    steps = (apart / found.where(found > 0, 1)[:, None]).round()
+    found = (apart * steps).sum(1) / steps.square().sum(1).clamp_min(1)  # Euclid's remainders add up their roundings
+    even = ((apart - steps * found[:, None]).abs() < 0.02 * found[:, None]).all(1)
+    return found.where(even & (found > least), 0.0)

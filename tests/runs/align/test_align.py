@@ -242,7 +242,7 @@ def test_lora_apart_is_joined_with_lora_merged(swapped: bool, size: float, tmp_p
     check_whole(found)
     sums = [pair for pair in found.pairs if pair.by == "sum" and pair.of]
     assert len(sums) == 14
-    assert all(pair.output is not None and pair.output < 2e-6 for pair in sums)
+    assert all(pair.output is not None and pair.output < 1e-5 for pair in sums)  # float32 rounds in each layer
 
 
 def gpt2(attention: str) -> Any:
@@ -344,15 +344,15 @@ def test_a_wrong_product_is_named_on_its_side(side: str, tmp_path: Path) -> None
     assert other < 2 < 16 < (roundings[side] or 0)
 
 
-def test_another_weight_in_the_same_place_is_not_joined(tmp_path: Path) -> None:
+def test_another_weight_in_the_same_place_is_a_changed_operand(tmp_path: Path) -> None:
     model = llama()
     twin = copy.deepcopy(model)
     nn.init.normal_(twin.lm_head.weight)
     found = aligned(tmp_path, lambda: model(TOKENS), lambda: twin(TOKENS))
-    assert [(each.run, each.call.record.module) for each in found.apart] == [("a", "lm_head"), ("b", "lm_head")]
-    assert {each.reason for each in found.apart} == {
-        "no weight of the other run has rows like those of its right operand"
-    }
+    assert not found.apart
+    assert found.first is not None
+    assert (found.first.a.record.module, found.first.by) == ("lm_head", "neighbours")
+    assert (found.first.kind, found.first.changed) == ("changed operand", ("rhs",))
 
 
 def test_tied_weights_are_joined_call_by_call(tmp_path: Path) -> None:
@@ -480,7 +480,9 @@ def test_weights_that_training_changes_stay_the_same_weight(tmp_path: Path) -> N
 def test_a_weight_that_one_run_uses_more_often_says_so(tmp_path: Path) -> None:
     layer, x = nn.Linear(16, 16), torch.randn(3, 16)
     found = aligned(tmp_path, lambda: layer(x), lambda: (layer(x), layer(x[:2])))
-    assert [each.reason for each in found.apart] == ["the other run uses its weight in 1 call, this one in 2"]
+    assert [each.reason for each in found.apart] == [
+        "the other run uses its weight in 1 call, this one in 2; no row of its left operand is one of theirs"
+    ]
     assert found.pairs[0].kind == "equal"
 
 
