@@ -6,11 +6,14 @@ The sums are those of `hooks.Checksum`. Invariant: no bound depends on the outpu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 SIGMA = 6.0
 """How many standard deviations the roundings of a sum may take."""
+_TRIALS = 4
+_ROW = 16  # the least elements whose root mean square is taken for a standard deviation
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -109,3 +112,68 @@ def of_attention(
     mixed = weights @ moduli
     bound = ulp(weights @ value, output) + off @ moduli + off.sum(-1, keepdim=True) * mixed
     return bound + (of_sums(operands, value.size(-2), device, sigma) + 2 * own) * mixed
+
+
+def of_adding(terms: float, sigma: float = SIGMA) -> float:
+    """How far a sum may be off, in standard deviations of a sum of as many numbers that are off by the unit roundoff.
+
+    Partial sums of n independent numbers grow like square roots, so the roundings of all of them have a root mean
+    square of `sqrt(n / 6)` times that.
+    """
+    return sigma * (1 + math.sqrt(terms / 6))
+
+
+def noise(
+    function: Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor],
+    exact: torch.Tensor,
+    least: float = 0.0,
+) -> torch.Tensor:
+    """The standard deviation of each element when each operand is off by its unit roundoff.
+
+    Args:
+        function: Computes the output from operands that its argument has changed.
+        exact: The output for operands as they are, in float64.
+        least: The least roundoff, for kernels that round their operands first.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def off(operand: torch.Tensor) -> torch.Tensor:
+        value = widened(operand)
+        if not operand.is_floating_point():
+            return value
+        signs = torch.randint(0, 2, operand.shape, generator=generator).double() * 2 - 1
+        return value * (1 + max(unit(operand.dtype), least) * signs)
+
+    square = torch.zeros(exact.shape, dtype=torch.float64)
+    for _ in range(_TRIALS):
+        square += (function(off) - exact).abs().square().nan_to_num(0.0, 0.0) / _TRIALS
+    # A few trials may come out small by chance, so the neighbours count too.
+    rows = square if square.dim() and square.shape[-1] >= _ROW else square.reshape(1, -1)
+    together = rows.mean(-1, keepdim=True).expand_as(rows).reshape(square.shape)
+    return torch.maximum(square, together).sqrt()
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in float64 of numbers that round; of others, in their own dtype."""
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def operand_roundings(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far two operands are apart, in unit roundoffs of the coarser dtype beside the largest element of a row.
+
+    Infinite if their shapes differ, if one of them is finite where the other is not, or if integers differ.
+    """
+    if a.shape != b.shape:
+        return math.inf
+    if not (a.is_floating_point() and b.is_floating_point()):
+        return 0.0 if torch.equal(a, b) else math.inf
+    x, y = (each.double().reshape(-1, each.shape[-1] if each.dim() else 1) for each in (a, b))
+    same = (x == y) | (x.isnan() & y.isnan())
+    if not x.numel() or bool(same.all()):
+        return 0.0
+    if not bool((same | (x.isfinite() & y.isfinite())).all()):
+        return math.inf
+    gap = (y - x).abs().where(~same, 0).amax(-1)
+    size = torch.maximum(x, -x).where(x.isfinite(), 0).amax(-1)
+    coarser = max(unit(a.dtype), unit(b.dtype))
+    return float((gap / (size * coarser).clamp_min(torch.finfo(torch.float64).tiny)).amax())

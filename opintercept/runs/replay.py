@@ -23,7 +23,7 @@ from opintercept._core.tables import Page, Part
 from opintercept._core.tensors import TensorMeta, describe, tensors_of
 from opintercept._core.text import printable
 from opintercept._kit.repro import write_repro
-from opintercept._ops.table import functions, overloads, row_of
+from opintercept._ops.table import PLACES, functions, overloads, row_of
 from opintercept._values.errors import Errors
 from opintercept.runs.record import description
 from opintercept.runs.store.codec import StoredCall
@@ -199,15 +199,13 @@ def replay(
     """
     chosen = _parsed(flags or {})
     call = _find(run, index, rank)
-    func, name = _function(call)
+    _function(call)
     try:
         device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as missing:
         raise OpInterceptError(f"device {str(device)!r} is not available: {missing}") from missing
-    arguments = _arguments(run, call, limit, lambda tensor: _moved(tensor, dtype, device), device)
-    args, kwargs = arguments
-    _check_size(func, args, kwargs, name, limit)
+    func, name, args, kwargs = prepared(run, call, lambda tensor: _moved(tensor, dtype, device), device, limit)
     with _set(chosen), torch.no_grad():
         started = time.perf_counter()
         try:
@@ -286,15 +284,50 @@ def _find(run: Run, index: int, rank: int | None) -> StoredCall:
     raise OpInterceptError(f"the run has no call of index {index}; `opintercept show --calls` lists its calls")
 
 
-def _function(call: StoredCall) -> tuple[Callable[..., Any], str]:
+def prepared(
+    run: Run,
+    call: StoredCall,
+    moved: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+    limit: int = MAX_TENSOR,
+    others: Callable[[Any], bool] | None = None,
+) -> tuple[Callable[..., Any], str, list[Any], dict[str, Any]]:
+    """Read what runs a recorded call again.
+
+    Args:
+        run: The run, which has all arguments of the call.
+        call: The call.
+        moved: Gets each tensor, in the dtype of the record and on the CPU, and returns what to pass instead.
+        device: Takes the place of the device in the arguments.
+        limit: The most bytes that an operand or an output may have.
+        others: Which operators of ATen may be called beside those of the op table.
+
+    Returns:
+        The operator, an expression for it, its arguments, and its keyword arguments.
+
+    Raises:
+        OpInterceptError: The call cannot be run again.
+    """
+    func, name = _function(call, others)
+    args, kwargs = _arguments(run, call, limit, moved, device)
+    _check_size(func, args, kwargs, name, limit)
+    return func, name, args, kwargs
+
+
+def _function(call: StoredCall, others: Callable[[Any], bool] | None = None) -> tuple[Callable[..., Any], str]:
     """The operator, and an expression for it, of which no part is taken from the run."""
     func = call.record.func
     for overload in overloads(row_of(call.record.op).name) if "::" in call.record.op else []:
-        if str(overload) == func and row_of(overload).family != "other":
+        if str(overload) == func and (row_of(overload).family != "other" or (others is not None and others(overload))):
             return overload, f"torch.ops.{overload}"
     for function, row in functions().items():
         if row.name == call.record.op == func:
             return function, row.name
+    for place, owner, _ in PLACES if others is not None else ():
+        name = func.removeprefix(f"{place}.")
+        found: Any = getattr(owner, name, None) if name.isidentifier() else None
+        if torch.overrides.resolve_name(found) == func and any(map(cast(Any, others), overloads(f"aten::{name}"))):
+            return found, func
     raise OpInterceptError(f"only operators of the op table can be run again, got {func!r}")
 
 
