@@ -53,8 +53,23 @@ FOR_PROGRAM = {
     "aten::_cudnn_rnn": 3,
     "aten::miopen_rnn": 3,
     "aten::_lstm_mps": 3,
+    "aten::_embedding_bag": 1,
+    "aten::_embedding_bag_forward_only": 1,
+    "aten::_batch_norm_with_update": 3,
+    "aten::cudnn_batch_norm": 3,
+    "aten::_cudnn_attention_forward": 1,
+    "aten::_efficient_attention_forward": 1,
+    "aten::_flash_attention_forward": 1,
+    "aten::_scaled_dot_product_cudnn_attention": 1,
+    "aten::_scaled_dot_product_efficient_attention": 1,
+    "aten::_scaled_dot_product_flash_attention": 1,
 }
-"""How many outputs are for the program, by operator. The others serve its backward kernel."""
+"""How many outputs are for the program, by operator. The others serve its backward kernel, some with padding."""
+
+PADDED = frozenset(
+    ("logsumexp", f"{op.removesuffix('_forward')}_backward") for op in FOR_PROGRAM if op.count("attention")
+)
+"""The parameters of their backward kernels that have such padding, with the operators."""
 
 _MASKS_LATER = "Angle Copysign Cumprod Dist LinalgVectorNorm Norm Pow Prod Renorm Sgn Sinc Std StdMean"
 MASKS_LATER = frozenset(f"{name}Backward" for name in _MASKS_LATER.split())

@@ -17,6 +17,8 @@ from made_runs import attention, call, chain, plain, ranked, rewrite, values, wr
 from opintercept import intercept, runs
 from opintercept.cli import main
 
+TIMES = "host time of the calls compared: 2.000 ms in A, 2.000 ms in B\n"  # of two calls that are made by hand
+
 
 def size(name: str) -> float:
     return float(values(name)["max"])
@@ -45,7 +47,10 @@ def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_equal_runs_exit_with_0(shown: Any) -> None:
     status, text = shown(chain("a", "b"), chain("a", "b"))
     assert status == 0
-    assert text == "A  a  train.py\nB  b  train.py\n\n2 calls in A, 2 in B, 2 compared: 2 equal\nno call differs\n"
+    assert (
+        text
+        == f"A  a  train.py\nB  b  train.py\n\n2 calls in A, 2 in B, 2 compared: 2 equal\nno call differs\n\n{TIMES}"
+    )
 
 
 def test_text_says_where_two_runs_first_differ(shown: Any) -> None:
@@ -75,6 +80,8 @@ def test_text_says_where_two_runs_first_differ(shown: Any) -> None:
         "",
         "run without a counterpart operator pass first calls",
         "B new mm backward of rhs 3 1",
+        "",
+        "host time of the calls compared: 3.000 ms in A, 3.000 ms in B",
     ]
 
 
@@ -109,7 +116,7 @@ def test_text_contains(shown: Any, b: list[dict[str, Any]], options: list[str], 
 def test_no_more_is_said_to_be_equal_than_was_compared(shown: Any) -> None:
     calls = [*chain("a"), call("b", "x", "w", "y", kept=False)]
     status, text = shown(calls, calls)
-    assert (status, text.splitlines()[-1]) == (0, "no call whose values were compared differs")
+    assert (status, text.splitlines()[-3]) == (0, "no call whose values were compared differs")
 
 
 def test_values_in_another_order_are_not_said_to_differ_by_0(tmp_path: Path, capsys: Any) -> None:
@@ -119,9 +126,39 @@ def test_values_in_another_order_are_not_said_to_differ_by_0(tmp_path: Path, cap
             x @ used
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "rhs has equal statistics: the order of the values may differ, as after a transpose" in lines
+    assert "rhs has the same values in another order, as after a transpose: only the hashes differ" in lines
     assert "lhs equal float32[2, 4] float32[2, 4] hash 0 0" in lines
-    assert "rhs differs float32[4, 4] float32[4, 4] hash >= 0 >= 0" in lines
+    assert "rhs differs float32[4, 4] float32[4, 4] hash order order" in lines
+
+
+def test_a_transposed_weight_of_which_all_values_are_known_is_said_to_be_one(tmp_path: Path) -> None:
+    x, weight = torch.ones(2, 4), torch.arange(16.0).view(4, 4)
+    for name, used in (("a", weight), ("b", weight.t())):
+        with intercept(runs.RunRecorder(tmp_path / name, "full")):
+            x @ used
+    found = runs.diff(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
+    assert "  rhs has the same values in another order, as after a transpose: only the hashes differ\n" in str(found)
+
+
+def test_an_operand_is_called_what_its_operator_calls_it(shown: Any) -> None:
+    b = attention(output="y'")
+    b[0]["values"]["rhs"] = values("k'")
+    assert "  changed operand: rhs (key) differs, and no earlier difference explains it\n" in shown(attention(), b)[1]
+
+
+def test_a_weight_that_differs_by_a_rounding_is_not_said_to_be_more(shown: Any) -> None:
+    near = values("wa") | {"hash": "0" * 16, "max": values("wa")["max"] * (1 + 2**-23)}
+    text = shown(chain("a"), [call("a", "x0", near, values("y"))])[1]
+    assert "rhs differs, and no earlier difference explains it; no values were recorded, so it may be rounding" in text
+
+
+def test_host_times_are_added_up_for_the_calls_that_are_chosen(shown: Any) -> None:
+    a, b = chain("a", "b"), [line | {"elapsed": 0.5} for line in chain("a", "b")]
+    assert "calls compared: 2.000 ms in A, 1.000 s in B" in shown(a, b)[1]
+    assert "calls compared: 1.000 ms in A, 500.000 ms in B" in shown(a, b, "--module", "b")[1]
+    b[1]["elapsed"] = None
+    assert "host time" not in shown(a, b)[1]
+    assert json.loads(shown(a, b, "--json")[1])["elapsed"] == [0.002, None]
 
 
 def test_unclear_differences_and_errors_are_shown(shown: Any) -> None:

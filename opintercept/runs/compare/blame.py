@@ -1,5 +1,7 @@
 """Compares two processes, and classifies each pair: it adds its difference, has a changed operand, or inherits it.
 
+What is reported of runs with values is decided by computing it.
+
 Invariant: no operand counts as changed if an earlier differing call can explain the change. Memory is some thirty bytes
 for each pair: what is kept of all of them has the smallest dtypes, and wider arrays have a chunk of them.
 Needs numpy. Must not import torch.
@@ -7,6 +9,7 @@ Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,9 +27,17 @@ from opintercept.runs.compare.columns import (
     operand,
     role_differences,
 )
-from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, ModuleDifference
+from opintercept.runs.compare.difference import (
+    KINDS,
+    Absent,
+    CallDifference,
+    Computed,
+    ModuleDifference,
+    RoleDifference,
+    order,
+)
 from opintercept.runs.compare.histories import Histories
-from opintercept.runs.compare.index import Index, Pairs
+from opintercept.runs.compare.index import PHASES, Index, Pairs
 from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, first_models, module_name, outcome
 from opintercept.runs.compare.totals import DiffTotals
 from opintercept.runs.compare.values import Comparer, TensorErrors
@@ -37,7 +48,11 @@ from opintercept.runs.store.run import Run
 _BATCH = 256  # calls that are read whole together
 _PIECE = 1 << 14  # calls whose statistics are read together
 _HASHES = tuple(f"{slot}_hash" for slot in SLOTS)
-_EQUAL, _ADDED, _ARGUMENT, _OPERAND, _INHERITED, _UNCLEAR, _NOT_COMPARED = range(len(KINDS))
+_EQUAL, _ADDED, _ARGUMENT, _OPERAND, _INHERITED, _ROUNDING, _UNCLEAR, _NOT_COMPARED = range(len(KINDS))
+_ROUNDED = 8.0  # unit roundoffs that operators between two calls may put into an operand
+_AMPLIFIED = 1e3  # times the largest difference before it, a weight's difference does not come from that
+_LEAST = 1e-7  # the largest difference before it is taken for no less, beside the largest modulus
+_WORK = 2e11  # floating-point operations of the calls that are searched for a cause: about a minute of one core
 
 
 class _Rows(NamedTuple):
@@ -81,6 +96,8 @@ class ProcessPair:
         self._sizes: list[int] = []
         self._firsts: dict[int, int] = {}  # in their order
         self._histories = Histories()
+        self.elapsed: tuple[list[float], list[float]] = ([], [])  # host times of the calls in A and B
+        self._decided: dict[int, tuple[int, Computed | str]] = {}  # the kinds of calls that were computed again
 
     def compare(self, total: DiffTotals) -> None:
         """Compare all pairs, classify them, and add them to `total`."""
@@ -106,8 +123,11 @@ class ProcessPair:
     def _compare_chunk(self, numbers: Array) -> None:
         a, b = self._a, self._b
         others = self._pairs.of_a[numbers].astype(np.int64)
-        names = (*_HASHES, "has_more", "has_tensors", "has_error")
+        names = (*_HASHES, "has_more", "has_tensors", "has_error", "elapsed")
         rows = _Rows(numbers, others, a.columns.gather(numbers, names), b.columns.gather(others, names))
+        chosen = a.chosen(numbers)
+        for times, side in zip(self.elapsed, rows[2:], strict=True):
+            times.append(side.pop("elapsed")[chosen].sum())  # NaN if one is unknown
         kind_a, kind_b = a.kind[numbers], b.kind[others]
         self._by[numbers] = by = np.minimum(a.by[kind_a], b.by[kind_b])
         self._own_kind[numbers] = np.where(by == BY.index("nothing"), _NOT_COMPARED, _EQUAL)
@@ -254,19 +274,24 @@ class ProcessPair:
             np.minimum.at(firsts, module[differs], numbers[differs])
             worst = self._worst(np.r_[worst, numbers[differs]], total.worst_limit)
         total.by.update(_counted(BY, by))
+        for of_run, times in zip(total.elapsed, self.elapsed, strict=True):
+            of_run.extend(times)
+        found = np.flatnonzero(firsts < len(a))
+        found = found[np.argsort(firsts[found])]
+        first = self._first(np.r_[firsts[found][: total.limit], worst]) if len(found) else -1
+        for number, (kind, _) in self._decided.items():
+            np.add.at(counts, (module_of[self._keys[number]], [int(self._kinds(number)), kind]), [-1, 1])
         total.kinds.update(_counted(KINDS, counts.sum(0)))
         if total.watch is not None:
             chosen = np.flatnonzero(pairs.of_a >= 0)
             chosen = chosen[a.chosen(chosen)]
             total.watch(a, chosen, self._relative[chosen], _differ(self._kinds(chosen)), self._ranks)
-        found = np.flatnonzero(firsts < len(a))
-        if not len(found):
+        if first < 0:
             return
-        found = found[np.argsort(firsts[found])]
-        first = firsts[found[:1]]
-        ((one, other),) = self._calls(first, given=True)
-        before = (pairs.of_a[: first[0]] < 0).sum(), pairs.alone_b[: pairs.of_a[first[0]]].sum()
-        total.add_first(self._difference(int(first[0]), one, other), (int(before[0]), int(before[1])))
+        ((one, other),) = self._calls(np.array([first]), given=True)
+        before = int((pairs.of_a[:first] < 0).sum()), int(pairs.alone_b[: pairs.of_a[first]].sum())
+        optimizer = not any(before) and first == min(self._firsts.values()) and self._by_optimizer(first)
+        total.add_first(self._difference(first, one, other), before, optimizer)
         total.modules_in_all += len(found)
         found = found[: total.limit]
         differences = [
@@ -274,6 +299,75 @@ class ProcessPair:
             for number, (one, other) in zip(worst.tolist(), self._calls(worst), strict=True)
         ]
         total.add_rows(differences, self._module_rows(firsts[found], counts[found], relative[found]))
+
+    def _first(self, reported: Array) -> int:
+        """Compute what will be reported, and find the first call whose difference rounding does not explain."""
+        firsts = np.array(sorted(self._firsts.values()))
+        firsts = firsts[self._a.chosen(firsts)]
+        work = 0.0
+        first, *others = (int(number) for number in firsts)
+        if not self._comparer.computes:
+            return first
+        for number in (first, *others):
+            work += self._decide(number)
+            if (is_cause := self._decided[number][0] not in (_INHERITED, _ROUNDING)) or work > _WORK:
+                break
+        for each in reported.tolist():
+            if work < 4 * _WORK:
+                work += self._decide(each)
+            self._decided.setdefault(each, (int(self._kinds(each)), "other calls took long to compute"))
+        return number if is_cause else first
+
+    def _decide(self, number: int) -> float:
+        """Compute a pair of calls again, and decide what kind it is of; return how much work that was."""
+        if number in self._decided:
+            return 0.0
+        ((a, b),) = self._calls(np.array([number]), given=True)
+        found, kind = self._comparer.computed(a, b), int(self._kinds(number))
+        if isinstance(found, Computed) and kind != _ARGUMENT:
+            if max(found.added_a, found.added_b) > 1:
+                kind = _ADDED
+            elif kind == _OPERAND:
+                kind = _ROUNDING if self._is_rounded(number, a, b, found) else _OPERAND
+            elif kind in (_ADDED, _UNCLEAR):
+                kind = _INHERITED if any(found.operands.values()) else _ROUNDING
+            elif kind == _INHERITED and self._unexplained(number, a, b):
+                kind = _OPERAND
+        self._decided[number] = kind, found
+        return float(a.record.flops or 10 * sum(values.count for values in a.values.values()))
+
+    def _is_rounded(self, number: int, a: StoredCall, b: StoredCall, found: Computed) -> bool:
+        """Whether the changed operands differ by rounding alone, and not in dtype unless there is a tolerance."""
+        roles = {role.role: role for role in role_differences(self._comparer, a, b)}
+        changed = [roles[name] for name in self._names(number, [*roles.values()])]
+        return all(
+            found.operands.get(role.role, math.inf) <= _ROUNDED
+            and (self._comparer.tolerant or (role.a and role.a.dtype) == (role.b and role.b.dtype))
+            for role in changed
+        )
+
+    def _unexplained(self, number: int, a: StoredCall, b: StoredCall) -> int:
+        """Count weights as changed that differ by far more than all calls before, in a first forward pass."""
+        before = self._relative[:number]
+        if self._a.phase[self._a.kind[: number + 1]].any() or not np.isfinite(before).all():
+            return 0
+        limit = _AMPLIFIED * max(float(before.max(initial=0.0)), _LEAST)
+        for role in role_differences(self._comparer, a, b):
+            if role.role in ("rhs", "bias") and role.equal is False and order(role.relative) > limit:
+                self._changed[number] |= operand(role.role)
+        return int(self._changed[number])
+
+    def _by_optimizer(self, first: int) -> bool:
+        """Whether a weight differs although it was equal in an earlier call, and all gradients before are equal."""
+        backward = self._a.phase[self._a.kind[:first]] == PHASES.index("backward")
+        changed = self._changed[first]
+        return bool(
+            changed
+            and not changed & OPERANDS["lhs"]
+            and (self._keys[:first] == self._keys[first]).any()
+            and backward.any()
+            and not (self._own_kind[:first][backward] == _NOT_COMPARED).any()
+        )
 
     def _module_rows(
         self, firsts: Array, counts: Array, relative: Array
@@ -308,15 +402,21 @@ class ProcessPair:
 
     def _difference(self, number: int, a: StoredCall, b: StoredCall) -> CallDifference:
         roles = role_differences(self._comparer, a, b)
+        names = self._names(number, roles)
+        arguments = self._comparer.arguments(a, b)
+        kind, found = self._decided.get(number) or (int(self._kinds(number)), self._comparer.computed(a, b))
+        pairing = PAIRINGS[self._pairs.how[number]]
+        return CallDifference(KINDS[kind], pairing, tuple(names), arguments, a, b, roles, found)
+
+    def _names(self, number: int, roles: Sequence[RoleDifference]) -> list[str]:
+        """The operands that differ and that no call before explains."""
         changed = int(self._changed[number])
         names = [role for role, operand_ in OPERANDS.items() if changed & operand_]
         if changed & OTHERS:
             differing = [role for role in roles if role.equal is False and operand(role.role) == OTHERS]
             in_one = [role for role in differing if role.a is None or role.b is None]
             names += [role.role for role in in_one or differing]
-        arguments = self._comparer.arguments(a, b)
-        kind, pairing = KINDS[self._kinds(number)], PAIRINGS[self._pairs.how[number]]
-        return CallDifference(kind, pairing, tuple(names), arguments, a, b, roles)
+        return names
 
 
 def _differ(kinds: Array) -> Array:

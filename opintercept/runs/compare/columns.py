@@ -43,6 +43,7 @@ class Verdicts(NamedTuple):
 
     equal: Array
     differs: Array  # where it is neither, nothing shows it
+    close: Array  # where only a tolerance makes it equal
     by: Array  # as an index into `BY`
     absolute: Array  # or a lower bound
     relative: Array
@@ -84,7 +85,8 @@ def verdicts(
     differs = ~same & np.where(unknown, basis["differs"], basis["differs"] | ~within)
     by[differs & basis["differs"] & basis["hashed"] & (by == _STATISTICS)] = _HASH
     absolute[unknown], relative[unknown] = np.nan, np.nan
-    return Verdicts(equal, differs, by, absolute, relative, details)
+    close = equal & ~same & comparer.tolerant & (basis["hashed"] | (absolute > 0))
+    return Verdicts(equal, differs, close, by, absolute, relative, details)
 
 
 def _least_errors(x: Arrays, y: Arrays) -> tuple[Array, Array]:
@@ -244,7 +246,7 @@ class Compared:
         if number:
             self.differing[rows[found.differs]] |= number
             self.changed[rows[found.differs & parameters]] |= number
-            self.unclear[rows] |= neither
+            self.unclear[rows] |= neither | found.close
         else:
             self.output_differs[rows] |= found.differs
             if role == "output":

@@ -1,7 +1,7 @@
 """Compares two runs: which processes and calls are counterparts, and which settings of the runs differ.
 
-`index` finds the counterpart of each call, `columns` compares the two, `blame` classifies the pair, `totals` adds up,
-`difference` holds what is reported, and `result` all of it. Imports torch only if both runs have tensors.
+`index` finds the counterpart of each call, `columns` compares the two, `blame` classifies the pair, `computed` decides
+where there are values, and `result` holds it all. Imports torch only if both runs have tensors.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ def diff(
       differed before it changed from call to call.
 
     An argument that is not a tensor always counts as changed.
+
+    Of runs with all values, `RunRecorder(folder, "full")`, what is reported is decided by computing the function f of a
+    call in float64: `output of B - output of A = [f(B's operands) - f(A's operands)] + what B adds - what A adds`. A
+    call counts as `"added"` if what one of the two adds is beyond its rounding. For a product, that is the bound of
+    `hooks.Checksum`. For another function it is 8 ulp of the output, 24 for softmax and attention, and
+    `6 (1 + sqrt(n / 6))` times what operands make that are off by their unit roundoff, if it adds up n numbers; for
+    activations and attention also 8 ulp of the terms that cancel inside.
 
     Args:
         a: The run that the other is measured against; results are in its order.

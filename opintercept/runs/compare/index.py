@@ -19,7 +19,7 @@ from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
-_PHASES = ("forward", "backward", "recompute")
+PHASES = ("forward", "backward", "recompute")
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
 
 
@@ -122,7 +122,7 @@ class Index:
             if model and module and is_plain(module):
                 module = f"{model}.{module}"
             key, loose = ids("key", module, op, phase, grad_of), ids("loose", module, phase, kin)
-            found.append((key, loose, ids("module", module), _PHASES.index(phase)))
+            found.append((key, loose, ids("module", module), PHASES.index(phase)))
         self.key, self.loose, self.module, self.phase = np.array(found, np.int64).reshape(-1, 4).T
 
     def chosen(self, numbers: Array) -> Array:

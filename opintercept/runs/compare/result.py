@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opintercept._core.tables import Marked, Part, Table
-from opintercept._core.text import listed
+from opintercept._core.text import duration, listed
 from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
 from opintercept.runs.compare.pairing import Pairing
 from opintercept.runs.compare.text import absent_lines, first_parts, modules_table, settings_table, unmatched_table
@@ -36,8 +36,12 @@ class Difference(Table):
         pairings: How many were paired in each way.
         metadata: How many differ in a shape or dtype.
         first: The first differing call in the order of the first run; with several processes, the one with the
-            smallest step and index. None if all are equal.
+            smallest step and index. Of runs with values, the first whose difference rounding does not explain, if there
+            is one. None if all are equal.
         before: How many calls before `first` have no counterpart, in each run: their effects were not compared.
+        optimizer: Whether a weight of `first` was equal in an earlier call, as were all gradients since, so that the
+            optimizer, or what else has written to the weight, makes the difference.
+        elapsed: The host times of the calls that were compared, in seconds, in each run; None if one is unknown.
         worst: The calls with the largest `relative` of an output, largest first; without `StoredCall.given`.
         modules: The modules with a differing call, in the order in which they first differ.
         modules_in_all: How many such modules there are; `modules` has at most `limit`.
@@ -58,6 +62,8 @@ class Difference(Table):
     metadata: int
     first: CallDifference | None
     before: tuple[int, int]
+    optimizer: bool
+    elapsed: tuple[float | None, float | None]
     worst: tuple[CallDifference, ...]
     modules: tuple[ModuleDifference, ...]
     modules_in_all: int
@@ -84,11 +90,14 @@ class Difference(Table):
         yield from absent_lines(self.absent, self.a, self.b)
         yield from self._counts()
         if self.first is not None:
-            yield from ("", *first_parts(self.first, self.before, self.unmatched))
+            yield from ("", *first_parts(self.first, self.before, self.unmatched, self.optimizer))
         if self.modules:
             yield from ("", modules_table(self.modules, self.modules_in_all, ranks=len(self.ranks) > 1))
         if self.unmatched:
             yield from ("", unmatched_table(self.unmatched))
+        times = [duration(seconds) for seconds in self.elapsed if seconds]
+        if len(times) == 2:
+            yield from ("", f"host time of the calls compared: {times[0]} in A, {times[1]} in B")
 
     def _counts(self) -> Iterator[str]:
         a, b = self.calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ from opintercept.runs.compare.difference import (
     NOT_RECORDED,
     Absent,
     CallDifference,
+    Computed,
     ModuleDifference,
     RoleDifference,
     Unmatched,
+    order,
 )
 from opintercept.runs.compare.pairing import module_name
 from opintercept.runs.compare.words import WIDTH, module_text, nonfinite, number_text, short_op
@@ -23,11 +26,14 @@ from opintercept.runs.store.codec import is_output
 from opintercept.runs.store.run import RunHead
 
 _WHY = {
-    "added": "the operands are equal but the output differs: this call adds the difference",
     "inherited": "an operand differs that may come from an earlier call that differs",
+    "rounding": "the outputs differ by no more than rounding",
     "unclear": "the recorded operands are equal, but the operator has others, draws random numbers, or raised in one "
     "of the runs",
 }
+_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # unit roundoffs
+# What operators call their operands, where that says more than the role.
+_NAMES = {"attention": ("query", "key"), "linear": ("input", "weight"), "conv": ("input", "weight")}
 
 
 def settings_table(settings: Sequence[tuple[str, str, str]]) -> Cells:
@@ -62,19 +68,23 @@ def _no_calls(ranks: list[int]) -> str:
     return f"rank {ranks[0]} has no calls" if len(ranks) == 1 else f"ranks {listed(ranks)} have no calls"
 
 
-def first_parts(call: CallDifference, before: tuple[int, int], unmatched: Sequence[Unmatched]) -> Iterator[Part]:
+def first_parts(
+    call: CallDifference, before: tuple[int, int], unmatched: Sequence[Unmatched], optimizer: bool
+) -> Iterator[Part]:
     """Describe the first call that differs, and the calls before it that have no counterpart."""
     yield Marked(f"first divergence: {_where(call)}", "wrong")
     if call.a.record.source is not None:
         yield f"  at {printable(call.a.record.source, WIDTH)}"
     for name, one, other in call.arguments[:8]:
         yield f"  changed argument: {printable(name, WIDTH)} is {_argument(one)} in A and {_argument(other)} in B"
-    if call.changed:
-        changed = " and ".join(map(_whose(call), call.changed))
-        differs = "differs" if len(call.changed) == 1 else "differ"
-        yield f"  changed operand: {changed} {differs}, and no earlier difference explains it"
-    elif not call.arguments:
-        yield f"  {call.kind}: {_WHY[call.kind]}"
+    if call.changed and call.kind != "rounding":
+        yield f"  changed operand: {_changed(call)}"
+    if optimizer:
+        yield "  the optimizer: it was equal in an earlier call, and the gradients recorded since then are equal"
+    if call.kind in ("added", "rounding") or not (call.changed or call.arguments):
+        yield f"  {call.kind}: {_why(call)}"
+    if isinstance(call.computed, Computed):
+        yield f"  computed in float64: {_parted(call.computed)}"
     yield from _reordered(call)
     yield from _nonfinite(call)
     for run, side, calls in (("a", call.a, before[0]), ("b", call.b, before[1])):
@@ -89,6 +99,44 @@ def first_parts(call: CallDifference, before: tuple[int, int], unmatched: Sequen
     known = [column for column in columns if not column[0] or set(column[1:]) != {"-"}]
     names, *rows = map(list, zip(*known, strict=True))
     yield Cells(names, rows, left=5, indent="  ")
+
+
+def _changed(call: CallDifference) -> str:
+    """Which operands differ, in words."""
+    roles = {role.role: role for role in call.roles}
+    changed = [roles[name] for name in call.changed if name in roles]
+    dtypes = {(role.a.dtype, role.b.dtype) for role in changed if role.a and role.b and role.a.dtype != role.b.dtype}
+    (one, other) = dtypes.pop() if len(dtypes) == 1 else ("", "")
+    dtype = f", {one} in A and {other} in B," if one else ""
+    above = " above the tolerance" if any(role.equal and role.max_absolute for role in call.roles) else ""
+    text = f"{' and '.join(map(_whose(call), call.changed))}{dtype} {'differs' if len(call.changed) == 1 else 'differ'}"
+    small = [role.relative and role.a and role.relative <= 8 * _UNITS.get(role.a.dtype, 0.0) for role in changed]
+    open_ = f"; {call.computed}, so it may be rounding" if isinstance(call.computed, str) and all(small) else ""
+    return f"{text}, and no earlier difference{above} explains it{open_}"
+
+
+def _why(call: CallDifference) -> str:
+    """Why a call is of its kind, in words."""
+    computed, kind = call.computed, call.kind
+    close = [role for role in call.operands if role.equal and role.max_absolute]
+    if kind == "added":
+        if isinstance(computed, str):
+            equal = "equal" if not close else "equal within the tolerance"
+            return f"the operands are {equal} but the output differs; {computed}, so rounding may explain it"
+        wrong = [name for name, off in (("A", computed.added_a), ("B", computed.added_b)) if off > 1]
+        return f"the output of {' and of '.join(wrong)} is not what the operands give"
+    if close and kind in ("unclear", "inherited"):
+        most = max(close, key=lambda role: order(role.relative))
+        less = f"operands differ by less than the tolerance, {most.role} by {number_text(most.relative)} of its largest"
+        return f"the {less}; {computed}, so it may come from them" if isinstance(computed, str) else f"its {less}"
+    return _WHY[kind]
+
+
+def _parted(computed: Computed) -> str:
+    """What the operands make of the difference, and what each run adds, in words."""
+    inherited, whole = number_text(computed.inherited), number_text(computed.difference)
+    given = "" if computed.inherited is None else f"{inherited} of the difference of {whole} comes from what both get; "
+    return f"{given}A is off by {computed.added_a:.2g} and B by {computed.added_b:.2g} times its rounding"
 
 
 def _last_of(unmatched: list[Unmatched]) -> str:
@@ -123,15 +171,34 @@ def _argument(value: Any) -> str:
 def _whose(call: CallDifference) -> Callable[[str], str]:
     """Return a function that names an operand, and its run if only one run has it."""
     only = {role.role: "B" if role.a is None else "A" for role in call.roles if (role.a is None) != (role.b is None)}
-    return lambda name: f"{name} (only {only[name]} has one)" if name in only else name
+    names = next((names for word, names in _NAMES.items() if word in call.a.record.op), ())
+    own = dict(zip(("lhs", "rhs"), names, strict=False))
+
+    def whose(name: str) -> str:
+        notes = [own[name]] if name in own else []
+        notes += [f"only {only[name]} has one"] if name in only else []
+        return f"{name} ({', '.join(notes)})" if notes else name
+
+    return whose
 
 
 def _reordered(call: CallDifference) -> Iterator[str]:
     """Name the operands and outputs whose statistics are equal although their values are not."""
-    found = [role.role for role in call.roles if role.equal is False and role.by == "hash" and role.max_absolute == 0]
+    found = [role.role for role in call.roles if _is_reordered(role)]
     if found:
         has = "has" if len(found) == 1 else "have"
-        yield f"  {listed(found)} {has} equal statistics: the order of the values may differ, as after a transpose"
+        yield f"  {listed(found)} {has} the same values in another order, as after a transpose: only the hashes differ"
+
+
+def _is_reordered(role: RoleDifference) -> bool:
+    """Whether all statistics are equal although values differ, by more than rounding."""
+    one, other = role.a_values, role.b_values
+    if role.equal is not False or role.by == "hash":
+        return role.equal is False and role.max_absolute == 0
+    if one is None or other is None or order(role.relative) < 1e-3:
+        return False
+    same = all(getattr(one, name) == getattr(other, name) for name in ("count", "nan", "inf", "min", "max"))
+    return same and math.isclose(one.rms or 0.0, other.rms or 0.0, rel_tol=1e-6)
 
 
 def _nonfinite(call: CallDifference) -> Iterator[str]:
@@ -157,8 +224,7 @@ def _role(role: RoleDifference) -> tuple[str, ...]:
         _type(role.a),
         _type(role.b),
         role.by or "-",
-        bound + number_text(role.max_absolute),
-        bound + number_text(role.relative),
+        *("order" if bound and not size else bound + number_text(size) for size in (role.max_absolute, role.relative)),
         number_text(role.max_relative),
         number_text(role.max_ulp),
         "-" if role.cosine is None else f"{role.cosine:.9g}",

@@ -42,11 +42,12 @@ class DiffTotals:
         self.by: Counter[str] = Counter()
         self.pairings: Counter[Pairing] = Counter()
         self.ranks: list[tuple[int, int]] = []
+        self.elapsed: tuple[list[float], list[float]] = ([], [])
         self.absent: list[Absent] = []
         self.modules_in_all = 0
         self.unmatched_calls = [0, 0]
         self._first: CallDifference | None = None
-        self._before = (0, 0)
+        self._before, self._optimizer = (0, 0), False
         self._worst: list[tuple[float, CallDifference]] = []
         self._modules: list[tuple[_Place, ModuleDifference]] = []  # with the place of the first call that differs
         self._unmatched: list[Unmatched] = []
@@ -71,10 +72,10 @@ class DiffTotals:
                 Unmatched(side, rank, record.module, record.op, record.phase, record.grad_of, calls, at)
             )
 
-    def add_first(self, call: CallDifference, before: tuple[int, int]) -> None:
-        """Add the first call of a process that differs, and how many calls before it have no counterpart."""
-        if self._first is None or call.a.place < self._first.a.place:
-            self._first, self._before = call, before
+    def add_first(self, call: CallDifference, before: tuple[int, int], optimizer: bool) -> None:
+        """Add `first`, `before` and `optimizer` of a process."""
+        if self._first is None or _order(call) < _order(self._first):
+            self._first, self._before, self._optimizer = call, before, optimizer
 
     def add_rows(
         self, worst: list[tuple[float, CallDifference]], modules: list[tuple[_Place, ModuleDifference]]
@@ -101,9 +102,20 @@ class DiffTotals:
             metadata=self.metadata,
             first=self._first,
             before=self._before,
+            optimizer=self._optimizer,
+            elapsed=(_total(self.elapsed[0]), _total(self.elapsed[1])),
             worst=tuple(call for _, call in self._worst),
             modules=tuple(module for _, module in self._modules),
             modules_in_all=self.modules_in_all,
             unmatched=tuple(self._unmatched),
             unmatched_calls=(self.unmatched_calls[0], self.unmatched_calls[1]),
         )
+
+
+def _order(call: CallDifference) -> tuple[bool, _Place]:
+    return call.kind in ("inherited", "rounding"), call.a.place
+
+
+def _total(times: list[float]) -> float | None:
+    total = float(np.sum(times))
+    return None if total != total else total

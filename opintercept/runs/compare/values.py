@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.tensors import TensorMeta
-from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNREAD, torchs_name
-from opintercept.runs.compare.difference import NOT_RECORDED, By
+from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, PADDED, SCRATCH, UNREAD, VIEWS, torchs_name
+from opintercept.runs.compare.difference import NOT_RECORDED, By, Computed
 from opintercept.runs.compare.pairing import metas, operator_name
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
@@ -63,8 +63,12 @@ class Comparer:
     def __init__(self, a: Run, b: Run, rtol: float = 0.0, atol: float = 0.0, tensors: bool = True) -> None:
         self._a, self._b = a, b
         self.rtol, self.atol = rtol, atol
-        self._exact = not (rtol or atol)
+        self.tolerant = bool(rtol or atol)
         self.reads_tensors = tensors
+        kept = {info.tensors for run in (a, b) for info in run.infos.values()}
+        self.computes = tensors and kept == {"full"}
+        recorded = "no values were recorded" if kept <= {"none", "stats"} else "not all values were recorded"
+        self._uncomputed = recorded if tensors else "values were not read"
 
     def arguments(self, a: StoredCall, b: StoredCall) -> tuple[tuple[str, Any, Any], ...]:
         """The arguments other than tensors that differ: name, value in `a`, value in `b`."""
@@ -72,7 +76,7 @@ class Comparer:
         same_func = a.record.func == b.record.func
         found = []
         for name in dict.fromkeys((*one, *other)):
-            if name == "device" or (name in _DTYPES and not self._exact):
+            if name == "device" or (name in _DTYPES and self.tolerant):
                 continue
             if name in one and name in other:
                 x, y = one[name], other[name]
@@ -88,7 +92,7 @@ class Comparer:
 
     def _equal_arguments(self, x: Any, y: Any) -> bool:
         numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (x, y))
-        if numbers and not self._exact:
+        if numbers and self.tolerant:
             return bool(abs(x - y) <= self.atol + self.rtol * abs(x))
         return bool(x == y)
 
@@ -112,8 +116,9 @@ class Comparer:
             if role.startswith("output.") and one is not None and "int" in one.dtype:
                 continue  # seed and offset of an attention's dropout, which mean nothing without dropout
             basis = self._basis(Basis(role, one, other), a, b, same_operator)
-            if is_output(role) and basis.equal is None and same_operator and torchs_name(a.record.op) in UNREAD:
-                basis = Basis(role, one, other, True, "metadata")
+            name = torchs_name(a.record.op) if is_output(role) and same_operator else ""
+            if name in VIEWS or (name in UNREAD and basis.equal is None):
+                basis = Basis(role, one, other, True, "metadata")  # a view of what differs adds nothing to it
             yield basis
 
     def _basis(self, bare: Basis, a: StoredCall, b: StoredCall, same_operator: bool) -> Basis:
@@ -130,9 +135,9 @@ class Comparer:
             return bare._replace(equal=False, by="metadata")
         same_dtype = one.dtype == other.dtype
         if x is None or y is None:
-            return bare._replace(equal=False, by="metadata") if self._exact and not same_dtype else bare
+            return bare._replace(equal=False, by="metadata") if not self.tolerant and not same_dtype else bare
         hashed = x.hash is not None and y.hash is not None and same_shape
-        differs = self._exact and (not same_dtype or hashed)
+        differs = not self.tolerant and (not same_dtype or hashed)
         return Basis(role, one, other, None, None, True, hashed and same_dtype, differs, same_shape, x.count == y.count)
 
     def errors(self, role: str, a: StoredCall, b: StoredCall) -> TensorErrors | None:
@@ -151,6 +156,17 @@ class Comparer:
             return None
         return _errors("sample" if is_sample else "tensors", x, y)
 
+    def computed(self, a: StoredCall, b: StoredCall) -> Computed | str:
+        """What the calls' function makes of the operands, or why that is not known."""
+        if not self.computes:
+            return self._uncomputed
+        from opintercept.runs.compare.computed import NotComputed, computed
+
+        try:
+            return computed(self._a, a, self._b, b)
+        except NotComputed as why:
+            return str(why)
+
 
 def is_random(call: StoredCall) -> bool:
     """Whether a call draws random numbers, of which nothing is recorded."""
@@ -167,7 +183,8 @@ def _means_nothing(role: str, call: StoredCall) -> bool:
         place = role.removeprefix("output.")
         return place.isdecimal() and int(place) >= FOR_PROGRAM.get(call.record.op, math.inf)
     name = role.partition("[")[0]
-    return name in SCRATCH or (name == "self" and torchs_name(call.record.op) in OVERWRITES)
+    op = call.record.op
+    return name in SCRATCH or (name, op) in PADDED or (name == "self" and torchs_name(op) in OVERWRITES)
 
 
 def _errors(by: By, x: torch.Tensor, y: torch.Tensor) -> TensorErrors | None:

@@ -6,11 +6,12 @@ const divergence = (() => {
   const { columnOf, pastText, rowsOf, scaled, stepText } = maps;
 
   const kinds = {
-    added: ["◆", "added here: operands equal, output differs"],
+    added: ["◆", "added here: the operands do not explain it"],
     "changed argument": ["✚", "argument changed"],
     "changed operand": ["■", "operand changed"],
     unclear: ["?", "unclear"],
     inherited: ["", "inherited"],
+    rounding: ["", "rounding"],
   };
   const ways = {
     tensors: "all of its values", sample: "a sample of its values", hash: "its statistics",
@@ -38,7 +39,8 @@ const divergence = (() => {
   function firstText(first) {
     const { changed, kind, by, relative } = first;
     const why = {
-      added: "Its operands are equal but its output differs: this call adds the difference.",
+      added: "Its output differs by what its operands do not explain: this call adds the difference.",
+      rounding: "Its outputs and operands differ by no more than rounding.",
       inherited: "Its operands already differ.", "changed argument": "",
     }[kind] ?? "Its recorded operands are equal but its output differs: it has other operands, draws random numbers, "
       + "or raised in one of the runs.";
@@ -49,7 +51,7 @@ const divergence = (() => {
       name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ",
       ...first.arguments.flatMap(([key, one, other]) => [
         "Its argument ", name(key), " was ", name(one), " in A and is ", name(other), " in B. "]),
-      !changed.length ? why
+      !changed.length || kind === "rounding" ? why
         : `Its ${changed.join(" and ")} differ${changed.length > 1 ? "" : "s"}, and no earlier call explains that.`,
       broken.length ? ` NaN and Inf: ${broken.join(", ")}.` : "",
       relative === null ? "" : ` The relative error of its output is ${

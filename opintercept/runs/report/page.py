@@ -38,7 +38,7 @@ from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
 
 WORST = 10
-WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited")
+WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited", "rounding")
 
 
 def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> None:

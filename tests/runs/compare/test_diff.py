@@ -249,6 +249,23 @@ def test_random_numbers_and_memory_of_a_kernel_make_no_difference(role: str, com
     assert compare(attention(**more[0]), attention(**more[1])).equal
 
 
+@pytest.mark.parametrize(
+    ("op", "role", "equal"),
+    [
+        ("efficient_attention", "output.1", True),
+        ("efficient_attention_backward", "logsumexp", True),
+        ("flash_attention_for_cpu_backward", "logsumexp", False),
+    ],
+)
+def test_padding_that_a_kernel_does_not_write_makes_no_difference(
+    op: str, role: str, equal: bool, compare: Any
+) -> None:
+    a, b = (
+        [call("attn", "q", "k", "y", op=f"aten::_scaled_dot_product_{op}", more={role: name})] for name in ("s", "t")
+    )
+    assert compare(a, b).equal is equal
+
+
 def test_two_equal_runs_of_an_lstm_and_of_unwritten_memory_are_equal(tmp_path: Path) -> None:
     model, x = torch.nn.LSTM(8, 16), torch.ones(5, 3, 8)
     log_probs, targets = torch.randn(4, 1, 5).log_softmax(-1).requires_grad_(), torch.tensor([[1, 2]])
