@@ -70,21 +70,23 @@ const divergence = (() => {
     const { data } = state;
     if (!noise) return [];
     const steps = noise.steps === 1 ? "the first step" : `the first ${noise.steps} steps`;
-    const begin = !noise.usual ? `In ${steps}, most modules are equal. `
-      : `In ${steps}, the error of a module is ${plain(noise.usual)} in the median: this is the runs' noise. `;
-    const meaning = `Noise is the median error of the module in ${steps}; an error is above it if it is more than ${
-      noise.times} times as large, or more than 0 where the module begins equal.`;
+    const begin = !noise.usual ? `In ${steps}, no module differs by more than rounding. `
+      : `In ${steps}, a module that differs is off by ${plain(noise.usual)} in the median: this is the runs' noise. `;
+    const meaning = `Noise is the median error of the module in ${steps}; where that is within its rounding, the `
+      + `median of the others. An error is above it if it is more than ${noise.times} times as large, and more than ${
+        noise.times} times the rounding of its dtype.`;
     if (!above) {
       return first ? [element("p", { title: meaning }, element("b", {}, "Above the noise: "), begin,
         `No step is more than ${noise.times} times above its module's noise.`)] : [];
     }
-    const ratio = above.error === "inf" ? Infinity : above.error / above.noise;
+    const [unit, size] = above.noise > above.rounding ? ["noise", above.noise] : ["rounding", above.rounding];
+    const ratio = above.error === "inf" ? Infinity : above.error / size;
     return [
       paragraph(element("b", {}, `First step above the noise: ${above.step}. `), begin,
         `In step ${above.step}, ${above.phase}, `, name(above.module),
         ` has an error of ${error(above.error)} in call ${above.index}`,
         data.runs[0].ranks > 1 ? ` of rank ${above.rank}` : "",
-        above.noise ? `, ${plain(ratio)} times its noise of ${plain(above.noise)}.` : ", where it began equal."),
+        `, ${plain(ratio)} times its ${unit} of ${plain(size)}.`),
       element("p", { class: "quiet small" }, meaning),
     ];
   }

@@ -1,7 +1,7 @@
 """`Drift`: the error of each module between two runs over the steps, and the first step where it exceeds their noise.
 
 Invariant: the map has a bounded size; the first step above the noise is exact, however many steps a column of the map
-has. Needs numpy. Must not import torch.
+has, and never has an error within `ABOVE` times its rounding. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from opintercept._core.record import CallRecord
 from opintercept.runs.compare.index import Index
 from opintercept.runs.report.panels import PHASES, HeatMap, about, rounded
 from opintercept.runs.store.columns import Array
@@ -18,6 +19,8 @@ from opintercept.runs.sums import GroupSums
 PART, MOST = 10, 50  # the first tenth of the steps, and at most so many, show the noise
 ABOVE = 10.0  # an error is above the noise if it is so many times as large
 _TOGETHER = 1 << 20  # calls that are grouped together, which takes fifty bytes each
+_BITS = {"float64": 52, "complex128": 52, "float16": 10, "bfloat16": 7, "float8_e4m3fn": 3, "float8_e4m3fnuz": 3}
+_BITS |= {"float8_e5m2": 2, "float8_e5m2fnuz": 2}  # of a mantissa; other dtypes count as float32
 
 
 class Drift:
@@ -25,8 +28,9 @@ class Drift:
 
     The noise of a module in a pass is the median error of its first steps: of a tenth, at least one, at most `MOST`.
     The error of a step is the largest of its calls. Of an even number of steps, the median is the smaller middle one.
-    A call is above the noise if its error is more than `ABOVE` times that; where the runs begin equal, if it has any.
-    A module that does not run in the first steps has the median noise of those that do.
+    A module that begins within its rounding, or does not run in the first steps, has the median noise of those that
+    begin above theirs, as it will inherit that. A call is above the noise if its error is more than `ABOVE` times the
+    noise and more than `ABOVE` times its own rounding.
     """
 
     def __init__(self, heat: HeatMap) -> None:
@@ -54,22 +58,27 @@ class Drift:
             some = slice(start, start + _TOGETHER)
             of = differs[some]
             self._add_cells(place[kinds[some][of]], steps[some][of] // self._heat.width, relative[some][of])
-        codes = index.module.astype(np.int64) * len(PHASES) + index.phase
-        noise = self._noise_of(codes, kinds, steps, relative)
+        noise = self._noise_of(index, numbers, steps, relative)
         if noise is None:
             return
         found = np.flatnonzero(relative > (noise * ABOVE)[kinds])
-        if not len(found):
-            return
         indexes = index.columns.gather(numbers[found], ("index",))["index"]
-        at = found[np.lexsort((indexes, steps[found]))[0]]
-        (call,) = index.columns.calls_at(numbers[[at]], given=False)
+        found = found[np.lexsort((indexes, steps[found]))]
+        for start in range(0, len(found), _TOGETHER):
+            part = found[start : start + _TOGETHER]
+            rounding = rounding_of(index, numbers[part])
+            for at in np.flatnonzero(relative[part] > ABOVE * rounding)[:1].tolist():
+                return self._keep(index, numbers[part[at]], float(relative[part[at]]), noise, float(rounding[at]))
+
+    def _keep(self, index: Index, number: Any, error: float, noise: Array, rounding: float) -> None:
+        """Keep a call that is above the noise, unless one of another process comes before it."""
+        (call,) = index.columns.calls_at(np.array([number]), given=False)
         if self._above is None or call.place < self._above[0]:
-            error = float(relative[at])
             figures = {
                 "row": self._heat.modules.get(call.record.module),
                 "error": "inf" if np.isinf(error) else rounded(error),
-                "noise": rounded(float(noise[kinds[at]])),
+                "noise": rounded(float(noise[index.kind[number]])),
+                "rounding": rounded(rounding),
             }
             self._above = call.place, about(call) | figures
 
@@ -83,24 +92,30 @@ class Drift:
         }
         self._cells.add([places[known], columns[known]], figures)
 
-    def _noise_of(self, codes: Array, kinds: Array, steps: Array, relative: Array) -> Array | None:
-        """The noise of the module and pass (`codes`) of each kind of call; None if there is only one step."""
+    def _noise_of(self, index: Index, numbers: Array, steps: Array, relative: Array) -> Array | None:
+        """The noise of the module and pass of each kind of call; None if there is only one step."""
         all_steps = np.unique(steps)
         if len(all_steps) < 2:
             return None
         count = max(1, min(MOST, len(all_steps) // PART))
-        early = np.flatnonzero(steps <= all_steps[count - 1])
-        mine, errors = codes[kinds[early]], np.fmax(relative[early], 0.0)
+        codes = index.module.astype(np.int64) * len(PHASES) + index.phase
         groups = GroupSums()
-        groups.add([mine, steps[early]], {"error_max": errors})
-        modules, of_steps = groups.keys[0], groups.figures["error_max"]
-        order = np.lexsort((of_steps, modules))
+        early = np.flatnonzero(steps <= all_steps[count - 1])
+        for start in range(0, len(early), _TOGETHER):
+            some = early[start : start + _TOGETHER]
+            errors, rounding = np.fmax(relative[some], 0.0), np.zeros(len(some))
+            rounding[errors > 0] = rounding_of(index, numbers[some[errors > 0]])
+            figures = {"error_max": errors, "rounding_max": rounding}
+            groups.add([codes[index.kind[numbers[some]]], steps[some]], figures)
+        modules, errors = groups.keys[0], groups.figures["error_max"]
+        order = np.lexsort((errors, modules))
         found, starts, counts = np.unique(modules[order], return_index=True, return_counts=True)
-        medians = of_steps[order][starts + (counts - 1) // 2]
-        usual = float(np.sort(medians)[(len(medians) - 1) // 2])
+        medians = errors[order][starts + (counts - 1) // 2]
+        above = medians > np.maximum.reduceat(groups.figures["rounding_max"][order], starts)
+        usual = float(np.sort(medians[above])[(above.sum() - 1) // 2]) if above.any() else 0.0
         self._steps, self._noise = max(self._steps, count), max(self._noise or 0.0, usual)
         noise = np.full(int(codes.max()) + 1, usual)
-        noise[found] = medians
+        noise[found[above]] = medians[above]
         return np.asarray(noise[codes])
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,3 +133,28 @@ class Drift:
                 values.append(value)
         noise = None if self._noise is None else {"steps": self._steps, "usual": rounded(self._noise), "times": ABOVE}
         return {"phases": phases, "noise": noise, "above": None if self._above is None else self._above[1]}
+
+
+def rounding_of(index: Index, numbers: Array) -> Array:
+    """By how much rounding may change the outputs of some calls, as a part of the largest magnitude of each.
+
+    To an ulp of the coarsest dtype it adds what k terms in float32 gather, which are k in a product, and as many as the
+    longest dimension elsewhere: `eps * sqrt(k)` of the output, or of `sqrt(k) rms(A) rms(B)` if the terms cancel. That
+    leaves room for operands that differ by rounding.
+    """
+    rules = np.array([_rounds(index.columns.signature(each).record) for each in index.signature.tolist()])
+    ulp, wide, terms = rules[index.kind[numbers]].T
+    read = index.columns.gather(numbers, ("lhs_rms", "rhs_rms", "output_min", "output_max"))
+    with np.errstate(all="ignore"):  # in a hostile run
+        peaks = np.fmax(np.abs(read["output_min"]), np.abs(read["output_max"]))
+        cancels = np.sqrt(terms) * read["lhs_rms"] * read["rhs_rms"] / peaks
+    return np.asarray(ulp + wide * np.sqrt(terms) * np.where(np.isfinite(cancels), np.maximum(cancels, 1.0), 1.0))
+
+
+def _rounds(record: CallRecord) -> tuple[float, float, int]:
+    """The distance from 1 to the next number in the coarsest dtype and in sums, and how many terms these have."""
+    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
+    tensors = [each for each in (record.lhs, record.rhs, *outputs) if each is not None]
+    ulps = [2.0 ** -_BITS.get(each.dtype, 23) for each in tensors] or [2.0**-23]
+    longest = max((size for each in tensors for size in each.shape), default=1)
+    return max(ulps), min(max(ulps), 2.0**-23), max(1, longest if record.gemm is None else record.gemm.k)

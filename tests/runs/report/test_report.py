@@ -374,6 +374,50 @@ def test_the_first_step_above_the_noise_is_found(
     assert largest[3] == 4 - (17 % 4 if heat["steps"][largest[2]] == 16 else 0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "error", "operands", "above"),
+    [
+        ("float32", 2e-6, values(), False),
+        ("float32", 1e-4, values(), True),
+        ("bfloat16", 1e-2, values(), False),
+        ("float64", 2e-6, values(), True),
+        ("float32", 1e-4, values(rms=1e2), False),  # the product of these is as large as 2 only if terms cancel
+    ],
+)
+def test_an_error_within_rounding_is_not_above_the_noise(
+    tmp_path: Path, dtype: str, error: float, operands: dict[str, Any], above: bool
+) -> None:
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for index in range(8):
+        tensors: Any = {name: replace(getattr(CALL, name), dtype=dtype) for name in ("lhs", "rhs", "output")}
+        record = replace(CALL, index=index, step=index // 4, module=f"layers.{index % 4}", **tensors)
+        for side, calls in enumerate(sides):
+            off = 2 * error * side * (index == 6)  # the largest value is 2
+            calls.append((record, {"lhs": operands, "rhs": operands, "output": values(rms=1.0 + off)}))
+    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in zip("ab", sides, strict=True))
+    found = data_of(report.page(a, b))["divergence"]["drift"]["above"]
+    assert (found is not None and found["module"] == "layers.2") is above
+    assert above or found is None
+
+
+@pytest.mark.parametrize(("error", "above"), [(4e-3, None), (4e-2, "layers.3")])
+def test_a_module_that_begins_equal_has_the_noise_of_the_others(
+    tmp_path: Path, error: float, above: str | None
+) -> None:
+    """It inherits theirs in the next step, when weights have been updated."""
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for index in range(8):
+        step, layer = divmod(index, 4)
+        record = replace(CALL, index=index, step=step, module=f"layers.{layer}")
+        for side, calls in enumerate(sides):
+            off = 2 * side * (1e-3 if layer == 1 else error * (layer == 3 and step == 1))
+            calls.append((record, {"output": values(rms=1.0 + off)}))
+    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in zip("ab", sides, strict=True))
+    drift = data_of(report.page(a, b))["divergence"]["drift"]
+    assert drift["noise"]["usual"] == 1e-3
+    assert (drift["above"] and drift["above"]["module"]) == above
+
+
 def test_runs_of_one_step_have_no_noise(tmp_path: Path) -> None:
     a, b = (
         open_run(folder(tmp_path / name, (CALL, {"output": values(rms=rms)}))) for name, rms in (("a", 1), ("b", 2))
