@@ -98,7 +98,9 @@ const maps = (() => {
         redraw();
       },
     });
-    byId(`${panel}-key`).replaceChildren(...keys.filter(Boolean).map((text) => element("span", {}, text)),
+    const shown = byId(`${panel}-plot`).querySelector(".rows");
+    const more = shown.scrollHeight > shown.clientHeight && `${rows.length} rows: scroll to see the last ones.`;
+    byId(`${panel}-key`).replaceChildren(...[more, ...keys].filter(Boolean).map((text) => element("span", {}, text)),
       ...(heat.steps.length > 1 ? [plots.legend(colors.ramp, colors.texts)] : []));
     byId(`${panel}-chosen`).replaceChildren();
     if (!selected) return;

@@ -681,6 +681,24 @@ def test_operators_without_a_formula_show_the_bytes_that_they_move(browser: Brow
     assert figures == ["1", "520 B", "1 µs", "100.0 %", "520 MB/s", "?"]
 
 
+def test_a_map_with_more_rows_than_fit_says_so(browser: Browser, tmp_path: Path) -> None:
+    """As scroll bars may be hidden; the last row that shows is cut in half, too."""
+    for rows, said in ((30, False), (31, True)):
+        calls: list[Any] = [(replace(CALL, module=f"m{i}", step=step), {}) for step in (0, 1) for i in range(rows)]
+        open_page(browser, tmp_path, folder(tmp_path / f"{rows}", *calls), width=400)
+        assert names_of(browser, "heat")[-1] == f"m{rows - 1}"
+        assert (f"{rows} rows: scroll to see the last ones" in said_in(browser, "heat-key")) is said
+        box = "document.querySelector('#heat-plot .rows')"
+        assert browser.evaluate(f"{box}.clientHeight") == (610 if said else rows * 20)
+        browser.evaluate(f"{box}.scrollTop = 1e9")
+        bottom = f"{box}.lastChild.lastChild.getBoundingClientRect().bottom"
+        assert browser.evaluate(f"{bottom} - {box}.getBoundingClientRect().bottom") == 0
+    browser.evaluate(f"{box}.scrollTop = 0")
+    browser._ask("Emulation.setEmulatedMedia", media="print")
+    assert browser.evaluate(f"{box}.clientHeight") == 31 * 20
+    browser._ask("Emulation.setEmulatedMedia", media="")
+
+
 def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
     many = [(replace(CALL, module=f"layers.{i}", op=f"aten::{i}"), {"output": values(nan=i)}) for i in range(450)]
     bounds: dict[str, list[Any]] = {
