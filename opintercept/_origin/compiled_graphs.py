@@ -57,7 +57,7 @@ class Trace(NamedTuple):
     # The compiled function's name for the module that makes the call, `"L['self']"`; `""` if the function makes it
     # outside of further modules; None if unknown.
     base: str | None
-    path: tuple[str, ...]  # the attributes from there to the innermost module
+    path: tuple[str, ...]  # the attributes from there, or from the graph's own module, to the innermost module
     kind: str  # the name of the innermost module's class
     line: tuple[str, int, str] | None  # the file, line number and function
 
@@ -158,8 +158,8 @@ def _trace(node: Any) -> Trace:
         return Trace("", (), "", line)
     written, kind = list(stack.values())[-1]
     found = re.match(_BASE, str(written))
-    if found is None:
-        return UNKNOWN._replace(line=line)
+    if found is None:  # of torch.export and torch.fx, which write the qualified name
+        return UNKNOWN._replace(path=tuple(filter(None, str(written).split("."))), line=line)
     path = tuple(part for part in re.findall(r"\w+", found[3]) if part != "_modules")
     return Trace(f"{found[1]}['{found[2]}']", path, getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
 

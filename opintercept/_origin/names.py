@@ -147,6 +147,13 @@ class Labels:
             seen = self._turn_to(root)
         return seen.home.find(module) or self._unregistered(seen.home, module)
 
+    def below(self, root: torch.nn.Module, module: torch.nn.Module, path: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of what is at a path below `module`, which need not be a module."""
+        names = self.names(root, module)
+        home = self._last.home
+        tops = (home.prefix if name == home.label else f"{name}." for name in names)
+        return tuple(top + ".".join(path) for top in tops) if path else names
+
     def lasts(self, root: torch.nn.Module, module: torch.nn.Module) -> bool:
         """Whether `names` will answer the same again, until a module is freed or kernels are told to `forget`."""
         return self._last.root() is root and id(module) in self._last.home.names

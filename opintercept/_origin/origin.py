@@ -23,11 +23,11 @@ from opintercept._origin.names import Labels
 from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
 
 
-def _is_graph(module: torch.nn.Module) -> bool:
+def _is_graph(module: object) -> bool:
     return any(kind.__name__ == "GraphModule" for kind in type(module).__mro__)
 
 
-def _is_dynamos(module: torch.nn.Module) -> bool:
+def _is_dynamos(module: object) -> bool:
     return hasattr(module, "compile_subgraph_reason")  # Dynamo's own, which the program does not have
 
 
@@ -86,9 +86,11 @@ class _Stack:
             if caller is None and is_users(frame.f_code):
                 caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
             frame = frame.f_back
-        if graph is None and own is None and module is not None and root is not None and not _is_dynamos(root):
-            # A GraphModule that the program has made.
-            return CallSite(self._labels.names(root, module), None, -1, trace.line)
+        runs = made.f_locals.get("self")
+        programs = graph is None and (own is None or _is_graph(runs)) and not (_is_dynamos(root) or _is_dynamos(runs))
+        if programs and module is not None and root is not None:  # a GraphModule that the program has made
+            path = trace.path if runs is module and trace.base is None else ()  # not in a module that the graph calls
+            return CallSite(self._labels.below(root, module, path), None, -1, trace.line)
         bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
         there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))

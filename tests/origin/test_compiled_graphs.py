@@ -46,6 +46,46 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
         torch._dynamo.reset()
 
 
+class Scaled(nn.Module):
+    """Multiplies itself, not by a module that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.ones(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) @ self.weight
+
+
+EXPORTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "strict": lambda model, x: torch.export.export(model, (x,), strict=True).run_decompositions().module(),
+    "fx": lambda model, _: torch.fx.symbolic_trace(model),
+    "unflattened": lambda model, x: torch.export.unflatten(torch.export.export(model, (x,))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("engine", ["kernel", "mode"])
+@pytest.mark.parametrize("make", EXPORTS.values(), ids=EXPORTS)
+def test_calls_in_a_graph_of_the_program_have_the_names_of_the_layers(
+    make: Callable[[nn.Module, Tensor], Any], engine: str
+) -> None:
+    model, x = nn.Sequential(Scaled(), nn.Sequential(Scaled())), torch.ones(2, 4)
+    made = make(model, x)
+    expected = places(lambda: model(x).sum().backward(), engine=engine)
+    names = Counter((phase, module) for phase, module, _ in expected.elements())
+    assert set(names) == {(phase, each) for phase in ("forward", "backward") for each in NESTED}
+
+    def found(program: Callable[[], Any], prefix: str) -> Counter[tuple[str, str | None]]:
+        seen = Counter((r.phase, r.module) for r in record(program, engine=engine) if r.module != "Linear")
+        return Counter({(phase, str(module).removeprefix(prefix)): count for (phase, module), count in seen.items()})
+
+    assert found(lambda: made(x).sum().backward(), "") == names
+    assert found(lambda: nn.Sequential(nn.Identity(), made)(x).sum().backward(), "1.") == names
+
+
+NESTED = ("0", "0.inner", "1.0", "1.0.inner")
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)]
 
 
