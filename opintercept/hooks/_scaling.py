@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.amp import GradScaler
@@ -31,7 +31,7 @@ class Scaling:
 
     def __init__(self) -> None:
         self._scalers: WeakSet[GradScaler] = WeakSet()
-        self._overflowed: list[Any] = []
+        self._overflowed: WeakKeyDictionary[GradScaler, dict[str, Any]] = WeakKeyDictionary()
 
     def explains_backward(self, running: bool) -> bool:
         """Whether a scaler discards values of a backward call, `running` now or over, that are not finite.
@@ -41,12 +41,16 @@ class Scaling:
         """
         if (running and not self._is_scaled(_losses())) or self._scale() <= 1:  # the search for scalers takes longer
             return False
-        self._overflowed = self._states()
+        self._overflowed = WeakKeyDictionary((scaler, scaler.state_dict()) for scaler in self._scalers)
         return True
 
     def explains_inputs(self) -> bool:
-        """Whether gradients have overflowed since the last `update()` of a scaler."""
-        return bool(self._overflowed) and self._overflowed == self._states()
+        """Whether gradients have overflowed since the last `update()` of a scaler.
+
+        That changes its state even if it finds nothing. The scaler of another training may be freed at any time.
+        """
+        states = list(self._overflowed.items())
+        return bool(states) and all(scaler.state_dict() == state for scaler, state in states)
 
     def _is_scaled(self, losses: list[torch.Tensor]) -> bool:
         """Whether one of the losses was multiplied by a constant, and all were finite before.
@@ -56,10 +60,6 @@ class Scaling:
         if not losses:
             return True
         return any(map(_ends_in_product, losses)) and (all(map(_was_finite, losses)) or self.explains_inputs())
-
-    def _states(self) -> list[Any]:
-        """What each `update()` changes, also one that finds nothing."""
-        return [scaler.state_dict() for scaler in self._scalers]
 
     def _scale(self) -> float:
         """The largest scale; 0 if there is no scaler."""

@@ -681,6 +681,25 @@ class Nan(nn.Module):
         return x + (x * 0).sqrt() * 0
 
 
+@pytest.mark.parametrize("options", [{"ops": "all"}, {"ops": "all", "engine": "mode"}], ids=["kernel", "mode"])
+def test_the_scaler_of_another_training_may_be_freed_at_any_time(options: dict[str, Any]) -> None:
+    model, x = of_halves()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=2.0**24) for _ in range(2))
+    with intercept(nonfinite := hooks.NonFinite(), **options):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        del other
+        gc.collect()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert nonfinite.discarded
+    assert (nonfinite.findings, nonfinite.passed_on) == ([], 0)
+
+
 @pytest.mark.parametrize("options", SCALED)
 def test_a_loss_that_is_nan_is_not_left_to_a_scaler(options: dict[str, Any]) -> None:
     model, x = of_halves()
