@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from opintercept._core.call import OpCall
+from opintercept._core.tensors import is_strided
 
 _SCRIPT = '''"""{title}"""
 
@@ -48,20 +49,25 @@ for tensor in output if isinstance(output, (tuple, list)) else [output]:
 
 
 def plain_arguments(
-    call: OpCall, before: Mapping[str, torch.Tensor], keep: Callable[[torch.Tensor], Any]
+    call: OpCall,
+    before: Mapping[str, torch.Tensor],
+    keep: Callable[[torch.Tensor], Any],
+    place: Callable[[torch.Tensor], Any] | None = None,
 ) -> dict[str, Any]:
     """The arguments of a running call as JSON can hold them: `{"args": [...], "kwargs": {...}}`.
 
-    A tensor becomes `{"tensor": what keep returned, "shape": [...], "stride": [...]}`, a dtype or layout
-    `{"torch": name}`, a device `{"device": name}` and a list `{"list": [...]}`. All else raises a
+    A tensor becomes `{"tensor": what keep returned, "shape": [...], "stride": [...]}`, a dtype, layout or memory
+    format `{"torch": name}`, a device `{"device": name}` and a list `{"list": [...]}`. All else raises a
     TypeError. `before` has earlier copies of the operands that the operator has overwritten, by their name in
-    `OpCall.tensors`. `keep` gets strided tensors, which may have conjugate or negative bits.
+    `OpCall.tensors`. `keep` gets strided tensors, which may have conjugate or negative bits. With `place`, each tensor
+    has `"memory"` too, which it returns, and the outputs are there as `"outputs": [...]`, without a `"tensor"`.
     """
     given = call.tensors
     old = {id(given[name]): tensor for name, tensor in before.items() if name in given}
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            memory = {} if place is None else {"memory": place(value)}
             value = old.get(id(value), value)
             if value.layout is not torch.strided or value.is_quantized or value.is_nested:
                 raise TypeError(f"a repro can hold strided tensors only, got one of layout {value.layout}")
@@ -69,8 +75,8 @@ def plain_arguments(
             extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
             dense = value.numel() <= extent
             stride = value.stride() if dense else value.contiguous().stride()
-            return {"tensor": keep(value), "shape": list(value.shape), "stride": list(stride)}
-        if isinstance(value, (torch.dtype, torch.layout)):
+            return {"tensor": keep(value), "shape": list(value.shape), "stride": list(stride)} | memory
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return {"torch": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"device": str(value)}
@@ -80,10 +86,17 @@ def plain_arguments(
             return value
         raise TypeError(f"a repro can hold tensors, numbers, dtypes and strings, got {value!r}")
 
-    return {
+    found: dict[str, Any] = {
         "args": [plain(value) for value in call.args],
         "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
     }
+    if place is not None:
+        outputs = call.output if isinstance(call.output, (list, tuple)) else [call.output]
+        strided = [each if isinstance(each, torch.Tensor) and is_strided(each) else None for each in outputs]
+        found["outputs"] = [
+            None if each is None else {"shape": list(each.shape), "memory": place(each)} for each in strided
+        ]
+    return found
 
 
 def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]) -> str:

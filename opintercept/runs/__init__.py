@@ -1,4 +1,4 @@
-"""Runs on disk: record, open, compare and replay them, or patch their outputs into another program.
+"""Runs on disk: record, open, compare, explain and replay them, or patch their outputs into another program.
 
 Importing this imports neither torch nor numpy: what needs them is loaded when it is first used.
 """
@@ -12,6 +12,8 @@ from opintercept.runs.align.align import align as align
 from opintercept.runs.align.alignment import Alignment as Alignment
 from opintercept.runs.compare.diff import diff as diff
 from opintercept.runs.compare.result import Difference as Difference
+from opintercept.runs.explain.explain import explain as explain
+from opintercept.runs.explain.explanation import Explanation as Explanation
 from opintercept.runs.ranks.diff import diff_ranks as diff_ranks
 from opintercept.runs.ranks.difference import RankDifference as RankDifference
 from opintercept.runs.store.run import Run as Run
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Alignment",
     "Difference",
+    "Explanation",
     "Patch",
     "RankDifference",
     "Run",
@@ -31,6 +34,7 @@ __all__ = [
     "align",
     "diff",
     "diff_ranks",
+    "explain",
     "open_run",
 ]
 

@@ -357,7 +357,7 @@ def _arguments(
                 return [value(item) for item in items]
             case {"torch": str(name)}:
                 found = getattr(torch, name, None)
-                if isinstance(found, (torch.dtype, torch.layout)):
+                if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                     return found
             case {"device": str()}:
                 return device

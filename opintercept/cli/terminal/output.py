@@ -23,10 +23,10 @@ from opintercept.cli.terminal.progress import hide
 from opintercept.cli.terminal.style import styled
 
 if TYPE_CHECKING:
-    from opintercept.runs import Alignment, Difference, RankDifference
+    from opintercept.runs import Alignment, Difference, Explanation, RankDifference
     from opintercept.runs.replay import Replay
 
-    Result = Difference | RankDifference | Alignment | Replay
+    Result = Difference | RankDifference | Alignment | Explanation | Replay
 
 _WIDE = 120  # columns of a terminal that has room for whole heads
 _SHORTEST = 10  # characters that a shortened cell keeps

@@ -42,6 +42,7 @@ from opintercept._values.copies import can_store, copied, safetensors_for
 from opintercept._values.read import leaves_out_captured
 from opintercept.runs.record.claim import LOCK, Claim
 from opintercept.runs.record.description import described
+from opintercept.runs.record.memory import MemoryNumbers
 from opintercept.runs.record.writer import (
     QueuedCall,
     QueuedTensor,
@@ -152,6 +153,7 @@ class RunRecorder:
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
         self._places: dict[Any, torch.Tensor] = {}
+        self._memory = MemoryNumbers()
         self._options: dict[int, tuple[Summary, str]] = {}
         self._values: defaultdict[str, set[str]] = defaultdict(set)  # the options of each operator
         self._lock = threading.RLock()
@@ -525,7 +527,7 @@ class RunRecorder:
 
             operands = {role: tensor for role, (_, tensor) in before.items() if role in ("lhs", "rhs", "bias")}
             try:
-                entry.given = plain_arguments(call, operands, keep)
+                entry.given = plain_arguments(call, operands, keep, self._memory.place)
             except TypeError:  # the call cannot be run again
                 entry.given = None
 

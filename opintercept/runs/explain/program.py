@@ -1,0 +1,371 @@
+"""`Program`: the forward calls of one step of a run, which can be computed again, in float64 and with other values.
+
+Invariant: anyone may have written the run. Only operators of ATen are called that read a tensor, with arguments that
+are tensors, numbers and dtypes, and what they make is as large as what was recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from opintercept._core.errors import OpInterceptError
+from opintercept._ops import scratch
+from opintercept._ops.families import makes_values
+from opintercept._ops.table import overloads
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.run import Run
+
+_MOST_ELEMENTS = 1 << 32  # of a tensor's memory
+
+
+class Region(NamedTuple):
+    """Where a tensor lies in memory."""
+
+    name: str | None  # of its recorded values; None for an output that was not kept
+    shape: tuple[int, ...]
+    memory: int
+    offset: int
+    stride: tuple[int, ...]
+    weight: bool = False  # whether it is the memory of a parameter
+
+    @property
+    def end(self) -> int:
+        """The number of elements up to its last one."""
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return self.offset + last + 1 if math.prod(self.shape) else self.offset
+
+    @property
+    def once(self) -> Region:
+        """The region with each element once: a dimension that repeats the others has one element."""
+        sizes = zip(self.shape, self.stride, strict=True)
+        return self._replace(shape=tuple(1 if step == 0 and size else size for size, step in sizes))
+
+
+class Leaf(NamedTuple):
+    """Stands for a tensor among the arguments of a call: its place in `Step.inputs`."""
+
+    place: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One call of a program.
+
+    Attributes:
+        number: Its place in the program.
+        stored: The recorded call.
+        overload: The operator; None if it is not computed again, since it reads no real numbers, draws random ones, is
+            none of ATen's or has arguments that were not recorded. What was recorded stands for its result.
+        args: Its arguments, with a `Leaf` for each tensor.
+        kwargs: Likewise.
+        inputs: The tensors that it reads, by the names of its parameters.
+        outputs: What it returns; None for what is no tensor.
+        written: The places among the inputs that it writes to.
+        reads: The places of those that it reads.
+        computes: Whether its outputs have values of their own: they are no views of known memory.
+        fits: Whether the operator is known to make outputs of the recorded size.
+    """
+
+    number: int
+    stored: StoredCall
+    overload: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    inputs: list[tuple[str, Region]]
+    outputs: list[Region | None]
+    written: frozenset[int]
+    reads: frozenset[int]
+    computes: bool
+    fits: bool = False
+
+    def compute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The outputs for these inputs; real numbers are computed in float64 if the inputs are.
+
+        Raises:
+            ValueError: The outputs would not be as large as the recorded ones.
+            Exception: The operator fails.
+        """
+        if not self.fits:
+            with torch.no_grad():
+                made = self._run([each.to("meta") for each in inputs])
+            for each, region in zip(made, self.outputs, strict=False):
+                if each is not None and region is not None and each.numel() != math.prod(region.shape):
+                    raise ValueError("an output must have the recorded size")
+            self.fits = True
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        given = [each.clone() if place in self.written else each for place, each in enumerate(inputs)]
+        double = any(each.dtype == torch.float64 for each in given)
+
+        def value(item: Any) -> Any:
+            if isinstance(item, Leaf):
+                return given[item.place]
+            if isinstance(item, list):
+                return [value(each) for each in item]
+            return torch.float64 if double and isinstance(item, torch.dtype) and item.is_floating_point else item
+
+        args = [value(item) for item in self.args]
+        if double and self.overload._schema.name in _WIDENING:  # the input is as wide as the output now
+            args[2] = False
+        made = self.overload(*args, **{name: value(item) for name, item in self.kwargs.items()})
+        outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+        return [each if isinstance(each, torch.Tensor) else None for each in outputs]
+
+
+_WIDENING = frozenset(("aten::_softmax", "aten::_log_softmax"))
+
+
+class Program:
+    """The forward calls of one step.
+
+    Attributes:
+        run: The run, recorded with `tensors="full"` and `ops="all"`.
+        rank: The process.
+        steps: Its calls that compute, in order: views are left out, since what they return lies in known memory.
+        sizes: How many elements of each memory the calls use.
+        root: The memory region that `backward` began with, and the place of the call that made it; None without one.
+    """
+
+    def __init__(self, run: Run, rank: int, step: int | None = None) -> None:
+        self.run, self.rank = run, rank
+        self.steps: list[Step] = []
+        self.sizes: dict[int, int] = {}
+        self.root: int | None = None
+        self.numbers: dict[int, int] = {}  # the place of a call by its number in the run
+        last: Region | None = None
+        for number, stored in run.located(rank):
+            record = stored.record
+            step = record.step if step is None else step
+            if record.step != step or stored.error is not None:
+                continue
+            if record.phase != "forward":
+                if self.root is None and last is not None:
+                    self.root = self._maker(last)
+                continue
+            read = _read(stored)
+            if read is None:
+                continue
+            if record.op == "aten::ones_like" and read.inputs and not read.inputs[0][1].shape:
+                last = read.inputs[0][1]  # autograd makes the gradient of the root like this
+            if read.computes:
+                self._add(number, read)
+        if self.root is None and last is not None:  # only the forward calls were recorded
+            self.root = self._maker(last)
+        if not self.steps:
+            raise OpInterceptError(
+                f"{str(run.path)!r} must have forward calls with all of their values; record it with "
+                "`opintercept run --explain` or with RunRecorder(folder, 'full') under ops=\"all\""
+            )
+
+    def _add(self, number: int, step: Step) -> None:
+        step.number = len(self.steps)
+        self.numbers[number] = step.number
+        self.steps.append(step)
+        for region in (*(region for _, region in step.inputs), *filter(None, step.outputs)):
+            self.sizes[region.memory] = max(self.sizes.get(region.memory, 0), region.end)
+
+    def _maker(self, region: Region) -> int | None:
+        """The last call that wrote to a region."""
+        made = (step.number for step in reversed(self.steps) for each in step.outputs if each and _is(each, region))
+        return next(made, None)
+
+    def value(self, region: Region) -> torch.Tensor:
+        """The recorded values, in the region's shape."""
+        if region.name is None:
+            raise OpInterceptError(f"the values of a tensor were not kept in {str(self.run.path)!r}")
+        return self.run.load(self.rank, region.name).reshape(region.shape)
+
+
+def _is(one: Region, other: Region) -> bool:
+    return one[2:4] == other[2:4] and math.prod(one.shape) == math.prod(other.shape)
+
+
+def _read(stored: StoredCall) -> Step | None:
+    """The step of a call; None if nothing was recorded of it, as of a view."""
+    given, record = stored.given, stored.record
+    if given is None or not isinstance(given.get("outputs"), list):
+        return _opaque(stored)
+    overload = _overload(record.op, record.func)
+    parameters = [] if overload is None else list(overload._schema.arguments)
+    inputs: list[tuple[str, Region]] = []
+    names = [each.name for each in parameters] + [str(place) for place in range(len(parameters), len(given["args"]))]
+    args = [_argument(item, name, inputs) for name, item in zip(names, given["args"], strict=False)]
+    kwargs = {name: _argument(item, name, inputs) for name, item in given["kwargs"].items()}
+    roles = [role_of(place) for place in range(len(given["outputs"]))]
+    outputs = [
+        None if each is None else _region(each, stored.tensors.get(role))
+        for role, each in zip(roles, given["outputs"], strict=True)
+    ]
+    written = {each.name for each in parameters if each.alias_info is not None and each.alias_info.is_write}
+    ignored = {each.name for each in parameters if each.is_out}
+    ignored |= written if scratch.torchs_name(record.op) in scratch.OVERWRITES else set()
+    places = [(place, name.partition("[")[0]) for place, (name, _) in enumerate(inputs)]
+    return Step(
+        number=0,
+        stored=stored,
+        overload=None if overload is None or _is_random(overload, stored) else overload,
+        args=args,
+        kwargs=kwargs,
+        inputs=inputs,
+        outputs=outputs,
+        written=frozenset(place for place, name in places if name in written),
+        reads=frozenset(place for place, name in places if name not in ignored),
+        computes=overload is None or makes_values(overload),
+    )
+
+
+def _opaque(stored: StoredCall) -> Step | None:
+    """A call whose arguments were not recorded, such as one with packed weights: nobody knows where its outputs lie."""
+    record = stored.record
+    metas = record.output if isinstance(record.output, tuple) else (record.output,)
+    regions: list[Region | None] = []
+    for place, meta in enumerate(metas):
+        name = stored.tensors.get(role_of(place))
+        memory = -100 * record.index - place - 1  # a number that no memory has
+        known = name is not None and meta is not None
+        regions.append(Region(name, meta.shape, memory, 0, _contiguous(meta.shape)) if known and meta else None)
+    nothing: frozenset[int] = frozenset()
+    return Step(0, stored, None, [], {}, [], regions, nothing, nothing, True) if any(regions) else None
+
+
+def role_of(place: int) -> str:
+    """The role of an output by its place."""
+    return f"output.{place}" if place else "output"
+
+
+def _argument(plain: Any, name: str, inputs: list[tuple[str, Region]]) -> Any:
+    """An argument, with its tensors added to the inputs."""
+    match plain:
+        case {"tensor": str(stored)}:
+            inputs.append((name, _region(plain, stored)))
+            return Leaf(len(inputs) - 1)
+        case {"list": list(items)}:
+            return [_argument(item, f"{name}[{place}]", inputs) for place, item in enumerate(items)]
+        case {"torch": str(constant)}:
+            found = getattr(torch, constant, None)
+            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+                return found
+        case {"device": str()}:
+            return torch.device("cpu")
+        case None | bool() | int() | float() | str():
+            return plain
+    raise OpInterceptError(f"a recorded argument must be a tensor, a number or a dtype, got {plain!r:.80}")
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
+
+
+def _region(plain: dict[str, Any], name: str | None) -> Region:
+    match plain:
+        case {"shape": list(shape), "memory": [int(memory), int(offset), list(stride), bool(weight)]}:
+            numbers = (memory, offset, *shape, *stride)
+            sound = len(shape) == len(stride) <= 64 and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
+            region = Region(name, tuple(shape), memory, offset, tuple(stride), weight) if sound else None
+            if region is not None and region.end <= _MOST_ELEMENTS:
+                return region
+    raise OpInterceptError(
+        "each tensor of a run must say where it lies in memory; record the run with this version of opintercept"
+    )
+
+
+@functools.lru_cache(4096)
+def _overload(op: str, func: str) -> Any:
+    if not op.startswith("aten::") or op.startswith(("aten::from_file", "aten::_local_scalar_dense")):
+        return None
+    return next((each for each in overloads(op) if str(each) == func), None)
+
+
+def _is_random(overload: Any, stored: StoredCall) -> bool:
+    arguments = stored.arguments or {}
+    return torch.Tag.nondeterministic_seeded in overload.tags and arguments.get("dropout_p") != 0
+
+
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor in float64; any other as it is."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+class Memory:
+    """The values of a program's memory while it runs, in float64: `fill` where nothing has been written.
+
+    Args:
+        sizes: How many elements of each memory are used.
+        fill: What new memory holds.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], fill: float = math.nan) -> None:
+        self._sizes, self._fill = sizes, fill
+        self._flat: dict[int, torch.Tensor] = {}
+
+    def read(self, region: Region) -> torch.Tensor:
+        """A copy of the values of a region, `float64` of its shape."""
+        if region.memory not in self._flat:
+            return torch.full(region.shape, self._fill, dtype=torch.float64)
+        return self._flat[region.memory].as_strided(region.shape, region.stride, region.offset).clone()
+
+    def write(self, region: Region, values: torch.Tensor) -> None:
+        """Set the values of a region."""
+        flat = self._memory(region)
+        if _is_dense(region.shape, region.stride):
+            flat.as_strided(region.shape, region.stride, region.offset).copy_(values)
+        else:
+            flat[_places(region)] = values.double().reshape(-1)
+
+    def add(self, region: Region, values: torch.Tensor) -> None:
+        """Add to the values of a region; elements that share memory are added up."""
+        flat = self._memory(region)
+        if _is_dense(region.shape, region.stride):
+            flat.as_strided(region.shape, region.stride, region.offset).add_(values)
+        else:
+            flat.index_add_(0, _places(region), values.double().reshape(-1))
+
+    def _memory(self, region: Region) -> torch.Tensor:
+        flat = self._flat.get(region.memory)
+        if flat is None:
+            size = self._sizes[region.memory]
+            flat = self._flat[region.memory] = torch.full((size,), self._fill, dtype=torch.float64)
+        return flat
+
+    def forget(self, memory: Iterable[int]) -> None:
+        """Let go of memory that no later call uses."""
+        for number in memory:
+            self._flat.pop(number, None)
+
+
+@functools.lru_cache(1024)
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether no two elements share memory, as far as that is plain."""
+    end = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step < end:
+            return False
+        end += step * (size - 1)
+    return True
+
+
+def _places(region: Region) -> torch.Tensor:
+    """The places of a region's elements in its memory, `int64[numel]`."""
+    found = torch.full((), region.offset)
+    for size, step in zip(region.shape, region.stride, strict=True):
+        found = found[..., None] + torch.arange(size) * step
+    return found.reshape(-1)
+
+
+def last_uses(steps: Sequence[Step]) -> Iterator[list[int]]:
+    """For each call, the memory that no later call uses."""
+    last: dict[int, int] = {}
+    for step in steps:
+        for region in (*(region for _, region in step.inputs), *filter(None, step.outputs)):
+            last[region.memory] = step.number
+    by_step: dict[int, list[int]] = {}
+    for memory, number in last.items():
+        by_step.setdefault(number, []).append(memory)
+    return (by_step.get(step.number, []) for step in steps)

@@ -1,0 +1,39 @@
+"""`MemoryNumbers`: which memory each tensor of a run lies in, so that a reader can follow values from call to call.
+
+Invariant: no memory is kept alive, and none gets the number of another that had its address before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from opintercept._native import values as native
+from opintercept._values.read import parameter_of
+
+_MOST = 1 << 16  # storages that are remembered
+
+
+class MemoryNumbers:
+    """Numbers storages from 1, in the order in which calls use them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Any]] = {}
+        self._next = itertools.count(1)
+
+    def place(self, tensor: torch.Tensor) -> list[Any]:
+        """The number of a strided tensor's memory, its offset and strides there, and whether it is a parameter's."""
+        found = native.storage(tensor)
+        if found is None:
+            holder = StorageWeakRef(tensor.untyped_storage())  # keeps the address, and not the memory
+            found = holder.cdata, holder
+        key, holder = found
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MOST:
+                self._known.pop(next(iter(self._known.copy())), None)
+            known = self._known.setdefault(key, (next(self._next), holder))
+        return [known[0], tensor.storage_offset(), list(tensor.stride()), parameter_of(tensor) is not None]

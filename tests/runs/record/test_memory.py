@@ -1,0 +1,28 @@
+"""Tensors of a run that share memory have one number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native import reading
+
+from opintercept.runs.record.memory import MemoryNumbers
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_views_have_the_memory_of_their_base(in_c: bool) -> None:
+    numbers, base = MemoryNumbers(), torch.ones(4, 6)
+    with reading(in_c):
+        assert numbers.place(base) == [1, 0, [6, 1], False]
+        assert numbers.place(base.t()[2:]) == [1, 2, [1, 6], False]
+        assert numbers.place(torch.ones(2)) == [2, 0, [1], False]
+        weight = torch.nn.Parameter(torch.ones(2, 3))
+        assert numbers.place(weight.t()) == [3, 0, [1, 3], True]
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_memory_that_is_used_again_has_a_new_number(in_c: bool) -> None:
+    numbers = MemoryNumbers()
+    with reading(in_c):
+        found = [numbers.place(torch.ones(64))[0] for _ in range(50)]
+    assert found == list(range(1, 51))
