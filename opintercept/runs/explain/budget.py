@@ -196,7 +196,7 @@ class Budget:
         computed: torch.Tensor | None = None,
     ) -> None:
         """Keep `(actual - b) - (recorded - a)` unless it is zero."""
-        difference = (actual.double() - b) - (recorded.double() - a)
+        difference = _gap(b, actual) - _gap(a, recorded)
         if not bool(difference.any()):
             return
         dtype = max((recorded.dtype, actual.dtype), key=rounding.unit)
@@ -375,6 +375,11 @@ def _pulled_back(
 def _is_same(step: Step, other: Step) -> bool:
     """Whether both calls take the same arguments: another operator is compared by what it returns alone."""
     return operator_name(step.stored.record.op) == operator_name(other.stored.record.op)
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`other - one` in float64, and 0 where they are equal, infinities too."""
+    return torch.where(other == one, 0.0, other.double() - one)
 
 
 def _modulus(tensor: torch.Tensor) -> torch.Tensor:

@@ -114,9 +114,28 @@ class Step:
         args = [value(item) for item in self.args]
         if double and self.overload._schema.name in _WIDENING:  # the input is as wide as the output now
             args[2] = False
-        made = self.overload(*args, **{name: value(item) for name, item in self.kwargs.items()})
+        kwargs = {name: value(item) for name, item in self.kwargs.items()}
+        if self.overload._schema.name.startswith("aten::_scaled_dot_product_"):
+            names = [each.name for each in self.overload._schema.arguments]
+            return [_attention(dict(zip(names, args, strict=False)) | kwargs)]
+        made = self.overload(*args, **kwargs)
         outputs = list(made) if isinstance(made, (tuple, list)) else [made]
         return [each if isinstance(each, torch.Tensor) else None for each in outputs]
+
+
+def _attention(given: dict[str, Any]) -> torch.Tensor:
+    """The output of a fused attention, by operators that have derivatives for all of their arguments."""
+    query, key = given["query"], given["key"]
+    made: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query,
+        key,
+        given["value"],
+        given.get("attn_mask", given.get("attn_bias")),
+        is_causal=given.get("is_causal", False),
+        scale=given.get("scale"),
+        enable_gqa=query.dim() == 4 and query.shape[1] != key.shape[1],
+    )[0]
+    return made
 
 
 _WIDENING = frozenset(("aten::_softmax", "aten::_log_softmax"))
