@@ -62,20 +62,20 @@ def plain_arguments(
     `OpCall.tensors`. `keep` gets strided tensors, which may have conjugate or negative bits. With `place`, each tensor
     has `"memory"` too, which it returns, and the outputs are there as `"outputs": [...]`, without a `"tensor"`.
     """
-    given = call.tensors
-    old = {id(given[name]): tensor for name, tensor in before.items() if name in given}
+    tensors = call.tensors
+    old = {id(tensors[name]): tensor for name, tensor in before.items() if name in tensors}
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            memory = {} if place is None else {"memory": place(value)}
-            value = old.get(id(value), value)
+            given, value = value, old.get(id(value), value)
             if value.layout is not torch.strided or value.is_quantized or value.is_nested:
                 raise TypeError(f"a repro can hold strided tensors only, got one of layout {value.layout}")
             # If elements share memory, as in an expanded tensor, the script could not copy into such strides.
             extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
             dense = value.numel() <= extent
             stride = value.stride() if dense else value.contiguous().stride()
-            return {"tensor": keep(value), "shape": list(value.shape), "stride": list(stride)} | memory
+            found = {"tensor": keep(value), "shape": list(value.shape), "stride": list(stride)}
+            return found if place is None else found | {"memory": place(given)}
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return {"torch": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):

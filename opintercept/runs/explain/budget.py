@@ -18,7 +18,7 @@ import torch
 
 from opintercept._values import rounding
 from opintercept.runs.compare.pairing import operator_name
-from opintercept.runs.explain.program import Memory, Program, Region, Step, in_double, last_uses, role_of
+from opintercept.runs.explain.program import Program, ProgramMemory, Region, Step, in_double, last_uses, role_of
 
 Measure = Callable[[torch.Tensor], torch.Tensor]
 Inputs = dict[tuple[int, int], int]  # where inputs are kept, by the place of a call and their own
@@ -111,13 +111,13 @@ class Budget:
         self._spill = spill
         self._inputs_b: Inputs = {}  # those that differ from A's
         self._made_b: torch.Tensor | None = None
-        mine, theirs = Memory(a.sizes), Memory(a.sizes)
+        mine, theirs = ProgramMemory(a.sizes), ProgramMemory(a.sizes)
         for step, unused in zip(self._steps, last_uses(self._steps), strict=True):
             self._compare(step, b.steps[pairs[step.number]] if step.number in pairs else None, mine, theirs)
             mine.forget(unused)
             theirs.forget(unused)
 
-    def _compare(self, step: Step, other: Step | None, mine: Memory, theirs: Memory) -> None:
+    def _compare(self, step: Step, other: Step | None, mine: ProgramMemory, theirs: ProgramMemory) -> None:
         """Compute a call in both programs, and keep what they have beside that."""
         given = {} if other is None or not _is_same(step, other) else dict(other.inputs)
         inputs_a, inputs_b = [], []
@@ -156,8 +156,8 @@ class Budget:
         name: str,
         region: Region,
         found: Region | None,
-        mine: Memory,
-        theirs: Memory,
+        mine: ProgramMemory,
+        theirs: ProgramMemory,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """An input of a call in both programs."""
         recorded = self._a.value(region)
@@ -283,7 +283,7 @@ class Budget:
         self, places: Mapping[int, list[Added]], other: Inputs, first: torch.Tensor
     ) -> Iterator[tuple[Added, torch.Tensor]]:
         """The gradient of the loss by each of the places that differ; inputs are A's but for some others."""
-        adjoint = Memory(self._a.sizes, 0.0)
+        adjoint = ProgramMemory(self._a.sizes, 0.0)
         adjoint.write(self._loss_region(), first)
         for step in reversed(self._steps):
             here = places.get(step.number, [])
@@ -291,7 +291,7 @@ class Budget:
             self._pull_back(step, adjoint, other)
             yield from ((each, adjoint.read(each.region)) for each in here if each.kind != "call")
 
-    def _pull_back(self, step: Step, adjoint: Memory, other: Inputs) -> None:
+    def _pull_back(self, step: Step, adjoint: ProgramMemory, other: Inputs) -> None:
         """Turn the gradient by the outputs of a call into that by its inputs."""
         outputs = [None if region is None or region.name is None else region for region in step.outputs]
         gradients = [None if region is None else adjoint.read(region) for region in outputs]
@@ -313,9 +313,9 @@ class Budget:
             if gradient is not None:
                 adjoint.add(step.inputs[place][1], gradient)
 
-    def confirmed(self, measure: Measure, added: Added) -> float:
-        """What the loss of A's program, computed in float64, changes by if one of the differences is put into it."""
-        return float(measure(self._run({id(added): 1.0}))) - float(measure(self._run({})))
+    def confirmed(self, measure: Measure, added: Sequence[Added]) -> float:
+        """What the loss of A's program, computed in float64, changes by if some differences are put into it."""
+        return float(measure(self._run({id(each): 1.0 for each in added}))) - float(measure(self._run({})))
 
     def _run(self, parts: Mapping[int, float], kept: Inputs | None = None) -> torch.Tensor:
         """The output of the loss's call if A's program is computed in float64, with parts of what was added.
@@ -324,7 +324,7 @@ class Budget:
             parts: How much of it, by the `id` of each `Added`.
             kept: Where to note the inputs of calls.
         """
-        memory = Memory(self._a.sizes)
+        memory = ProgramMemory(self._a.sizes)
         added = {(each.step.number, each.kind == "call", each.name): each for each in self.added if id(each) in parts}
 
         def with_added(step: Step, is_output: bool, name: str, value: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.text import counted, listed
 from opintercept.runs.compare.pairing import operator_name
-from opintercept.runs.explain.explanation import BY, Explanation, Share, ShareBy
+from opintercept.runs.explain.explanation import BY, Explanation, Share, ShareBy, groups
 from opintercept.runs.store.run import Run
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def explain(
         tokens: If given, the loss is the sum of the log-probabilities that the last output, or that of the call `loss`,
             gives to these tokens, one for each of its last rows.
         by: What the rows are: each call, or the sums of a `"module"`, an `"op"`, a `"line"` or a `"dtype"`.
-        confirm: For how many of the largest rows A's program is run again with that difference alone.
+        confirm: For how many of the largest rows A's program is run again with that row alone.
         rank: The process; by default the first of each run.
 
     Raises:
@@ -88,10 +87,11 @@ def explain(
         losses = budget.weigh(measure)
         difference = losses[1] - losses[0]
         shares = [_share(each, difference, _cause(each, other, paired)) for each in budget.added]
-        order = sorted(range(len(shares)), key=lambda place: -abs(shares[place].cost))
-        for place in order[:confirm]:
-            shares[place] = replace(shares[place], confirmed=budget.confirmed(measure, budget.added[place]))
-    return Explanation(a.head(), b.head(), what, losses, by, tuple(shares), _notes(one, pairs, end, budget))
+        rows = sorted(groups(shares, by).items(), key=lambda row: -abs(sum(each.cost for each in row[1])))
+        of_share = {id(share): each for share, each in zip(shares, budget.added, strict=True)}
+        tried = {key: budget.confirmed(measure, [of_share[id(each)] for each in row]) for key, row in rows[:confirm]}
+    notes = _notes(one, pairs, end, budget)
+    return Explanation(a.head(), b.head(), what, losses, by, tuple(shares), tried, notes)
 
 
 def _end(program: Program, pairs: dict[int, int], loss: int | None) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from opintercept._core.tables import Cells, Marked, Part, Table
@@ -33,7 +33,7 @@ class Share(Plain):
         dtype: The coarser dtype of both runs.
         roundings: The largest difference of an element, in units of the rounding that it may have. None for several.
         calls: How many rows it adds up.
-        confirmed: What A's loss changes by if only this difference is put into its program; None if that was not tried.
+        confirmed: What A's loss changes by if only this is put into its program; None if that was not tried.
     """
 
     share: float
@@ -60,6 +60,7 @@ class Explanation(Plain, Table):
         losses: The loss of each run.
         by: What the rows are.
         all: The shares of all calls, in A's order.
+        confirmed: What was tried, by the `key_of` rows.
         notes: What could not be compared, in words.
     """
 
@@ -69,6 +70,7 @@ class Explanation(Plain, Table):
     losses: tuple[float, float]
     by: ShareBy
     all: tuple[Share, ...] = field(repr=False)
+    confirmed: Mapping[Any, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     _row: ClassVar[type] = Share
@@ -95,7 +97,11 @@ class Explanation(Plain, Table):
 
     def rows(self) -> tuple[Share, ...]:
         """The shares, folded as `by` says, the largest first."""
-        return tuple(sorted(_folded(self.all, self.by), key=lambda each: -abs(each.cost)))
+        found = [
+            replace(_folded(group), confirmed=self.confirmed.get(key))
+            for key, group in groups(self.all, self.by).items()
+        ]
+        return tuple(sorted(found, key=lambda each: -abs(each.cost)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -175,31 +181,30 @@ def _times(part: float, whole: float) -> str:
     return f"{part / abs(whole):.3g} times" if whole else "but not"
 
 
-def _folded(shares: Sequence[Share], by: ShareBy) -> list[Share]:
-    """The shares, those of one module, operator, line or dtype added up."""
-    if by == "call":
-        return list(shares)
-    groups: dict[Any, list[Share]] = {}
-    for each in shares:
-        key = {"module": each.module, "op": each.op, "line": each.source, "dtype": each.dtype}[by]
-        groups.setdefault(key, []).append(each)
-    found = []
-    for group in groups.values():
-        first = group[0]
-        found.append(
-            Share(
-                share=sum(each.share for each in group),
-                cost=sum(each.cost for each in group),
-                index=None,
-                op=_common([each.op for each in group]),
-                module=_common([each.module for each in group]),
-                source=_common([each.source for each in group]),
-                cause=max(group, key=lambda each: abs(each.cost)).cause,
-                dtype=_common([each.dtype for each in group]) or first.dtype,
-                calls=len(group),
-            )
-        )
+def groups(shares: Sequence[Share], by: ShareBy) -> dict[Any, list[Share]]:
+    """The shares of each row, by what they have in common."""
+    found: dict[Any, list[Share]] = {}
+    for place, each in enumerate(shares):
+        key = {"call": place, "module": each.module, "op": each.op, "line": each.source, "dtype": each.dtype}[by]
+        found.setdefault(key, []).append(each)
     return found
+
+
+def _folded(group: Sequence[Share]) -> Share:
+    """Shares added up."""
+    if len(group) == 1:
+        return group[0]
+    return Share(
+        share=sum(each.share for each in group),
+        cost=sum(each.cost for each in group),
+        index=None,
+        op=_common([each.op for each in group]),
+        module=_common([each.module for each in group]),
+        source=_common([each.source for each in group]),
+        cause=max(group, key=lambda each: abs(each.cost)).cause,
+        dtype=_common([each.dtype for each in group]),
+        calls=len(group),
+    )
 
 
 def _common(values: Sequence[str | None]) -> str | None:

@@ -312,7 +312,7 @@ def in_double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-class Memory:
+class ProgramMemory:
     """The values of a program's memory while it runs, in float64: `fill` where nothing has been written.
 
     Args:

@@ -25,10 +25,17 @@ class MemoryNumbers:
         self._next = itertools.count(1)
 
     def place(self, tensor: torch.Tensor) -> list[Any]:
-        """The number of a strided tensor's memory, its offset and strides there, and whether it is a parameter's."""
+        """The number of a strided tensor's memory, its offset and strides there, and whether it is a parameter's.
+
+        Raises:
+            TypeError: It has none of its own, as a tensor that a `torch.func` transform has wrapped.
+        """
         found = native.storage(tensor)
         if found is None:
-            holder = StorageWeakRef(tensor.untyped_storage())  # keeps the address, and not the memory
+            try:
+                holder = StorageWeakRef(tensor.untyped_storage())  # keeps the address, and not the memory
+            except RuntimeError as wrong:
+                raise TypeError("a tensor of a recorded program must have memory") from wrong
             found = holder.cdata, holder
         key, holder = found
         known = self._known.get(key)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opintercept import OpInterceptError, intercept, runs
-from opintercept.runs.explain.program import Memory, Program, Region, last_uses
+from opintercept.runs.explain.program import Program, ProgramMemory, Region, last_uses
 from opintercept.runs.store.codec import StoredCall
 
 
@@ -29,7 +29,7 @@ def regions(draw: Any) -> Region:
 
 @given(regions())
 def test_memory_does_as_a_tensor_with_these_strides(region: Region) -> None:
-    memory, flat = Memory({1: 64}, 0.0), torch.zeros(64, dtype=torch.float64)
+    memory, flat = ProgramMemory({1: 64}, 0.0), torch.zeros(64, dtype=torch.float64)
     values = torch.arange(1.0, math.prod(region.shape) + 1, dtype=torch.float64).reshape(region.shape)
     view = flat.as_strided(region.shape, region.stride, region.offset)
     memory.add(region, values)
@@ -41,7 +41,7 @@ def test_memory_does_as_a_tensor_with_these_strides(region: Region) -> None:
 
 
 def test_memory_that_nobody_has_written_is_unknown() -> None:
-    memory = Memory({1: 8})
+    memory = ProgramMemory({1: 8})
     part, whole = Region(None, (4,), 1, 2, (1,)), Region(None, (8,), 1, 0, (1,))
     assert memory.read(whole).isnan().all()
     memory.write(part, torch.ones(4))
