@@ -13,7 +13,6 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from opintercept._values import rounding
 from opintercept._values.rounding import noise, of_adding, operand_roundings, unit, widened
 
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

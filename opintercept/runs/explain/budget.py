@@ -112,10 +112,11 @@ class Budget:
         self._inputs_b: Inputs = {}  # those that differ from A's
         self._made_b: torch.Tensor | None = None
         mine, theirs = ProgramMemory(a.sizes), ProgramMemory(a.sizes)
-        for step, unused in zip(self._steps, last_uses(self._steps), strict=True):
+        self._last_uses, self._first_uses = last_uses(self._steps), last_uses(reversed(self._steps))
+        for step in self._steps:
             self._compare(step, b.steps[pairs[step.number]] if step.number in pairs else None, mine, theirs)
-            mine.forget(unused)
-            theirs.forget(unused)
+            for memory in mine, theirs:
+                memory.forget(self._last_uses.get(step.number, []))
 
     def _compare(self, step: Step, other: Step | None, mine: ProgramMemory, theirs: ProgramMemory) -> None:
         """Compute a call in both programs, and keep what they have beside that."""
@@ -290,6 +291,7 @@ class Budget:
             yield from ((each, adjoint.read(each.region)) for each in here if each.kind == "call")
             self._pull_back(step, adjoint, other)
             yield from ((each, adjoint.read(each.region)) for each in here if each.kind != "call")
+            adjoint.forget(self._first_uses.get(step.number, []))
 
     def _pull_back(self, step: Step, adjoint: ProgramMemory, other: Inputs) -> None:
         """Turn the gradient by the outputs of a call into that by its inputs."""
@@ -331,7 +333,7 @@ class Budget:
             each = added.get((step.number, is_output, name))
             return value if each is None else value + parts[id(each)] * self.difference(each)
 
-        for step, unused in zip(self._steps, last_uses(self._steps), strict=True):
+        for step in self._steps:
             inputs = []
             for place, (name, region) in enumerate(step.inputs):
                 value = recorded = self._a.value(region)
@@ -339,7 +341,7 @@ class Budget:
                     value = memory.read(region)
                     value = with_added(step, False, name, torch.where(value.isnan(), recorded.double(), value))
                     memory.write(region, value)
-                    if kept is not None:
+                    if kept is not None and not torch.equal(value, recorded.double()):
                         kept[step.number, place] = self._spill.put(value)
                 inputs.append(value)
             made = self._computed(step, inputs)
@@ -349,7 +351,7 @@ class Budget:
                     value = recorded if made is None else _at(made, place, recorded)
                     memory.write(output, with_added(step, True, role_of(place), value))
             if step.number != self._end:
-                memory.forget(unused)
+                memory.forget(self._last_uses.get(step.number, []))
         return memory.read(self._loss_region())
 
 

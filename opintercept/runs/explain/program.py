@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -378,8 +378,8 @@ def _places(region: Region) -> torch.Tensor:
     return found.reshape(-1)
 
 
-def last_uses(steps: Sequence[Step]) -> Iterator[list[int]]:
-    """For each call, the memory that no later call uses."""
+def last_uses(steps: Iterable[Step]) -> dict[int, list[int]]:
+    """The memory that no later call uses, by the place of the last call that does."""
     last: dict[int, int] = {}
     for step in steps:
         for region in (*(region for _, region in step.inputs), *filter(None, step.outputs)):
@@ -387,4 +387,4 @@ def last_uses(steps: Sequence[Step]) -> Iterator[list[int]]:
     by_step: dict[int, list[int]] = {}
     for memory, number in last.items():
         by_step.setdefault(number, []).append(memory)
-    return (by_step.get(step.number, []) for step in steps)
+    return by_step
