@@ -17,7 +17,6 @@ from opintercept._ops.families import belongs, is_checked
 from opintercept._ops.scratch import FOR_PROGRAM
 from opintercept._values import rounding
 from opintercept.runs.compare.difference import Computed
-from opintercept.runs.compare.values import is_random
 from opintercept.runs.replay import prepared
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
@@ -37,10 +36,8 @@ def computed(run_a: Run, a: StoredCall, run_b: Run, b: StoredCall) -> Computed:
     """Compute both calls again, and compare what they have made with that.
 
     Raises:
-        NotComputed: Values are missing, or the operator draws random numbers or cannot be called.
+        NotComputed: Values are missing, or the operator cannot be called.
     """
-    if is_random(a) or is_random(b):
-        raise NotComputed("it draws random numbers")
     one, other = _Again(run_a, a), _Again(run_b, b)
     apart = [
         (name, rounding.operand_roundings(one.operands[name], other.operands[name]))

@@ -160,6 +160,8 @@ class Comparer:
         """What the calls' function makes of the operands, or why that is not known."""
         if not self.computes:
             return self._uncomputed
+        if is_random(a) or is_random(b):
+            return "it draws random numbers"
         from opintercept.runs.compare.computed import NotComputed, computed
 
         try:

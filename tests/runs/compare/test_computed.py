@@ -94,7 +94,9 @@ def test_the_first_call_that_rounding_does_not_explain_comes_first(tmp_path: Pat
     assert found.kinds == {"rounding": 1, "inherited": 1, "added": 1}
 
 
-@pytest.mark.parametrize(("change", "kind"), [(up, "rounding"), (lambda w: w + 0.5, "changed operand")], ids=str)
+@pytest.mark.parametrize(
+    ("change", "kind"), [(up, "rounding"), (lambda w: w + 0.5, "changed operand")], ids=["an ulp", "more"]
+)
 def test_an_operand_is_compared_at_its_rounding(tmp_path: Path, change: Any, kind: str) -> None:
     net = model()
     with torch.no_grad():
