@@ -133,9 +133,12 @@ class CallSignature:
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """The rest of a call, which its record has no room for: values of other roles, `own` further fields, and so on."""
+    """The rest of a call, which its record has no room for: values of other roles, `own` further fields, and so on.
 
-    more: dict[str, Values]
+    Of values, the text may have the number of their row in the table of tensors.
+    """
+
+    more: dict[str, Any]
     tensors: dict[str, str]
     given: dict[str, Any] | None
     error: str | None
@@ -145,7 +148,7 @@ class CallText:
 def call_text(members: Any) -> CallText | None:
     """Return what the text of a call says; None if it is not one."""
     try:
-        values = _by_role(members.get("more", {}), _values)
+        values = _by_role(members.get("more", {}), lambda each: count(each) if isinstance(each, int) else _values(each))
         tensors = _by_role(members.get("tensors", {}), lambda name: _matched(name, TENSOR_NAME))
         given = members.get("given")
         if given is not None:

@@ -283,7 +283,8 @@ class Columns:
             return
         with ExitStack() as stack:
             file = None
-            for place in (self.gather(numbers, ("text",))["text"] - 1).tolist():
+            chunk = self.gather(numbers, ("text", "look"))
+            for place, look in zip((chunk["text"] - 1).tolist(), chunk["look"].tolist(), strict=True):
                 if place >= self._texts_size:
                     start = place - self._texts_size
                     line = self._flight_texts[start : self._flight_texts.find(b"\n", start) + 1]
@@ -294,7 +295,19 @@ class Columns:
                 text = call_text(members_of(line))
                 if text is None:
                     raise OpInterceptError(f"{self._folder / CALL_TEXTS} has no text of a call at byte {place}")
+                if rows := {role: each for role, each in text.more.items() if isinstance(each, int)}:
+                    text.more.update(self._in_rows(rows, self.signature(look).roles))
                 yield text
+
+    def _in_rows(self, rows: Mapping[str, int], roles: Mapping[str, tuple[int, bool]]) -> Iterator[tuple[str, Values]]:
+        """The values of roles from the numbers of their rows, as a text has them."""
+        numbers = np.array([*rows.values()])
+        inside = rows.keys() <= roles.keys() and numbers.min() > 0 and numbers.max() <= len(self._tensors)
+        records = self._tensors.gather(numbers - 1) if inside else np.zeros(1, TENSOR)
+        if not (records["check"] == checks_of(records)).all():
+            raise OpInterceptError(f"{self._folder} is damaged: the text of a call names rows that are not there")
+        for role, record in zip(rows, records[["hash", "nan", "inf", *FIGURES]].tolist(), strict=True):
+            yield role, _values(*roles[role], record)
 
     def chunks(
         self, names: Sequence[str], first: int = 0, end: int | None = None, steps: range | None = None

@@ -48,6 +48,7 @@ class Flight:
     def __init__(self, slots: int, encoder: Encoder) -> None:
         self.sink: Sink | None = None  # once kernels need it
         self._slots, self._encoder = slots, encoder
+        encoder.circle = True
         self._maps: tuple[Any, ...] = ()  # of calls, tensors and texts
         self._files: tuple[Any, ...] = ()  # of signatures and call sites
         self._numbers = itertools.count()  # atomic, between threads and in signal handlers

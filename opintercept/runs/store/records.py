@@ -149,9 +149,14 @@ _MOST_SUMMARIES = 4096  # that are remembered
 
 
 class Encoder:
-    """Makes the records of calls, and numbers what they share."""
+    """Makes the records of calls, and numbers what they share.
+
+    Texts name the rows of tensors that a call has no place for. In a `circle`, which has no room for more rows, they
+    hold the values.
+    """
 
     def __init__(self) -> None:
+        self.circle = False
         self.forget()
 
     def forget(self) -> None:
@@ -178,14 +183,14 @@ class Encoder:
         returns its place, from 1, or -1 if there is no room.
         """
         rows = [0] * len(SLOTS)
-        more = {}
+        more: dict[str, Any] = {}
         places = slots_of(values)
         for role, each in values.items():
             packed = packed_values(each)
-            if role not in places or packed is None:
-                more[role] = each.as_dict()
-            else:
+            if packed is not None and role in places:
                 rows[_PLACES[places[role]]] = row(packed)
+            else:
+                more[role] = each.as_dict() if packed is None or self.circle else row(packed)
         has = place = 0
         if more or tensors or given is not None or error is not None or IN_TEXT:
             own = {name: plain(value) for name in IN_TEXT if (value := attrgetter(OWN[name])(note)) is not None}

@@ -108,6 +108,19 @@ def test_a_training_step_takes_few_bytes_a_call(tmp_path: Path) -> None:
     assert (size[1] - size[0]) / (many - few) < 220
 
 
+def test_values_that_a_record_has_no_place_for_take_few_bytes(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(20)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with intercept(runs.RunRecorder(tmp_path / "run"), ops="all", engine="compiled"):
+        for _ in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    lists = [call.values for call in runs.open_run(tmp_path / "run").calls() if len(call.values) > 40]
+    assert len(lists) > 20
+    assert (tmp_path / "run/texts.jsonl").stat().st_size < 25 * sum(map(len, lists))
+
+
 def test_views_have_no_values_and_are_known_by_their_names(tmp_path: Path) -> None:
     calls = record(tmp_path / "run", "compiled", 2)
     unread = {call.record.op for call in calls if not call.values}

@@ -311,6 +311,18 @@ def test_damaged_calls_are_skipped_with_one_warning(tmp_path: Path) -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize(("row", "wrong"), [(1, False), (0, True), (2, True), (1 << 40, True)])
+def test_the_text_of_a_call_names_rows_of_tensors(row: int, wrong: bool, tmp_path: Path) -> None:
+    look = SIGNATURE | {"roles": {"lhs": [2, True], "weights[0]": [2, True]}}
+    folder = make(tmp_path, CALL | {"signature": look, "text": {"index": 0, "more": {"weights[0]": row}}})
+    if wrong:
+        with pytest.raises(OpInterceptError, match="is damaged: the text of a call names rows that are not there"):
+            list(open_run(folder).calls())
+    else:
+        (call,) = open_run(folder).calls()
+        assert call.values["weights[0]"] == call.values["lhs"]
+
+
 @pytest.mark.parametrize("name", ["calls.bin", "tensors.bin"])
 def test_a_hole_of_any_size_is_refused_at_once(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path, CALL)
