@@ -55,7 +55,8 @@ def align(a: Run, b: Run) -> Alignment:
         reasons = sorted({*one.reasons.values(), *other.reasons.values()})[:3]
         raise OpInterceptError(
             f"no call of {str(a.path)!r} can be joined with one of {str(b.path)!r}: "
-            f"{'; '.join(reasons) or 'their weights have no rows in common'}"
+            f"{'; '.join(reasons) or 'their weights have no rows in common'}; record a forward pass of the same "
+            "weights in both programs, with tensors='full'"
         )
     pairs = compared(joining, links)
     first = next((pair for pair in pairs if pair.kind in CAUSES), None)

@@ -22,6 +22,7 @@ from opintercept.runs.store.run import Run
 
 _MOST = 1 << 26  # elements of the weights that are in memory at once
 _SEEN = 1e-30  # the least weight of a key that is not masked
+_MATTERS = 1e-12  # that of one whose mask matters
 _PARAMETERS = {"lhs": "query", "rhs": "key"}
 Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -240,7 +241,8 @@ def _arguments(
     a, b = one.weights[:, ta], other.weights[turn][:, tb]
     own, theirs = a > _SEEN, b > _SEEN
     rest = own.sum(-1) - own[:, :, ka].sum(-1) + theirs.sum(-1) - theirs[:, :, kb].sum(-1)
-    hidden = (own[:, :, ka] != theirs[:, :, kb]).any(-1) | (rest > 0)
+    apart = (own[:, :, ka] != theirs[:, :, kb]) & (torch.maximum(a[:, :, ka], b[:, :, kb]) > _MATTERS)
+    hidden = apart.any(-1) | (rest > 0)
     masked = bool((hidden & own.any(-1) & theirs.any(-1)).any())
     if not {"q", "k"} & {*changed} and ka.numel():
         a, b, seen = a[:, :, ka], b[:, :, kb], own[:, :, ka] & theirs[:, :, kb]

@@ -243,7 +243,6 @@ class Joining:
             self._add_equal("permuted", lambda rows: fingerprints(rows, ordered=False))
             self._add_sums()
             self._add_close()
-            self._find_terms()
         for packed, other in ((a, b), (b, a)):
             self._add_packed(packed, other)
         if self._is_left():
@@ -473,18 +472,6 @@ class Joining:
             rows, k = np.arange(out.size(1)), x.size(1)
             a, b = (own, best) if side is self.a else (best, own)
             self._add(Match(a, b, rows, rows, "values", (0, k), (0, k)))
-
-    def _find_terms(self) -> None:
-        """Find products of two weights without a counterpart that explain why rows are only close, as LoRA's do."""
-        for number, match in enumerate(self.matches):
-            if match.by != "values" or number in self.terms:
-                continue
-            one, other = self.both(number)
-            of_sides = (match.a, match.rows_a, other - one), (match.b, match.rows_b, one - other)
-            for (name, side), (weight, rows, missing) in zip(self.sides.items(), of_sides, strict=True):
-                product = _product(side, _low_rank(side, weight), missing, rows)
-                if product is not None:
-                    self.terms[number] = Term(name, *product)
 
 
 def _low_rank(side: Side, weight: int) -> list[tuple[int, int]]:

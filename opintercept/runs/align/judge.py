@@ -34,7 +34,7 @@ _NAMED = 16  # changed rows that are named
 _ROUNDINGS = 10.0  # how many roundings of their dtype the operators between two products may take
 _GROWTH = 2.0  # and how many times they may enlarge the error before them
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_int_mm", "linear_dynamic"))
-_FROM_BEFORE = ("lhs", "q", "k", "v", "heads")  # what a pair before may explain
+_FROM_BEFORE = ("lhs", "q", "k", "v")  # what a pair before may explain
 _NEAR = 16  # calls between an attention and products of the same tokens
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -425,7 +425,7 @@ def _with_output(pair: Aligned, mine: torch.Tensor, expected: torch.Tensor, whol
 
 def _judged(pair: Aligned, limit: float, caused: bool) -> Aligned:
     """The pair with its kind."""
-    if pair.lhs is not None and not pair.lhs <= limit and not {*_FROM_BEFORE} & {*pair.changed}:
+    if pair.lhs is not None and not pair.lhs <= limit and not {"q", "k", "v", "heads"} & {*pair.changed}:
         pair = replace(pair, changed=("lhs", *pair.changed))
     if {"lhs", "rhs"} <= {*pair.changed} and pair.output is not None and pair.output <= limit:
         pair = replace(pair, changed=())  # one makes up for the other, as where a factor moves from one to the other

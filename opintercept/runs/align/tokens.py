@@ -39,13 +39,14 @@ def distances(x: torch.Tensor, y: torch.Tensor) -> Array:
 
 def same_tokens(costs: Iterable[Array]) -> tuple[Array, Array]:
     """The rows of the same token, by distances of all pairs in several tensors: in order, or each with the nearest."""
-    all_costs = [*costs]
-    cost: Array = np.mean(all_costs, axis=0)
+    cost: Array = np.mean([*costs], axis=0)
     ordered, free = _in_order(cost), nearest(cost)
     total = [cost[rows, columns].sum() for rows, columns in (ordered, free)]
     rows, columns = ordered if total[0] <= total[1] * (1 + 1e-6) + 1e-9 else free
-    alike = np.min(all_costs, axis=0)[rows, columns] < _UNLIKE
-    return rows[alike], columns[alike]
+    alike = cost[rows, columns] < _UNLIKE
+    steps = (np.diff(rows) == 1) & (np.diff(columns) == 1)
+    beside = np.r_[False, steps & alike[:-1]] | np.r_[steps & alike[1:], False]  # another token in a row of the same
+    return rows[alike | beside], columns[alike | beside]
 
 
 def _in_order(cost: Array) -> tuple[Array, Array]:

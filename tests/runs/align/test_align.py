@@ -509,3 +509,123 @@ def test_fingerprints_are_those_of_rows_and_not_of_layouts(n: int, k: int, seed:
     changed[0, k // 2] += 1
     assert fingerprints(changed)[0] != found[0]
     assert np.array_equal(fingerprints(changed)[1:], found[1:])
+
+
+def nearly_alike(layer: nn.Linear, change: Callable[[Tensor], None]) -> nn.Linear:
+    twin = copy.deepcopy(layer)
+    change(twin.weight.data)
+    return twin
+
+
+@pytest.mark.parametrize("value", [0.5, 100.0])
+def test_a_row_that_matches_nothing_is_named_with_the_nearest(value: float, tmp_path: Path) -> None:
+    one, two = nn.Linear(16, 32, bias=False), nn.Linear(32, 8, bias=False)
+    order = torch.randperm(32)
+    twin = nn.Linear(16, 32, bias=False)
+    twin.weight.data = one.weight.data[order].clone()
+    twin.weight.data[order.tolist().index(5), 3] += value
+    x = torch.randn(6, 16)
+    found = aligned(tmp_path, lambda: two(torch.relu(one(x))), lambda: two(torch.relu(twin(x)[:, order.argsort()])))
+    assert not found.apart
+    assert found.first is found.pairs[0]
+    assert (found.first.kind, found.first.changed, found.first.changed_rows) == ("changed operand", ("rhs",), (5,))
+    ((row, distance),) = found.first.nearest
+    assert row == order.tolist().index(5)
+    assert distance == pytest.approx(value / float(one.weight[5].detach().norm()), rel=1e-3)  # bfloat16 finds the rows
+    assert f"nearest in B: row {row} (by {distance:.2g})" in str(found)
+
+
+def test_a_weight_of_other_rows_in_a_fused_one_is_named(tmp_path: Path) -> None:
+    model = llama()
+    twin = fused(model)
+    name = "model.layers.1.self_attn.v_proj"
+    nn.init.normal_(model.get_submodule(name).weight, std=0.02)
+    found = aligned(tmp_path, lambda: model(TOKENS), lambda: twin(TOKENS))
+    assert not found.apart
+    assert found.first is not None
+    assert (found.first.a.record.module, found.first.changed) == (name, ("rhs",))
+
+
+def test_what_lies_between_is_named_if_the_run_has_all_operators(tmp_path: Path) -> None:
+    one, two = nn.Linear(16, 16), nn.Linear(16, 8)
+    x = torch.randn(6, 16)
+    with torch.no_grad(), intercept(runs.RunRecorder(tmp_path / "a", "full"), ops="all"):
+        two(gelu(one(x)) * 2)
+    other = record(tmp_path / "b", lambda: two(gelu(one(x), approximate="tanh") * 2))
+    found = runs.align(runs.open_run(tmp_path / "a"), other)
+    assert found.first is not None
+    assert found.calls == (2, 2)
+    assert (found.first.changed, found.first.after, found.first.between[:2]) == (("lhs",), "Linear", ("gelu", "mul"))
+    assert "between Linear and this call\n    what A computes there: gelu, mul" in str(found)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+def test_whole_numbers_with_scales_stand_for_what_they_are_multiplied_by(swapped: bool, tmp_path: Path) -> None:
+    layers = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Tanh(), nn.Linear(48, 16, bias=False))
+    x = torch.randn(20, 32)
+
+    def whole(x: Tensor) -> None:
+        for layer in layers:
+            if not isinstance(layer, nn.Linear):
+                x = layer(x)
+                continue
+            scales, scale = layer.weight.abs().amax(1) / 127, x.abs().amax(1, keepdim=True) / 127
+            weight = (layer.weight / scales[:, None]).round().to(torch.int8)
+            x = torch._int_mm((x / scale).round().to(torch.int8), weight.t()) * scales * scale
+
+    programs = [lambda: layers(x), lambda: whole(x)]
+    found = aligned(tmp_path, *(programs[::-1] if swapped else programs))
+    check_whole(found)
+    assert all(pair.output is not None and 0 < pair.output < 0.05 for pair in found.pairs)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao says that it moves
+@pytest.mark.parametrize("changed", [False, True], ids=["", "changed"])
+def test_dynamic_int8_is_joined_by_what_it_computes(changed: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 16))
+    packed = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+    x = torch.randn(20, 32)
+    between: Any = nn.Sigmoid() if changed else nn.ReLU()
+    found = aligned(tmp_path, lambda: model(x), lambda: packed[4](between(packed[2](packed[1](packed[0](x))))))
+    assert not found.apart
+    if changed:
+        assert found.first is not None
+        assert (found.first.a.record.module, found.first.changed) == ("4", ("lhs",))
+    else:
+        check_whole(found)
+
+
+def test_one_product_in_another_dtype_is_named(tmp_path: Path) -> None:
+    model = llama()
+    twin = copy.deepcopy(model)
+    low = twin.model.layers[1].mlp.down_proj.to(torch.bfloat16)
+    low.register_forward_pre_hook(lambda _, args: args[0].bfloat16())
+    low.register_forward_hook(lambda _, args, out: out.float())
+    found = aligned(tmp_path, lambda: model(TOKENS), lambda: twin(TOKENS))
+    assert found.first is not None
+    assert (found.first.a.record.module, found.first.kind) == ("model.layers.1.mlp.down_proj", "changed argument")
+    assert found.first.arguments == (("dtype", "float32", "bfloat16"),)
+
+
+def test_a_factor_that_moves_from_the_input_to_the_weight_is_no_change(tmp_path: Path) -> None:
+    one, two = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    gain = 1 + 0.1 * torch.randn(16)
+    folded = nearly_alike(two, lambda weight: weight.mul_(gain))  # type: ignore[arg-type]
+    x = torch.randn(6, 16)
+    found = aligned(tmp_path, lambda: two(one(x) * gain), lambda: folded(one(x)))
+    check_whole(found)
+
+
+def test_a_call_that_is_not_wrong_has_no_number_in_the_message(tmp_path: Path) -> None:
+    x, weight = torch.randn(4, 16), torch.randn(8, 16)
+    with torch.no_grad(), intercept([hooks.BitFlip(bits=30), runs.RunRecorder(tmp_path / "a", "full")]):
+        linear(x, weight)
+    found = runs.align(runs.open_run(tmp_path / "a"), record(tmp_path / "b", lambda: linear(x, weight)))
+    lines = [line for line in str(found).splitlines() if "added:" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("  added: the call in A is wrong by ")
+
+
+def test_runs_without_a_weight_in_common_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(OpInterceptError, match=r"no rows in common; record a forward pass of the same weights in both"):
+        aligned(tmp_path, lambda: torch.randn(3, 4) @ torch.randn(4, 5), lambda: torch.randn(3, 6) @ torch.randn(6, 5))
