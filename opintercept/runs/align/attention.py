@@ -20,7 +20,7 @@ from opintercept.runs.align.weights import factors_of, tensor_of
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
 
-_MOST = 1 << 26  # elements of the weights that are in memory at once
+_MOST = 1 << 25  # elements of the weights that are in memory at once
 _SEEN = 1e-30  # the least weight of a key that is not masked
 _MATTERS = 1e-12  # that of one whose mask matters
 _PARAMETERS = {"lhs": "query", "rhs": "key"}

@@ -154,15 +154,18 @@ def _add_neighbours(joining: Joining, links: JoinedCalls) -> None:
     """Join calls without a weight, as those of attention, that stand between the same two pairs in both runs."""
     gaps = []
     ranks = [*_rank_pairs(joining, joining.a.run.ranks, joining.b.run.ranks)]
+    of_rank = [
+        {rank: [n for n, call in enumerate(side.calls) if call.rank == rank] for rank in side.run.ranks}
+        for side in (joining.a, joining.b)
+    ]
     for (rank_a, rank_b), of_a in itertools.product(ranks, _passes(joining, links)):
-        in_a = [number for number, call in enumerate(joining.a.calls) if call.rank == rank_a]
-        in_b = [number for number, call in enumerate(joining.b.calls) if call.rank == rank_b]
+        in_a, in_b = of_rank[0][rank_a], of_rank[1][rank_b]
         if not in_a or not in_b:
             continue
         start_a, start_b, first_b, last_b = in_a[0], in_b[0], in_b[0], in_b[-1] + 1
-        for a in in_a:
-            found = [b for b in of_a.get(a, ()) if first_b <= b < last_b and b >= start_b - 1]
-            if found:
+        for a in sorted(of_a):
+            found = [b for b in of_a[a] if first_b <= b < last_b and b >= start_b - 1]
+            if found and joining.a.calls[a].rank == rank_a:
                 gaps.append((range(start_a, a), range(start_b, min(found))))
                 start_a, start_b = a + 1, max(start_b, max(found) + 1)
         if start_a not in links.of_a:

@@ -118,14 +118,9 @@ class Side:
         found = self.calls[number].values.get("lhs")
         if scores is None or last is None or found is None or found.min is None or found.mean is None:
             return False
-        alike = (scores.batch, scores.m, scores.n) == (last.batch, last.m, last.k)
-        return (
-            alike
-            and found.min >= 0
-            and found.max is not None
-            and found.max <= 2
-            and abs(found.mean * last.k - 1) < 0.25
-        )
+        if (scores.batch, scores.m, scores.n) != (last.batch, last.m, last.k) or found.min < 0:
+            return False
+        return found.max is not None and found.max <= 2 and abs(found.mean * last.k - 1) < 0.25
 
     def _add(self, call: StoredCall, number: int, known: dict[Any, int], seen: Counter[Any]) -> None:
         """Find the weight of a call by its content, or by its module if training has changed it since."""
@@ -520,11 +515,10 @@ def _close_rest(
     left_others = np.setdiff1d(np.arange(len(others)), known_others)
     if not len(left) or not len(left_others):
         return None
-    one, other = (torch.nn.functional.normalize(each.double(), dim=1) for each in (rows[left], others[left_others]))
-    cosines = one @ other.mT
-    best, mutual = _mutual(cosines)
-    same = (mutual & (cosines.amax(1) > _SAME)).numpy()
-    return (left[same], left_others[best[same].numpy()]) if same.any() else None
+    one, other = rows[left].double(), others[left_others].double()
+    ia, ib = nearest(distances(one, other))
+    same = torch.cosine_similarity(one[ia], other[ib], dim=1).numpy() > _SAME
+    return (left[ia[same]], left_others[ib[same]]) if same.any() else None
 
 
 def _mutual(cosines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

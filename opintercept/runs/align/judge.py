@@ -134,7 +134,8 @@ class _Comparing:
             pair = _judged(pair, limit, caused)
             if pair.kind in CAUSES and {"lhs", "q", "k", "v", "heads"} & {*pair.changed}:
                 pair = self._placed(pair, number)
-            if number not in scores and not caused and pair.kind not in CAUSES:
+            known = number not in scores and (pair.by != "neighbours" or pair.rounding_a is not None)
+            if known and not caused and pair.kind not in CAUSES:
                 noise = max(noise, pair.output or 0.0, pair.lhs or 0.0)
             caused = caused or pair.kind in CAUSES
             yield pair
@@ -219,14 +220,15 @@ class _Comparing:
     def _queries(self, a: int, b: int, one: attention.Heads, other: attention.Heads) -> attention.Rows | None:
         """The queries of the same tokens, as the rows of products near by say; None if these are all in their order."""
         sizes = one.q.size(1), other.q.size(1)
-        near = [
-            (abs(a - i) + abs(b - j), rows)
-            for (i, j), rows in self._links.rows.items()
-            if abs(a - i) < _NEAR and abs(b - j) < _NEAR and (self._a.rows_of(i), self._b.rows_of(j)) == sizes
-        ]
+        near = sorted(
+            (abs(a - i) + abs(b - j), i, j)
+            for i in range(a - _NEAR, a + _NEAR)
+            for j in range(b - _NEAR, b + _NEAR)
+            if (i, j) in self._links.rows and (self._a.rows_of(i), self._b.rows_of(j)) == sizes
+        )
         if near:
-            rows = min(near, key=lambda each: each[0])[1]
-            return torch.from_numpy(rows[0]), torch.from_numpy(rows[1])
+            rows_a, rows_b = self._links.rows[near[0][1:]]
+            return torch.from_numpy(rows_a), torch.from_numpy(rows_b)
         if sizes[0] == sizes[1]:
             return None
         raise OpInterceptError(f"the attentions have {sizes[0]} and {sizes[1]} queries")
