@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -88,6 +88,40 @@ class Added:
     cost: float = 0.0
 
 
+class _Pair(NamedTuple):
+    """A call of A, and what computes the same in B; None if nothing does."""
+
+    step: Step
+    other: Step | None
+
+    def input(self, name: str) -> Region | None:
+        """B's input of this name; None of another operator, which is compared by what it returns alone."""
+        same = self.other is not None and _operator(self.step) == _operator(self.other)
+        return dict(self.other.inputs).get(name) if same and self.other else None
+
+    def output(self, place: int) -> Region | None:
+        """B's output."""
+        return self.other.outputs[place] if self.other is not None and place < len(self.other.outputs) else None
+
+
+class _Sides(NamedTuple):
+    """A tensor of A and of B, as they were recorded and as A's program computes them."""
+
+    recorded_a: torch.Tensor
+    computed_a: torch.Tensor
+    recorded_b: torch.Tensor
+    computed_b: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The coarser dtype."""
+        return max((self.recorded_a.dtype, self.recorded_b.dtype), key=rounding.unit)
+
+    def difference(self) -> torch.Tensor:
+        """What B has added beside what A has."""
+        return _gap(self.computed_b, self.recorded_b) - _gap(self.computed_a, self.recorded_a)
+
+
 class Budget:
     """The differences of two programs, and what they cost.
 
@@ -111,127 +145,118 @@ class Budget:
         self._spill = spill
         self._inputs_b: Inputs = {}  # those that differ from A's
         self._made_b: torch.Tensor | None = None
-        mine, theirs = ProgramMemory(a.sizes), ProgramMemory(a.sizes)
+        self._memory = ProgramMemory(a.sizes), ProgramMemory(a.sizes)
         self._last_uses, self._first_uses = last_uses(self._steps), last_uses(reversed(self._steps))
         for step in self._steps:
-            self._compare(step, b.steps[pairs[step.number]] if step.number in pairs else None, mine, theirs)
-            for memory in mine, theirs:
+            self._compare(_Pair(step, b.steps[pairs[step.number]] if step.number in pairs else None))
+            for memory in self._memory:
                 memory.forget(self._last_uses.get(step.number, []))
 
-    def _compare(self, step: Step, other: Step | None, mine: ProgramMemory, theirs: ProgramMemory) -> None:
+    def _compare(self, pair: _Pair) -> None:
         """Compute a call in both programs, and keep what they have beside that."""
-        given = {} if other is None or not _is_same(step, other) else dict(other.inputs)
-        inputs_a, inputs_b = [], []
-        for place, (name, region) in enumerate(step.inputs):
-            a = b = recorded = self._a.value(region)
-            if recorded.is_floating_point() and place in step.reads:
-                a, b = self._input(step, other, name, region, given.get(name), mine, theirs)
-            inputs_a.append(a)
-            inputs_b.append(b)
-            if not (a is b or torch.equal(a, b)):
-                self._inputs_b[step.number, place] = self._spill.put(b)
-        made_a = made_b = self._computed(step, inputs_a)
-        if made_a is not None and any((step.number, place) in self._inputs_b for place in range(len(inputs_b))):
-            made_b = self._computed(step, inputs_b)
-        for place, output in enumerate(step.outputs):
-            if output is None or output.name is None:
+        step = pair.step
+        inputs = [self._input(pair, place) for place in range(len(step.inputs))]
+        differing = {place: b for place, (a, b) in enumerate(inputs) if not (a is b or torch.equal(a, b))}
+        for place, b in differing.items():
+            self._inputs_b[step.number, place] = self._spill.put(b)
+        made_a = made_b = self._computed(step, [a for a, _ in inputs])
+        if made_a is not None and differing:
+            made_b = self._computed(step, [b for _, b in inputs])
+        for place, region in enumerate(step.outputs):
+            if region is None or region.name is None:
                 continue
-            recorded = self._a.value(output)
+            recorded = self._a.value(region)
             a = recorded if made_a is None else _at(made_a, place, recorded)
             b = a if made_b is None else _at(made_b, place, recorded)
-            if other is not None and recorded.is_floating_point():
-                actual = self._like(other.outputs[place] if place < len(other.outputs) else None, recorded)
-                if actual is not None:
-                    size = None if made_a is None else a
-                    self._keep(step, other, output, role_of(place), "call", recorded, a, actual, b, inputs_a, size)
-                    a, b = recorded, actual
-            mine.write(output, a)
-            theirs.write(output, b)
+            actual = self._like(pair.output(place), recorded)
+            if actual is not None:
+                sides = _Sides(recorded, a, actual, b)
+                self._keep(pair, region, role_of(place), "call", sides, [a for a, _ in inputs])
+                a, b = recorded, actual
+            self._write(region, a, b)
             if step.number == self._end and self._made_b is None:
                 self._made_b = b.double()
 
-    def _input(
-        self,
-        step: Step,
-        other: Step | None,
-        name: str,
-        region: Region,
-        found: Region | None,
-        mine: ProgramMemory,
-        theirs: ProgramMemory,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _input(self, pair: _Pair, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """An input of a call in both programs."""
+        name, region = pair.step.inputs[place]
         recorded = self._a.value(region)
-        a, b = mine.read(region), theirs.read(region)
-        new = a.isnan()
-        a, b = torch.where(new, recorded.double(), a), torch.where(b.isnan(), recorded.double(), b)
-        actual = self._like(found, recorded)
+        if not recorded.is_floating_point() or place not in pair.step.reads:
+            return recorded, recorded
+        a, b = (memory.read(region) for memory in self._memory)
+        kind: Literal["leaf", "between"] = "leaf" if bool(a.isnan().any()) else "between"
+        a, b = (torch.where(each.isnan(), recorded.double(), each) for each in (a, b))
+        actual = self._like(pair.input(name), recorded)
         if actual is not None:
-            kind: Literal["leaf", "between"] = "leaf" if bool(new.any()) else "between"
-            self._keep(step, other, region, name, kind, recorded, a, actual, b)
+            self._keep(pair, region, name, kind, _Sides(recorded, a, actual, b))
             a, b = recorded.double(), actual.double()
-        mine.write(region, a)
-        theirs.write(region, b)
+        self._write(region, a, b)
         return a, b
+
+    def _write(self, region: Region, a: torch.Tensor, b: torch.Tensor) -> None:
+        for memory, value in zip(self._memory, (a, b), strict=True):
+            memory.write(region, value)
 
     def _like(self, found: Region | None, recorded: torch.Tensor) -> torch.Tensor | None:
         """B's values in the shape of A's; None if they do not fit."""
         if found is None or found.name is None:
             return None
         values = self._b.value(found)
-        fits = values.is_floating_point() and values.numel() == recorded.numel()
+        fits = values.is_floating_point() and recorded.is_floating_point() and values.numel() == recorded.numel()
         return values.reshape(recorded.shape) if fits else None
 
     def _keep(
         self,
-        step: Step,
-        other: Step | None,
+        pair: _Pair,
         region: Region,
         name: str,
         kind: Literal["call", "leaf", "between"],
-        recorded: torch.Tensor,
-        a: torch.Tensor,
-        actual: torch.Tensor,
-        b: torch.Tensor,
+        sides: _Sides,
         inputs: Sequence[torch.Tensor] = (),
-        computed: torch.Tensor | None = None,
     ) -> None:
-        """Keep `(actual - b) - (recorded - a)` unless it is zero."""
-        difference = _gap(b, actual) - _gap(a, recorded)
+        """Keep what B has beside A, unless that is nothing."""
+        difference = sides.difference()
         if not bool(difference.any()):
             return
-        dtype = max((recorded.dtype, actual.dtype), key=rounding.unit)
-        bound = self._bound(step, inputs, recorded if computed is None else computed, dtype)
-        roundings = float((difference.abs() / bound.clamp_min(torch.finfo(torch.float64).tiny)).max())
-        rounded = kind == "leaf" and bool(torch.equal(recorded.to(dtype), actual.to(dtype)))
-        text = str(dtype).removeprefix("torch.")
+        dtype = sides.dtype
+        bound = self._bound(pair.step, inputs, sides).clamp_min(torch.finfo(torch.float64).tiny)
         region = region.once
-        difference = difference[tuple(slice(size) for size in region.shape)]
-        integers = self._other_integers(step, other) if kind == "call" and other is not None else ()
-        start = self._spill.put(difference)
-        values = int((actual != recorded).sum())
-        self.added.append(Added(step, other, region, name, kind, start, roundings, rounded, text, integers, values))
+        kept = difference[tuple(slice(size) for size in region.shape)]
+        same = kind == "leaf" and bool(torch.equal(sides.recorded_a.to(dtype), sides.recorded_b.to(dtype)))
+        self.added.append(
+            Added(
+                step=pair.step,
+                other=pair.other,
+                region=region,
+                name=name,
+                kind=kind,
+                start=self._spill.put(kept),
+                roundings=float((difference.abs() / bound).max()),
+                rounded=same,
+                dtype=str(dtype).removeprefix("torch."),
+                integers=self._other_integers(pair) if kind == "call" else (),
+                values=int((sides.recorded_a != sides.recorded_b).sum()),
+            )
+        )
 
-    def _other_integers(self, step: Step, other: Step) -> tuple[str, ...]:
-        given = dict(other.inputs)
+    def _other_integers(self, pair: _Pair) -> tuple[str, ...]:
+        """The names of inputs that are no real numbers and differ."""
         found = []
-        for place, (name, region) in enumerate(step.inputs):
-            if place in step.reads and name in given and not (value := self._a.value(region)).is_floating_point():
-                theirs = self._b.value(given[name])
-                if value.numel() != theirs.numel() or not torch.equal(value.reshape(-1), theirs.reshape(-1)):
+        for place, (name, region) in enumerate(pair.step.inputs):
+            other = pair.input(name)
+            if place in pair.step.reads and other is not None:
+                a, b = self._a.value(region).reshape(-1), self._b.value(other).reshape(-1)
+                if not a.is_floating_point() and not (a.shape == b.shape and torch.equal(a, b)):
                     found.append(name)
         return tuple(found)
 
-    def _bound(
-        self, step: Step, inputs: Sequence[torch.Tensor], values: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """How far rounding may move each element of a call's output, in A and in B together."""
-        values = values.double()
-        terms = step.stored.record.terms
+    def _bound(self, step: Step, inputs: Sequence[torch.Tensor], sides: _Sides) -> torch.Tensor:
+        """How far rounding may move each element, in A and in B together; of an output, with the call's inputs."""
+        values, dtype, terms = sides.computed_a.double(), sides.dtype, step.stored.record.terms
         if terms and inputs and (moduli := self._computed(step, [_modulus(each) for each in inputs])) is not None:
-            return 2 * (rounding.ulp(values, dtype) + rounding.of_sums(dtype, terms) * _at(moduli, 0, values))
-        scale = values.abs() + values.square().mean().sqrt()
-        return 2 * _FEW * rounding.unit(dtype) * scale
+            sums = rounding.of_sums(dtype, terms) * _at(moduli, 0, values).abs()
+            return 2 * (rounding.ulp(values, dtype) + sums)
+        return 2 * _FEW * rounding.unit(dtype) * (values.abs() + values.square().mean().sqrt())
 
     def _computed(self, step: Step, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
         """The outputs of a call; None where what was recorded stands for them."""
@@ -374,9 +399,8 @@ def _pulled_back(
     return torch.autograd.grad(outputs, [inputs[place] for place in wanted], given, allow_unused=True)
 
 
-def _is_same(step: Step, other: Step) -> bool:
-    """Whether both calls take the same arguments: another operator is compared by what it returns alone."""
-    return operator_name(step.stored.record.op) == operator_name(other.stored.record.op)
+def _operator(step: Step) -> str:
+    return operator_name(step.stored.record.op)
 
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
