@@ -6,7 +6,7 @@ Invariant: nothing here keeps a module alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
@@ -30,6 +30,28 @@ class _Names(NamedTuple):
 
 # The qualified names under each root, without its label. All interceptors share them, since collecting takes time.
 _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
+
+
+class NamedTensor(NamedTuple):
+    """A parameter or a buffer of a model that interceptors have named."""
+
+    kind: str  # "parameter" or "buffer"
+    module: str  # the qualified name of its module in the model
+    name: str  # its own name there
+    tensor: torch.Tensor
+
+
+def named_tensors() -> Iterator[tuple[str, list[NamedTensor]]]:
+    """The class of each model whose modules interceptors have named, and its parameters and buffers."""
+    for root, table in list(_by_root.items()):
+        found = []
+        for entry in list(table.values()):
+            module = entry.module()
+            kinds = () if module is None else (("parameter", module._parameters), ("buffer", module._buffers))
+            for kind, tensors in kinds:
+                named = [(name, tensor) for name, tensor in list(tensors.items()) if tensor is not None]
+                found += [NamedTensor(kind, entry.names[0], name, tensor) for name, tensor in named]
+        yield _class_name(_unwrapped(root)), found
 
 
 def names_under(root: torch.nn.Module, module: torch.nn.Module) -> tuple[str, ...] | None:

@@ -40,11 +40,28 @@ class OperandHashes:
         self._kept: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, int, Hash]] = {}
         self._streams: dict[Any, torch.cuda.Stream] = {}
         self._step = 0
+        self._met: set[int] = set()  # parameters, by their identity
+        self._modules: dict[int, str | None] = {}  # where each was read, or a copy of it, such as autocast's
 
     def next_step(self) -> None:
         """Begin a step."""
         self._step += 1
+        self._met, self._modules = set(), {}
         self._streams.clear()
+
+    def meet(self, tensor: torch.Tensor, module: str | None) -> None:
+        """Take note of the parameter behind an operand of a module."""
+        weight = parameter_of(tensor)
+        self._met.add(id(weight))
+        self._modules[id(_made_from(tensor) if weight is None else weight)] = module
+
+    def has_met(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter, or a view of it, was an operand in this step."""
+        return id(parameter) in self._met
+
+    def module_of(self, parameter: torch.Tensor) -> str | None:
+        """The module that has read a parameter, or what was made from it, in this step."""
+        return self._modules.get(id(parameter))
 
     def of(self, tensor: torch.Tensor, constants: bool) -> Hash | None:
         """Hash a tensor, and with `constants` find out if its elements are all equal; None without own values."""
@@ -107,15 +124,19 @@ class OperandHashes:
 
 def is_weight(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter, a view of one, or made from one parameter only, such as autocast's copies."""
+    return _made_from(tensor) is not None
+
+
+def _made_from(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, torch.nn.Parameter):
-        return True
+        return base
     node: Any = base.grad_fn
     for _ in range(_LONGEST):
-        if node is None or isinstance(getattr(node, "variable", None), torch.nn.Parameter):
-            return node is not None
+        if node is None or isinstance(parameter := getattr(node, "variable", None), torch.nn.Parameter):
+            return None if node is None else parameter
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    return False
+    return None
 
 
 @lru_cache(1024)

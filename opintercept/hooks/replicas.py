@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+import torch
+
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning, caller_level
 from opintercept._core.hook import Read
 from opintercept._core.text import counted
-from opintercept._kit.filter import CallFilter
+from opintercept._kit.filter import CallFilter, name_test
 from opintercept._kit.findings import CallFinding, Finds
 from opintercept._kit.roles import checked_roles
+from opintercept._origin.names import NamedTensor, named_tensors
 from opintercept._ranks.expectations import (
     MOST_KEYS,
     WEIGHT,
@@ -62,23 +65,23 @@ class _HashedOperand(NamedTuple):
 
     operand: _Operand
     hashed: Hash
-    call: int
+    call: int | None
     step: int
     source: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence(CallFinding):
-    """The first call of a step in which ranks diverge that were equal before.
+    """The first call of a step in which ranks diverge that were equal before, or a parameter that no call has read.
 
     Attributes:
         ranks: The global ranks with each value. Those with the most ranks come first.
         step: The interceptor's step.
         index: The number of the call on this rank; None if this rank did not make the call.
         module: The module's qualified name, as `OpCall.module`.
-        op: The operator.
-        phase: `"forward"`, `"backward"` or `"recompute"`.
-        operand: `"lhs"`, `"rhs"`, `"bias"` or `"value"`.
+        op: The operator; `"parameter"` or `"buffer"` for one that has diverged at the end of the step.
+        phase: `"forward"`, `"backward"` or `"recompute"`; `""` at the end of the step.
+        operand: `"lhs"`, `"rhs"`, `"bias"` or `"value"`; of a parameter or a buffer, its name in the module.
         weight: Whether the operand is a parameter.
         source: The program's line; None if this rank did not make the call.
         more: How many other operands have diverged in the same step.
@@ -98,10 +101,12 @@ class Divergence(CallFinding):
     def __str__(self) -> str:
         call = "a call that this rank did not make" if self.index is None else f"call {self.index}"
         module = "an unknown module" if self.module is None else f"module {self.module or '-'}"
-        text = (
-            f"{who_diverged(self.ranks)} at step {self.step}, {call}, {module}, {self.operand}"
-            f"{' (weight)' if self.weight else ''} of {self.op} in {self.phase}"
-        )
+        if self.phase:
+            weight = " (weight)" if self.weight else ""
+            what = f"at step {self.step}, {call}, {module}, {self.operand}{weight} of {self.op} in {self.phase}"
+        else:
+            what = f"at the end of step {self.step}, {module}, {self.op} {self.operand}"
+        text = f"{who_diverged(self.ranks)} {what}"
         text += f", at {self.source}" if self.source else ""
         return f"{text}; {counted(self.more, 'other operand')} diverged in this step" if self.more else text
 
@@ -120,7 +125,9 @@ class Replicas(Finds[Divergence]):
     parallelism only weights are.
 
     A weight is hashed once a step, and again if torch has written to it. A weight that needs no gradient is hashed in
-    one of 16 steps unless torch has written to it.
+    one of 16 steps unless torch has written to it. Where a step ends, so are parameters that no call has read, such as
+    those of norms and embeddings, of models of which calls have read others. Buffers count as other operands, since
+    under DDP the statistics of a batch norm differ, and only without `modules` and `of`.
 
     The ranks of a group must enter the block together and call `step()` equally often. They may make different calls;
     an operand is then compared on the ranks that have it. A rank that leaves the block with an exception compares
@@ -188,12 +195,14 @@ class Replicas(Finds[Divergence]):
         check_choice("action", action, get_args(Action))
         if modules is not None and (isinstance(modules, (str, re.Pattern)) or not isinstance(modules, Iterable)):
             modules = [modules]
-        self._filters = None if modules is None else [CallFilter(module=each) for each in modules]
+        self._modules = None if modules is None else list(modules)
+        self._filters = None if self._modules is None else [CallFilter(module=each) for each in self._modules]
         if self._filters == []:
             raise ValueError("modules must name at least one module, got none; None stands for all")
         roles = checked_roles(of, (*_ROLES, "weights"))
         self._weights = "weights" in roles
         self._roles = frozenset(roles)
+        self._compares_all = self._weights or self._roles.issuperset(_ROLES)
         self._looked_at = _ROLES if self._weights else roles
         self._every_steps = check_count("every_steps", every_steps)
         self._group = group
@@ -205,7 +214,7 @@ class Replicas(Finds[Divergence]):
         self._process = os.getpid()
         self._hashes = OperandHashes()
         self._operands: dict[tuple[Any, ...], _Operand | None] = {}
-        self._plans: dict[tuple[Any, ...], tuple[_Operand, ...]] = {}
+        self._plans: dict[tuple[Any, ...], tuple[tuple[_Operand, bool], ...]] = {}
         self._seen: list[_HashedOperand] = []
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._expectations: Expectations | None = None
@@ -234,7 +243,7 @@ class Replicas(Finds[Divergence]):
                     groups = expectations.of(operand.key)
                     if groups:
                         module = "?" if operand.module is None else operand.module or "-"
-                        name = f"{module} {operand.op} {operand.phase} {operand.role}"
+                        name = " ".join(filter(None, (module, operand.op, operand.phase, operand.role)))
                         new = tuple(_global(ranks, group) for group in groups)
                         found[name] = tuple(sorted({*found.get(name, ()), *new}))
         return found
@@ -282,37 +291,75 @@ class Replicas(Finds[Divergence]):
         if plan:
             without_graph(self._hash, call, plan, expectations)
 
-    def _hash(self, call: OpCall, plan: tuple[_Operand, ...], expectations: Expectations) -> None:
-        for operand in plan:
+    def _hash(self, call: OpCall, plan: tuple[tuple[_Operand, bool], ...], expectations: Expectations) -> None:
+        for operand, wanted in plan:
             tensor = call.operand(operand.role)
             if tensor is None:
                 continue
             if leaves_out_captured(tensor, self):
                 return
-            try:
-                hashed = self._hashes.of(tensor, expectations.of(operand.key) is None)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-                reason = str(error).partition("\n")[0]
-                with self._lock:
-                    self._skipped[f"{call.op}: {reason}"] += 1
-                continue
-            if hashed is not None:
-                seen = _HashedOperand(operand, hashed, call.index, call.step, call.source)
-                with self._lock:
-                    self._seen.append(seen)
+            self._hashes.meet(tensor, operand.module)
+            if wanted:
+                self._hash_one(operand, tensor, expectations, call.index, call.source)
+
+    def _hash_one(
+        self, operand: _Operand, tensor: Any, expectations: Expectations, index: int | None, source: str | None
+    ) -> None:
+        try:
+            hashed = self._hashes.of(tensor, expectations.of(operand.key) is None)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            with self._lock:
+                self._skipped[f"{operand.op}: {reason}"] += 1
+            return
+        if hashed is not None:
+            with self._lock:
+                self._seen.append(_HashedOperand(operand, hashed, index, self._step, source))
+
+    def _hash_unread(self, ranks: Ranks, expectations: Expectations) -> None:
+        """Hash parameters and buffers that no call has read in this step, of models of which calls have read some."""
+        tests = None if self._modules is None else [name_test(each) for each in self._modules]
+        buffers = tests is None and self._roles.issuperset(_ROLES)
+        seen: set[Any] = set()
+        for kind, tensors in named_tensors():
+            prefix = self._prefix(tensors)
+            for each in tensors if prefix is not None else ():
+                module = f"{prefix}{each.module}" if each.module else (prefix or "")[:-1] or kind
+                chosen = each.kind == "parameter" or buffers
+                chosen &= tests is None or any(test(module) for test in tests)
+                where = module, each.kind, "", None, 0, each.name
+                if not chosen or seen & {where, id(each.tensor)} or self._hashes.has_met(each.tensor):
+                    continue
+                seen.update((where, id(each.tensor)))
+                if type(each.tensor) not in (torch.nn.Parameter, torch.Tensor):  # DTensor's operators communicate
+                    self._skipped[f"{each.kind}s of type {type(each.tensor).__name__}"] += 1
+                    continue
+                operand = _Operand(key_of(*where), module, each.kind, "", each.name, each.kind == "parameter")
+                if where in self._operands or len(self._operands) < MOST_KEYS:
+                    self._operands[where] = operand
+                    if expectations.wants(operand.key, ranks.rank) and not leaves_out_captured(each.tensor, self):
+                        self._hash_one(operand, each.tensor, expectations, None, None)
+
+    def _prefix(self, tensors: list[NamedTensor]) -> str | None:
+        """What the names of a model's modules begin with in this block; None if none has read a tensor of its own."""
+        for each in tensors:
+            module = self._hashes.module_of(each.tensor)
+            if module and each.module and f".{module}".endswith(f".{each.module}"):
+                return module.removesuffix(each.module)
+        return None
 
     def _planned(
         self, call: OpCall, place: tuple[Any, ...], ranks: Ranks, expectations: Expectations
-    ) -> tuple[_Operand, ...]:
-        """The operands of a call to hash, until `judge` has changed what is expected."""
+    ) -> tuple[tuple[_Operand, bool], ...]:
+        """The weights of a call, other operands to hash, and which to hash, until `judge` changes what is expected."""
         plan = []
         for role in self._looked_at:
             tensor = call.operand(role)
             if tensor is not None:
                 where = (*place, role)
                 operand = self._operands[where] if where in self._operands else self._place(where, tensor)
-                if operand is not None and expectations.wants(operand.key, ranks.rank):
-                    plan.append(operand)
+                if operand is not None and (wanted := expectations.wants(operand.key, ranks.rank)) | operand.weight:
+                    plan.append((operand, wanted))
         return tuple(plan)
 
     def _admits(self, call: OpCall, filters: list[CallFilter]) -> bool:
@@ -357,7 +404,10 @@ class Replicas(Finds[Divergence]):
     def _compare(self) -> None:
         """End a step: exchange what its calls have left, and begin the next one."""
         with self._lock:
-            seen, reading, ranks, expectations = self._seen, self._reading, self._ranks, self._expectations
+            reading, ranks, expectations = self._reading, self._ranks, self._expectations
+            if reading and self._compares_all and isinstance(ranks, Ranks) and expectations is not None:
+                without_graph(self._hash_unread, ranks, expectations)
+            seen = self._seen
             step = self._steps
             self._steps += 1
             hashes = self._hashes.read([each.hashed for each in seen])

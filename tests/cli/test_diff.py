@@ -353,7 +353,7 @@ def test_ranks_that_agree_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixt
         "",
         "4 ranks, 64 calls in steps 0 to 7",
         "2 weights should be equal on ranks 0 to 3",
-        "nothing diverged",
+        "nothing diverged in what recorded calls read",
     ]
     assert err == ""
 

@@ -283,7 +283,34 @@ def test_data_parallel_training_raises_no_alarm_and_keeps_its_bits(two: Any, way
         assert (said["findings"], said["equal"], said["same"]) == ([], True, True)
         assert said["compared"] == replica_programs.STEPS + 1
         assert len(said["expected"]) >= 10
-        assert all("rhs" in name or "bias" in name or way == "everything" for name in said["expected"])
+        told = [name for name in said["expected"] if " parameter " not in name]  # the originals of autocast's copies
+        assert (len(told) < len(said["expected"])) is (way == "autocast")
+        assert all("rhs" in name or "bias" in name or way == "everything" for name in told)
+
+
+@slow
+def test_a_parameter_that_no_product_reads_is_compared_where_the_step_ends(two: Any) -> None:
+    for rank in two:
+        said = rank["unread"]
+        places = {"norm": "norm parameter weight", "table": "table parameter weight", "autocast": "norm parameter bias"}
+        for name, place in places.items():
+            found = finding(said[name])
+            assert (found.ranks, found.step, found.index, found.weight) == (((0,), (1,)), 3, None, True)
+            assert f"{found.module} {found.op} {found.operand}" == place
+            assert f"at the end of step 3, module {found.module}, parameter {found.operand}" in said[name]["text"]
+        found = finding(said["buffer"])
+        assert (found.step, found.module, found.op, found.operand, found.weight) == (
+            3,
+            "Normed",
+            "buffer",
+            "scale",
+            False,
+        )
+        for name in ("healthy", "other model", "filtered"):
+            assert said[name]["findings"] == [], name
+        assert {name for name in said["healthy"]["expected"] if " parameter " in name} == {
+            f"{module} parameter {name}" for module in ("norm", "batch") for name in ("weight", "bias")
+        } | {"table parameter weight"}
 
 
 @slow

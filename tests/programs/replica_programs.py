@@ -151,6 +151,54 @@ class Nudge:
         return output
 
 
+class Normed(nn.Module):
+    """A model with parameters that no product reads, and with statistics of a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.batch = nn.Embedding(16, 8), nn.LayerNorm(8), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.batch(self.norm(self.table(x))))
+
+
+def unread() -> Any:
+    """Parameters that no product reads diverge on one rank; another model with the same names runs on one rank only."""
+    found = {}
+    for name in ("healthy", "norm", "table", "buffer", "autocast", "other model", "filtered"):
+        torch.manual_seed(3)
+        model, other = Normed(), [Normed()]
+        parallel = DistributedDataParallel(model)
+        scale = torch.tensor([1.0, 2.0])
+        model.register_buffer("scale", scale)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(4 + dist.get_rank())
+        replicas = hooks.Replicas(modules="head" if name == "filtered" else None, of="weights", action="record")
+        if name == "buffer":
+            replicas = hooks.Replicas(action="record")
+        with intercept(replicas, engine="mode" if name == "table" else "auto") as watch:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+                    parallel(torch.randint(16, (6,))).float().square().mean().backward()
+                optimizer.step()
+                scale.add_(1)
+                if step == 3 and dist.get_rank() == 1:
+                    flips = {"norm": model.norm.weight, "table": model.table.weight, "filtered": model.norm.weight}
+                    flips |= {"autocast": model.norm.bias}
+                    if name in flips:
+                        flip(flips[name])
+                    if name == "buffer":
+                        scale.add_(1)
+                if name == "other model" and step == 2 and dist.get_rank() == 1:
+                    with intercept(hooks.Recorder()):  # which gives it plain names
+                        other[0](torch.randint(16, (6,)))
+                watch.step()
+        found[name] = said(replicas)
+    return found
+
+
 def uneven() -> Any:
     """Rank 1 skips a step's calls, and makes calls of its own."""
     x = torch.randn(5, 5)
@@ -337,6 +385,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "not synchronised": lambda: watched(wrapped=False),
     "activation": lambda: watched(hook=Nudge(1, 4), wrapped=False, same_data=True),
     "uneven": uneven,
+    "unread": unread,
     "raised": raised,
     "warned": warned,
     "named": named,

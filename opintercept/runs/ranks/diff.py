@@ -19,7 +19,8 @@ def diff_ranks(run: Run, *, limit: int = 100) -> RankDifference:
       tensor and pipeline parallelism has to be given. A weight that differs from that of most ranks from its beginning
       is reported, too; sharded weights, which are equal on no two ranks, are not. Any other operand should stay equal
       on the ranks that had it in common in two of its first four calls with different values. Constants do not count.
-      These are the rules of `hooks.Replicas`. A run does not say which tensors are parameters: the right operand of a
+      These are the rules of `hooks.Replicas`, which also compares parameters that no call reads; a run does not have
+      them. A run does not say which tensors are parameters: the right operand of a
       single product and a bias count as weights.
     - Ranks that ever call an operator at one place of the program should do so equally often in each step, and ranks
       that make the same calls should make them in one order.

@@ -152,7 +152,7 @@ class RankDifference(Page):
             where = listed([f"rank {rank} in step {step}" for rank, step in self.unfinished.items()], 8)
             yield f"not finished, as after a kill: {where}; what follows there was not counted"
         if self.first is None:
-            yield Marked("nothing diverged", "right")
+            yield Marked("nothing diverged in what recorded calls read", "right")
         else:
             yield ""
             yield from self._first_diverged(self.first)
