@@ -6,7 +6,6 @@
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include "threads.h"
 #include "values.h"
@@ -162,7 +161,7 @@ bool opintercept::as_tensor(PyObject* value, at::Tensor& tensor) {
   if (type != tensor_type && type != parameter_type) {
     return false; // a subclass may stand for other tensors
   }
-  tensor = THPVariable_Unpack(value);
+  tensor = unpacked(value);
   return true;
 }
 
@@ -267,10 +266,10 @@ PyObject* opintercept_extent(PyObject*, PyObject* value) {
 // storage(tensor) -> see `values.storage`
 PyObject* opintercept_storage(PyObject*, PyObject* value) {
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  if (!THPVariable_Check(value) || !THPVariable_Unpack(value).has_storage()) {
+  if (PyObject_IsInstance(value, tensor_type) != 1 || !unpacked(value).has_storage()) {
     Py_RETURN_NONE;
   }
-  const c10::Storage& storage = THPVariable_Unpack(value).storage();
+  const c10::Storage& storage = unpacked(value).storage();
   auto weak = std::make_unique<Weak>(storage.getWeakStorageImpl());
   PyObject* holder = PyCapsule_New(weak.get(), nullptr, [](PyObject* capsule) {
     delete static_cast<Weak*>(PyCapsule_GetPointer(capsule, nullptr));

@@ -15,6 +15,11 @@ namespace opintercept {
 // Whether a tensor is a plain array in the memory of this process, which is `data`, or null for an empty one.
 bool in_memory(const at::Tensor& tensor, const void*& data);
 
+// The tensor of an object of torch.Tensor, and an object for a tensor: a new reference, or null with an error. See
+// `_engines/compiled/objects.h`.
+const at::Tensor& unpacked(PyObject* tensor);
+PyObject* wrapped(const at::Tensor& tensor);
+
 // The tensor of a Python object. False if it is not one, or of a subclass.
 bool as_tensor(PyObject* value, at::Tensor& tensor);
 

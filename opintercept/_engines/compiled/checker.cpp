@@ -9,7 +9,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <cfloat>
 #include <cmath>
@@ -127,12 +126,12 @@ Form* Checker::form(const Overload& overload) {
   }
   std::unique_ptr<Form> made;
   {
-    pybind11::gil_scoped_acquire gil;
+    Locked locked;
     THPObjectPtr told(check(PyObject_CallFunctionObjArgs(form_of, overload.in_python().overload, nullptr)));
     if (told.get() != Py_None) {
       made = std::make_unique<Form>();
       if (!PyArg_ParseTuple(told.get(), "iiiii", &made->lhs, &made->rhs, &made->bias, &made->beta, &made->alpha)) {
-        throw python_error();
+        raise();
       }
     }
   }
@@ -154,7 +153,7 @@ const void* Checker::signs(int64_t columns, bool is_wide) {
       return found->second.data_ptr();
     }
   }
-  pybind11::gil_scoped_acquire gil;
+  Locked locked;
   THPObjectPtr n(check(PyLong_FromLongLong(columns)));
   THPObjectPtr told(check(PyObject_CallFunctionObjArgs(signs_of, n.get(), is_wide ? Py_True : Py_False, nullptr)));
   at::Tensor signs;
@@ -459,10 +458,10 @@ PyObject* set_up(PyObject* self, PyObject* args) {
 }
 
 // A copy. What is remembered never gets a Python object, which could only be released with the interpreter's lock.
-PyObject* wrapped(const at::Tensor& tensor) {
+PyObject* wrapped_copy(const at::Tensor& tensor) {
   at::Tensor copy = at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type());
   std::memcpy(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes());
-  return THPVariable_Wrap(copy);
+  return wrapped(copy);
 }
 
 // taken() -> (checksums of B, of A (B e), whether the first are remembered) of the call that is shown, or None
@@ -472,7 +471,7 @@ PyObject* taken(PyObject*, PyObject*) {
   }
   const Weighed& weight = handed_over->weight;
   return Py_BuildValue(
-      "(NNO)", wrapped(weight.inner), wrapped(handed_over->middle), weight.remembered ? Py_True : Py_False);
+      "(NNO)", wrapped_copy(weight.inner), wrapped_copy(handed_over->middle), weight.remembered ? Py_True : Py_False);
 }
 
 // forget(rhs, whether in float64)

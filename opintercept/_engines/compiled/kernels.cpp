@@ -6,7 +6,12 @@
 
 #include "kernels.h"
 
+#include "../../_native/values.h"
+
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -35,6 +40,48 @@ thread_local PyObject* opintercept::hidden_here = nullptr;
 thread_local bool opintercept::inside_noted = false;
 size_t opintercept::prepared = 0;
 std::atomic<bool> opintercept::has_tasks{false};
+
+// What the other sources need of headers that take long to compile.
+
+void opintercept::raise() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+void opintercept::set_error(const std::exception_ptr& thrown) {
+  torch::translate_exception_to_python(thrown);
+}
+
+const at::Tensor& opintercept::unpacked(PyObject* tensor) {
+  return THPVariable_Unpack(tensor);
+}
+
+PyObject* opintercept::wrapped(const at::Tensor& tensor) {
+  return THPVariable_Wrap(tensor);
+}
+
+opintercept::ScopePtr opintercept::shared(PyObject* scope) {
+  return std::make_shared<c10::SafePyObject>(Py_NewRef(scope), getPyInterpreter());
+}
+
+PyObject* opintercept::object_of(const ScopePtr& scope) {
+  return scope->ptr(getPyInterpreter());
+}
+
+bool opintercept::in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+bool opintercept::is_cast(const at::Tensor* lhs) {
+  int depth = at::autocast::increment_nesting() - 1;
+  at::autocast::decrement_nesting();
+  if (depth == 0 || lhs == nullptr) {
+    return false;
+  }
+  auto device = lhs->device().type();
+  return !at::autocast::is_autocast_enabled(device) && at::autocast::get_autocast_dtype(device) == lhs->scalar_type();
+}
 
 namespace {
 
@@ -278,7 +325,7 @@ PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
     Inside inside(call);
     return PyObject_Vectorcall(call->overload->in_python().redispatch, all.data(), static_cast<size_t>(count), names);
   } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
+    set_error(std::current_exception());
     return nullptr;
   }
 }
@@ -395,9 +442,7 @@ struct Kernel final : c10::OperatorKernel {
     if (inner != hidden) {
       call.inner = shared(inner);
     }
-    THPObjectPtr phase(
-        torch::autograd::get_current_graph_task_id() == -1 ? Py_NewRef(forward_phase)
-                                                           : check(PyObject_CallNoArgs(backward_phase)));
+    THPObjectPtr phase(!in_backward() ? Py_NewRef(forward_phase) : check(PyObject_CallNoArgs(backward_phase)));
     THPObjectPtr head(check(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&HeadType))));
     reinterpret_cast<Head*>(head.get())->call = &call;
     THPObjectPtr result(nullptr);
@@ -507,7 +552,7 @@ PyObject* prepare(PyObject*, PyObject* args) {
     }
     return PyCapsule_New(made, nullptr, nullptr);
   } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
+    set_error(std::current_exception());
     return nullptr;
   }
 }
@@ -534,7 +579,7 @@ PyObject* install(PyObject*, PyObject* args) {
       delete static_cast<c10::RegistrationHandleRAII*>(PyCapsule_GetPointer(capsule, nullptr));
     });
   } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
+    set_error(std::current_exception());
     return nullptr;
   }
 }

@@ -2,14 +2,11 @@
 
 #pragma once
 
-#include <Python.h>
-#include <structmember.h>
+#include "objects.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/utils/object_ptr.h>
+#include <c10/core/SafePyObject.h>
 
 #include <atomic>
 #include <memory>
@@ -29,27 +26,6 @@ extern thread_local PyObject* hidden_here;
 
 // Whether an operator of a noted call runs in this thread: nothing sees its inner steps.
 extern thread_local bool inside_noted;
-
-// The place of a slot in Python objects. Reading it by name takes five times as long, and longer with cold caches.
-struct Slot {
-  Py_ssize_t offset = 0;
-
-  bool find(PyObject* type, const char* name) {
-    PyObject* found = PyObject_GetAttrString(type, name);
-    if (found == nullptr || Py_TYPE(found) != &PyMemberDescr_Type) {
-      Py_XDECREF(found);
-      PyErr_Format(PyExc_TypeError, "%s must be a slot", name);
-      return false;
-    }
-    offset = reinterpret_cast<PyMemberDescrObject*>(found)->d_member->offset;
-    Py_DECREF(found);
-    return true;
-  }
-
-  PyObject*& of(PyObject* object) const { // borrowed
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-  }
-};
 
 // Of what an argument is to Python where its value alone does not say it.
 enum class Kind : char { OTHER, DTYPE, LAYOUT, MEMORY_FORMAT };
@@ -77,52 +53,10 @@ struct Overload {
 extern std::atomic<bool> has_tasks; // whether a task of an event loop has blocks of its own
 extern size_t prepared; // how many overloads there are
 
-inline PyObject* check(PyObject* p) {
-  if (p == nullptr) {
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  return p;
-}
-
-// The Python type of objects that own one of type `T`, made with its default constructor and destroyed with the lock.
-template <typename T>
-struct Wrapped {
-  PyObject_HEAD
-  T* object;
-
-  static inline PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-
-  static T* of(PyObject* self) { // null for an object of another type
-    return Py_TYPE(self) == &type ? reinterpret_cast<Wrapped*>(self)->object : nullptr;
-  }
-
-  static bool add(PyObject* module, const char* name, PyMethodDef* methods) {
-    static const std::string full = std::string("opintercept._engines.compiled.") + name;
-    type.tp_name = full.c_str();
-    type.tp_basicsize = sizeof(Wrapped);
-    type.tp_flags = Py_TPFLAGS_DEFAULT;
-    type.tp_methods = methods;
-    type.tp_new = [](PyTypeObject* made_of, PyObject*, PyObject*) {
-      PyObject* made = made_of->tp_alloc(made_of, 0);
-      if (made != nullptr) {
-        reinterpret_cast<Wrapped*>(made)->object = new T;
-      }
-      return made;
-    };
-    type.tp_dealloc = [](PyObject* self) {
-      delete reinterpret_cast<Wrapped*>(self)->object;
-      Py_TYPE(self)->tp_free(self);
-    };
-    return PyType_Ready(&type) == 0 && PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject*>(&type)) == 0;
-  }
-};
-
-inline ScopePtr shared(PyObject* scope) {
-  Py_INCREF(scope);
-  return std::make_shared<c10::SafePyObject>(scope, getPyInterpreter());
-}
+ScopePtr shared(PyObject* scope);
+PyObject* object_of(const ScopePtr& scope); // borrowed
+bool in_backward(); // whether autograd runs a graph
+bool is_cast(const at::Tensor* lhs); // `_origin.autocast.autocast_below`
 
 // Puts the scope for hooks in place of that of the thread.
 struct Hidden {

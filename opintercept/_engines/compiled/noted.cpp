@@ -12,12 +12,9 @@
 
 #include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <chrono>
@@ -89,20 +86,10 @@ void look_at_settings(std::string& key, const Context& context) { // those that 
   }
 }
 
-bool is_cast(const at::Tensor* lhs) { // `_origin.autocast.autocast_below`
-  int depth = at::autocast::increment_nesting() - 1;
-  at::autocast::decrement_nesting();
-  if (depth == 0 || lhs == nullptr) {
-    return false;
-  }
-  auto device = lhs->device().type();
-  return !at::autocast::is_autocast_enabled(device) && at::autocast::get_autocast_dtype(device) == lhs->scalar_type();
-}
-
 // Ends a call that hooks have seen before it ran, also where another hook raised.
 struct EndsCall {
   void operator()(PyObject* call) const {
-    pybind11::gil_scoped_acquire gil;
+    Locked locked;
     if (PyObject_SetAttrString(call, "owner", Py_None) < 0) {
       PyErr_Clear();
     }
@@ -266,7 +253,7 @@ struct Call {
     }
     part.row.place = part.ring->place_of(*part.known, walked);
     if (part.row.place == UNKNOWN) {
-      pybind11::gil_scoped_acquire gil;
+      Locked locked;
       THPObjectPtr place(check(PyObject_CallMethodObjArgs(
           rows_of(part.ring),
           here_name,
@@ -300,7 +287,7 @@ struct Call {
 
   // Of which forward call this backward call computes a gradient. False if Python has to find out.
   bool find_forward(Part& part) {
-    pybind11::gil_scoped_acquire gil;
+    Locked locked;
     THPObjectPtr used(addresses());
     const at::Tensor* lhs = operand(0);
     THPObjectPtr left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : const_cast<void*>(address(*lhs)))));
@@ -339,7 +326,7 @@ struct Call {
     if (wanted.empty() && !entry.numbers) {
       return; // autograd has no node for it
     }
-    pybind11::gil_scoped_acquire gil;
+    Locked locked;
     THPObjectPtr used(addresses());
     THPObjectPtr positions(check(PyTuple_New(static_cast<Py_ssize_t>(wanted.size()))));
     for (size_t i = 0; i < wanted.size(); i++) {
@@ -388,7 +375,7 @@ struct Call {
     THPObjectPtr args(again ? PyTuple_New(0) : positional_of(overload, values)),
         kwargs(again ? PyDict_New() : keywords_of(overload, values)), read(check(PyList_New(0)));
     for (auto& [tensor, ends] : before) {
-      THPObjectPtr each(Py_BuildValue("(Ndd)", THPVariable_Wrap(tensor), ends.low, ends.high));
+      THPObjectPtr each(Py_BuildValue("(Ndd)", wrapped(tensor), ends.low, ends.high));
       if (each.get() == nullptr || PyList_Append(read.get(), each.get()) < 0) {
         check(nullptr);
       }
@@ -632,13 +619,13 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
     if (written && part.ring->put(part.known, key, part.row, part.values, half_full)) {
       call.count(part);
       if (half_full) {
-        pybind11::gil_scoped_acquire gil;
+        Locked locked;
         THPObjectPtr(settle(call, part, Py_True));
       }
       return;
     }
     if (call.writes() && written) { // what it has overwritten is gone, and hooks cannot read it again
-      pybind11::gil_scoped_acquire gil;
+      Locked locked;
       if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
         THPObjectPtr owned(row);
         Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
@@ -647,7 +634,7 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
       }
     }
   }
-  pybind11::gil_scoped_acquire gil;
+  Locked locked;
   THPObjectPtr output(outputs_to_python(call.overload, stack, count));
   THPObjectPtr look(call.show(part, true, output.get(), Py_None));
   part.begun.reset();
@@ -661,7 +648,7 @@ void tell(Call& call, Part& part, std::string& key, size_t described, const Stac
 bool opintercept::ran_noted(
     const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack,
     const ScopePtr& saved) {
-  PyObject* scope = saved->ptr(getPyInterpreter());
+  PyObject* scope = object_of(saved);
   const Entry* entry = entry_of(overload, scope);
   if (entry == nullptr || entry == &NEVER || has_tasks.load(std::memory_order_relaxed) ||
       __atomic_load_n(&state_everywhere.of(state), __ATOMIC_ACQUIRE) != scope_everywhere.of(scope) ||
@@ -671,7 +658,7 @@ bool opintercept::ran_noted(
   size_t count = overload.count;
   Call call{overload, *entry, saved, stack->data() + stack->size() - count, {}, {}};
   bool recording = c10::GradMode::is_enabled();
-  call.backward = torch::autograd::get_current_graph_task_id() != -1;
+  call.backward = in_backward();
   if (call.backward && (recording || is_recompute())) {
     return false; // may be a forward call, or be recorded as one
   }
@@ -759,7 +746,7 @@ bool opintercept::ran_noted(
       call.note(part);
     }
     if (call.writes() && part.rows && !part.ring->knows(part.known, key.text)) {
-      pybind11::gil_scoped_acquire gil;
+      Locked locked;
       part.begun.reset(call.show(part, false, Py_None, Py_None));
     }
   }
@@ -773,8 +760,8 @@ bool opintercept::ran_noted(
     inside_noted = false;
     call.elapsed = seconds_since(started);
     call.values = call.given.data();
-    pybind11::gil_scoped_acquire gil;
-    torch::translate_exception_to_python(std::current_exception());
+    Locked locked;
+    set_error(std::current_exception());
     PyObject *kind, *value, *trace;
     PyErr_Fetch(&kind, &value, &trace);
     PyErr_NormalizeException(&kind, &value, &trace);

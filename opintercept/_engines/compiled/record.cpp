@@ -8,9 +8,10 @@
 
 #include "record.h"
 
+#include "../../_native/values.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
 
@@ -53,7 +54,7 @@ bool look_at_tensor(std::string& key, const at::Tensor& tensor, bool numbers = t
 bool look_at(std::string& key, PyObject* value, int depth = 0) {
   auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (type == tensor_type || type == parameter_type) {
-    return look_at_tensor(key, THPVariable_Unpack(value));
+    return look_at_tensor(key, opintercept::unpacked(value));
   }
   if (value == Py_None || PyBool_Check(value)) {
     key.push_back(value == Py_None ? 'n' : value == Py_True ? 'y' : 'z');

@@ -5,7 +5,7 @@
 #include "records.h"
 
 #include "../../_native/splitmix.h"
-#include "kernels.h"
+#include "objects.h"
 
 #include <cmath>
 #include <cstddef>
