@@ -135,7 +135,7 @@ ALL_CASES = [
 CASES = [
     case
     for case in ALL_CASES
-    if sampled.picks(str(case), of=16) or (case.dtype is torch.float32 and case.name in MULTIPLIES | CONVOLVES)
+    if sampled.picks(str(case), of=24) or (case.dtype is torch.float32 and case.name in MULTIPLIES | CONVOLVES)
 ]
 
 
@@ -429,7 +429,7 @@ PREPARING = ("aten::clone", "aten::copy_", "aten::detach")
 def test_watching_every_operator_changes_nothing(
     case: Case, bare: dict[str, Found], engine: dict[str, Any], made: str
 ) -> None:
-    if not sampled.picks(f"{case} {made} {'compiled' in engine.values()}", of=4):
+    if not sampled.picks(f"{case} {made} {'compiled' in engine.values()}", of=6):
         pytest.skip("sampled")
     first, *others = HOOKS[made]()
     interceptor = intercept([first, *others], ops="all", **engine)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def _examples(count: int) -> settings:
-    return settings(max_examples=sampled.fewer(count, 60), derandomize=True, deadline=None, database=None)
+    return settings(max_examples=sampled.fewer(count, 40), derandomize=True, deadline=None, database=None)
 
 
 class Curious:
