@@ -66,10 +66,14 @@ class Summary:
     opaque: bool = field(metadata=shared(lambda call: call.opaque))
 
     @property
+    def outputs(self) -> tuple[TensorMeta | None, ...]:
+        """The outputs; one None if there are none."""
+        return self.output if isinstance(self.output, tuple) else (self.output,)
+
+    @property
     def main(self) -> TensorMeta | None:
         """The left operand; of a call without one, the first output."""
-        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        return self.lhs or next((each for each in outputs if each is not None), None)
+        return self.lhs or next((each for each in self.outputs if each is not None), None)
 
     @property
     def shape(self) -> str:
@@ -84,10 +88,10 @@ class Summary:
     @property
     def terms(self) -> int | None:
         """How many products of an element of lhs and one of rhs each element of the output sums; None if unknown."""
-        output = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
+        output = next(iter(self.outputs), None)
         # The operands of a backward operator are those of the forward one, and it multiplies the gradient. In a
         # transposed convolution, the product is summed again where kernels overlap; in addbmm, over the batch.
-        if self.gemm is None or not isinstance(output, TensorMeta) or self.op.endswith("_backward"):
+        if self.gemm is None or output is None or self.op.endswith("_backward"):
             return None
         batch, m, n, k = self.gemm[:4]
         return k if math.prod(output.shape) == batch * m * n else None
@@ -129,8 +133,7 @@ class CallRecord(Summary):
     def __str__(self) -> str:
         operands = " @ ".join(str(t) for t in (self.lhs, self.rhs) if t is not None)
         bias = f" + {self.bias}" if self.bias is not None else ""
-        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        result = ", ".join(str(t) for t in outputs if t is not None)
+        result = ", ".join(str(t) for t in self.outputs if t is not None)
         return f"{self.op} {operands}{bias} -> {result}"
 
 

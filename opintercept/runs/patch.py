@@ -21,7 +21,7 @@ from opintercept._core.tensors import describe
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.filter import CallFilter
 from opintercept._ranks.rank import rank_and_world_size
-from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.codec import StoredCall, role_of
 from opintercept.runs.store.run import Run, open_run
 
 _Key = tuple[str | None, str, str, str | None]
@@ -113,7 +113,7 @@ class Patch(Copyable):
         outputs = list(call.output) if isinstance(call.output, (tuple, list)) else [call.output]
         changed = False
         for place, output in enumerate(outputs):
-            role = f"output.{place}" if place else "output"
+            role = role_of(place)
             if isinstance(output, torch.Tensor) and (recorded := self._recorded(then, role, output, call)) is not None:
                 outputs[place], changed = recorded, True
         if not changed:

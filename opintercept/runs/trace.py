@@ -249,8 +249,7 @@ def _arguments(call: StoredCall) -> dict[str, Any]:
     found: dict[str, Any] = {"module": module_name(record.module), "source": record.source}
     found |= {"index": record.index, "step": record.step, "forward": record.forward, "grad_of": record.grad_of}
     found |= {role: str(meta) for role in ("lhs", "rhs", "bias") if (meta := getattr(record, role)) is not None}
-    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
-    found["output"] = ", ".join(str(meta) for meta in outputs if meta is not None) or None
+    found["output"] = ", ".join(str(meta) for meta in record.outputs if meta is not None) or None
     found["product"] = None if record.gemm is None else str(record.gemm)
     found |= {"autocast": record.autocast, "FLOP": record.flops, "bytes": record.bytes, "error": call.error}
     if record.flops and record.elapsed and math.isfinite(rate := record.flops / record.elapsed / 1e9):

@@ -65,8 +65,7 @@ class Snapshots:
 
 def _entry(record: CallRecord) -> Entry:
     """Return what is the same on every machine: no device, strides, line or time."""
-    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
-    output = next((meta for meta in outputs if meta is not None), None)
+    output = next((meta for meta in record.outputs if meta is not None), None)
     operands = {
         role: None if t is None else f"{t.dtype}{list(t.shape)}"
         for role, t in (("lhs", record.lhs), ("rhs", record.rhs), ("output", output))

@@ -18,7 +18,7 @@ from opintercept._ops.scratch import FOR_PROGRAM
 from opintercept._values import rounding
 from opintercept.runs.compare.difference import Computed
 from opintercept.runs.replay import prepared
-from opintercept.runs.store.codec import StoredCall, is_output
+from opintercept.runs.store.codec import StoredCall, is_output, role_of
 from opintercept.runs.store.run import Run
 
 _WIDENING = ("_softmax", "_log_softmax")  # their third argument says that a narrow input becomes a wide output
@@ -96,7 +96,7 @@ class _Again:
             return torch.float64 if isinstance(given, torch.dtype) and given.is_floating_point else given
 
         args, kwargs = [value(item) for item in self._args], {name: value(v) for name, v in self._kwargs.items()}
-        for name in ("alpha", "beta") if change is _modulus else ():
+        for name in ("alpha", "beta") if change is modulus else ():
             kwargs |= {name: abs(kwargs[name])} if name in kwargs else {}
         if short_name(self._call.record.op) in _WIDENING and len(args) > 2:
             args[2] = False  # they are wide already
@@ -108,8 +108,7 @@ class _Again:
             raise NotComputed(f"its operator does not run in float64: {first_line}") from failed
         outputs = list(made) if isinstance(made, (tuple, list)) else [made]
         outputs = outputs[: FOR_PROGRAM.get(self._call.record.op)]
-        roles = (f"output.{place}" if place else "output" for place in range(len(outputs)))
-        return {role: each for role, each in zip(roles, outputs, strict=True) if isinstance(each, torch.Tensor)}
+        return {role_of(place): each for place, each in enumerate(outputs) if isinstance(each, torch.Tensor)}
 
     def added(self) -> float:
         """How far the recorded outputs are from those computed, in units of their rounding."""
@@ -142,7 +141,7 @@ class _Again:
         least = max(self._least, rounding.unit(dtype) if gemm is not None else 0.0)
         if gemm is not None:
             terms = self._call.record.terms or max(gemm.m, gemm.n, gemm.k)
-            size = self._outputs(_modulus)[role]
+            size = self._outputs(modulus)[role]
             device = "" if self._call.record.lhs is None else self._call.record.lhs.device.partition(":")[0]
             bound = bound + rounding.of_sums(own, terms, device) * size
             if "bias" in self.operands:  # some kernels round the product before they add it
@@ -177,7 +176,8 @@ class _Again:
         return max(1.0, max(operands, default=1) / min(outputs, default=1))
 
 
-def _modulus(tensor: torch.Tensor) -> torch.Tensor:
+def modulus(tensor: torch.Tensor) -> torch.Tensor:
+    """The moduli, in float64; whole numbers as they are."""
     return rounding.widened(tensor).abs() if tensor.is_floating_point() else tensor
 
 

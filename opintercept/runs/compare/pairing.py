@@ -13,7 +13,7 @@ from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
 from opintercept._core.text import short_name
 from opintercept._ops.scratch import UNREAD, torchs_name
-from opintercept.runs.store.codec import StoredCall, is_output
+from opintercept.runs.store.codec import StoredCall, is_output, role_of
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
 PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")
@@ -50,7 +50,6 @@ def family(record: CallRecord) -> str:
 def metas(call: StoredCall) -> dict[str, TensorMeta]:
     """Shape and dtype of operands and outputs by role, of other tensors by the name of their parameter."""
     record = call.record
-    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
     operands = {"lhs": record.lhs, "rhs": record.rhs, "bias": record.bias}
     found = {role: meta for role, meta in operands.items() if meta is not None}
     if (value := call.values.get("value")) is not None and record.rhs is not None:
@@ -59,8 +58,7 @@ def metas(call: StoredCall) -> dict[str, TensorMeta]:
     for role, kept in call.values.items():
         if role not in found and not is_output(role):
             found[role] = TensorMeta((kept.count,), "", "", None, False)  # runs record neither shape nor dtype
-    made = {f"output.{number}" if number else "output": meta for number, meta in enumerate(outputs)}
-    return found | {role: meta for role, meta in made.items() if meta is not None}
+    return found | {role_of(place): meta for place, meta in enumerate(record.outputs) if meta is not None}
 
 
 class Ids:

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from opintercept._values import rounding
+from opintercept.runs.compare.computed import modulus
 from opintercept.runs.compare.pairing import operator_name
-from opintercept.runs.explain.program import Program, ProgramMemory, Region, Step, in_double, last_uses, role_of
+from opintercept.runs.explain.program import Program, ProgramMemory, Region, Step, in_double, last_uses
+from opintercept.runs.store.codec import role_of
 
 Measure = Callable[[torch.Tensor], torch.Tensor]
 Inputs = dict[tuple[int, int], int]  # where inputs are kept, by the place of a call and their own
@@ -253,7 +255,7 @@ class Budget:
     def _bound(self, step: Step, inputs: Sequence[torch.Tensor], sides: _Sides) -> torch.Tensor:
         """How far rounding may move each element, in A and in B together; of an output, with the call's inputs."""
         values, dtype, terms = sides.computed_a.double(), sides.dtype, step.stored.record.terms
-        if terms and inputs and (moduli := self._computed(step, [_modulus(each) for each in inputs])) is not None:
+        if terms and inputs and (moduli := self._computed(step, [modulus(each) for each in inputs])) is not None:
             sums = rounding.of_sums(dtype, terms) * _at(moduli, 0, values).abs()
             return 2 * (rounding.ulp(values, dtype) + sums)
         return 2 * _FEW * rounding.unit(dtype) * (values.abs() + values.square().mean().sqrt())
@@ -406,10 +408,6 @@ def _operator(step: Step) -> str:
 def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """`other - one` in float64, and 0 where they are equal, infinities too."""
     return torch.where(other == one, 0.0, other.double() - one)
-
-
-def _modulus(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.abs() if tensor.is_floating_point() else tensor
 
 
 def _at(made: Sequence[torch.Tensor | None], place: int, recorded: torch.Tensor) -> torch.Tensor:

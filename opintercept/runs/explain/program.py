@@ -18,7 +18,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._ops import scratch
 from opintercept._ops.families import makes_values
 from opintercept._ops.table import overloads
-from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.codec import StoredCall, role_of
 from opintercept.runs.store.run import Run
 
 _MOST_ELEMENTS = 1 << 32  # of a tensor's memory
@@ -243,20 +243,14 @@ def _read(stored: StoredCall) -> Step | None:
 def _opaque(stored: StoredCall) -> Step | None:
     """A call whose arguments were not recorded, such as one with packed weights: nobody knows where its outputs lie."""
     record = stored.record
-    metas = record.output if isinstance(record.output, tuple) else (record.output,)
     regions: list[Region | None] = []
-    for place, meta in enumerate(metas):
+    for place, meta in enumerate(record.outputs):
         name = stored.tensors.get(role_of(place))
         memory = -100 * record.index - place - 1  # a number that no memory has
         known = name is not None and meta is not None
         regions.append(Region(name, meta.shape, memory, 0, _contiguous(meta.shape)) if known and meta else None)
     nothing: frozenset[int] = frozenset()
     return Step(0, stored, None, [], {}, [], regions, nothing, nothing, True) if any(regions) else None
-
-
-def role_of(place: int) -> str:
-    """The role of an output by its place."""
-    return f"output.{place}" if place else "output"
 
 
 def _argument(plain: Any, name: str, inputs: list[tuple[str, Region]]) -> Any:

@@ -53,6 +53,7 @@ from opintercept.runs.record.writer import (
     remove_run,
     write_info,
 )
+from opintercept.runs.store.codec import role_of
 from opintercept.runs.store.flight import FLIGHT, MOST_SLOTS, NOTHING, Flight
 from opintercept.runs.store.records import CALLS, Encoder, check_layout, writes_as_kernels
 from opintercept.runs.store.run import INFO, RunInfo, TensorMode
@@ -598,7 +599,7 @@ def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
     found = list(_inputs(call).items())
     for place, output in enumerate(_flat(call.output)[:99]):
         if isinstance(output, torch.Tensor):
-            found.append((f"output.{place}" if place else "output", output))
+            found.append((role_of(place), output))
     return found
 
 

@@ -153,8 +153,7 @@ def rounding_of(index: Index, numbers: Array) -> Array:
 
 def _rounds(record: CallRecord) -> tuple[float, float, int]:
     """The distance from 1 to the next number in the coarsest dtype and in sums, and how many terms these have."""
-    outputs = record.output if isinstance(record.output, tuple) else (record.output,)
-    tensors = [each for each in (record.lhs, record.rhs, *outputs) if each is not None]
+    tensors = [each for each in (record.lhs, record.rhs, *record.outputs) if each is not None]
     ulps = [2.0 ** -_BITS.get(each.dtype, 23) for each in tensors] or [2.0**-23]
     longest = max((size for each in tensors for size in each.shape), default=1)
     return max(ulps), min(max(ulps), 2.0**-23), max(1, longest if record.gemm is None else record.gemm.k)

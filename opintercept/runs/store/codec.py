@@ -73,6 +73,11 @@ class StoredCall:
         return self.record.step, self.record.index, self.rank
 
 
+def role_of(place: int) -> str:
+    """The role of an output by its place."""
+    return f"output.{place}" if place else "output"
+
+
 def is_output(role: str) -> bool:
     """Whether a role is that of an output; a parameter may be called `output_mask`."""
     return role == "output" or role.startswith("output.")
