@@ -35,19 +35,22 @@ class Choice:
 
 
 class NameFilter:
-    """Choose calls by module and operator, as `Choice` has them, and notice a filter that matches nothing at all.
+    """Choose calls by module, operator and phase, as `Choice` has them, and notice a name that matches nothing at all.
 
     `named` returns the name to match, given the module of a record, and `short` the short name of an operator.
     """
+
+    by_name = True  # see `runs.compare.index.Index`
 
     def __init__(
         self,
         module: str | None,
         ops: Sequence[str] | None,
+        phase: str | None,
         named: Callable[[str | None], str | None],
         short: Callable[[str], str],
     ) -> None:
-        self._module, self._ops = module, ops
+        self._module, self._ops, self._phase = module, ops, phase
         self._named, self._short = named, short
         self._matches = None if module is None else re.compile(fnmatch.translate(module)).fullmatch
         self._modules: dict[str, None] = {}
@@ -55,7 +58,7 @@ class NameFilter:
         self._found_module, self._missing_ops = module is None, set(ops or ())
 
     def __call__(self, record: CallRecord) -> bool:
-        """Return whether both filters admit a call."""
+        """Return whether the filters admit a call."""
         admitted = True
         if self._matches is not None:
             name = self._named(record.module)
@@ -70,7 +73,7 @@ class NameFilter:
             admitted = admitted and bool(found)
             if self._missing_ops:
                 _keep(self._short_ops, short)
-        return admitted
+        return admitted and self._phase in (None, record.phase)
 
     def check(self, source: str) -> None:
         """Refuse a filter that no call of the source has matched, with similar names."""

@@ -18,7 +18,7 @@ from opintercept._core.record import CallRecord
 from opintercept._core.text import amount, counted, duration
 from opintercept._reports.filters import Choice, NameFilter
 from opintercept.runs.store.codec import StoredCall
-from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite
+from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite, in_steps
 from opintercept.runs.sums import (
     COUNTS,
     CallKinds,
@@ -132,8 +132,7 @@ class Chosen:
         learn: Callable[[StoredCallSite, CallSignature, bool], Sequence[float]] = lambda *_: (),
     ) -> None:
         def learn_all(call_site: StoredCallSite, signature: CallSignature) -> list[float]:
-            record = signature.record_at(call_site)
-            admitted = names(record) and choice.phase in (None, record.phase)
+            admitted = names(signature.record_at(call_site))
             return [admitted, *learn(call_site, signature, admitted)]
 
         self._columns, self._choice = columns, choice
@@ -142,14 +141,7 @@ class Chosen:
     def of(self, chunk: Arrays) -> tuple[Array, list[Array]]:
         """Which calls of a chunk are admitted, whether they are finite or not; and the numbers that `learn` returns."""
         admitted, *learned = self._kinds.of(chunk)
-        return (admitted > 0) & self.of_steps(chunk), learned
-
-    def of_steps(self, chunk: Arrays) -> Array:
-        """Which calls of a chunk are of the steps that are asked for."""
-        steps = self._choice.steps
-        if steps is None:
-            return np.ones(len(chunk["step"]), bool)
-        return np.asarray((chunk["step"] >= steps.start) & (chunk["step"] < steps.stop))
+        return (admitted > 0) & in_steps(chunk["step"], self._choice.steps), learned
 
     def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, Arrays, list[Array], Array]]:
         """Yield stretches of calls that begin and end with an admitted one, reading only call sites for the others.
@@ -207,9 +199,9 @@ class Groups:
         chosen = Chosen(columns, self._choice, self._names, learn)
         for start, chunk in columns.chunks(_SUMMED, steps=self._choice.steps):
             rows, (codes, flops, size, is_second) = chosen.of(chunk)
-            in_steps = chosen.of_steps(chunk)
+            of_steps = in_steps(chunk["step"], self._choice.steps)
             bad = nonfinite(columns, start, chunk)
-            sums.first.add(columns, start, chunk, bad & in_steps)
+            sums.first.add(columns, start, chunk, bad & of_steps)
             if self._choice.nonfinite:
                 rows &= bad
             summed = {
@@ -222,7 +214,7 @@ class Groups:
                 "nonfinite": bad,
                 "raised": chunk["has_error"],
             }
-            for total, which in ((sums.total, in_steps), (sums.chosen, rows)):
+            for total, which in ((sums.total, of_steps), (sums.chosen, rows)):
                 total.add({name: column[which].sum() for name, column in summed.items()})
             outputs = first_outputs(chunk, is_second > 0)
             figures = summed | {name: outputs[name] for name in ("output_min", "output_max")}

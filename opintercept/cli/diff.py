@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from opintercept._core.errors import OpInterceptError
-from opintercept._core.record import CallRecord
 from opintercept._reports.filters import NameFilter
 from opintercept.cli.options import add_filters, add_result, rename, tolerance
 from opintercept.cli.terminal.output import print_result
@@ -38,19 +37,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Compare two runs."""
-    names = NameFilter(arguments.module, arguments.op, module_name, operator_name)
-    phase = arguments.phase
-    chosen = phase is not None or arguments.op is not None or arguments.module is not None
-
-    def select(record: CallRecord) -> bool:
-        return names(record) and phase in (None, record.phase)
-
+    filters = arguments.module, arguments.op, arguments.phase
+    names = NameFilter(*filters, module_name, operator_name)
+    select = None if filters == (None, None, None) else names
     with progress():
         a, b = open_run(arguments.a), open_run(arguments.b)
         comparer = Comparer(a, b, arguments.rtol, arguments.atol, not arguments.no_tensors)
         worst = arguments.limit if arguments.json else 1  # text does not show them
         try:
-            found = compare_runs(a, b, comparer, arguments.limit, worst, select if chosen else None)
+            found = compare_runs(a, b, comparer, arguments.limit, worst, select)
         except OpInterceptError:
             names.check("the runs")
             raise

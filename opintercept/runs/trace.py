@@ -20,7 +20,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._values.stats import Values
 from opintercept.runs.compare.pairing import module_name
 from opintercept.runs.store.codec import StoredCall, is_output
-from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns
+from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns, in_steps
 from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
 from opintercept.runs.store.texts import compact
@@ -114,9 +114,7 @@ def _profile(path: Path) -> dict[str, Any]:
 def _chosen(columns: Columns, names: tuple[str, ...], steps: range | None) -> Iterator[tuple[Array, Arrays]]:
     """Columns of the calls of these steps, piece by piece, with the numbers of the calls."""
     for first, chunk in columns.chunks(("step", *names), steps=steps):
-        which = np.ones(len(chunk["step"]), bool)
-        if steps is not None:
-            which = (chunk["step"] >= steps.start) & (chunk["step"] < steps.stop)
+        which = in_steps(chunk["step"], steps)
         yield np.flatnonzero(which) + first, {name: column[which] for name, column in chunk.items()}
 
 

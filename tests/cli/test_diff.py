@@ -15,6 +15,7 @@ import torch
 from made_runs import attention, call, chain, plain, ranked, rewrite, values, write
 
 from opintercept import intercept, runs
+from opintercept._reports.filters import NameFilter
 from opintercept.cli import main
 
 TIMES = "host time of the calls compared: 2.000 ms in A, 2.000 ms in B\n"  # of two calls that are made by hand
@@ -159,6 +160,19 @@ def test_host_times_are_added_up_for_the_calls_that_are_chosen(shown: Any) -> No
     b[1]["elapsed"] = None
     assert "host time" not in shown(a, b)[1]
     assert json.loads(shown(a, b, "--json")[1])["elapsed"] == [0.002, None]
+
+
+def test_filters_are_asked_once_about_calls_that_look_alike(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    admits = NameFilter.__call__
+
+    def asks(self: NameFilter, record: Any) -> bool:
+        asked.append(record)
+        return admits(self, record)
+
+    monkeypatch.setattr(NameFilter, "__call__", asks)
+    assert "50 compared: 50 equal" in shown(chain("a", "b") * 50, chain("a", "b") * 50, "--module", "b")[1]
+    assert len(asked) == 4
 
 
 def test_unclear_differences_and_errors_are_shown(shown: Any) -> None:

@@ -91,7 +91,7 @@ def command(arguments: argparse.Namespace) -> int:
     if len(opened) > 1 and "run" not in arguments.by:
         arguments.by = ("run", *arguments.by)
     choice = Choice(**{field.name: getattr(arguments, field.name) for field in fields(Choice)})
-    names = NameFilter(arguments.module, arguments.op, lambda name: name, short_name)
+    names = NameFilter(arguments.module, arguments.op, arguments.phase, lambda name: name, short_name)
     with progress():
         if in_steps:
             view = show_steps(opened, choice, names, can_print(BARS))

@@ -320,7 +320,7 @@ class Columns:
         for start in range(first, end, CHUNK):
             report(str(self._folder), start, end)
             records = self._records(start, min(start + CHUNK, end))
-            if steps is None or ((records["step"] >= steps.start) & (records["step"] < steps.stop)).any():
+            if in_steps(records["step"], steps).any():
                 yield start, self._columns_of(records, names)
         report(str(self._folder), end, end)
 
@@ -369,6 +369,11 @@ class Columns:
             yield StoredCall(
                 record, self.rank, found, text.tensors, signature.arguments, text.given if given else None, text.error
             )
+
+
+def in_steps(step: Array, steps: range | None) -> Array:
+    """Which calls are of the steps that are asked for."""
+    return np.ones(len(step), bool) if steps is None else np.asarray((step >= steps.start) & (step < steps.stop))
 
 
 _NO_TEXT = CallText({}, {}, None, None, {})
