@@ -48,8 +48,7 @@ class GroupSums:
             return
         order = np.lexsort(keys[::-1])
         keys = [column[order] for column in keys]
-        new = np.any([column[1:] != column[:-1] for column in keys], axis=0)
-        starts = np.r_[0, np.flatnonzero(new) + 1]
+        starts = starts_of(*keys)
         self.keys = [column[starts] for column in keys]
         self.figures = {name: _reduced(name, column[order], starts) for name, column in figures.items()}
 
@@ -66,6 +65,13 @@ class GroupSums:
             own |= {name: np.where(own["finite"] > 0, own[name], np.nan) for name in ("min", "max")}
             own["mean"], own["rms"] = own["total"] / finite, np.sqrt(own["square"] / finite)
         return {name: own[name] for name in STATISTICS}
+
+
+def starts_of(*keys: Array) -> Array:
+    """The first row of each stretch of rows with equal keys."""
+    new = np.ones(len(keys[0]), bool)
+    new[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return np.flatnonzero(new)
 
 
 _SUMMED = ("calls", "count", "nan", "inf", "finite", "total", "square")
@@ -105,31 +111,37 @@ def _reduced(name: str, column: Array, starts: Array) -> Array:
 Learn = Callable[[StoredCallSite, CallSignature], Sequence[float]]
 
 
+class KindNumbers:
+    """Numbers the kinds of a process's calls, the distinct (call site, signature) pairs, as they come."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._signatures = columns.signatures
+        self._known: dict[int, int] = {}
+
+    def of(self, chunk: Arrays) -> tuple[Array, list[tuple[int, int]]]:
+        """The kinds of the calls of a chunk, and the call sites and signatures of those kinds that are new."""
+        codes = chunk["site"].astype(np.int64) * self._signatures + chunk["look"]
+        found, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        known = len(self._known)
+        for code in codes[np.sort(firsts)].tolist():
+            self._known.setdefault(code, len(self._known))
+        new = [divmod(code, self._signatures) for code in list(self._known)[known:]]
+        return np.array([self._known[code] for code in found.tolist()], np.int32)[inverse], new
+
+
 class CallKinds:
     """Gives calls the numbers that `learn` returns for their call site and signature, asked in order, once for each."""
 
     def __init__(self, columns: Columns, learn: Learn) -> None:
         self._columns, self._learn = columns, learn
-        self._known: dict[int, int] = {}
+        self._kinds = KindNumbers(columns)
         self._learned: list[Sequence[float]] = []
 
     def of(self, chunk: Arrays) -> Array:
         """The numbers of the calls of a chunk, which has the columns `site` and `look`: `[numbers, calls]`."""
-        codes = chunk["site"].astype(np.int64) * self._columns.signatures + chunk["look"]
-        found, firsts, group = np.unique(codes, return_index=True, return_inverse=True)
-        kinds = np.empty(len(found), np.int64)
-        for place in np.argsort(firsts).tolist():
-            code = int(found[place])
-            kind = self._known.get(code)
-            if kind is None:
-                call_site, signature = divmod(code, self._columns.signatures)
-                kind = self._known[code] = len(self._learned)
-                self._learned.append(
-                    self._learn(self._columns.call_site(call_site), self._columns.signature(signature))
-                )
-            kinds[place] = kind
-        numbers = np.array([self._learned[kind] for kind in kinds.tolist()], np.float64)
-        return np.asarray(numbers.T[:, group])
+        kinds, new = self._kinds.of(chunk)
+        self._learned += [self._learn(self._columns.call_site(s), self._columns.signature(n)) for s, n in new]
+        return np.array(self._learned, np.float64).T[:, kinds]
 
 
 def seconds_of(chunk: Arrays) -> Array:

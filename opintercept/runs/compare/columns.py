@@ -259,13 +259,6 @@ class Compared:
             self.others[rows[hashed]] = mixed(start, hash_x[hashed], hash_y[hashed]).view(np.uint64)
 
 
-def starts_of(*keys: Array) -> Array:
-    """The first row of each stretch of rows with equal keys."""
-    new = np.ones(len(keys[0]), bool)
-    new[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
-    return np.flatnonzero(new)
-
-
 def mixed(first: Array, *hashes: Array) -> Array:
     """A number for each row of hashes, 0 if all of them are."""
     found = first.astype(np.uint64)

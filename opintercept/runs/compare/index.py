@@ -13,31 +13,15 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.columns import mixed, starts_of
+from opintercept.runs.compare.columns import mixed
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
-from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns
+from opintercept.runs.store.columns import CHUNK, Array, Columns
+from opintercept.runs.sums import KindNumbers, starts_of
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
 PHASES = ("forward", "backward", "recompute")
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
-
-
-class KindNumbers:
-    """Numbers the kinds of a process's calls from 0: the distinct (call site, signature) pairs."""
-
-    def __init__(self, columns: Columns) -> None:
-        self._signatures = columns.signatures
-        self._known: dict[int, int] = {}
-
-    def of(self, chunk: Arrays) -> tuple[Array, list[tuple[int, int]]]:
-        """The kinds of the calls of a chunk, and the call sites and signatures of those kinds that are new."""
-        codes, inverse = np.unique(
-            chunk["site"].astype(np.int64) * self._signatures + chunk["look"], return_inverse=True
-        )
-        new = [divmod(code, self._signatures) for code in codes.tolist() if code not in self._known]
-        kinds = [self._known.setdefault(code, len(self._known)) for code in codes.tolist()]
-        return np.array(kinds, np.int32)[inverse], new
 
 
 class Index:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from opintercept._ranks.expectations import Group, RankOperand, by_value
-from opintercept.runs.compare.columns import starts_of
 from opintercept.runs.compare.pairing import module_name
 from opintercept.runs.ranks.difference import RankDifference, RankFinding, What
 from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFinder, grown
 from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, WindowReader
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
+from opintercept.runs.sums import starts_of
 
 _EDGE = (1 << BLOCK) - 1
 

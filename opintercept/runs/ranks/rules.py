@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Expectations, Group, RankOperand, by_value
-from opintercept.runs.compare.columns import starts_of
+from opintercept._values.splitmix import splitmix64
 from opintercept.runs.ranks.windows import Window
 from opintercept.runs.store.columns import Array
+from opintercept.runs.sums import starts_of
 
 FACTOR, SPREAD, STREAK, HUGE = 2.0, 16.0, 5, 1000.0
 """An output is far off if it is more than `FACTOR` times larger or smaller than the median of the ranks, and `SPREAD`
@@ -213,7 +214,7 @@ class Counts:
             counts = np.diff(np.r_[firsts, len(calls)])
             before = [self._sums.get((process, int(sets[first])), (0, 0)) for first in firsts]
             place = np.arange(len(calls)) - np.repeat(firsts - [count for count, _ in before], counts)
-            signs = scrambled(key[calls].astype(np.uint64) ^ scrambled(place.astype(np.uint64)))
+            signs = splitmix64(key[calls] ^ splitmix64(place.astype(np.int64) + 1))
             sums = np.add.reduceat(signs, firsts).tolist() if len(firsts) else []
             for first, count, earlier, number in zip(firsts.tolist(), counts.tolist(), before, sums, strict=True):
                 own, time = int(sets[first]), int(times[first])
@@ -310,11 +311,3 @@ def medians(values: Array, group: Array, size: int) -> Array:
 def grown(numbers: Array, size: int) -> Array:
     """The numbers, with zeros at the end."""
     return np.concatenate([numbers, np.zeros(max(0, size - len(numbers)), numbers.dtype)])
-
-
-def scrambled(numbers: Array) -> Array:
-    """64 bits that look random: splitmix64."""
-    mixed: Array = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.index import KindNumbers
 from opintercept.runs.compare.pairing import metas, module_name, operator_name
 from opintercept.runs.store.columns import Array, Arrays, Columns, StoredCallSite, dtype_of
 from opintercept.runs.store.run import Run
+from opintercept.runs.sums import KindNumbers
 
 ROLES = ("lhs", "rhs", "bias", "value")
 _PLACES = ("call", "output", *ROLES)
