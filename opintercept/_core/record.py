@@ -137,8 +137,20 @@ class CallRecord(Summary):
         return f"{self.op} {operands}{bias} -> {result}"
 
 
+class Plain:
+    """A dataclass with `as_dict`."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return {name: plain(getattr(self, name)) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
 def plain(value: Any) -> Any:
     """The value with dataclasses and named tuples as dicts."""
+    if isinstance(value, Plain):
+        return value.as_dict()
     if is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, tuple):

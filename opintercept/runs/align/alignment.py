@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from opintercept._core.record import Plain
 from opintercept._core.tables import Cells, Marked, Part, Table
 from opintercept._core.text import counted, listed, printable
-from opintercept.runs.compare.difference import Plain, identity
 from opintercept.runs.compare.pairing import module_name, operator_name
 from opintercept.runs.compare.words import WIDTH
 from opintercept.runs.store.codec import StoredCall
@@ -87,11 +87,6 @@ class Aligned(Plain):
     rounding_b: float | None = None
     reason: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return plain | {"a": identity(self.a), "b": [identity(call) for call in self.b]}
-
 
 @dataclass(frozen=True, slots=True)
 class Apart(Plain):
@@ -106,10 +101,6 @@ class Apart(Plain):
     run: Literal["a", "b"]
     call: StoredCall
     reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return {"run": self.run, "call": identity(self.call), "reason": self.reason}
 
 
 _PAIR = ("by", "rows", "of", "kind", "weight", "lhs", "output", "max_absolute", "rounding_a", "rounding_b", "reason")

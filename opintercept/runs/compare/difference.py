@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from opintercept._core.record import plain
+from opintercept._core.record import Plain
 from opintercept._core.tensors import TensorMeta
 from opintercept._values.stats import Values
 from opintercept.runs.compare.pairing import Pairing
@@ -28,17 +28,6 @@ KINDS: tuple[Kind, ...] = (
 By = Literal["hash", "tensors", "sample", "statistics", "metadata"]
 # Stands for an argument that is a tensor without values, or that has no plain form.
 NOT_RECORDED = "(not recorded)"
-
-
-class Plain:
-    """A dataclass with `as_dict`."""
-
-    __slots__ = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        found: dict[str, Any] = plain(self)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +106,7 @@ def order(relative: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class CallDifference:
+class CallDifference(Plain):
     """Two calls that were compared.
 
     Attributes:
@@ -159,26 +148,6 @@ class CallDifference:
     def operands(self) -> tuple[RoleDifference, ...]:
         """The operands, and other tensors that are arguments."""
         return tuple(role for role in self.roles if not is_output(role.role))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return {
-            "kind": self.kind,
-            "pairing": self.pairing,
-            "changed": list(self.changed),
-            "arguments": [list(argument) for argument in self.arguments],
-            "a": identity(self.a),
-            "b": identity(self.b),
-            "roles": [role.as_dict() for role in self.roles],
-            "computed": self.computed if isinstance(self.computed, str) else self.computed.as_dict(),
-        }
-
-
-def identity(call: StoredCall) -> dict[str, Any]:
-    """Return what identifies a call, as plain data."""
-    record = call.record
-    names = ("index", "step", "op", "phase", "module", "source", "grad_of")
-    return {"rank": call.rank} | {name: getattr(record, name) for name in names} | {"error": call.error}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from opintercept._core.record import Plain
 from opintercept._core.tables import Marked, Part, Table
 from opintercept._core.text import duration, listed
 from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
@@ -18,7 +19,7 @@ _PAIRED = {"sequence": "by alignment", "family": "with another operator", "shape
 
 
 @dataclass(frozen=True, slots=True)
-class Difference(Table):
+class Difference(Plain, Table):
     """The result of `diff`. Its data frame has a row for each module that differs.
 
     Attributes:
@@ -133,10 +134,4 @@ class Difference(Table):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, in which floats can be infinite or NaN."""
-        found: dict[str, Any] = {"equal": self.equal} | {name: getattr(self, name) for name in self.__slots__}
-        found |= {"a": self.a.as_dict(), "b": self.b.as_dict()}
-        found["first"] = self.first and self.first.as_dict()
-        found["worst"] = [call.as_dict() for call in self.worst]
-        for name in ("absent", "modules", "unmatched"):
-            found[name] = [row.as_dict() for row in found[name]]
-        return found
+        return {"equal": self.equal} | Plain.as_dict(self)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
+from opintercept._core.record import Plain
 from opintercept._core.tables import Cells, Marked, Part, Table
 from opintercept._core.text import printable
-from opintercept.runs.compare.difference import Plain
 from opintercept.runs.compare.words import WIDTH, module_text, short_op
 from opintercept.runs.store.run import RunHead
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opintercept._core.record import plain
+from opintercept._core.record import Plain
 from opintercept._core.tables import Cells, Marked, Page, Part
 from opintercept._core.text import counted, listed, printable
 from opintercept._kit.findings import CallFinding
@@ -22,7 +22,7 @@ What = Literal["weight", "operand", "calls", "order", "outlier", "not finite"]
 
 
 @dataclass(frozen=True, slots=True)
-class RankFinding(CallFinding):
+class RankFinding(Plain, CallFinding):
     """A divergence of ranks that should agree.
 
     Attributes:
@@ -94,12 +94,11 @@ class RankFinding(CallFinding):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, with `odd` and `majority`."""
-        found: dict[str, Any] = plain(self)
-        return {"ranks": list(self.odd), "majority": self.majority} | found
+        return {"ranks": list(self.odd), "majority": self.majority} | Plain.as_dict(self)
 
 
 @dataclass(frozen=True, slots=True)
-class RankDifference(Page):
+class RankDifference(Plain, Page):
     """The result of `diff_ranks`.
 
     Attributes:
@@ -200,9 +199,6 @@ class RankDifference(Page):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, in which floats can be infinite."""
-        found: dict[str, Any] = {"equal": self.equal} | {name: getattr(self, name) for name in self.__slots__}
-        found["run"] = self.run.as_dict()
-        found["unfinished"] = [{"rank": rank, "step": step} for rank, step in self.unfinished.items()]
-        found["shared"] = [{"groups": [list(group) for group in groups], "weights": n} for groups, n in self.shared]
-        found["findings"] = [finding.as_dict() for finding in self.findings]
-        return found
+        unfinished = [{"rank": rank, "step": step} for rank, step in self.unfinished.items()]
+        shared = [{"groups": [list(group) for group in groups], "weights": number} for groups, number in self.shared]
+        return {"equal": self.equal} | Plain.as_dict(self) | {"unfinished": unfinished, "shared": shared}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from opintercept._core.errors import OpInterceptError
-from opintercept._core.record import OWN, SHARED, CallRecord
+from opintercept._core.record import OWN, SHARED, CallRecord, Plain
 from opintercept._ops.slots import slots_of
 from opintercept._values.stats import Values
 from opintercept.runs.store.untrusted import (
@@ -42,7 +42,7 @@ _ROLE = re.compile(r"output\.[1-9][0-9]?|[A-Za-z_][A-Za-z0-9_]{0,99}(?:\[[0-9]{1
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCall:
+class StoredCall(Plain):
     """A recorded call.
 
     Attributes:
@@ -71,6 +71,11 @@ class StoredCall:
     def place(self) -> tuple[int, int, int]:
         """Step, index and rank, which put the calls of several processes in one order."""
         return self.record.step, self.record.index, self.rank
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what identifies the call, as plain data."""
+        names = ("index", "step", "op", "phase", "module", "source", "grad_of")
+        return {"rank": self.rank} | {name: getattr(self.record, name) for name in names} | {"error": self.error}
 
 
 def role_of(place: int) -> str:

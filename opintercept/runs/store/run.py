@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning, needs
+from opintercept._core.record import Plain
 from opintercept._core.tables import Frames, Page, Part
 from opintercept._core.text import counted, listed, printable
 from opintercept.runs.store.codec import TENSOR_NAME, StoredCall
@@ -80,7 +81,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class RunHead:
+class RunHead(Plain):
     """What a result says of a run that it is about.
 
     Attributes:

@@ -156,7 +156,7 @@ def test_an_argument_that_differs_is_named(compare: Any, name: str, one: Any, ot
         ((name, one, other),),
         (),
     )
-    assert found.as_dict()["first"]["arguments"] == [[name, one, other]]
+    assert found.as_dict()["first"]["arguments"] == ((name, one, other),)
     assert not compare(a, b, rtol=0.1, atol=0.01).equal
     # It may have made no difference yet.
     b[1]["values"]["output"] = a[1]["values"]["output"]
