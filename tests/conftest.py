@@ -6,17 +6,20 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import longest
 import pytest
 import sampled
 import torch
+from made_runs import write
 from native import read_values, reading
 from recorded import no_writer
 
+from opintercept import runs
 from opintercept._engines import choose, compiled
 from opintercept._engines.base import Watcher
 from opintercept._native import values
@@ -29,6 +32,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other wor
 pytest.register_assert_rewrite("interrupts", "numpy_stats")
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Callable[..., runs.Difference]:
+    """Compare two runs with these calls."""
+
+    def compare(a: list[dict[str, Any]], b: list[dict[str, Any]], **options: Any) -> runs.Difference:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return runs.diff(write(folder / "a", a), write(folder / "b", b), **options)
+
+    return compare
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

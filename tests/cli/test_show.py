@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
@@ -11,14 +12,13 @@ import os
 import re
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_calls import meta, record
-from made_runs import rewrite, stats, write_files
+from made_runs import peak_memory, rewrite, stats, write_files
 
 from opintercept import runs
 from opintercept._core.gemm import Gemm
@@ -395,14 +395,12 @@ def test_groups_beyond_the_limit_share_one(tmp_path: Path, monkeypatch: pytest.M
 
 def peak_of(*arguments: str) -> int:
     """The most memory that the command takes."""
-    tracemalloc.start()
-    try:
-        with Path("/dev/null").open("w") as nowhere, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdout", nowhere)
-            assert main(["show", *arguments]) == 0
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+
+    def show() -> None:
+        assert main(["show", *arguments]) == 0
+
+    with Path("/dev/null").open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return peak_memory(show)
 
 
 @pytest.mark.parametrize(

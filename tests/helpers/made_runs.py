@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import hypothesis.strategies as st
+import numpy as np
 from made_calls import record
 
 from opintercept import TensorMeta, runs
@@ -16,7 +19,7 @@ from opintercept._core.gemm import Gemm
 from opintercept._core.record import OWN, SHARED, Summary
 from opintercept._values.stats import Values
 from opintercept.runs.record.writer import QueuedCall, Writer
-from opintercept.runs.store.records import CALL, Encoder
+from opintercept.runs.store.records import CALL, TENSOR, Encoder, seal
 from opintercept.runs.store.run import SCHEMA
 from opintercept.runs.store.untrusted import field_checks, reader
 
@@ -184,6 +187,26 @@ def rewrite(path: Path, calls: list[dict[str, Any]]) -> runs.Run:
         (path / name).unlink()
     write_files(path, calls, **info)
     return runs.open_run(path)
+
+
+def change_records(path: Path, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+    """Give some fields of the records of a process any content, with checks that are right."""
+    for name, kind in (("calls.bin", CALL), ("tensors.bin", TENSOR)):
+        made = np.fromfile(path / name, kind)
+        for field in draw(st.lists(st.sampled_from(kind.names), max_size=4)):
+            row, size = draw(st.integers(0, len(made) - 1)), kind[field].itemsize
+            made[field][row] = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), kind[field])[0]
+        (path / name).write_bytes(seal(made).tobytes())
+
+
+def peak_memory(program: Callable[[], object]) -> int:
+    """The most memory that a program takes for objects and arrays."""
+    tracemalloc.start()
+    try:
+        program()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def add_damaged(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
@@ -14,15 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from made_runs import ATTENTION, add_damaged, call, chain, kinds, write
 
 from opintercept import OpInterceptWarning, runs
-
-
-@pytest.fixture
-def compare(tmp_path: Path) -> Callable[..., runs.Difference]:
-    def compare(a: list[dict[str, Any]], b: list[dict[str, Any]], **options: Any) -> runs.Difference:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        return runs.diff(write(folder / "a", a), write(folder / "b", b), **options)
-
-    return compare
 
 
 def test_models_with_equal_inner_names_are_never_paired_with_each_other(compare: Any) -> None:

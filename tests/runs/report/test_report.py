@@ -11,7 +11,6 @@ import random
 import re
 import shlex
 import tempfile
-import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from browser import Browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_calls import meta, record
-from made_runs import plain, rewrite, stats, write_files
+from made_runs import peak_memory, plain, rewrite, stats, write_files
 
 from opintercept import OpInterceptError, intercept, runs
 from opintercept._core.gemm import Gemm
@@ -201,18 +200,9 @@ def hostile(path: Path, calls: int, scale: float) -> Path:
 
 def test_no_text_is_kept_however_large(tmp_path: Path) -> None:
     run, other = open_run(hostile(tmp_path / "a", 10, 1.0)), open_run(hostile(tmp_path / "b", 10, 11.0))
-
-    def peak(made: Callable[[], Any]) -> int:
-        tracemalloc.start()
-        try:
-            made()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
     # All texts of one run would take 14 MB; a comparison keeps 20 calls of each run.
-    assert peak(lambda: panels.panels_of(run)[0]) < 8 << 20
-    assert peak(lambda: report.divergence(run, other, panels.HeatMap())) < 12 << 20
+    assert peak_memory(lambda: panels.panels_of(run)[0]) < 8 << 20
+    assert peak_memory(lambda: report.divergence(run, other, panels.HeatMap())) < 12 << 20
 
 
 def data_of(text: str) -> Any:

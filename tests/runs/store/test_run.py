@@ -9,10 +9,11 @@ import os
 import pickle
 import struct
 import time
-import tracemalloc
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from made_runs import change_records, peak_memory
 
 from opintercept import OpInterceptError, OpInterceptWarning, intercept, runs
 from opintercept._values.stats import Values
@@ -276,12 +278,7 @@ def test_a_bit_that_flips_gives_no_wrong_answer(name: str, place: int, bit: int,
 @given(data=st.data())
 def test_any_record_that_checks_is_a_call_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
     folder = make(tmp_path, CALL, OTHER)
-    for name, kind in (("calls.bin", RECORD), ("tensors.bin", TENSOR)):
-        made = np.frombuffer(bytearray((folder / name).read_bytes()), kind)
-        for field in data.draw(st.lists(st.sampled_from(kind.names or ()), max_size=4)):
-            size = kind[field].itemsize
-            made[field][0] = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), kind[field])[0]
-        (folder / name).write_bytes(seal(made).tobytes())
+    change_records(folder, data.draw)
     try:
         for call in read(folder):
             check_types(call)
@@ -360,15 +357,13 @@ EXTREME = {
 def test_an_extreme_text_takes_little_memory_and_time(text: str, part: str, tmp_path: Path) -> None:
     whole = b'{"number":1,"a":%s}' % EXTREME[text]
     folder = make(tmp_path, CALL, CALL | {part: b'%s,"crc":"%08x"}\n' % (whole[:-1], zlib.crc32(whole))})
-    tracemalloc.start()
     started = time.process_time()
-    try:
+
+    def reading() -> None:
         with contextlib.suppress(OpInterceptError):
             assert len(read(folder)) == 1
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 100 << 20
+
+    assert peak_memory(reading) < 100 << 20
     assert time.process_time() - started < 5
 
 
@@ -627,13 +622,12 @@ def test_a_hostile_head_is_refused(case: str, run: Run) -> None:
     path = run.path / "tensors/00000000.safetensors"
     text = head(name.partition("/")[2], **HEADS[case])
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 36)
-    tracemalloc.start()
-    try:
+
+    def loading() -> None:
         with pytest.raises(OpInterceptError, match="cannot read tensor "):
             run.load(0, name)
-        assert tracemalloc.get_traced_memory()[1] < 50 << 20
-    finally:
-        tracemalloc.stop()
+
+    assert peak_memory(loading) < 50 << 20
 
 
 @settings(RELAXED, max_examples=150)
@@ -678,11 +672,5 @@ def test_reading_more_calls_takes_no_more_memory(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(columns, "CHUNK", 100)
     monkeypatch.setattr(columns, "_KNOWN", 8)
     run = open_run(make(tmp_path, *[CALL] * 2000))
-    peaks = []
-    for count in (200, 2000):
-        tracemalloc.start()
-        for _ in zip(range(count), run.calls(), strict=False):
-            pass
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 50_000
+    few, many = (peak_memory(lambda: deque(islice(run.calls(), count), 0)) for count in (200, 2000))  # noqa: B023
+    assert many < few + 50_000
