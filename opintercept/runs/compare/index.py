@@ -57,7 +57,8 @@ class Index:
         self._numbers: list[tuple[int, ...]] = []  # shape, signature, call site, fingerprint, by, unhashed, chosen
         by_name = select is not None and getattr(select, "by_name", False)
         kinds = KindNumbers(columns)
-        for start, chunk in columns.chunks(("site", "look", *_HASHES)):
+        starts, steps = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for start, chunk in columns.chunks(("site", "look", "step", *_HASHES)):
             found, new = kinds.of(chunk)
             for call_site, signature in new:
                 self._add(call_site, signature, select if by_name else None)
@@ -66,6 +67,10 @@ class Index:
             shapes = np.array([numbers[0] for numbers in self._numbers], np.uint64)[found]
             self.kind[start : start + len(found)] = found
             self.inputs[start : start + len(found)] = mixed(shapes, *(chunk[name] for name in _HASHES))
+            new_steps = starts_of(chunk["step"])
+            starts.append(new_steps + start)
+            steps.append(chunk["step"][new_steps])
+        self._starts, self._steps = np.concatenate(starts), np.concatenate(steps)  # of stretches of calls of one step
         fixed = np.array(self._numbers, np.int64).reshape(-1, 7).T
         self.shape, self.signature, self.call_site, self.fingerprint, self.by, unhashed, chosen = fixed
         self.unhashed, self._chosen_kinds = unhashed > 0, chosen > 0
@@ -123,7 +128,7 @@ class Index:
 
     def steps(self, numbers: Array) -> list[tuple[int, int]]:
         """The steps together with the shapes."""
-        steps = self.columns.gather(numbers, ("step",))["step"]
+        steps = self._steps[np.searchsorted(self._starts, numbers, "right") - 1]
         return list(zip(self.shape[self.kind[numbers]].tolist(), steps.tolist(), strict=True))
 
 

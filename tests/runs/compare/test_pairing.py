@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from made_runs import ATTENTION, add_damaged, call, chain, kinds, write
 
 from opintercept import OpInterceptWarning, runs
+from opintercept.runs.store.columns import Columns
 
 
 def test_models_with_equal_inner_names_are_never_paired_with_each_other(compare: Any) -> None:
@@ -185,6 +186,23 @@ def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> 
     b = [*chain("a", "b"), call("b", "x", "w", "y")]
     found = compare(a, b)
     assert (found.pairs, found.unmatched_calls) == (2, (1, 1))
+
+
+def test_a_shorter_run_is_read_no_more_often_for_more_modules(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    gather = Columns.gather
+
+    def counted(self: Columns, *given: Any) -> Any:
+        read.append(given)
+        return gather(self, *given)
+
+    monkeypatch.setattr(Columns, "gather", counted)
+    counts = []
+    for modules in ("abc", "abcdefghijkl"):
+        read.clear()
+        assert compare(chain(*modules) * 2, chain(*modules, of="a")).pairs == len(modules)
+        counts.append(len(read))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.slow
