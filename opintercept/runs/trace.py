@@ -32,11 +32,7 @@ Event = dict[str, Any]
 
 
 def write(
-    path: str | os.PathLike[str],
-    run: Run,
-    *,
-    steps: range | None = None,
-    profile: str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str], run: Run, *, steps: range | None = None, profile: str | os.PathLike[str] | None = None
 ) -> int:
     """Write a run as a trace. If that fails, `path` stays as it was.
 
@@ -72,8 +68,7 @@ def write(
     """
     whole = {} if profile is None else _profile(Path(profile))
     events = whole.pop("traceEvents", [])
-    columns = {rank: run.columns(rank) for rank in run.ranks}
-    base = whole.get("baseTimeNanoseconds", 0) if profile is not None else _first_start(columns.values(), steps)
+    base = whole.get("baseTimeNanoseconds", 0) if profile is not None else _first_start(run, steps)
     pids = [event["pid"] for event in events if isinstance(event, dict) and isinstance(event.get("pid"), int)]
     first = max(pids, default=0) + 1
     with replaced(path, "the trace") as partial, _opened(partial, os.fspath(path).endswith(".gz")) as file:
@@ -82,8 +77,8 @@ def write(
         for event in events:
             file.write(f"{before}{compact(event)}")
             before = ",\n"
-        for pid, (rank, of_rank) in enumerate(columns.items(), first):
-            process = _Process(rank, of_rank, steps)  # one at a time, since they may be large
+        for pid, rank in enumerate(run.ranks, first):
+            process = _Process(rank, run.columns(rank), steps)  # one at a time, since they may be large
             calls += len(process.numbers)
             for event in process.events(pid, base, run):
                 file.write(f"{before}{compact(event)}")
@@ -118,8 +113,9 @@ def _chosen(columns: Columns, names: tuple[str, ...], steps: range | None) -> It
         yield np.flatnonzero(which) + first, {name: column[which] for name, column in chunk.items()}
 
 
-def _first_start(columns: Iterable[Columns], steps: range | None) -> int:
-    times = (chunk["started"] for each in columns for _, chunk in _chosen(each, ("started",), steps))
+def _first_start(run: Run, steps: range | None) -> int:
+    processes = map(run.columns, run.ranks)
+    times = (chunk["started"] for each in processes for _, chunk in _chosen(each, ("started",), steps))
     return min((int(each.min()) for each in times if len(each)), default=0)
 
 

@@ -301,14 +301,14 @@ class Run(Frames, Page):
             )
             _warn_of(known, part)
             if len(self._columns_of) > _MOST_OPEN:
-                self._columns_of.pop(next(iter(self._columns_of))).close()
+                self._columns_of.pop(next(iter(self._columns_of)))  # its files stay open while somebody reads them
         return known
 
     def _columns(self) -> Mapping[str, Any]:
-        processes = [self.columns(rank) for rank in self.ranks]  # first, as it says what is missing without numpy
-        from opintercept.runs.store.data_frame import frame_of
+        self.columns(self.ranks[0])  # first, as it says what is missing without numpy
+        from opintercept.runs.store.export import frame_of
 
-        return frame_of(processes)
+        return frame_of(self)
 
     def close(self) -> None:
         """Close tables and tensors on disk. They are opened again when they are asked for."""

@@ -479,6 +479,20 @@ def test_ranks_are_folders_and_no_links(tmp_path: Path) -> None:
     assert [call.rank for call in run.calls()] == [0, 2, 10]
 
 
+def test_more_processes_are_read_together_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opintercept.runs.store.run._MOST_OPEN", 1)
+    for number in range(4):
+        make(tmp_path / f"rank{number}", *[CALL] * (number + 1), info=INFO | {"rank": number})
+    run = open_run(tmp_path)
+    frame = run.to_pandas()
+    assert frame["rank"].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert frame["lhs_hash"].tolist() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]
+    together = [run.columns(rank) for rank in run.ranks]
+    assert [each.read(("index",), 0, len(each))["index"].tolist() for each in together] == [
+        list(range(number + 1)) for number in range(4)
+    ]
+
+
 def test_a_number_gives_its_call_again(tmp_path: Path) -> None:
     folder = make(tmp_path, *[CALL, OTHER] * 3)
     data = bytearray((folder / "calls.bin").read_bytes())
