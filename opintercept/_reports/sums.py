@@ -1,6 +1,6 @@
-"""`Groups`: adds up the calls of runs by the keys of `--by`; `Chosen` applies its filters.
+"""`Groups` adds up the calls of runs by the keys of `--by`, and `Series` by step; `Chosen` applies the filters.
 
-Invariant: columns are read piece by piece, and the memory of groups and of their keys is bounded.
+Invariant: columns are read piece by piece, and the memory of groups, of their keys and of steps is bounded.
 Must not import torch.
 """
 
@@ -18,7 +18,7 @@ from opintercept._core.record import CallRecord
 from opintercept._core.text import amount, counted, duration
 from opintercept._reports.filters import Choice, NameFilter
 from opintercept.runs.store.codec import StoredCall
-from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite, in_steps
+from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite, in_steps
 from opintercept.runs.sums import (
     COUNTS,
     CallKinds,
@@ -28,6 +28,7 @@ from opintercept.runs.sums import (
     first_outputs,
     nonfinite,
     seconds_of,
+    slot_figures,
 )
 
 # A run may be made to fill the memory: beyond this many groups, or bytes of their keys, the rest share one group.
@@ -259,3 +260,55 @@ class Groups:
             group.add(figures)
             found[tuple(step if name == "step" else part for name, part in parts)] = group
         return found
+
+
+_BY_STEP = ("elapsed", "has_more", *COUNTS, *(f"{slot}_{name}" for slot in ("output", "output1") for name in FIGURES))
+
+
+class Series:
+    """Figures by step of the calls that the options admit, over the finite values of their first outputs."""
+
+    def __init__(self, choice: Choice, names: NameFilter, most: int) -> None:
+        self.width = 1  # steps of a row; there are `most` rows at most
+        self.modules: dict[str | None, None] = {}  # their names
+        self._choice, self._names, self._most = choice, names, most
+        self._sums = GroupSums()  # by step, in units of `width`
+
+    def add(self, columns: Columns) -> None:
+        """Add the calls of a process."""
+        modules: list[str | None] = []
+
+        def learn(call_site: StoredCallSite, signature: CallSignature, _: bool) -> list[float]:
+            modules.append(call_site.module)
+            return [len(modules) - 1, *first_output(signature)]
+
+        chosen = Chosen(columns, self._choice, self._names, learn)
+        for start, chunk, (module, counts, is_second), rows in chosen.stretches(_BY_STEP):
+            self.modules |= dict.fromkeys(modules[number] for number in np.unique(module[rows]).astype(int).tolist())
+            figures = slot_figures(first_outputs(chunk, is_second > 0), "output", counts)
+            figures["calls"] = np.ones(len(rows))
+            figures["seconds"] = seconds_of(chunk)
+            figures["nonfinite"] = nonfinite(columns, start, chunk)
+            steps = chunk["step"] // self.width
+            self._sums.add([steps[rows]], {name: column[rows] for name, column in figures.items()})
+            while len(self._sums) > self._most:
+                self.width *= 2
+                self._sums.regroup(self._sums.keys[0] // 2)
+
+    def rows(self) -> list[Row]:
+        """A row for the steps from `step` to `last`, in order."""
+        if not len(self._sums):
+            return []
+        figures, values = self._sums.figures, self._sums.statistics("output")
+        columns = {
+            "step": self._sums.keys[0] * self.width,
+            "last": (self._sums.keys[0] + 1) * self.width - 1,
+            "calls": figures["calls"].astype(int),
+            "seconds": figures["seconds"],
+            **{name: values[name] for name in FIGURES},
+            "nonfinite": figures["nonfinite"].astype(int),
+        }
+        lists = zip(*(column.tolist() for column in columns.values()), strict=True)
+        return [
+            {name: None if value != value else value for name, value in zip(columns, row, strict=True)} for row in lists
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 from opintercept._core.tables import Cells, Marked, Part
 from opintercept._core.text import counted, listed, number, printable, rate_text, work_text
 from opintercept._reports.calls import OpenedRun
-from opintercept._reports.over import Series, sparkline
-from opintercept._reports.sums import LONGEST, Row, RunSums
+from opintercept._reports.sums import LONGEST, Row, RunSums, Series
 from opintercept.runs.compare.words import nonfinite
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
 
 _WIDTH = 60
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def source_text(opened: list[OpenedRun]) -> str:
@@ -74,11 +75,26 @@ def series_parts(series: Series, rows: list[Row], bars: bool) -> Iterator[Part]:
         if known := [value for value in values if value is not None]:
             unit = 1e3 if name == "seconds" else 1.0
             ends = f"{_value(min(known) * unit)} to {_value(max(known) * unit)}{' ms' if unit > 1 else ''}"
-            yield f"{'time' if unit > 1 else name:9} {sparkline(values)}  {ends}"
+            yield f"{'time' if unit > 1 else name:9} {_sparkline(values)}  {ends}"
     if rows:
         if series.width > 1:
             rows = [row | {"step": f"{row['step']}-{row['last']}"} for row in rows]
         yield from ("", _table(rows, ["step", "calls", "seconds", "min", "max", "mean", "rms", "nonfinite"], left=1))
+
+
+def _sparkline(values: list[Any]) -> str:
+    """Values as bars from the smallest to the largest; a blank where there is none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    low, high = (min(known), max(known)) if known else (0.0, 0.0)
+    span = high / 2 - low / 2  # does not overflow
+
+    def bar(value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return " "
+        part = (value / 2 - low / 2) / span if span > 0 else 0.5
+        return BARS[min(int(part * len(BARS)), len(BARS) - 1)]
+
+    return "".join(map(bar, values))
 
 
 def cell_text(value: Any, most: int = _WIDTH) -> str:

@@ -22,8 +22,7 @@ from opintercept._reports.calls import (
     ranks_of,
 )
 from opintercept._reports.filters import Choice, NameFilter
-from opintercept._reports.over import COLUMNS, Series
-from opintercept._reports.sums import LONGEST, MAX_GROUPS, Groups, GroupTotals, Row, RunSums
+from opintercept._reports.sums import LONGEST, MAX_GROUPS, Groups, GroupTotals, Row, RunSums, Series
 from opintercept._reports.text import (
     call_table,
     cell_text,
@@ -34,6 +33,8 @@ from opintercept._reports.text import (
     source_text,
 )
 from opintercept.runs.store.codec import StoredCall
+
+_OF_STEPS = ("calls", "seconds", "min", "max", "mean", "rms", "nonfinite")
 
 
 class View(NamedTuple):
@@ -104,7 +105,7 @@ def show_steps(opened: list[OpenedRun], choice: Choice, names: NameFilter, bars:
             yield from series_parts(own, rows, bars)
 
     heads: list[Row] = [{"width": own.width, "modules": list(own.modules)} for own in series]
-    return View(heads, "rows", rows, [*["run"] * several, "step", "last", *COLUMNS], parts())
+    return View(heads, "rows", rows, [*["run"] * several, "step", "last", *_OF_STEPS], parts())
 
 
 def show_calls(opened: list[OpenedRun], choice: Choice, names: NameFilter, as_json: bool) -> View:

@@ -13,7 +13,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import listed, short_name
 from opintercept._reports.calls import OpenedRun
 from opintercept._reports.filters import Choice, NameFilter
-from opintercept._reports.over import BARS
+from opintercept._reports.text import BARS
 from opintercept._reports.views import show_calls, show_groups, show_steps
 from opintercept.cli.options import add_filters, count, rename
 from opintercept.cli.show.data import head_of, write_csv, write_json
