@@ -199,10 +199,7 @@ class ProcessPair:
 
             return of
 
-        sides = (
-            side(0, self._a.columns, rows.numbers, rows.a),
-            side(1, self._b.columns, rows.others, rows.b),
-        )
+        sides = (side(0, self._a.columns, rows.numbers, rows.a), side(1, self._b.columns, rows.others, rows.b))
         self._keep(rows, Compared(self._comparer, rules, which, *sides))
 
     def _compare_calls(self, rows: _Rows) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from opintercept._core.record import Plain
 from opintercept._core.tensors import TensorMeta
@@ -15,16 +15,7 @@ from opintercept.runs.store.codec import StoredCall, is_output
 Kind = Literal[
     "equal", "added", "changed argument", "changed operand", "inherited", "rounding", "unclear", "not compared"
 ]
-KINDS: tuple[Kind, ...] = (
-    "equal",
-    "added",
-    "changed argument",
-    "changed operand",
-    "inherited",
-    "rounding",
-    "unclear",
-    "not compared",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 By = Literal["hash", "tensors", "sample", "statistics", "metadata"]
 # Stands for an argument that is a tensor without values, or that has no plain form.
 NOT_RECORDED = "(not recorded)"

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
+from typing import get_args
 
 import numpy as np
 
-from opintercept._core.record import CallRecord
+from opintercept._core.record import CallRecord, Phase
 from opintercept.runs.compare.columns import mixed
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
 from opintercept.runs.store.columns import CHUNK, Array, Columns
@@ -20,7 +21,7 @@ from opintercept.runs.sums import KindNumbers, starts_of
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
-PHASES = ("forward", "backward", "recompute")
+PHASES = get_args(Phase)
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from opintercept._core.record import CallRecord
 from opintercept._core.tensors import TensorMeta
@@ -16,7 +16,7 @@ from opintercept._ops.scratch import UNREAD, torchs_name
 from opintercept.runs.store.codec import StoredCall, is_output, role_of
 
 Pairing = Literal["ordinal", "sequence", "family", "shape"]
-PAIRINGS: tuple[Pairing, ...] = ("ordinal", "sequence", "family", "shape")
+PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
 
 # torch wraps modules in modules of these names, which are not part of the program's own names.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

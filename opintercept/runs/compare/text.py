@@ -32,6 +32,7 @@ _WHY = {
     "of the runs",
 }
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # unit roundoffs
+_MISSING = "is missing", "are missing"
 # What operators call their operands, where that says more than the role.
 _NAMES = {"attention": ("query", "key"), "linear": ("input", "weight"), "conv": ("input", "weight")}
 
@@ -51,21 +52,18 @@ def absent_lines(absent: Sequence[Absent], a: RunHead, b: RunHead) -> Iterator[s
                 ranks = [each.rank for each in found]
                 calls = sum(each.calls for each in found)
                 compared = f"{counted(calls, 'call')} of {other} {'was' if calls == 1 else 'were'} not compared"
-                yield f"{_no_calls(ranks) if empty else _missing(ranks)} in {name}: {compared}"
+                what = ("has no calls", "have no calls") if empty else _MISSING
+                yield f"{_ranks(ranks, *what)} in {name}: {compared}"
     for name, side in (("A", a), ("B", b)):
         expected = range(min(side.info.world_size, 1 << 16))
         named = {*side.ranks, *(each.rank for each in absent if each.run == name.lower())}
         lost = [] if side.alone else [rank for rank in expected if rank not in named]
         if lost:
-            yield f"{_missing(lost)} in {name}, which had {side.info.world_size:,} processes"
+            yield f"{_ranks(lost, *_MISSING)} in {name}, which had {side.info.world_size:,} processes"
 
 
-def _missing(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} is missing" if len(ranks) == 1 else f"ranks {listed(ranks)} are missing"
-
-
-def _no_calls(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} has no calls" if len(ranks) == 1 else f"ranks {listed(ranks)} have no calls"
+def _ranks(ranks: list[int], one: str, several: str) -> str:
+    return f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {listed(ranks)} {several}"
 
 
 def first_parts(
@@ -148,10 +146,8 @@ def _last_of(unmatched: list[Unmatched]) -> str:
 
 def _where(call: CallDifference) -> str:
     one, other = call.a.record, call.b.record
-    text = f"call {one.index} of A"
-    text += f" (rank {call.a.rank})" if call.a.rank or call.b.rank else ""
-    text += f" and {other.index} of B"
-    text += f" (rank {call.b.rank})" if call.a.rank or call.b.rank else ""
+    ranks = [f" (rank {each.rank})" if call.a.rank or call.b.rank else "" for each in (call.a, call.b)]
+    text = f"call {one.index} of A{ranks[0]} and {other.index} of B{ranks[1]}"
     text += f", step {one.step}, {one.phase}: {short_op(one.op)} in {module_text(one.module)}"
     if (one.op, module_name(one.module)) != (other.op, module_name(other.module)):
         text += f" against {short_op(other.op)} in {module_text(other.module)}"

@@ -12,14 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from opintercept.runs.compare.difference import (
-    KINDS,
-    Absent,
-    CallDifference,
-    Kind,
-    ModuleDifference,
-    Unmatched,
-)
+from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
 from opintercept.runs.compare.index import Index
 from opintercept.runs.compare.pairing import PAIRINGS, Pairing
 from opintercept.runs.compare.result import Difference

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.index import Index
-from opintercept.runs.report.panels import PHASES, HeatMap, about, rounded
+from opintercept.runs.compare.index import PHASES, Index
+from opintercept.runs.report.panels import HeatMap, about, rounded
 from opintercept.runs.store.columns import Array
 from opintercept.runs.sums import GroupSums
 

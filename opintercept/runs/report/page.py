@@ -19,6 +19,7 @@ from typing import Any
 from opintercept._core.errors import OpInterceptError
 from opintercept.runs.compare.diff import compare_runs
 from opintercept.runs.compare.difference import NOT_RECORDED, CallDifference, Kind
+from opintercept.runs.compare.index import PHASES
 from opintercept.runs.compare.values import Comparer
 from opintercept.runs.report.drift import Drift
 from opintercept.runs.report.panels import (
@@ -27,7 +28,6 @@ from opintercept.runs.report.panels import (
     NAME,
     NAMED,
     PAIRS,
-    PHASES,
     HeatMap,
     about,
     panels_of,

@@ -17,6 +17,7 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
 from opintercept._core.text import printable
+from opintercept.runs.compare.index import PHASES
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.run import Run
@@ -39,7 +40,6 @@ SAMPLES = 8  # samples that make one histogram
 TENSOR = 1 << 26  # bytes of a tensor that is read
 TENSORS = 1 << 30  # bytes of all tensors that are read
 BINS = 60
-PHASES = ("forward", "backward", "recompute")
 ROLES = ("output", "lhs", "rhs", "bias")
 _READ: tuple[str, ...] = ("index", "step", "site", "look", "elapsed", "has_error", "has_tensors")
 _READ += tuple(f"{role}_{name}" for role in ROLES for name in ("nan", "inf", *FIGURES))
