@@ -370,8 +370,7 @@ class ProcessPair:
         self, firsts: Array, counts: Array, relative: Array
     ) -> list[tuple[tuple[int, int, int], ModuleDifference]]:
         a, b = self._a, self._b
-        columns = a.columns.gather(firsts, ("step", "index"))
-        of_rows = (firsts, relative, counts, columns["step"], columns["index"])
+        of_rows = (firsts, relative, counts, a.steps(firsts), a.columns.gather(firsts, ("index",))["index"])
         rows = []
         for number, size, of_kinds, step, index in zip(*(each.tolist() for each in of_rows), strict=True):
             call_site = a.columns.call_site(int(a.call_site[a.kind[number]]))

@@ -127,10 +127,9 @@ class Index:
         known = mixed(self.shape[self.kind[numbers]].astype(np.uint64), read["rhs_hash"], read["bias_hash"])
         return np.where(read["rhs_hash"] == 0, 0, known).tolist()  # type: ignore[no-any-return]
 
-    def steps(self, numbers: Array) -> list[tuple[int, int]]:
-        """The steps together with the shapes."""
-        steps = self._steps[np.searchsorted(self._starts, numbers, "right") - 1]
-        return list(zip(self.shape[self.kind[numbers]].tolist(), steps.tolist(), strict=True))
+    def steps(self, numbers: Array) -> Array:
+        """The steps."""
+        return np.asarray(self._steps[np.searchsorted(self._starts, numbers, "right") - 1])
 
 
 class Pairs:
@@ -169,7 +168,7 @@ class Pairs:
         # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
         known = (a.weights(in_a), b.weights(in_b)) if renamed else (a.inputs[in_a].tolist(), b.inputs[in_b].tolist())
         self._join(_by_turns(in_a.tolist(), in_b.tolist(), *known), how)
-        for signs in (Index.steps, _shapes):
+        for signs in (_steps, _shapes):
             in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.alone_b[in_b]]
             if len(in_a) and len(in_b):
                 self._join(self._in_order(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how)
@@ -214,6 +213,11 @@ class Pairs:
         self._budget -= work
         for first_a, first_b, size in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_matching_blocks():
             yield from zip(in_a[first_a : first_a + size], in_b[first_b : first_b + size], strict=True)
+
+
+def _steps(index: Index, numbers: Array) -> list[Hashable]:
+    """The steps together with the shapes."""
+    return list(zip(_shapes(index, numbers), index.steps(numbers).tolist(), strict=True))
 
 
 def _shapes(index: Index, numbers: Array) -> list[Hashable]:

@@ -48,7 +48,7 @@ class Drift:
         if not len(numbers):
             return
         kinds = index.kind[numbers]
-        steps = index.columns.gather(numbers, ("step",))["step"]
+        steps = index.steps(numbers)
         rows = [
             self._heat.modules.get(index.columns.call_site(call_site).module, -1)
             for call_site in index.call_site.tolist()

@@ -326,6 +326,9 @@ class Columns:
 
     def gather(self, numbers: Array, names: Sequence[str]) -> Arrays:
         """Columns of the calls with these numbers."""
+        if len(numbers) > CHUNK:
+            parts = [self.gather(numbers[start : start + CHUNK], names) for start in range(0, len(numbers), CHUNK)]
+            return {name: np.concatenate([part[name] for part in parts]) for name in names}
         return self._columns_of(self._calls.gather(numbers if self._kept is None else self._kept[numbers]), names)
 
     def calls(self, first: int = 0, end: int | None = None) -> Iterator[StoredCall]:

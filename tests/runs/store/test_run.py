@@ -522,6 +522,20 @@ def test_scattered_calls_are_gathered_as_they_are_read(data: st.DataObject, tmp_
         assert np.concatenate(joined).tolist() == every["lhs_hash"].tolist() == list(range(60))
 
 
+def test_many_calls_are_gathered_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = columns.Columns(make(tmp_path, *[CALL] * 60), 0)
+    monkeypatch.setattr(columns, "CHUNK", 10)
+    sizes, read = [], columns.RecordTable.read
+
+    def counted(self: columns.RecordTable, first: int, end: int) -> Any:
+        sizes.append(end - first)
+        return read(self, first, end)
+
+    monkeypatch.setattr(columns.RecordTable, "read", counted)
+    assert found.gather(np.arange(60), ("index",))["index"].tolist() == list(range(60))
+    assert sizes == [10] * 6
+
+
 # Tensors
 
 
