@@ -18,7 +18,7 @@ from opintercept.runs.sums import GroupSums
 
 PART, MOST = 10, 50  # the first tenth of the steps, and at most so many, show the noise
 ABOVE = 10.0  # an error is above the noise if it is so many times as large
-_TOGETHER = 1 << 20  # calls that are grouped together, which takes fifty bytes each
+TOGETHER = 1 << 18  # calls that are grouped together, which takes fifty bytes each
 _BITS = {"float64": 52, "complex128": 52, "float16": 10, "bfloat16": 7, "float8_e4m3fn": 3, "float8_e4m3fnuz": 3}
 _BITS |= {"float8_e5m2": 2, "float8_e5m2fnuz": 2}  # of a mantissa; other dtypes count as float32
 
@@ -54,23 +54,28 @@ class Drift:
             for call_site in index.call_site.tolist()
         ]
         place = np.array(rows, np.int64) * len(PHASES) + index.phase
-        for start in range(0, len(kinds), _TOGETHER):
-            some = slice(start, start + _TOGETHER)
+        for start in range(0, len(kinds), TOGETHER):
+            some = slice(start, start + TOGETHER)
             of = differs[some]
             self._add_cells(place[kinds[some][of]], steps[some][of] // self._heat.width, relative[some][of])
         noise = self._noise_of(index, numbers, steps, relative)
         if noise is None:
             return
-        found = np.flatnonzero(relative > (noise * ABOVE)[kinds])
-        indexes = index.columns.gather(numbers[found], ("index",))["index"]
-        found = found[np.lexsort((indexes, steps[found]))]
-        for start in range(0, len(found), _TOGETHER):
-            part = found[start : start + _TOGETHER]
-            rounding = rounding_of(index, numbers[part])
-            for at in np.flatnonzero(relative[part] > ABOVE * rounding)[:1].tolist():
-                return self._keep(index, numbers[part[at]], float(relative[part[at]]), noise, float(rounding[at]))
+        first: tuple[int, int, int] | None = None  # step, index and place of the first call above the noise
+        for start in range(0, len(numbers), TOGETHER):
+            part = slice(start, start + TOGETHER)
+            found = np.flatnonzero(relative[part] > (noise * ABOVE)[kinds[part]]) + start
+            if first is not None:
+                found = found[steps[found] <= first[0]]
+            found = found[relative[found] > ABOVE * rounding_of(index, numbers[found])]
+            indexes = index.columns.gather(numbers[found], ("index",))["index"]
+            for at in np.lexsort((indexes, steps[found]))[:1].tolist():
+                here = int(steps[found[at]]), int(indexes[at]), int(found[at])
+                first = here if first is None else min(first, here)
+        if first is not None:
+            self._keep(index, numbers[first[2]], float(relative[first[2]]), noise)
 
-    def _keep(self, index: Index, number: Any, error: float, noise: Array, rounding: float) -> None:
+    def _keep(self, index: Index, number: Any, error: float, noise: Array) -> None:
         """Keep a call that is above the noise, unless one of another process comes before it."""
         (call,) = index.columns.calls_at(np.array([number]), given=False)
         if self._above is None or call.place < self._above[0]:
@@ -78,7 +83,7 @@ class Drift:
                 "row": self._heat.modules.get(call.record.module),
                 "error": "inf" if np.isinf(error) else rounded(error),
                 "noise": rounded(float(noise[index.kind[number]])),
-                "rounding": rounded(rounding),
+                "rounding": rounded(float(rounding_of(index, np.array([number]))[0])),
             }
             self._above = call.place, about(call) | figures
 
@@ -101,8 +106,8 @@ class Drift:
         codes = index.module.astype(np.int64) * len(PHASES) + index.phase
         groups = GroupSums()
         early = np.flatnonzero(steps <= all_steps[count - 1])
-        for start in range(0, len(early), _TOGETHER):
-            some = early[start : start + _TOGETHER]
+        for start in range(0, len(early), TOGETHER):
+            some = early[start : start + TOGETHER]
             errors, rounding = np.fmax(relative[some], 0.0), np.zeros(len(some))
             rounding[errors > 0] = rounding_of(index, numbers[some[errors > 0]])
             figures = {"error_max": errors, "rounding_max": rounding}

@@ -342,6 +342,7 @@ def test_the_first_step_above_the_noise_is_found(
     tmp_path: Path, noise: float, fault: float, above: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(panels, "COLUMNS", 10)  # so that a column has several steps
+    monkeypatch.setattr("opintercept.runs.report.drift.TOGETHER", 7)  # so that calls come in several parts
     a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in
             (("a", drifting(0.0, 0.0, 0)), ("b", drifting(noise, fault, 17))))  # fmt: skip
     data = data_of(report.page(a, b))
