@@ -113,7 +113,8 @@ class Index:
                 module = f"{model}.{module}"
             key, loose = ids("key", module, op, phase, grad_of), ids("loose", module, phase, kin)
             found.append((key, loose, ids("module", module), PHASES.index(phase)))
-        self.key, self.loose, self.module, self.phase = np.array(found, np.int64).reshape(-1, 4).T
+        self.key, self.loose, self.module, phases = np.array(found, np.int64).reshape(-1, 4).T
+        self.phase = phases.astype(np.uint8)
 
     def chosen(self, numbers: Array) -> Array:
         """Return which of these calls the caller selects."""
@@ -157,11 +158,14 @@ class Pairs:
     def _pair(self, in_a: Array, in_b: Array, how: int) -> None:
         a, b = self._a, self._b
         renamed = PAIRINGS[how] == "shape"
-        if not renamed and np.array_equal(a.shape[a.kind[in_a]], b.shape[b.kind[in_b]]):
+        pairs = [(in_a[start : start + CHUNK], in_b[start : start + CHUNK]) for start in range(0, len(in_a), CHUNK)]
+        same_length = not renamed and len(in_a) == len(in_b)
+        if same_length and all(np.array_equal(a.shape[a.kind[i]], b.shape[b.kind[j]]) for i, j in pairs):
             # Some changed calls are enough to see whether calls are shuffled.
-            some = np.flatnonzero(a.inputs[in_a] != b.inputs[in_b])[:_SOME]
-            others = b.inputs[in_b[some]]
-            if not np.isin(a.inputs[in_a[some]], others[others != 0]).any():
+            changed = [np.flatnonzero(a.inputs[i] != b.inputs[j])[:_SOME] for i, j in pairs]
+            own = np.concatenate([a.inputs[i[some]] for (i, _), some in zip(pairs, changed, strict=True)])[:_SOME]
+            others = np.concatenate([b.inputs[j[some]] for (_, j), some in zip(pairs, changed, strict=True)])[:_SOME]
+            if not np.isin(own, others[others != 0]).any():
                 self.of_a[in_a], self.alone_b[in_b], self.how[in_a] = in_b, False, how
                 return
         how = how or 1
