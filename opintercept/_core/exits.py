@@ -7,12 +7,13 @@ neither, when the with statement releases its exit. Must not import torch.
 from __future__ import annotations
 
 import _thread
+import functools
 import opcode
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
 from opintercept._core.errors import OpInterceptError
@@ -64,7 +65,7 @@ class Exit:
         if manager is None:
             return self.by_hand  # contextlib.ExitStack calls `type(manager).__exit__(manager, ...)`
         leaver = Leaver(manager, self.by_hand)
-        exit = MethodType(leave, leaver)
+        exit = functools.partial(leave, leaver)  # of a method Python 3.14 would take the parts and free it first
         leaver.alive = weakref.ref(exit, leaver.dropped)
         _offer.leaver = leaver
         return exit
@@ -104,7 +105,7 @@ class Leaver:
             _offer.leaver = None
         if self.entry is not None:
             finish(self.entry, KeyboardInterrupt())
-        self.over()
+        self.entry = self.alive = None  # as `over`, which a full stack may have no room to call
 
     def over(self) -> None:
         """Note that the entry has ended. Also breaks the reference cycle through the callback."""

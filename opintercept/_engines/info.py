@@ -15,6 +15,7 @@ import torch
 from opintercept._core.version import __version__
 from opintercept._engines import compiled
 from opintercept._native import build, library
+from opintercept._origin import stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Info:
         git: The commit that torch was built from.
         python: The version of Python.
         vectors: torch's name for the best vector instructions of this processor, `"AVX512"` for example.
+        noted: Whether calls are noted in C++, where the stack is read too.
         values: Whether hooks read values of tensors on the CPU in C++.
     """
 
@@ -41,6 +43,7 @@ class Info:
     git: str | None
     python: str
     vectors: str
+    noted: bool
     values: bool
 
     def __str__(self) -> str:
@@ -50,6 +53,7 @@ class Info:
             "opintercept": f"{__version__}, torch {self.torch}{commit}, Python {self.python}",
             'engine="auto"': "compiled" if self.engine == "compiled" else f"kernels in Python, since {self.reason}",
             "library": where if self.library is None else str(self.library),
+            "calls": "noted in C++, where the stack is read too" if self.noted else "shown to hooks in Python",
             "values": f"read in C++, with {self.vectors}" if self.values else "read with torch's operators",
         }
         return "\n".join(f"{name:<15}{text}" for name, text in rows.items())
@@ -82,5 +86,6 @@ def info() -> Info:
         git=torch.version.git_version,
         python=platform.python_version(),
         vectors=torch.backends.cpu.get_cpu_capability(),
+        noted=ready and compiled.load().walk is not stack.walk,
         values=found.module is not None,
     )

@@ -19,6 +19,7 @@ BUILT = Info(
     git="cf30153c4c131c81",
     python="3.11.7",
     vectors="AVX512",
+    noted=True,
     values=True,
 )
 
@@ -28,16 +29,20 @@ def test_the_table_says_where_the_library_is() -> None:
         f"opintercept    {__version__}, torch 2.13.0+cpu (cf30153c), Python 3.11.7",
         'engine="auto"  compiled',
         "library        /cache/opintercept/torch2.13.0.so",
+        "calls          noted in C++, where the stack is read too",
         "values         read in C++, with AVX512",
     ]
 
 
 def test_the_table_says_why_there_is_no_library() -> None:
-    missing = dataclasses.replace(BUILT, engine="kernel", reason="it rains", library=None, values=False, git=None)
+    missing = dataclasses.replace(
+        BUILT, engine="kernel", reason="it rains", library=None, noted=False, values=False, git=None
+    )
     assert str(missing).splitlines() == [
         f"opintercept    {__version__}, torch 2.13.0+cpu, Python 3.11.7",
         'engine="auto"  kernels in Python, since it rains',
         "library        none; `opintercept build` keeps it in /cache/opintercept",
+        "calls          shown to hooks in Python",
         "values         read with torch's operators",
     ]
 

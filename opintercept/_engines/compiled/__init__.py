@@ -37,7 +37,7 @@ class Extension:
     Attributes:
         running: See `KernelEngine.running`.
         ring: See `Engine.ring`.
-        walk: As `stack.walk`.
+        walk: As `stack.walk`, which it is where C++ cannot read this Python's frames; then no calls are noted.
         signature_of: As `_core.record.signature_of`.
     """
 

@@ -122,7 +122,7 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) { // null where the
 }
 
 PyObject* rows_of(const Ring* ring) { // borrowed: the watch's pipeline owns it
-  return check(PyWeakref_GetObject(ring->rows));
+  return THPObjectPtr(check(PyObject_CallNoArgs(ring->rows))).get();
 }
 
 PyObject* or_none(PyObject* object) {

@@ -7,10 +7,14 @@
 #define Py_BUILD_CORE
 #include "stack.h"
 
-#if PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+#if PY_VERSION_HEX < 0x03100000 && !defined(Py_GIL_DISABLED)
 
 #include <internal/pycore_code.h>
+#if PY_VERSION_HEX >= 0x030E0000
+#include <internal/pycore_interpframe.h>
+#else
 #include <internal/pycore_frame.h>
+#endif
 
 #include <initializer_list>
 
@@ -50,6 +54,18 @@ PyObject* code_of(Frame* frame) {
 #endif
 }
 
+PyObject* first_in(Frame* frame) { // its first argument, or nullptr
+  if (reinterpret_cast<PyCodeObject*>(code_of(frame))->co_argcount == 0) {
+    return nullptr;
+  }
+#if PY_VERSION_HEX >= 0x030E0000
+  _PyStackRef first = frame->localsplus[0]; // a pointer with a tag
+  return PyStackRef_IsNull(first) ? nullptr : PyStackRef_AsPyObjectBorrow(first);
+#else
+  return frame->localsplus[0];
+#endif
+}
+
 // Compared by text too: the names of unpickled code are other string objects.
 bool is_named(PyObject* code, PyObject* name) {
   PyObject* its = reinterpret_cast<PyCodeObject*>(code)->co_name;
@@ -60,10 +76,7 @@ bool is_named(PyObject* code, PyObject* name) {
 // frame or an earlier one raised.
 PyObject* module_of(Frame* frame) {
   auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
-  if (code->co_argcount == 0 || PyErr_Occurred()) {
-    return nullptr;
-  }
-  PyObject* first = frame->localsplus[0];
+  PyObject* first = PyErr_Occurred() ? nullptr : first_in(frame);
   if (first != nullptr && PyCell_Check(first) && _PyLocals_GetKind(code->co_localspluskinds, 0) & CO_FAST_CELL) {
     first = PyCell_GET(first); // a function inside the method uses it too
   }
@@ -81,8 +94,7 @@ PyObject* module_of(Frame* frame) {
 // As `module_of`, borrowed and without the lock: the frames of a thread and what they refer to stay while it is here.
 // `sure` becomes false if only `module_of` can tell.
 PyObject* module_in(Frame* frame, bool& sure) {
-  auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
-  PyObject* first = code->co_argcount == 0 ? nullptr : frame->localsplus[0];
+  PyObject* first = first_in(frame);
   if (first == nullptr) {
     return nullptr;
   }
