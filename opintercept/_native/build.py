@@ -1,4 +1,4 @@
-"""Builds the C++ library with the machine's compiler, once for each environment, and says where it lies.
+"""Builds the C++ library with the machine's compiler, once for each torch and Python, and says where it lies.
 
 Invariant: no process finds a part of a library. `torch.utils.cpp_extension` is not used: its import takes a second,
 and a build of it that is killed leaves a lock that it waits for without end.
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,8 +71,8 @@ def build_portable(folder: Path) -> Path:
     """
     with _explained():
         folder.mkdir(parents=True, exist_ok=True)
-        library = folder / f"{portable_name()}.so"
-        _make(library, portable_name)
+        library = folder / f"{library_name()}.so"
+        _make(library)
         return library
 
 
@@ -98,7 +98,7 @@ def _explained() -> Iterator[None]:
 
 def packaged_library() -> Path:
     """Where a wheel has the library for this environment, if it has one."""
-    return PACKAGED / f"{portable_name()}.so"
+    return PACKAGED / f"{library_name()}.so"
 
 
 def cached_library() -> Path:
@@ -122,22 +122,11 @@ def cache_folder() -> Path:
 
 
 def library_name() -> str:
-    """The name of a library in the cache: that of a portable one, and what one machine has in several versions.
-
-    Not the version of the compiler: a library stays good when its compiler is upgraded or removed.
-    """
-    return _named(*_compiler(), torch.__file__, sys.version, _python_headers())
-
-
-def portable_name() -> str:
     """A name that stands for everything a library depends on, so that any process can use a file with this name.
 
-    It includes Python's full version, since `stack.cpp` reads internals that Python may change in any version.
+    Environments with the same torch share a library, and so do the releases of a Python such as 3.13: the frames that
+    `stack.cpp` reads stay as they are from the first one on. It does not matter which compiler made it.
     """
-    return _named()
-
-
-def _named(*machine: str) -> str:
     import sysconfig  # here and below: most programs only look for the library, and these take milliseconds
 
     known = hashlib.sha256()
@@ -150,10 +139,9 @@ def _named(*machine: str) -> str:
         torch.__version__,
         torch.version.git_version,
         torch.compiled_with_cxx11_abi(),
-        platform.python_version(),
+        *(sys.version_info[:2] if sys.version_info.releaselevel == "final" else sys.version_info),
         sysconfig.get_config_var("SOABI"),
         platform.machine(),
-        *machine,
     ):
         known.update(f"{part}\0".encode(errors="surrogateescape"))
     readable = re.sub(r"[^\w.+]", "_", f"torch{torch.__version__}-{sys.implementation.cache_tag}")
@@ -163,12 +151,6 @@ def _named(*machine: str) -> str:
 def _flags_of(instructions: str) -> list[str]:
     """What the sources in `_native/vectors` need beside `COMPILE`: the flags with which ATen compiles its own."""
     return ["-O3", f"-DCPU_CAPABILITY={instructions}", f"-DCPU_CAPABILITY_{instructions}", *SETS[instructions]]
-
-
-def _python_headers() -> str:
-    import sysconfig
-
-    return sysconfig.get_path("include", "posix_prefix")  # other schemes may name a folder without the headers
 
 
 def _compiler() -> list[str]:
@@ -237,23 +219,18 @@ def _build(library: Path) -> None:
         if alone:
             for left in library.parent.glob(f"{library.name}.*{UNFINISHED}"):  # from processes that were killed
                 shutil.rmtree(left, ignore_errors=True)
-        _make(library, library_name)
+        _make(library)
 
 
-def _make(library: Path, name: Callable[[], str]) -> None:
-    """Build in a temporary folder and move the library in one step, so that no process finds a part of it.
-
-    Args:
-        library: Where it belongs.
-        name: Computes its name, which changes with the sources.
-    """
+def _make(library: Path) -> None:
+    """Build in a temporary folder and move the library in one step, so that no process finds a part of it."""
     # Compilers that were killed may still write for a moment.
     with tempfile.TemporaryDirectory(
         UNFINISHED, f"{library.name}.", library.parent, ignore_cleanup_errors=True
     ) as temporary:
         built = Path(temporary, library.name)
         _compile(built)
-        if f"{name()}.so" != library.name:
+        if f"{library_name()}.so" != library.name:  # it changes with the sources
             raise RuntimeError("the sources changed while they were compiled")
         checksum_file(built).write_text(_sum_of(built))
         # The checksum first: a library beside the checksum of another is built again.
@@ -263,8 +240,11 @@ def _make(library: Path, name: Callable[[], str]) -> None:
 
 def _compile(library: Path) -> None:
     """Compile a library, with the objects beside it."""
+    import sysconfig
+
     compiler, torchs = _compiler(), Path(torch.__file__).parent
-    includes = [torchs / "include", torchs / "include/torch/csrc/api/include", _python_headers()]
+    python = sysconfig.get_path("include", "posix_prefix")  # other schemes may name a folder without the headers
+    includes = [torchs / "include", torchs / "include/torch/csrc/api/include", python]
     flags = [*COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
     compiling = []
     objects = []

@@ -118,8 +118,8 @@ def _missing() -> str:
     environment = f"torch {torch.__version__} and Python {platform.python_version()}"
     if any(folder.glob("*.so")):
         return (
-            f"no library in {folder} was built for {environment} with this compiler, processor and version of "
-            "opintercept; `opintercept build` builds it"
+            f"no library in {folder} was built for {environment}, this kind of processor and version of opintercept; "
+            "`opintercept build` builds it"
         )
     return f"no library has been built for {environment}; `opintercept build` builds it"
 
