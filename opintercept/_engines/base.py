@@ -21,6 +21,7 @@ from opintercept._core.exits import Entry
 from opintercept._core.noted import Ring
 from opintercept._core.pipeline import Pipeline
 from opintercept._engines import foreign
+from opintercept._native import library
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.select import ALL, PRODUCTS, patched_of, split
 from opintercept._ops.table import ROWS
@@ -50,11 +51,13 @@ class Engine(Protocol):
     every_thread: bool = False
 
     def require(self) -> None:
-        """Refuse a torch on which the engine cannot run, before any state has changed.
+        """Refuse a torch or Python on which the engine cannot run, before any state has changed.
 
         Raises:
             OpInterceptError: Names what is missing, the torch version and what to use instead.
         """
+        if lacking := library.lacks_gil():
+            raise OpInterceptError(lacking)
         missing = [path for path, value in self.needs.items() if value is None]
         if missing:
             raise OpInterceptError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,13 @@ def reject(reason: str) -> None:
     known = _told(Library(None, reason=reason, broken=True))
 
 
+def lacks_gil() -> str:
+    """Why blocks cannot be entered in this process and the library would change it, in one line; "" if they can be."""
+    if getattr(sys, "_is_gil_enabled", lambda: True)():
+        return ""
+    return "opintercept needs the GIL, and this free-threaded Python runs without it; start it with PYTHON_GIL=1"
+
+
 def existing() -> Library:
     """Load the first library that works, that of a wheel or that of the cache."""
     reason, broken = "", False
@@ -110,7 +118,8 @@ def existing() -> Library:
 def _look() -> Library:
     if os.environ.get(SWITCH) == "0":
         return _told(Library(None, reason=f"{SWITCH}=0 is set"))
-    return _told(existing())
+    lacking = lacks_gil()  # to load the library would bring the GIL back
+    return _told(Library(None, reason=lacking) if lacking else existing())
 
 
 def _missing() -> str:

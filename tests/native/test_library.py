@@ -154,6 +154,18 @@ def test_a_library_for_another_torch_or_python_is_not_taken(
     assert said(caplog) == []
 
 
+def test_without_the_gil_a_block_is_refused_and_no_library_is_loaded(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.built_library()  # one that would not load
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
+    said = "opintercept needs the GIL, and this free-threaded Python runs without it; start it with PYTHON_GIL=1"
+    for engine in ("auto", "kernel", "compiled", "mode"):
+        with pytest.raises(OpInterceptError, match=f"^{said}$"):
+            intercept((), engine=engine)
+    assert (info().reason, library.find().broken) == (said, False)
+
+
 @pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "no library"])
 def test_a_library_that_does_not_work_is_named_once(
     damaged: bool, builds: Builds, caplog: pytest.LogCaptureFixture
