@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from opintercept._core.text import aligned
+from opintercept.cli.build import worth_it
 from opintercept.cli.options import count
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def command(arguments: argparse.Namespace) -> int:
     if opaque := ", ".join(f"{name} x{count}" for name, count in interceptor.opaque.items()):
         print(f"opaque (matmuls inside are not shown): {opaque}")
     print("\nNext, a program of your own: opintercept run train.py")
+    for line in worth_it(len(recorder.records), elapsed):
+        print(line)
     return 0
 
 

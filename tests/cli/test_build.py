@@ -13,11 +13,12 @@ import pytest
 import torch
 from builds import MODULE, Builds, fake_builds
 from compiler import needs_compiler
-from native import fresh_look
+from native import fresh_look, run_python
 
 import opintercept
 from opintercept._native import build
 from opintercept.cli import main
+from opintercept.cli.build import worth_it
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +57,23 @@ def test_a_build_says_what_it_does_and_where_the_library_is(
         assert main(["build"]) == 0
         there = f"already built for {ENVIRONMENT}: {build.cached_library()}"
         assert capsys.readouterr().out.splitlines() == [there, last]
+
+
+@pytest.mark.parametrize(("calls", "seconds", "told"), [(1001, 0.25, True), (999, 0.25, False)])
+def test_a_build_is_advised_where_it_saves_a_tenth(calls: int, seconds: float, told: bool, builds: Builds) -> None:
+    lines = list(worth_it(calls, seconds))
+    saved = "compiled kernels would have saved at least 25.025 ms of 250.000 ms; to build them, in about a minute: "
+    assert lines == [f"{saved}opintercept build"] * told
+
+
+def test_a_run_of_many_small_calls_ends_with_that_advice(tmp_path: Path) -> None:
+    program = "import time\ntime.monotonic = lambda: 0.0\nimport torch\ntorch.ones(2, 2) @ torch.ones(2, 2)\n"
+    (tmp_path / "small.py").write_text(program)
+    code = "from opintercept.cli import main; main(['run', 'small.py'])"
+    *_, last = run_python(code, cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert last.startswith(
+        "compiled kernels would have saved at least 0.025 ms of 0.000 ms; to build them, in about a "
+    )
 
 
 def test_a_build_without_a_compiler_is_refused_in_one_line(builds: Builds, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.in_kernel import Work
 from opintercept._core.text import amount, counted, duration, printable
 from opintercept.cli import UNUSABLE
+from opintercept.cli.build import worth_it
 from opintercept.cli.terminal.style import styled
 from opintercept.runs.store.run import INFO
 
@@ -51,14 +52,14 @@ class ProgramWatch:
         self._blocks: list[Any] = []  # in the order in which they are entered
         self._searches_all = False  # whether one of them searches all operators for NaN
         self._recorder: RunRecorder | None = None
-        self._entered_by = 0
+        self._entered_by, self._began = 0, 0.0
         self._rank, self._world_size = 0, 1
 
     def begin(self) -> None:
         """Enter the block, unless this is a forked child."""
         if os.getpid() != self._process:
             return
-        self._entered_by = threading.get_ident()
+        self._entered_by, self._began = threading.get_ident(), time.monotonic()
         try:
             for block in self._make():
                 self._blocks.append(block)
@@ -205,6 +206,8 @@ class ProgramWatch:
             yield f"opaque (matmuls inside are not shown): {printable(opaque)}"
         if self._recorder is not None:
             yield self._recorded(self._recorder)
+        if (chosen.engine, chosen.level) == ("auto", "dispatch"):
+            yield from worth_it(tally.calls, time.monotonic() - self._began)
 
     def _nothing_found(self, hook: NonFinite) -> Iterator[str]:
         """Say what was watched, and how to watch the rest: where no watched call made a NaN, another may have."""
