@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -45,13 +47,34 @@ def contents(folder: Path) -> tuple[str, list[str], str]:
         return path.stem.split("-", 2)[2], libraries, wheel.read(about).decode()
 
 
-@pytest.mark.parametrize("setting", [{}, {"OPINTERCEPT_BUILD": "0"}, {"OPINTERCEPT_BUILD": ""}], ids=str)
-def test_a_wheel_is_pure_python_unless_it_is_asked_for_more(setting: dict[str, str], tmp_path: Path) -> None:
-    done = make_wheel(tmp_path, CXX="no-such-compiler", **setting)
+def test_a_wheel_is_pure_python_unless_it_is_asked_for_more_and_its_extra_has_what_a_report_needs(
+    tmp_path: Path,
+) -> None:
+    done = make_wheel(tmp_path, CXX="no-such-compiler", OPINTERCEPT_BUILD="0")
     assert done.returncode == 0, done.stderr
     tag, libraries, about = contents(tmp_path)
     assert (tag, libraries) == ("py3-none-any", [])
     assert "Root-Is-Purelib: true" in about
+    environment = tmp_path / "environment"
+    venv.create(environment)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # pip takes what the extra needs from there
+    (wheel,) = tmp_path.glob("*.whl")
+    python = str(environment / "bin/python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", f"{wheel}[cli]"]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    installed = subprocess.run(install, capture_output=True, text=True, env=plain, check=False)
+    assert (installed.returncode, "does not provide" in installed.stderr) == (0, False), installed.stderr
+    (tmp_path / "small.py").write_text("import torch\ntorch.ones(2, 3) @ torch.ones(3, 4)\n")
+    runs = f"""
+        "{environment}/bin/opintercept" run --out a small.py &&
+        "{environment}/bin/opintercept" report a -o report.html &&
+        "{python}" -c "import opintercept; print(opintercept.__file__)"
+    """
+    done = subprocess.run(["sh", "-c", runs], capture_output=True, text=True, cwd=tmp_path, env=plain, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(site / "opintercept/__init__.py")
+    assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
 def test_one_setting_puts_the_libraries_into_the_wheel(tmp_path: Path) -> None:
