@@ -1,3 +1,3 @@
 """The version of the package, which its build reads here too."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
