@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +17,7 @@ import torch
 
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count
-from opintercept._core.errors import OpInterceptError
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning, caller_level
 from opintercept._core.hook import Read
 from opintercept._core.record import Phase
 from opintercept._core.tables import Held
@@ -54,9 +56,8 @@ class _Edit(Held, Copyable):
         """Replace the operands asked for."""
         operands = {role: getattr(call, role) for role in self._operands}
         operands = {role: tensor for role, tensor in operands.items() if tensor is not None and in_memory(tensor)}
-        if not operands:
-            return None
-        return call.replace(**{role: self.edited(tensor, role, call) for role, tensor in operands.items()})
+        edited = {role: self.edited(tensor, role, call) for role, tensor in operands.items()}
+        return call.replace(**edited) if any(edited[role] is not operands[role] for role in edited) else None
 
     def post(self, call: OpCall) -> Any:
         """Replace the output, or the first of several, if asked for."""
@@ -113,7 +114,9 @@ class FakeQuantize(_Edit):
         per: `"tensor"` uses one scale. `"channel"` uses one for each row of the lhs and each column of the rhs, in
             each batch, since these scales factor out of a product (Dettmers et al. 2022, arXiv:2208.07339, section
             3.1); it does not work for bias and output. Of a convolution, whose patches overlap, it uses one for each
-            sample of the input and each output channel of the weight.
+            sample of the input and each output channel of the weight. Operands without such channels stay as they
+            are: those of attention, and of the backward pass of a convolution. `skipped` counts them by operator, and
+            a warning says so when a block ends.
         symmetric: For int8, True uses `scale = amax / 127`, zero at 0 and values from -127 to 127 (Wu et al. 2020,
             arXiv:2004.09602, section 3.1.2). False is affine: `scale = (max - min) / 255` with a zero point and
             values from -128 to 127, where the range is widened to contain 0 (Jacob et al. 2017, arXiv:1712.05877,
@@ -124,8 +127,7 @@ class FakeQuantize(_Edit):
         TypeError: An argument has the wrong type.
         ValueError: The dtype or a choice is unknown, bias or output is rounded per channel, or a float8 is affine.
 
-    A call raises `OpInterceptError` if an operand is not a dense tensor of float16, bfloat16, float32 or float64, or
-    if it is not known which dimensions the product sums over, as in the backward pass of a convolution.
+    A call raises `OpInterceptError` if an operand is not a dense tensor of float16, bfloat16, float32 or float64.
 
     Example:
         >>> import torch
@@ -158,27 +160,42 @@ class FakeQuantize(_Edit):
             raise ValueError(f"symmetric must be True for float8, which has no zero point, got {symmetric!r}")
         self.per = per
         self.symmetric = symmetric
+        self._skipped: Counter[str] = Counter()
+        self._told = 0  # how many of them a warning has named
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many operands have no channels and stayed as they are, by operator."""
+        return dict(self._skipped)
+
+    def exit(self) -> None:
+        """Warn about operands that stayed as they are."""
+        self._told, told = self._skipped.total(), self._told
+        if self._told > told:
+            warnings.warn(
+                "FakeQuantize(per='channel') leaves operands without channels as they are: "
+                + ", ".join(f"{count} of {op}" for op, count in self._skipped.items()),
+                OpInterceptWarning,
+                stacklevel=caller_level(),
+            )
 
     def edited(self, tensor: torch.Tensor, role: str, call: OpCall) -> torch.Tensor:
         self._check(tensor.dtype in _REAL, "float16, bfloat16, float32 and float64", tensor, role, call)
         if tensor.numel() == 0:
             return tensor
         dim = self._dimension(tensor, role, call)
+        if dim is None:
+            self._skipped[call.op] += 1
+            return tensor
         wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
         values = self._scaled(wide, dim) if self.symmetric else self._affine(wide, dim)
         return _straight_through(tensor, values.to(tensor.dtype))
 
-    def _dimension(self, tensor: torch.Tensor, role: str, call: OpCall) -> tuple[int, ...]:
-        """The dimensions that share a scale."""
+    def _dimension(self, tensor: torch.Tensor, role: str, call: OpCall) -> tuple[int, ...] | None:
+        """The dimensions that share a scale; None if the operand has no channels."""
         if self.per == "tensor":
             return tuple(range(tensor.dim()))
-        dims = row_of(call.func).sharing(role, call.args, call.kwargs)
-        if dims is None:
-            raise OpInterceptError(
-                f"per='channel' needs an operator whose channels are known, got {call.op}; leave it out with "
-                "hooks.when(op=...) or, in a backward pass, hooks.when(phase='forward')"
-            )
-        return dims
+        return row_of(call.func).sharing(role, call.args, call.kwargs)
 
     def _scaled(self, wide: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
         largest = 127.0 if self.dtype == torch.int8 else torch.finfo(self.dtype).max

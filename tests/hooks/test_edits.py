@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opintercept import HookError, OpCall, OpInterceptError, hooks, intercept
+from opintercept import HookError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
 from opintercept._core.pipeline import Pipeline
 from opintercept._ops.table import row_of
 
@@ -458,14 +458,20 @@ def test_what_cannot_be_edited_is_refused(edit: str, refused: list[str]) -> None
     assert getattr(hook, "log", [None] * 2)[2:] == []
 
 
-def test_per_channel_is_refused_if_the_summed_dimension_is_not_known() -> None:
-    with (
-        pytest.raises(OpInterceptError, match=r"channels are known, got torch\.einsum; leave it out with"),
-        intercept(hooks.FakeQuantize(per="channel"), level="function"),
-    ):
-        torch.einsum("ij,jk->ik", A, B)
-    with intercept(hooks.FakeQuantize(per="channel")):
-        torch.einsum("ij,jk->ik", A, B)
+def test_per_channel_leaves_operands_without_channels_and_counts_them() -> None:
+    q, layer = torch.randn(1, 2, 5, 4), nn.Linear(4, 4)
+    hook, exact = hooks.FakeQuantize(per="channel"), layer(F.scaled_dot_product_attention(q, q, q))
+    for calls in (1, 2):
+        with pytest.warns(OpInterceptWarning, match=rf"without channels as they are: {2 * calls} of aten::_scaled"):
+            with intercept(hook), torch.no_grad():
+                attention = F.scaled_dot_product_attention(q, q, q)
+                assert not torch.equal(layer(attention), exact)
+        assert torch.equal(attention, F.scaled_dot_product_attention(q, q, q))
+    assert list(hook.skipped.values()) == [4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with intercept(hook):  # which meets no such operand
+            torch.einsum("ij,jk->ik", A, B)
 
 
 def test_a_list_of_operands_is_refused() -> None:
