@@ -179,7 +179,7 @@ class Op:
         except Exception:  # operands that do not fit: a pre hook may ask before the operator refuses them
             return None
 
-    def flops(self, args: Args, kwargs: Kwargs) -> int | None:
+    def flops(self, args: Args, kwargs: Kwargs, output: Any = None) -> int | None:
         """Return the floating-point operations, 2 for each multiply-add, or None if no formula is known."""
         if self.flops_rule is not None:
             lhs = self.operand("lhs", args, kwargs)
@@ -189,6 +189,9 @@ class Op:
                 return self.flops_rule(self, args, kwargs)
             except Exception:  # as in `gemm`
                 return None
+        if self.family == "low precision" and self.roles.keys() == {"lhs"} and is_tensor(output) and not self.opaque:
+            # A linear whose weight is packed, so that only the output tells how many columns it has.
+            return int(2 * self.operand("lhs", args, kwargs).numel() * output.shape[-1])
         shape = self.gemm(args, kwargs)
         return None if shape is None else 2 * shape.batch * shape.m * shape.n * shape.k
 

@@ -660,6 +660,16 @@ def test_gemm_of_a_matmul_matches_its_output(shapes: tuple[tuple[int, ...], tupl
     assert table.row_of(torch.matmul).flops((lhs, rhs), {}) == 2 * product.numel() * lhs.shape[-1]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.ao is deprecated
+def test_flops_of_a_packed_weight_follow_from_the_output() -> None:
+    seen: list[tuple[str, int | None]] = []
+    layers = [torch.ao.nn.quantized.dynamic.Linear(4, n) for n in (3, 5)]
+    with intercept(lambda call: seen.append((call.op, call.flops))):
+        for layer in layers:
+            layer(torch.ones(2, 6, 4))
+    assert seen == [("quantized::linear_dynamic", 2 * 12 * 4 * n) for n in (3, 5)]
+
+
 @given(
     st.lists(st.sampled_from([0, 1, 2, 3]), max_size=4),
     st.lists(st.booleans(), max_size=4),
