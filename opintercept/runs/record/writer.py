@@ -419,10 +419,13 @@ def key_of(digits: str, dtype: str, shape: tuple[int, ...], sample: bool) -> Any
 
 
 def _with_names(plain: Any, names: list[str]) -> Any:
-    if isinstance(plain, list):
-        return [_with_names(item, names) for item in plain]
-    if isinstance(plain, dict):
-        return {key: names[value] if key == "tensor" else _with_names(value, names) for key, value in plain.items()}
+    match plain:
+        case {"tensor": int(place), "stride": _}:  # and not the arguments by name, of which one may be called `tensor`
+            return plain | {"tensor": names[place]}
+        case list():
+            return [_with_names(item, names) for item in plain]
+        case dict():
+            return {key: _with_names(value, names) for key, value in plain.items()}
     return plain
 
 

@@ -165,6 +165,15 @@ def test_function_level_is_recorded_with_no_graph_of_its_own(tmp_path: Path) -> 
     assert torch.equal(weight.grad, torch.ones(2, 3).T @ torch.ones(2, 4))  # type: ignore[arg-type]
 
 
+def test_an_argument_that_is_called_tensor_is_recorded(tmp_path: Path) -> None:
+    weight = torch.empty(3, 4)
+    with intercept(runs.RunRecorder(tmp_path / "run", "full"), level="function", ops="all"):
+        torch.nn.init.kaiming_uniform_(weight)
+    (call,) = calls_of(tmp_path / "run")
+    assert call.given is not None
+    assert {"tensor", "shape"} <= call.given["kwargs"]["tensor"].keys()
+
+
 def test_samples_are_at_the_same_places_in_every_run(tmp_path: Path) -> None:
     values = torch.arange(1000.0).reshape(10, 100)
     found = []
