@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from opintercept.hooks.edits import FakeQuantize as FakeQuantize
     from opintercept.hooks.edits import Flip as Flip
     from opintercept.hooks.edits import Noise as Noise
+    from opintercept.hooks.experts import Experts as Experts
+    from opintercept.hooks.experts import ExpertsRow as ExpertsRow
     from opintercept.hooks.gradients import Gradient as Gradient
     from opintercept.hooks.gradients import Gradients as Gradients
     from opintercept.hooks.log import Log as Log
@@ -47,6 +49,7 @@ _HOMES = {
         "capture": "Capture Captured",
         "checksum.checksum": "Checksum EstimatedError WrongProduct",
         "edits": "BitFlip FakeQuantize Flip Noise",
+        "experts": "Experts ExpertsRow",
         "gradients": "Gradient Gradients",
         "log": "Log",
         "nonfinite": "CallFinding Finding NonFinite",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from re import Pattern
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import torch
 
 from opintercept._core.call import OpCall
 from opintercept._core.errors import HookError
-from opintercept._core.tables import Held
+from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import tensors_of
 from opintercept._core.text import counted
 from opintercept._kit.copyable import Copyable
@@ -41,7 +41,7 @@ class Gradient:
     value: torch.Tensor
 
 
-class Gradients(Held, Copyable):
+class Gradients(Copyable, Table):
     """Passes the gradients of each call's operands and output to a function, or keeps them.
 
     At function level each call gets two identity nodes in the autograd graph, as a module does from
@@ -52,6 +52,9 @@ class Gradients(Held, Copyable):
     At dispatch level autograd is unchanged. Gradients reads the matmuls of the backward pass that belong to a forward
     call, as they run: each has the gradient of one operand, and of the output. No gradient can be replaced there, and
     a bias has none, since its gradient is a sum and not a matmul.
+
+    `str(gradients)` is a table of what is kept, with the norm and the largest magnitude of each gradient. A data frame
+    has these, too, and the `shape`, but not the values: they are in `entries`, in the same order.
 
     Args:
         function: Is called as `function(call, gradients)`, where `gradients` has some of the keys `"lhs"`, `"rhs"`,
@@ -76,6 +79,7 @@ class Gradients(Held, Copyable):
     reads = ("module", "forward", "gradients")
     levels = ("function", "dispatch")
     fresh: ClassVar = {"_last": threading.local}
+    _row = Gradient
 
     def __init__(self, function: Function | None = None) -> None:
         if function is not None and not callable(function):
@@ -94,6 +98,25 @@ class Gradients(Held, Copyable):
         if self._function is None:
             return counted(len(self.entries), "gradient")
         return str(getattr(self._function, "__qualname__", type(self._function).__name__))
+
+    def rows(self) -> Sequence[Gradient]:
+        """What is kept, as `entries`."""
+        return self.entries
+
+    def _columns(self) -> Mapping[str, Any]:
+        columns = dict(super()._columns())
+        values = [value.to_dense().abs().double() for value in columns.pop("value")]
+        return columns | {
+            "shape": [list(value.shape) for value in values],
+            "norm": [value.norm().item() for value in values],
+            "absmax": [value.max().item() if value.numel() else 0.0 for value in values],
+        }
+
+    def _cells(self) -> Cells:
+        columns = self._columns()
+        rows = zip(*columns.values(), strict=True)
+        texts = [[f"{each:.3g}" if isinstance(each, float) else str(each) for each in row] for row in rows]
+        return Cells([*columns], texts, left=5)
 
     def clear(self) -> None:
         """Forget all gradients."""

@@ -19,8 +19,9 @@ import pytest
 from compiler import needs_compiler
 from processes import Program
 
-from opintercept import runs
+from opintercept import hooks, runs
 from opintercept._core.text import amount
+from opintercept.cli.run.watch import HOOKS
 
 pytestmark = pytest.mark.slow
 
@@ -321,7 +322,8 @@ def test_a_program_may_replace_or_close_its_streams(tmp_path: Path) -> None:
         (["--flight", "3", "script.py"], "--flight needs --out FOLDER"),
         (["--flight", "0", "script.py"], "must be a whole number of at least 1, got '0'"),
         (["--steps", "a:3", "script.py"], "must be a step or a range of steps such as 0:100, got 'a:3'"),
-        (["--hooks", "fly", "script.py"], "invalid choice: 'fly'"),
+        (["--hooks", "profile,noise", "script.py"], "got 'noise'; a hook that needs arguments"),
+        (["--hooks", "fly", "script.py"], "must be some of profile,nonfinite,stats,"),
         (["--fly", "script.py"], "unrecognized arguments: --fly"),
     ],
 )
@@ -624,6 +626,29 @@ def test_filters_choose_what_is_shown_and_recorded(tmp_path: Path) -> None:
     assert [(c.record.step, c.record.module, dict(c.values)) for c in run.calls()] == [
         (step, "2", {}) for step in (1, 1, 2, 2)
     ]
+
+
+def test_every_hook_that_needs_no_arguments_can_be_shown(tmp_path: Path) -> None:
+    made = []
+    for name in hooks.__all__:
+        with contextlib.suppress(TypeError):
+            made += [name] if hasattr(getattr(hooks, name)(), "reads") else []
+    assert sorted(made) == sorted(HOOKS)
+    names = [re.sub("(?<!^)([A-Z])", r"_\1", name).lower() for name in HOOKS if name != "NonFinite"]
+    _, err = watch(tmp_path, "--hooks", ",".join(names), "--hooks", "NonFinite", script(tmp_path, TRAIN))
+    assert "stopped" not in err
+    assert re.search(r"^module +op +operand +phase +calls ", err, re.MULTILINE)  # of Stats
+    assert re.search(r"^2 +aten::mm +\d+ +\w+ +\[\d", err, re.MULTILINE)  # of Gradients
+    assert "nothing compared: torch.distributed is not initialised" in err
+
+
+def test_git_does_not_see_a_run(tmp_path: Path) -> None:
+    name = script(tmp_path, "import torch\ntorch.ones(2, 2) @ torch.ones(2, 2)")
+    for options in (), ("--overwrite",):
+        watch(tmp_path, "--out", "runs/a", *options, name)
+        assert (tmp_path / "runs" / "a" / ".gitignore").read_text() == "*\n"
+    watch(tmp_path, "--out", "unmade", "--flight", "3", name)
+    assert not list((tmp_path / "unmade").glob("*"))
 
 
 def test_flight_records_the_last_calls_of_a_program_that_fails(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def observers() -> list[Any]:
         hooks.Scalars(Run()),
         hooks.Checksum(estimate=True),
         hooks.Replicas(),
+        hooks.Experts(),
         hooks.when(lambda call: None, every_calls=2),
     ]
 

@@ -388,3 +388,16 @@ def test_the_alpha_of_another_interceptor_is_not_applied() -> None:
             torch.addmm(c, a, b, alpha=alpha).sum().backward()
     kept = [entry.value.unique().tolist() for entry in gradients.entries if entry.operand == "rhs"]
     assert kept == [[4.0], [2.0]]
+
+
+def test_gradients_are_a_table_without_their_values() -> None:
+    x, w, gradients = leaf(2, 3), leaf(3, 4), hooks.Gradients()
+    with intercept(gradients, level="function"):
+        (x @ w).mul(3).sum().backward()
+    frame = gradients.to_pandas()
+    assert list(frame) == ["module", "op", "forward", "operand", "shape", "norm", "absmax"]
+    assert [*frame["operand"]] == ["lhs", "rhs", "output"]
+    assert [*frame["shape"]] == [[2, 3], [3, 4], [2, 4]]
+    assert frame["norm"][1] == pytest.approx(w.grad.norm().item())  # type: ignore[union-attr] # float64 for float32
+    assert frame["absmax"][2] == 3
+    assert str(gradients).splitlines()[3].split()[-3:] == ["4]", "8.49", "3"]

@@ -403,6 +403,7 @@ DECLARED: dict[str, Callable[[], Any]] = {
     "Capture": hooks.Capture,
     "Capture of gradients": lambda: hooks.Capture("grad_rhs"),
     "Checksum": lambda: hooks.Checksum(estimate=True, action="record"),
+    "Experts": hooks.Experts,
     "FakeQuantize": hooks.FakeQuantize,
     "Gradients": hooks.Gradients,
     "Log": lambda: hooks.Log(logger_with(logging.NullHandler())),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
+from opintercept import OpCall, OpInterceptWarning, hooks, intercept, runs
 from opintercept._engines.base import Watcher
 from opintercept._ops import table
 from opintercept._ops.convolutions import ROWS

@@ -50,9 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hooks",
-        action="append",
-        choices=HOOKS,
-        help="what to show at the end (default profile and nonfinite); may be repeated",
+        metavar="NAMES",
+        action="extend",
+        type=_hooks,
+        help="what to show at the end, such as profile,checksum (default profile,nonfinite): "
+        + ", ".join(name.lower() for name in HOOKS),
     )
     parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
     rename(parser, "--top", "--limit")
@@ -79,6 +81,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_filters(parser, "watch", "module", "phase", "steps")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _hooks(text: str) -> list[str]:
+    """Parse names of ready-made hooks, in whatever case, such as `fakequantize` or `fake_quantize`."""
+    known = {name.lower(): name for name in HOOKS}
+    unknown = [name for name in text.split(",") if name.replace("_", "").lower() not in known]
+    if unknown:
+        need = "; a hook that needs arguments, such as noise, is for Python"
+        raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {unknown[0]!r}{need}")
+    return [known[name.replace("_", "").lower()] for name in text.split(",")]
 
 
 def command(arguments: argparse.Namespace) -> Callable[[], int]:

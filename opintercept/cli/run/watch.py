@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from opintercept.runs import RunRecorder
 
 OPS = "matmul,convolution"
-HOOKS = ("profile", "nonfinite", "stats", "reference", "print")
+HOOKS = (
+    *("Profile", "NonFinite", "Stats", "Reference", "Checksum", "Replicas", "Experts", "Gradients", "AttentionWeights"),
+    *("Capture", "Recorder", "Print", "Log", "FakeQuantize", "BitFlip"),
+)
+"""The ready-made hooks that need no arguments."""
 _PROGRESS_SECONDS = 0.25
 _CHILDREN = "child processes are not watched, except for the ranks of `torchrun -m opintercept run ...`"
 
@@ -47,7 +51,7 @@ class ProgramWatch:
         self._arguments = arguments
         self._stderr = sys.stderr  # the program may replace sys.stderr
         self._process = os.getpid()
-        self._shown: dict[str, Any] = {}  # hooks by name
+        self._shown: dict[str, Any] = {}  # hooks by the names of their classes
         self._tally: Any = None
         self._blocks: list[Any] = []  # in the order in which they are entered
         self._searches_all = False  # whether one of them searches all operators for NaN
@@ -70,7 +74,16 @@ class ProgramWatch:
             text = str(error).replace("pass overwrite=True", "add --overwrite")
             _write(self._stderr, f"opintercept run: {text}\n")
             raise SystemExit(UNUSABLE) from None
+        if self._arguments.flight is None:
+            self._hide_from_git()
         _count_steps(self._blocks)
+
+    def _hide_from_git(self) -> None:
+        """Put a `.gitignore` into the folder of the run, if there is one: with `--flight`, only a failure makes it."""
+        out = self._arguments.out
+        if out is not None and any(os.path.exists(os.path.join(out, *rank, INFO)) for rank in ((), ("rank0",))):
+            with contextlib.suppress(OSError), open(os.path.join(out, ".gitignore"), "x") as file:
+                file.write("*\n")
 
     def _make(self) -> list[Any]:
         """The blocks: one for what `--ops` names, and where that is cheap one that searches all operators for NaN."""
@@ -106,16 +119,15 @@ class ProgramWatch:
         from opintercept._ranks.rank import rank_and_world_size
 
         chosen = self._arguments
-        names = chosen.hooks or ([] if chosen.quiet else ["profile", "nonfinite"])
-        make: dict[str, Callable[[], Any]] = {
-            "profile": hooks.Profile,
-            "nonfinite": lambda: hooks.NonFinite(action=self._stop if chosen.stop else "record"),
-            "stats": hooks.Stats,
-            "reference": hooks.Reference,
-            "print": lambda: hooks.Print(file=self._stderr),
+        names = chosen.hooks or ([] if chosen.quiet else ["Profile", "NonFinite"])
+        options: dict[str, dict[str, Any]] = {
+            "NonFinite": {"action": self._stop if chosen.stop else "record"},
+            "Checksum": {"action": "record"},
+            "Replicas": {"action": "record"},
+            "Print": {"file": self._stderr},
         }
-        self._shown = {name: make[name]() for name in dict.fromkeys(names)}
-        search = self._shown.get("nonfinite") or (make["nonfinite"]() if chosen.stop else None)
+        self._shown = {name: getattr(hooks, name)(**options.get(name, {})) for name in dict.fromkeys(names)}
+        search = self._shown.get("NonFinite") or (hooks.NonFinite(**options["NonFinite"]) if chosen.stop else None)
         self._rank, self._world_size = rank_and_world_size()
         visible = not chosen.quiet and self._rank == 0
         self._tally = _Tally(search, self._stderr, visible and self._stderr.isatty())
@@ -151,6 +163,7 @@ class ProgramWatch:
             return  # a forked child exits without a report
         if self._blocks:
             self._leave()
+            self._hide_from_git()
         self.clear_progress()
         if self._arguments.quiet or self._rank != 0:
             return
@@ -197,9 +210,9 @@ class ProgramWatch:
         none = "" if tally.calls or tally.failed else f"; {_CHILDREN}"
         yield f"opintercept: {tally}, {duration(tally.seconds)} in total{rank}{none}"
         for name, hook in self._shown.items():
-            if name == "nonfinite" and not hook.findings:
+            if name == "NonFinite" and not hook.findings:
                 yield from self._nothing_found(hook)
-            elif name != "print" and tally.calls:
+            elif name not in ("Print", "Log") and tally.calls:
                 yield from _top(hook, chosen.limit, self._stderr)
         opaque = ", ".join(f"{name} x{times}" for name, times in self._blocks[0].opaque.items())
         if opaque:

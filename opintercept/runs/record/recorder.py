@@ -640,9 +640,10 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _others(folder: Path) -> list[str]:
-    """The names in the folder, without the files of a recorder that is about to begin."""
+    """The names in the folder, without the files of a recorder that is about to begin, and what hides it from git."""
+    ours = LOCK, f"{INFO}.part", ".gitignore"
     try:
-        return [entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK, f"{INFO}.part"))]
+        return [entry.name for entry in folder.iterdir() if not entry.name.startswith(ours)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
