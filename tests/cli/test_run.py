@@ -168,8 +168,8 @@ def test_a_script_sees_what_it_sees_in_a_plain_run(name: str, ours: Sequence[str
     for place in ("script.py", "sub/script.py"):
         script(tmp_path, SEEN, place)
     (tmp_path / "link.py").symlink_to("sub/script.py")
-    out = beside(tmp_path, name, "a", "--out", "b", "-q", "--", "-m", "--help", ours=ours)[1]
-    assert f"['{name}', 'a', '--out', 'b', '-q', '--', '-m', '--help']" in out
+    out = beside(tmp_path, name, "a", "--e", "--out", "b", "-q", "--", "-m", "--help", ours=ours)[1]
+    assert f"['{name}', 'a', '--e', '--out', 'b', '-q', '--', '-m', '--help']" in out
 
 
 def test_run_keeps_sys_path_for_absolute_and_safe_paths(tmp_path: Path) -> None:

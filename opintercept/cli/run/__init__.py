@@ -21,6 +21,7 @@ from opintercept.runs.store.run import TensorMode
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    parser.allow_abbrev = False  # argparse would call an option of the program ambiguous, such as `--e`
     parser.usage = "%(prog)s [options] script.py [argument ...]\n       %(prog)s [options] -m module [argument ...]"
     parser.add_argument("-m", dest="module_name", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument("--out", metavar="FOLDER", help="record the run in FOLDER, which must not hold a run yet")
