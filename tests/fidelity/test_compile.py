@@ -1,6 +1,6 @@
 """The compilers of torch: interception changes no graph, compiles none twice, and warns about code that it cannot see.
 
-Covers the lines of the table in docs/seen.md that test_features.py leaves out.
+Covers the lines of the tables in docs/paths.md that test_features.py leaves out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The features of torch one by one: what each engine sees of them, and that interception changes nothing.
 
-Each line of the table in docs/seen.md is a `Feature` here, or is tested in the file that `ELSEWHERE` names.
+Each line of the tables in docs/paths.md is a `Feature` here, or is tested in the file that `ELSEWHERE` names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from opintercept import intercept
 
-PAGE = Path(__file__).parents[2] / "docs" / "seen.md"
+PAGE = Path(__file__).parents[2] / "docs" / "paths.md"
 ELSEWHERE = {
     "`F.conv2d`, `nn.ConvTranspose1d`": "test_convolutions.py",
     "`torch.compile`: `eager`, `aot_eager`": "test_compile.py",
@@ -393,7 +393,7 @@ def test_each_engine_sees_of_forked_tasks_what_it_should_and_changes_nothing(tmp
 
 
 def test_every_feature_has_a_line_in_the_table_and_every_line_a_test() -> None:
-    (table,) = re.findall(r"^\| feature .*?\n\|---.*?\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
+    table = "".join(re.findall(r"^\| feature .*?\n\|---.*?\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE))
     rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()]
     assert sorted(row[0] for row in rows) == sorted({feature.line for feature in FEATURES} | set(ELSEWHERE))
     for line, *cells in rows:
