@@ -76,14 +76,16 @@ class Browser:
             self._process.kill()
             self._process.wait()
 
-    def open(self, page: Path, width: int = 1280, dark: bool = False, draws_itself: bool = True) -> None:
+    def open(
+        self, page: Path, width: int = 1280, dark: bool = False, draws_itself: bool = True, query: str = ""
+    ) -> None:
         """Open a page and wait until it is loaded and, if it draws itself as the report does, drawn."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
         self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.requests.clear()
         self.complaints.clear()
-        self._ask("Page.navigate", url=page.as_uri())
+        self._ask("Page.navigate", url=page.as_uri() + query)
         deadline = time.monotonic() + TIMEOUT
         ready = "completeyes" if draws_itself else "completeundefined"
         while self.evaluate("document.readyState + document.documentElement?.dataset.drawn") != ready:

@@ -15,12 +15,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from html import unescape
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import torch
-from browser import Browser
+from browser import TIMEOUT, Browser
 from compiler import needs_compiler
 from native import run_python as run_new_python
 from processes import run_python
@@ -42,6 +44,31 @@ TESTING = DOCS / "guides" / "test-matmuls.md"
 BUILD = "opintercept build\nopintercept info\n"
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"opintercept": "opintercept", "torchrun": "torch.distributed.run"}
+
+
+SEARCHES = {
+    "loss is NaN": "guides/find-a-nan",
+    "bf16": "guides/explain-a-difference",
+    "which layer should stay in bf16": "guides/explain-a-difference",
+    "vllm": "guides/trainer-and-engine",
+    "logprob mismatch": "guides/trainer-and-engine",
+    "slow": "guides/flops-and-time",
+    "silent data corruption": "checksum",
+    "which layer overflows": "guides/float16-overflow",
+    "detect_anomaly": "alternatives",
+}
+
+
+def first_found(browser: Browser, page: Path, words: str) -> str:
+    """The page that a search of the site shows first."""
+    browser.open(page, draws_itself=False, query=f"?q={quote(words)}")
+    deadline = time.monotonic() + TIMEOUT
+    shown = "document.querySelector('#search-results').innerText"
+    while not re.search("finished|did not match", browser.evaluate(shown)):
+        assert time.monotonic() < deadline, words
+        time.sleep(0.05)
+    found = browser.evaluate("document.querySelector('#search-results li a')?.getAttribute('href')")
+    return re.sub(r"[?#].*", "", found or "")
 
 
 def name_of(page: Path) -> str:
@@ -231,6 +258,14 @@ def test_the_site_builds_and_fits_a_phone_without_a_network(tmp_path: Path) -> N
             assert browser.evaluate("document.querySelector('article').scrollWidth") <= 400, page
             assert {request.partition(":")[0] for request in browser.requests} <= {"file", "data"}
             assert not browser.complaints
+        browser.open(tmp_path / "site" / "index.html", width=400, draws_itself=False)
+        assert browser.evaluate("(p => p.scrollWidth <= p.clientWidth)(document.querySelector('pre'))")  # no scrolling
+        width = browser.evaluate("document.querySelector('img[src$=\"picture.svg\"]').clientWidth")
+        box = re.search(r'viewBox="0 0 (\d+)', (DOCS / "picture.svg").read_text("utf-8"))
+        assert box is not None
+        assert 20 * width / int(box[1]) >= 12, "the letters of the picture are smaller than 12 pixels"
+        for words, first in SEARCHES.items():
+            assert first_found(browser, tmp_path / "site" / "search.html", words) == f"{first}.html"
 
 
 @pytest.mark.slow
