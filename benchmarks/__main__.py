@@ -15,7 +15,10 @@ import torch
 from benchmarks._timing import Clock, Row, table
 from opintercept._engines import compiled
 
-SUITES = ("operators", "models", "every", "values", "hook_costs", "recording", "scale", "startup", "plugin", "gpu")
+SUITES = (
+    *("operators", "models", "every", "values", "hook_costs", "recording", "scale", "startup", "plugin", "gpu"),
+    "overflow",
+)
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ CONTENTS = {
             "origin",
             "cost",
             "alternatives",
+            "overflow",
             "how",
             "research",
             "troubleshooting",
