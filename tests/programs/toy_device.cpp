@@ -1,6 +1,10 @@
 // A stand-in for a GPU: a device of torch's whose operators run on the CPU. Autograd has a thread of its own for it.
 //
-// Its memory is the host's, and each operator copies its operands to the CPU and its results back.
+// Each operator copies its operands to the CPU and its results back. The host cannot touch its memory otherwise: it is
+// mapped without rights but for a copy, filled with 0xFF when it is new, and unmapped when it is freed. It counts what
+// costs time on a GPU. If told so, copies to the host that nobody waits for arrive when somebody waits.
+
+#include <sys/mman.h>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,15 +23,82 @@ namespace {
 constexpr auto TOY = c10::DeviceType::PrivateUse1;
 const c10::Device DEVICE(TOY, 0);
 
+enum { LAUNCHES, TO_DEVICE, TO_HOST, LATE_TO_HOST, ITEMS, WAITS, BYTES_TO_HOST, COUNTERS };
+std::array<std::atomic<int64_t>, COUNTERS> counters;
+thread_local bool is_running = false; // an operator, which copies its operands and results
+
+struct Running {
+  bool before = std::exchange(is_running, true);
+  ~Running() {
+    is_running = before;
+  }
+};
+
+void count(int counter, int64_t by = 1) {
+  if (!is_running) {
+    counters[counter] += by;
+  }
+}
+
+struct Block {
+  size_t bytes;
+  int open = 0;
+};
+std::recursive_mutex mutex; // of what follows
+std::map<void*, Block> blocks;
+int64_t held = 0, limit = std::numeric_limits<int64_t>::max();
+
+void release(void* data) {
+  std::lock_guard lock(mutex);
+  auto block = blocks.extract(data);
+  held -= block.mapped().bytes;
+  munmap(data, block.mapped().bytes);
+}
+
+class Opened { // the memory of a tensor, as long as this lives
+ public:
+  explicit Opened(void* data) : data_(data) {
+    change(1);
+  }
+  Opened(const Opened&) = delete;
+  Opened& operator=(const Opened&) = delete;
+  ~Opened() {
+    change(-1);
+  }
+
+ private:
+  void change(int by) {
+    std::lock_guard lock(mutex);
+    auto block = blocks.find(data_);
+    if (block != blocks.end()) {
+      int rights = (block->second.open += by) ? PROT_READ | PROT_WRITE : PROT_NONE;
+      mprotect(data_, block->second.bytes, rights);
+    }
+  }
+  void* data_;
+};
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* data = bytes == 0 ? nullptr : std::malloc(bytes);
-    return {data, data, &std::free, DEVICE};
+    if (bytes == 0) {
+      return {nullptr, nullptr, &release, DEVICE};
+    }
+    std::lock_guard lock(mutex);
+    int64_t whole = (bytes + 4095) / 4096 * 4096;
+    TORCH_CHECK_WITH(OutOfMemoryError, held + whole <= limit, "the device has no memory left");
+    void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(data != MAP_FAILED, "the host has no memory left");
+    std::memset(data, 0xFF, whole);
+    mprotect(data, whole, PROT_NONE);
+    held += whole;
+    blocks[data] = {static_cast<size_t>(whole)};
+    return {data, data, &release, DEVICE};
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return &std::free;
+    return &release;
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
+    Opened target(to), source(const_cast<void*>(from));
     std::memcpy(to, from, bytes);
   }
 };
@@ -38,6 +109,9 @@ using Guard = c10::impl::FakeGuardImpl<TOY>;
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 struct Hooks final : at::PrivateUse1HooksInterface {
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    return c10::GetAllocator(c10::kCPU);
+  }
   bool isBuilt() const override {
     return true;
   }
@@ -63,11 +137,48 @@ at::Tensor empty_strided(
       size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
-at::Tensor on_host(const at::Tensor& tensor) { // the same memory
+at::Tensor on_host(const at::Tensor& tensor) { // the same memory, which `Opened` opens
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+bool are_late = false;
+std::deque<std::pair<at::Tensor, at::Tensor>> late; // copies that have not arrived, and where they go
+int64_t arrived = 0;
+
+void arrive(int64_t number) { // wait for so many copies of all
+  std::lock_guard lock(mutex);
+  for (; !late.empty() && arrived < number; arrived++, late.pop_front()) {
+    late.front().second.copy_(late.front().first);
+  }
+}
+
+void wait() {
+  count(WAITS);
+  if (!is_running) {
+    arrive(std::numeric_limits<int64_t>::max());
+  }
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  Opened target(to.storage().mutable_data()), source(self.storage().mutable_data());
+  if (!to.is_cpu()) {
+    count(self.is_cpu() ? TO_DEVICE : LAUNCHES);
+    if (self.is_cpu() && !non_blocking) {
+      wait(); // as on CUDA
+    }
+  } else if (non_blocking) {
+    count(LATE_TO_HOST);
+    count(BYTES_TO_HOST, self.nbytes());
+    if (are_late) {
+      late.emplace_back(on_host(self).clone(), to);
+      std::memset(to.data_ptr(), 0xFF, to.nbytes()); // dense, as it is new
+      return to;
+    }
+  } else {
+    count(TO_HOST);
+    count(BYTES_TO_HOST, self.nbytes());
+    wait();
+  }
   on_host(to).copy_(on_host(self));
   return to;
 }
@@ -92,11 +203,58 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  count(ITEMS);
+  wait();
+  Opened source(self.storage().mutable_data());
   return at::native::_local_scalar_dense_cpu(on_host(self));
 }
 
+// Their results have sizes that depend on values, or they are none.
+const std::set<std::string> WAITING = {
+    "aten::nonzero", "aten::masked_select", "aten::equal", "aten::bincount", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::repeat_interleave"};
+
+bool picks(const c10::OperatorHandle& op, const torch::jit::Stack& stack) { // by a mask, which `nonzero` reads
+  if (op.schema().name() != "aten::index") {
+    return false;
+  }
+  auto places = stack.back().toListRef();
+  return std::any_of(places.begin(), places.end(), [](const c10::IValue& each) {
+    return each.isTensor() && each.toTensor().defined() && each.toTensor().scalar_type() == at::kBool;
+  });
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  count(LAUNCHES);
+  if (WAITING.count(op.schema().name()) || picks(op, *stack)) {
+    wait();
+  }
+  Running running;
   at::native::cpu_fallback(op, stack);
+}
+
+std::vector<int64_t> counts() { // since the last time
+  std::vector<int64_t> found;
+  for (auto& counter : counters) {
+    found.push_back(counter.exchange(0));
+  }
+  return found;
+}
+
+int64_t copies() {
+  std::lock_guard lock(mutex);
+  return arrived + late.size();
+}
+
+void wait_for(int64_t number, bool counts) { // an event, a stream or the device
+  count(WAITS, counts);
+  arrive(number);
+}
+
+int64_t set_limit(int64_t bytes) { // of new memory, and how much there is
+  std::lock_guard lock(mutex);
+  limit = bytes < 0 ? std::numeric_limits<int64_t>::max() : held + bytes;
+  return held;
 }
 
 const std::set<std::string> OWN = {
@@ -129,6 +287,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
       m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
     }
   }
+}
+
+TORCH_LIBRARY(toy, m) {
+  m.def("counts() -> int[]", counts);
+  m.def("copies() -> int", copies);
+  m.def("wait_for(int copies, bool counts) -> ()", wait_for);
+  m.def("late(bool on) -> ()", [](bool on) { are_late = on; });
+  m.def("limit(int bytes) -> int", set_limit);
 }
 
 } // namespace

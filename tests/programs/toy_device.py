@@ -6,8 +6,11 @@ its own. Run what is to be compared on the device before the CPU, which may hide
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import types
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -15,6 +18,62 @@ import torch
 from opintercept._native import build
 
 _SOURCE = Path(__file__).with_name("toy_device.cpp")
+
+
+class Counts(NamedTuple):
+    """What has happened on the device. A copy to the host waits unless it is `late`; `bytes` are of both."""
+
+    launches: int
+    to_device: int
+    to_host: int
+    late: int
+    items: int
+    waits: int
+    bytes: int
+
+
+def counts() -> Counts:
+    """What has happened since this was last called."""
+    return Counts(*torch.ops.toy.counts())
+
+
+def take_for_cuda() -> None:
+    """From now on, let `is_cuda` and `torch.cuda` answer for the device, and copies arrive when somebody waits."""
+    torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == "toy")  # type: ignore[assignment]
+    for name, value in vars(_Cuda).items():
+        if not name.startswith("__"):
+            setattr(torch.cuda, name, value)
+    torch.ops.toy.late(True)
+
+
+def _synchronize(_device: Any = None) -> None:
+    torch.ops.toy.wait_for(torch.ops.toy.copies(), True)
+
+
+class _Event:
+    def __init__(self, **_options: Any) -> None:
+        self._copies = 0
+
+    def record(self, _stream: Any = None) -> None:
+        self._copies = torch.ops.toy.copies()
+
+    def query(self) -> bool:
+        return False  # until somebody waits
+
+    def synchronize(self) -> None:
+        is_writer = hasattr(threading.current_thread(), "runs_no_operator")  # whose waits keep nobody
+        torch.ops.toy.wait_for(self._copies, not is_writer)
+
+
+class _Cuda:
+    """What the package uses of `torch.cuda`."""
+
+    Event = _Event
+    device = staticmethod(lambda device: contextlib.nullcontext())
+    current_stream = staticmethod(lambda device=None: "the stream")
+    stream = staticmethod(lambda stream: contextlib.nullcontext())
+    is_current_stream_capturing = staticmethod(lambda: False)
+    synchronize = staticmethod(_synchronize)
 
 
 def build_device() -> Path:
