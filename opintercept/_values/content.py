@@ -20,9 +20,10 @@ from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
 from opintercept._origin.links import graph_task
 from opintercept._values import hash as _hash
-from opintercept._values.read import stored_values
+from opintercept._values.late import Lots
+from opintercept._values.read import parameter_of, stored_values
 from opintercept._values.stats import Values
-from opintercept._values.sums import PIECE, Reader, flat, scan, together
+from opintercept._values.sums import LateSums, Reader, flat, scan
 
 # Values on these devices are read at once; on others, when the work queued there is done.
 HOST = ("cpu",)
@@ -31,8 +32,12 @@ REMEMBERED = 4096  # tensors whose values are remembered
 _LONGEST = 1 << 17  # rows and columns of a tensor that is remembered
 
 _READER = Reader(None, False)
+LOTS = Lots()
+"""What devices are computing: `LOTS.send()` begins to copy it to the host."""
 # What was read of tensors, by memory and look: the storage, the tensor's version, its sums, the values.
 _known: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int | None, tuple[int, float], Values]] = {}
+# What devices read of parameters, likewise.
+_on_devices: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, Content]] = {}
 _small: dict[tuple[int, torch.dtype, int], Values] = {}  # of small tensors, by hash, dtype and count
 _lock = threading.RLock()  # a signal's handler may record a call while its thread does
 
@@ -40,34 +45,29 @@ _lock = threading.RLock()  # a signal's handler may record a call while its thre
 class Content:
     """Hash and statistics of a tensor, which a device may still be computing."""
 
-    __slots__ = ("_hashed", "_known", "_packed", "_ready")
+    __slots__ = ("_hashed", "_known", "_late")
 
-    def __init__(self, known: Values | None, packed: torch.Tensor | None = None, hashed: bool = False) -> None:
-        self._known, self._hashed = known, hashed
-        self._ready: torch.cuda.Event | None = None
-        self._packed = packed
-        if packed is not None and packed.is_cuda:
-            with torch.cuda.device(packed.device):
-                self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
-                self._packed.copy_(packed, non_blocking=True)
-                self._ready = torch.cuda.Event()
-                self._ready.record()
+    def __init__(self, known: Values | None, late: LateSums | None = None, hashed: bool = False) -> None:
+        self._known, self._late, self._hashed = known, late, hashed
 
     @property
     def at_hand(self) -> Values | None:
         """The values, or None if a device is still computing them."""
         return self._known
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether `read` runs no operator on a device; `LOTS.send()` makes it so."""
+        return self._late is None or self._late.is_sent
+
     def read(self) -> Values:
         """The values; waits for the device."""
         if self._known is None:
-            assert self._packed is not None
-            if self._ready is not None:
-                self._ready.synchronize()
-            packed = self._packed.cpu()
-            *sums, below, high = packed[1:].view(torch.float64).tolist()
-            digits = _hash.digits_of(int(packed[0]), int(sums[0])) if self._hashed else None
-            self._known = _values_of(digits, sums, below, high)
+            assert self._late is not None
+            terms, sums = self._late.read()
+            digits = _hash.digits_of(terms, int(sums.count)) if self._hashed else None
+            counts = sums.count, sums.finite, sums.nan
+            self._known = _values_of(digits, (*counts, sums.total, sums.spread), -sums.low, sums.high)
         return self._known
 
 
@@ -89,6 +89,7 @@ def content_found(found: native.Found) -> Content:
 def forget() -> None:
     """Drop all remembered values."""
     _known.clear()
+    _on_devices.clear()
     _small.clear()
     _spread.cache_clear()
 
@@ -105,7 +106,7 @@ def _content_of(tensor: Any) -> Content | None:
     if not count:
         return Content(Values(None if bits is None else EMPTY, 0, 0, 0, None, None, None, None))
     if values.device.type not in HOST:
-        return Content(None, _packed(values, bits), bits is not None)
+        return _read_later(tensor, values, bits)
     if bits is not None and count <= _hash.SMALL:
         return Content(_of_small(values, bits))
     alive = tensor._base if tensor._is_view() else tensor
@@ -145,7 +146,7 @@ def _values_of(digits: str | None, sums: Sequence[float], below: float, high: fl
     return Values(digits, count, nan, count - finite - nan, -below, high, _number(mean), _number(rms))
 
 
-def _of_small(values: torch.Tensor, bits: tuple[torch.Tensor, bool]) -> Values:
+def _of_small(values: torch.Tensor, bits: _hash.Bits) -> Values:
     """The values of a small tensor. Its hash takes less time than its statistics, and finds those that are known."""
     hashed = _hash.hash_of(*bits)
     key = (int(hashed), values.dtype, values.numel())
@@ -202,12 +203,21 @@ def _read_now(values: torch.Tensor, hashed: torch.Tensor | None) -> Values:
     return Values(digits, count, nan, count - finite - nan, low, high, mean, rms)
 
 
-def _packed(values: torch.Tensor, bits: tuple[torch.Tensor, bool] | None) -> torch.Tensor:
-    """Hash and sums in one tensor, `int64[11]`, without waiting; sums as the bits of a float64."""
-    lots = [_READER.reduce(piece) for piece in flat(values).split(PIECE)]
-    sums = lots[0] if len(lots) == 1 else together(torch.stack(lots))
-    hashed = torch.zeros((), dtype=torch.int64, device=values.device) if bits is None else _hash.hash_of(*bits)
-    return torch.cat([hashed[None], sums.view(torch.int64)])
+def _read_later(tensor: torch.Tensor, values: torch.Tensor, bits: _hash.Bits | None) -> Content:
+    """What a device finds of a tensor; of a parameter, what it has found if autograd knows of no write since then."""
+    parameter = parameter_of(tensor)
+    key = None if parameter is None else (values.data_ptr(), values.shape, values.stride(), values.dtype)
+    if parameter is not None and (known := _on_devices.get(key)) is not None:
+        storage, version, content = known
+        if storage() is parameter.untyped_storage() and version == parameter._version:
+            return content
+    content = Content(None, _READER.read_later(flat(values), LOTS, bits), bits is not None)
+    if parameter is not None:
+        with _lock:
+            if len(_on_devices) >= REMEMBERED:
+                _on_devices.clear()
+            _on_devices[key] = weakref.ref(parameter.untyped_storage()), parameter._version, content
+    return content
 
 
 def _number(value: float) -> float | None:

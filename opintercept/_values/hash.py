@@ -21,11 +21,13 @@ PIECE = 1 << 18  # elements that are widened to 64 bits at once; more would take
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers that hold the bits of a dtype, by its size in bytes."""
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+Bits = tuple[torch.Tensor, bool]
+"""What `bits_of` returns."""
 # Weights by device, number, and whether they are those of rows; parts of a table, too, as slicing takes time.
 _tables: dict[tuple[torch.device, int, bool], torch.Tensor] = {}
 
 
-def bits_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def bits_of(tensor: torch.Tensor) -> Bits:
     """The tensor `[..., n]` in the order of memory, and whether its last two dimensions are swapped for that."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -54,6 +56,25 @@ def hash_of(dense: torch.Tensor, swapped: bool) -> torch.Tensor:
     lanes = lanes.view(-1, width, wide)
     parts = [form(lanes[..., lane], swapped) * signed(splitmix64(lane + 2)) for lane in range(wide)]
     return torch.stack(parts).sum()
+
+
+def terms_fit(dense: torch.Tensor, count: int) -> bool:
+    """Whether `write_terms` can write one term for each of `count` values."""
+    width = dense.size(-1) if dense.dim() else 1
+    return dense.element_size() <= 4 and dense.numel() == count and max(width, count // width) <= BLOCK
+
+
+def write_terms(dense: torch.Tensor, swapped: bool, terms: torch.Tensor) -> None:
+    """Write to `terms`, `int64[n]` on a device, what `hash_of` adds up, in one or two operators."""
+    dense = dense if dense.dim() else dense.view(1)
+    lanes = dense.view(_LANES[dense.element_size()]).view(-1, dense.size(-1))
+    height, width = lanes.shape
+    terms = terms.view(height, width)
+    if height * width <= SMALL:
+        torch.mul(lanes, _products(lanes.device, height, width, swapped), out=terms)
+    else:
+        torch.mul(lanes, weights(lanes.device, width, swapped), out=terms)
+        terms.mul_(weights(lanes.device, height, not swapped).unsqueeze(1))
 
 
 def digits_of(number: int, count: int) -> str:
@@ -92,7 +113,9 @@ def weights(device: torch.device, size: int, of_rows: bool) -> torch.Tensor:
     if known is None:
         whole = min(FIRST, BLOCK) if size <= FIRST else BLOCK
         if (table := _tables.get((device, whole, of_rows))) is None:
-            table = check_unwrapped(splitmix64(2 * torch.arange(whole, device="cpu") + (of_rows + 2**40)).to(device))
+            table = check_unwrapped(
+                splitmix64(2 * torch.arange(whole, device="cpu") + (of_rows + 2**40)).to(device, non_blocking=True)
+            )
             _tables[device, whole, of_rows] = table
         known = _tables[device, size, of_rows] = check_unwrapped(table[:size])
     return known

@@ -1,28 +1,31 @@
 """How the values of tensors are added up, on the host and on other devices: for `Stats`, and for `Print` and `Log`.
 
-Invariant: nothing here waits for a device except `Cell.read` and `summarize`.
+Invariant: nothing here waits for a device except `LateSums.read`, `Cell.read` and `summarize`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from opintercept._core.errors import HookError
 from opintercept._native import values as native
+from opintercept._values.hash import Bits, check_unwrapped, hash_of, terms_fit, write_terms
+from opintercept._values.late import Late, Lots, Numbers
 from opintercept._values.read import moments, real_values
 from opintercept._values.stats import Sums
 
 CHUNK = 1 << 19
 """How many values are read at a time on the host, so that they stay in the CPU's cache."""
-PIECE = 1 << 23
+PIECE = 1 << 22
 """How many values are reduced at a time on another device, which limits the memory for intermediate results."""
 BATCH = 64
-"""How many small tensors of one size are read together, and how many sums on a device are kept apart."""
+"""How many small tensors of one size are read together."""
 
 # The powers of two that a histogram distinguishes are those of bfloat16 and float32. Its ends include all beyond.
 LOWEST, HIGHEST = -149, 127
@@ -32,15 +35,13 @@ Read = tuple[Sequence[float], float, float]
 
 
 class Cell(Sums):
-    """The sums of one row: in Python those of the CPU's tensors, in a few tensors per device and stream the others."""
+    """The sums of one row."""
 
-    __slots__ = ("calls", "channels", "devices", "histogram")
+    __slots__ = ("calls", "channels", "histogram")
 
     def __init__(self, calls: int = 0) -> None:
         super().__init__()
         self.calls = calls
-        # What `Sums.add` takes, as tensors of [10], by device and stream.
-        self.devices: dict[tuple[torch.device, Any], list[torch.Tensor]] = {}
         self.histogram: torch.Tensor | None = None
         self.channels: torch.Tensor | None = None
 
@@ -56,14 +57,6 @@ class Cell(Sums):
             self.add_histogram(torch.frombuffer(powers, dtype=torch.int64))
         if channels:
             self.add_channels(torch.frombuffer(channels, dtype=torch.float64))
-
-    def add_device(self, sums: torch.Tensor, stream: Any) -> None:
-        """Add sums and range in one tensor, `[10]`, which stays on its device and in the order of its stream."""
-        lots = self.devices.setdefault((sums.device, stream), [])
-        lots.append(sums)
-        if len(lots) == BATCH:
-            with torch.cuda.stream(stream) if stream is not None else nullcontext():
-                lots[:] = [together(torch.stack(lots))]
 
     def add_histogram(self, counts: torch.Tensor) -> None:
         """Add counts by power of two."""
@@ -82,9 +75,6 @@ class Cell(Sums):
         super().merge(other)
         assert isinstance(other, Cell)
         self.calls += other.calls
-        for (_, stream), lots in other.devices.items():
-            for sums in lots:
-                self.add_device(sums, stream)
         if other.histogram is not None:
             self.add_histogram(other.histogram)
         if other.channels is not None:
@@ -92,20 +82,49 @@ class Cell(Sums):
 
     @property
     def is_read(self) -> bool:
-        """Whether all sums are on the host."""
-        tensors = (self.histogram, self.channels)
-        return not self.devices and all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
+        """Whether all counts are on the host."""
+        return all(tensor is None or tensor.device.type == "cpu" for tensor in (self.histogram, self.channels))
 
     def read(self) -> None:
-        """Bring the sums on devices to the host; waits for the devices."""
-        for device in {device for device, _ in self.devices if device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # calls may have run on any stream
-        for lots in self.devices.values():
-            for *sums, below, high in torch.stack(lots).tolist():
-                self.add(sums, below, high)
-        self.devices = {}
+        """Bring counts on devices to the host; waits for the devices."""
+        for tensor in (self.histogram, self.channels):
+            if tensor is not None and tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)  # calls may have run on any stream
         self.histogram = None if self.histogram is None else self.histogram.cpu()
         self.channels = None if self.channels is None else self.channels.cpu()
+
+
+class LateSums:
+    """What a device adds up of a tensor, or still does.
+
+    Args:
+        pieces: The results of each piece, and what makes of their numbers the sum of the terms of its hash, and what
+            `Sums.add` takes.
+    """
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: Sequence[tuple[Late, Callable[[list[Numbers]], tuple[int, Read]]]]) -> None:
+        self._pieces = pieces
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether `read` runs no operator on the device."""
+        return all(late.is_sent for late, _ in self._pieces)
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether `read` does not wait for the device."""
+        return all(late.at_hand for late, _ in self._pieces)
+
+    def read(self) -> tuple[int, Sums]:
+        """The sum of the terms, and the sums; waits for the device."""
+        terms, sums = 0, Sums()
+        for late, found in self._pieces:
+            more, read = found(late.read())
+            terms += more
+            sums.add(*read)
+        return terms, sums
 
 
 class Reader:
@@ -144,14 +163,6 @@ class Reader:
             to.add(*self.read(piece))
             if self.histogram and isinstance(to, Cell):
                 to.add_histogram(powers(piece))
-
-    def add_later(self, values: torch.Tensor, cell: Cell) -> None:
-        """Add values on another device to a cell, without waiting for the device."""
-        stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
-        for piece in values.split(PIECE):
-            cell.add_device(self.reduce(piece), stream)
-            if self.histogram:
-                cell.add_histogram(powers(piece))
 
     def read(self, values: torch.Tensor) -> Read:
         """Read values on the CPU, in as few passes and operators as possible."""
@@ -197,27 +208,55 @@ class Reader:
         underflow = ((magnitudes <= self._tiny) & (magnitudes > 0)).sum(-1, dtype=torch.float64)
         return underflow, (magnitudes > self._huge).sum(-1, dtype=torch.float64)
 
-    def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums and range as one tensor on the device, `[10]`, without waiting for the device."""
+    def read_later(self, values: torch.Tensor, lots: Lots, bits: Bits | None = None) -> LateSums:
+        """Add up flat values on a device without waiting for it, and the terms of the hash of their bits."""
+        pieces = values.split(PIECE)
+        apart = bits is not None and (len(pieces) > 1 or not terms_fit(bits[0], values.numel()))
+        found = []
+        for place, piece in enumerate(pieces):
+            parts = self._reduce(piece, None if apart else bits)
+            if apart and not place:
+                assert bits is not None
+                parts.append(hash_of(*bits))
+            found.append((lots.put(parts), partial(_found, piece.numel(), bits is not None and not apart)))
+        return LateSums(found)
+
+    def _reduce(self, values: torch.Tensor, bits: Bits | None) -> list[torch.Tensor]:
+        """Counts and the sum of the terms, the ends, the variance and the mean, in as few operators as possible."""
         wide = values.to(torch.float64)
-        magnitudes = wide.abs()
-        finite = magnitudes < math.inf
-        number = finite.sum(dtype=torch.float64)
-        total = torch.where(finite, wide, 0.0).sum()
-        apart = torch.where(finite, wide - total / number.clamp(min=1), 0.0)
-        nothing = torch.zeros_like(total)
-        sums = [
-            torch.full_like(total, values.numel()),
-            number,
-            (wide != wide).sum(dtype=torch.float64),
-            (wide != 0).sum(dtype=torch.float64),
-            *(self._misfits(magnitudes) if self.target else (nothing, nothing)),
-            total,
-            torch.dot(apart, apart),
-            -torch.where(finite, wide, math.inf).amin(),
-            torch.where(finite, wide, -math.inf).amax(),
-        ]
-        return torch.stack(sums)
+        limits = _column(values.device, sys.float_info.max, math.inf, 0.0, *(self.limits or ()))
+        first = int(bits is not None)
+        counted = torch.empty((first + limits.size(0), values.numel()), dtype=torch.int64, device=values.device)
+        if bits is not None:
+            write_terms(*bits, counted[0])
+        torch.le(wide.abs(), limits, out=counted[first:])
+        finite = counted[first].view(torch.bool)[::8]  # the lowest byte of each
+        filled = torch.where(finite, wide, _column(values.device, math.inf, -math.inf, 0.0))
+        return [counted.sum(1), *torch.aminmax(filled[:2], dim=1), *torch.var_mean(filled[2], correction=0)]
+
+
+def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Read]:
+    """What `Reader._reduce` has found of so many values."""
+    counts, lows, highs, (variance,), (mean,), *apart = numbers
+    terms = int(counts[0]) if has_terms else int(apart[0][0]) if apart else 0
+    finite, real, zeros, *limits = counts[has_terms:]
+    underflow, overflow = (limits[0] - zeros, real - limits[1]) if limits else (0, 0)
+    total, spread = mean * count, variance * count
+    if not math.isfinite(spread):
+        spread = math.inf
+    elif finite < count and finite:  # zeros have stood for the others
+        apart_from_zeros = mean * count / finite
+        spread -= finite * (apart_from_zeros - mean) ** 2 + (count - finite) * mean * mean
+    sums = [count, finite, count - real, count - zeros, underflow, overflow, total, max(0.0, spread)]
+    return terms, (sums, -lows[0], highs[1])
+
+
+@lru_cache(64)
+def _column(device: torch.device, *numbers: float) -> torch.Tensor:
+    """Numbers on a device, `float64[n, 1]`."""
+    with torch.inference_mode(False):
+        column = torch.tensor(numbers, dtype=torch.float64, device="cpu")[:, None]
+        return check_unwrapped(column.to(device, non_blocking=True))
 
 
 def scan(values: torch.Tensor, few: bool = False) -> tuple[torch.Tensor, int, float, float, float, float]:
@@ -288,12 +327,3 @@ def check_width(width: int, known: int) -> None:
             "channels needs an operand whose last dimension stays the same from call to call, "
             f"got {width} channels after {known}; choose calls with hooks.when(...)"
         )
-
-
-def together(lots: torch.Tensor) -> torch.Tensor:
-    """`Sums.merge` of many sums and ranges, `[lots, 10]`, on their device: `[10]`."""
-    sums, number = lots[:, :8].sum(0), lots[:, 1]
-    *_, total, spread = sums
-    apart = torch.where(number > 0, lots[:, 6] / number.clamp(min=1) - total / sums[1].clamp(min=1), 0.0)
-    spread += torch.dot(number, apart * apart)
-    return torch.cat([sums, lots[:, 8:].amax(0)])

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from re import Pattern
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -23,6 +24,7 @@ from opintercept._core.record import CallRecord
 from opintercept._core.tables import Shown
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
+from opintercept._engines.scope import unwatched
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.filter import name_test
 from opintercept._kit.findings import CallFinding as CallFinding
@@ -42,6 +44,7 @@ from opintercept._ops.scratch import (
 from opintercept._ops.table import row_of
 from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
+from opintercept._values.late import Late, Lots
 from opintercept._values.read import in_memory, leaves_out_captured, parts_of, stored_values
 from opintercept.hooks._infs import Infs, Place, places
 from opintercept.hooks._scaling import Scaling
@@ -252,7 +255,7 @@ class NonFinite(Copyable, Shown):
     """
 
     reads = ("module", "record")
-    fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall, "_scaling": Scaling}
+    fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall, "_scaling": Scaling, "_lots": partial(Lots, None)}
 
     @renamed(every="check_every")
     def __init__(
@@ -290,7 +293,8 @@ class NonFinite(Copyable, Shown):
         self._found: dict[tuple[str | None, str, str], Finding] = {}
         self.sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
         self._before: PerCall[_Before] = PerCall()
-        self._pending: deque[tuple[CallRecord, tuple[str, ...], _InputRanges, torch.Tensor, list[Place]]] = deque()
+        self._pending: deque[tuple[CallRecord, tuple[str, ...], _InputRanges, Late, list[Place]]] = deque()
+        self._lots = Lots(None)  # of `_pending`
         self._lock = threading.RLock()
 
     @property
@@ -438,7 +442,7 @@ class NonFinite(Copyable, Shown):
             return
         found = _operands(call, before)
         device = output.device
-        spans = torch.stack([span.to(device) for span in (output, *found.ranges.values())])
+        spans = self._lots.put([span.to(device) for span in (output, *found.ranges.values())])
         with self._lock:
             rest = found._replace(ranges={})
             written = places(_outputs(call, before), written=before is not None)
@@ -455,10 +459,12 @@ class NonFinite(Copyable, Shown):
         """
         with self._lock:
             pending, self._pending = self._pending, deque()
+        with unwatched():
+            self._lots.send()
         try:
             while pending:
                 record, names, found, spans, written = pending.popleft()
-                output, *rest = (ValueRange(*ends) for ends in spans.tolist())
+                output, *rest = (ValueRange(*ends) for ends in spans.read())
                 if not output.finite:
                     with self._lock:
                         finding = self._judge(record, output, dict(zip(names, rest, strict=True)), found, written)

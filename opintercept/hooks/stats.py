@@ -24,8 +24,10 @@ from opintercept._engines.scope import unwatched
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.roles import checked_roles
 from opintercept._ops.families import makes_values
+from opintercept._values.late import Lots
 from opintercept._values.read import first_output, leaves_out_captured, stored_values
-from opintercept._values.sums import BATCH, LOWEST, Cell, Read, Reader, check_width, flat, powers
+from opintercept._values.stats import Sums
+from opintercept._values.sums import BATCH, LOWEST, PIECE, Cell, LateSums, Read, Reader, check_width, flat, powers
 
 OPERANDS = ("lhs", "rhs", "bias", "output")
 
@@ -34,7 +36,7 @@ SMALL = 1 << 13
 WAITING = 1 << 20
 """How many values may wait."""
 ON_HOST = ("cpu",)
-"""The types of devices whose values are read at once; the sums of others stay on the device."""
+"""The types of devices whose values are read at once; those of others are read late."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses may lack the operators that read many tensors at once
 
@@ -95,12 +97,13 @@ class _Key(NamedTuple):
 
 
 class _Addition(NamedTuple):
-    """What one tensor adds to its row: a cell, sums alone, or small values, which wait for others of their size."""
+    """What one tensor adds to its row: a cell, sums, small values that wait for others of their size, or late sums."""
 
     key: _Key
-    part: Cell | None
-    values: torch.Tensor | None
+    part: Cell | None = None
+    values: torch.Tensor | None = None
     read: Read | None = None
+    late: LateSums | None = None
 
 
 class _AllSums(NamedTuple):
@@ -113,6 +116,7 @@ class _AllSums(NamedTuple):
     held: int  # how many values wait
     window: dict[_Key, Cell]
     totals: dict[_Key, Cell]
+    late: list[_Addition]  # what devices are still adding up
 
 
 class Stats(Copyable, Table):
@@ -122,7 +126,7 @@ class Stats(Copyable, Table):
     Golub and LeVeque (1979) do. On a CPU it reads floating-point values in one pass in C++ if the compiled engine has
     been built. Otherwise it reads many small tensors at once, in float64, and large tensors in chunks that stay in the
     cache, where it adds the squares of floating-point values of up to 32 bits in float32, in rows of 1024. On other
-    devices the sums stay there, in float64, until you read them, so that no call waits.
+    devices it reduces values in float64, and copies what it finds for 256 tensors at a time, so that no call waits.
 
     Mean and standard deviation are accurate to 1e-5 whatever the mean. A mean much smaller than the values is
     accurate only to the rounding error of their sum. `str(stats)` is a table.
@@ -155,7 +159,7 @@ class Stats(Copyable, Table):
     """
 
     reads = ("module",)
-    fresh: ClassVar = {"_lock": threading.RLock, "_inbox": list}
+    fresh: ClassVar = {"_lock": threading.RLock, "_inbox": list, "_lots": Lots}
     _row = StatsRow
 
     def __init__(
@@ -178,7 +182,8 @@ class Stats(Copyable, Table):
         self._widths: dict[_Key, int] = {}
         # A call only appends an entry, which takes no lock. `_settle` moves the entries into the state.
         self._inbox: list[_Addition] = []
-        self._state = _AllSums({}, 0, {}, {})
+        self._state = _AllSums({}, 0, {}, {}, [])
+        self._lots = Lots()
         # Reentrant, since a signal handler or a finalizer may call the hook from anywhere in the same thread.
         self._lock = threading.RLock()
         self._inputs = tuple(operand for operand in self._of if operand != "output")
@@ -210,7 +215,7 @@ class Stats(Copyable, Table):
             found = values.get(operand)
             if found is not None:
                 key = _Key(note.call_site.module, learned, operand, note.phase)
-                self._inbox.append(_Addition(key, None, None, found[:3]))
+                self._inbox.append(_Addition(key, read=found[:3]))
         if len(self._inbox) >= BATCH:
             self._settle()
 
@@ -238,17 +243,17 @@ class Stats(Copyable, Table):
         if found is not None:
             sums, below, high, _, counts, channels = found
             if not counts and not channels:
-                return _Addition(key, None, None, (sums, below, high))
+                return _Addition(key, read=(sums, below, high))
             if channels:
                 self._check_width(key, tensor.size(-1))
             part = Cell(1)
             part.add(sums, below, high)
             part.add_arrays(counts, channels)
-            return _Addition(key, part, None)
+            return _Addition(key, part)
         values = stored_values(tensor)
         if values is None or leaves_out_captured(values, self):
             return None
-        return _Addition(key, *self._read_or_wait(key, values, tensor.size(-1) if with_channels else None))
+        return self._read_or_wait(key, values, tensor.size(-1) if with_channels else None)
 
     def _check_width(self, key: _Key, width: int) -> None:
         check_width(width, self._widths.setdefault(key, width))
@@ -257,10 +262,8 @@ class Stats(Copyable, Table):
         with self._lock:
             self.skipped += tensors
 
-    def _read_or_wait(
-        self, key: _Key, values: torch.Tensor, width: int | None
-    ) -> tuple[Cell | None, torch.Tensor | None]:
-        """The sums of some values, and those values that wait."""
+    def _read_or_wait(self, key: _Key, values: torch.Tensor, width: int | None) -> _Addition:
+        """The sums of some values, now or later, or those that wait."""
         device = values.device.type
         if device == "mps":  # it has no float64
             device, values = "cpu", values.cpu()
@@ -273,12 +276,16 @@ class Stats(Copyable, Table):
         values = flat(values)
         count = values.numel()
         if device in ON_HOST and 0 < count <= SMALL and type(values) in _PLAIN:
-            return part, values.to(torch.float64, copy=True)
+            return _Addition(key, part, values.to(torch.float64, copy=True))
         part = part or Cell(1)
-        if count:
-            add = self._reader.add if device in ON_HOST else self._reader.add_later
-            add(values, part)
-        return part, None
+        if not count:
+            return _Addition(key, part)
+        if device in ON_HOST:
+            self._reader.add(values, part)
+            return _Addition(key, part)
+        for piece in values.split(PIECE) if self._reader.histogram else ():
+            part.add_histogram(powers(piece))
+        return _Addition(key, part, late=self._reader.read_later(values, self._lots))
 
     def _settle(self, everything: bool = False, then: Callable[[_AllSums], _AllSums] | None = None) -> _AllSums:
         """Move the entries into the state and return it.
@@ -306,8 +313,19 @@ class Stats(Copyable, Table):
         waiting, held, unread = dict(old.waiting), old.held, 0
         cells: dict[_Key, Cell] = {}  # copies of the cells that change
         sizes: dict[int, list[_Addition]] = {}
-        for entry in entries:
+        late: list[_Addition] = []
+        for entry in (*old.late, *entries):
+            # Devices finish in the order of the calls, so that nothing is at hand after what is not.
+            waits = entry.late is not None and bool(late or not (everything or entry.late.at_hand))
+            if waits:
+                late.append(entry)
+                if entry.key in old.window:
+                    continue
             cell = _own(cells, old.window, entry.key)  # keeps the order of the calls
+            if waits:
+                continue
+            if entry.late is not None:
+                Sums.merge(cell, entry.late.read()[1])
             if entry.values is not None:
                 sizes.setdefault(entry.values.numel(), []).append(entry)
             elif entry.read is not None:
@@ -330,7 +348,7 @@ class Stats(Copyable, Table):
                     _own(cells, old.window, key)
             for cell in cells.values():
                 cell.read()
-        return _AllSums(waiting, held, old.window | cells, old.totals), unread
+        return _AllSums(waiting, held, old.window | cells, old.totals, late), unread
 
     def _read_lot(self, lot: list[_Addition], window: dict[_Key, Cell], cells: dict[_Key, Cell]) -> int:
         """Add entries that have waited; return how many could not be read."""
@@ -367,7 +385,7 @@ class Stats(Copyable, Table):
     def step(self) -> list[StatsRow]:
         """End a step: return the rows of the calls since the last step, and add them to the totals."""
         flush()
-        state = self._settle(True, lambda state: _AllSums({}, 0, {}, _merged(state.totals, state.window)))
+        state = self._settle(True, lambda state: _AllSums({}, 0, {}, _merged(state.totals, state.window), []))
         return self._as_rows(state.window)
 
     def _as_rows(self, cells: dict[_Key, Cell]) -> list[StatsRow]:
@@ -465,7 +483,7 @@ class Stats(Copyable, Table):
         skipped = sum(skipped for _, skipped, _, _ in gathered)
         totals = _merged(*(totals for _, _, totals, _ in gathered))
         window = _merged(*(window for _, _, _, window in gathered))
-        self._settle(then=lambda _: _AllSums({}, 0, window, totals))
+        self._settle(then=lambda _: _AllSums({}, 0, window, totals, []))
         self.skipped = skipped
 
     def __getstate__(self) -> dict[str, Any]:

@@ -129,6 +129,23 @@ def test_one_flipped_bit_changes_the_hash(shape: Any, dtype: torch.dtype, seed: 
     assert hash_of(tensor) != before
 
 
+def test_a_device_reads_a_parameter_again_once_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_content, "HOST", ())
+    weight, other = torch.nn.Parameter(torch.randn(40, 30)), torch.randn(40, 30)
+    with reading(False):
+        first, view = content_of(weight), content_of(weight.mT)
+        assert first is not None
+        assert view is not None
+        assert content_of(weight) is first
+        assert content_of(weight.mT) is view
+        assert content_of(other) is not content_of(other)
+        with torch.no_grad():
+            weight[3, 5] += 1
+        again = content_of(weight)
+        assert again is not None
+        assert again.read().hash not in (first.read().hash, view.read().hash)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("shape", [(300,), (40, 50), (2, 2, 33000)], ids=str)
 def test_the_hash_tells_apart_values_with_equal_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -21,12 +21,14 @@ from opintercept._core.in_kernel import Checker, Work
 from opintercept._core.record import PendingRecord
 from opintercept._core.tensors import dtype_name, share_memory
 from opintercept._core.text import aligned
+from opintercept._engines.scope import unwatched
 from opintercept._kit.findings import Finds
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import try_to_save
 from opintercept._ops.table import row_of
 from opintercept._values.attention import without_autocast
 from opintercept._values.copies import safetensors_for
+from opintercept._values.late import Late, Lots
 from opintercept._values.read import in_memory, leaves_out_captured, without_graph
 from opintercept.hooks.checksum import arithmetic as sums
 from opintercept.hooks.checksum.findings import EstimatedError as EstimatedError
@@ -45,8 +47,8 @@ class _Waiting(NamedTuple):
     """The verdict on one product, which the device may still be computing."""
 
     note: PendingRecord
-    verdict: torch.Tensor  # [6]: suspicion, verdict, flat row, column, and the error and its bound there
-    values: torch.Tensor  # [2]: the element, and what it should be
+    # Suspicion, verdict, flat row, column, error and bound there, [1] each; the element and what it should be, [2 or 4]
+    figures: Late
     product: _Shape
 
 
@@ -126,6 +128,7 @@ class Checksum(Finds[WrongProduct]):
         "_memory": sums.Memory,
         "_waiting": list,
         "_repeated": list,
+        "_lots": Lots,
     }
 
     @renamed(every="every_calls")
@@ -160,7 +163,8 @@ class Checksum(Finds[WrongProduct]):
         self._kept: PerCall[Kept] = PerCall()
         self._memory = sums.Memory()
         self._waiting: list[_Waiting] = []
-        self._repeated: list[tuple[PendingRecord, torch.Tensor]] = []
+        self._repeated: list[tuple[PendingRecord, Late]] = []
+        self._lots = Lots()
         self._twins = Twins() if recompute else None
         if estimate or recompute:
             self.reads = ("module", "record")
@@ -307,7 +311,7 @@ class Checksum(Finds[WrongProduct]):
                 self._tell(_of_twin(call.note(), twin))
         else:
             with self._lock:
-                self._repeated.append((call.note(), verdict))
+                self._repeated.append((call.note(), self._lots.put([verdict])))
 
     def _compare(self, call: OpCall, kept: Kept) -> list[WrongProduct]:
         found = []
@@ -350,10 +354,12 @@ class Checksum(Finds[WrongProduct]):
             for each in (examined.error, examined.bound, examined.got, examined.exact)
         )
         suspected = (~(seen.rows() <= SCREEN * self._sigma)).sum()
-        figures = torch.stack([each.to(error.dtype) for each in (suspected, verdict, flat[0], place, error, bound)])
+        values = torch.stack([got, exact])
+        values = torch.view_as_real(values) if values.is_complex() else values
+        figures = self._lots.put([suspected, verdict, flat[0], place, error, bound, values])
         shape = _Shape(height, batch is not None, product.turned)
         with self._lock:
-            self._waiting.append(_Waiting(call.note(), figures, torch.stack([got, exact]), shape))
+            self._waiting.append(_Waiting(call.note(), figures, shape))
 
     def check(self) -> None:
         """Read the verdicts that are still on a device; waits for it.
@@ -364,19 +370,18 @@ class Checksum(Finds[WrongProduct]):
         with self._lock:
             waiting, self._waiting = self._waiting, []
             repeated, self._repeated = self._repeated, []
+        with unwatched():
+            self._lots.send()
         for note, twin in repeated:
-            if int(twin) >= 0:
-                self._tell(_of_twin(note, int(twin)))
-        if not waiting:
-            return
-        figures = [each.verdict.to("cpu", torch.float64) for each in waiting]
-        for each, (suspected, verdict, flat, column, error, bound) in zip(
-            waiting, torch.stack(figures).tolist(), strict=True
-        ):
+            if (found := int(twin.read()[0][0])) >= 0:
+                self._tell(_of_twin(note, found))
+        for each in waiting:
+            *figures, values = each.figures.read()
+            suspected, verdict, flat, column, error, bound = (number for (number,) in figures)
             if not verdict <= 1:
                 batch, row = divmod(int(flat), each.product.rows)
                 place = (int(column), row) if each.product.turned else (row, int(column))
-                got, exact = each.values.tolist()
+                got, exact = values if len(values) == 2 else (complex(*values[:2]), complex(*values[2:]))
                 position = (batch, *place) if each.product.batched else place
                 self._tell(
                     WrongProduct(each.note.record(), position, (int(flat),), int(suspected), got, exact, error, bound)

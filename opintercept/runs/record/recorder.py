@@ -11,6 +11,7 @@ import random
 import struct
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import defaultdict, deque
@@ -31,19 +32,22 @@ from opintercept._core.noted import forget
 from opintercept._core.record import Summary
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
+from opintercept._engines.scope import unwatched
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import plain_arguments
 from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import OVERWRITES, UNREAD, UPDATED, UPDATES, torchs_name
 from opintercept._ops.slots import OUTPUT_ARGUMENT, slots_of
 from opintercept._ranks.rank import rank_and_world_size
-from opintercept._values.content import Content, content_of
+from opintercept._values.content import LOTS, Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
 from opintercept._values.read import leaves_out_captured
 from opintercept.runs.record.claim import LOCK, Claim
 from opintercept.runs.record.description import described
 from opintercept.runs.record.memory import MemoryNumbers
 from opintercept.runs.record.writer import (
+    BATCH_BYTES,
+    INTERVAL,
     QueuedCall,
     QueuedTensor,
     Writer,
@@ -66,7 +70,7 @@ _MOST_OPTIONS = 100  # of one call
 _MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
 _NUMBER = struct.Struct("=I")
 MOST_WAITING = 1 << 13  # calls of kernels that may wait to be written
-_MOST_COUNTS = 1024  # of elements, for which the places of a sample are remembered
+_MOST_SHAPES = 1024  # for which the places of a sample are remembered
 
 
 class RunRecorder:
@@ -77,7 +81,9 @@ class RunRecorder:
     has several processes, as under `torchrun`, each writes to a folder of its own, `rank0`, `rank1`, ... Calls of a
     forked child are not written. Wrap the recorder in `when` to record some calls only.
 
-    Values on a CPU are read as soon as the operator returns. Values on CUDA are copied while the program goes on.
+    Values on a CPU are read as soon as the operator returns. On another device they are reduced there, and copied while
+    the program goes on, for 256 tensors at a time or once a second. A parameter is read there once, and again when
+    autograd knows of a write to it; a write past autograd, as by `.data`, is missed.
 
     Args:
         path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
@@ -91,8 +97,9 @@ class RunRecorder:
         sample: How many values a sample has.
         flight: If given, the recorder keeps this many last calls, in a mapped file of fixed size, and takes no more
             time or memory however long the program runs. If the process is killed, the file stays and is read as a
-            run; so it is while the program runs. If an exception leaves the block, the folder gets these calls, and
-            the operands of the call that raised it. If the block ends well, nothing is left.
+            run, without the values of calls on devices other than the CPU; so it is while the program runs. If an
+            exception leaves the block, the folder gets these calls with all values, and the operands of the call that
+            raised it. If the block ends well, nothing is left.
         max_bytes: The most bytes that the folder may take; the recording stops there with one warning.
 
     Attributes:
@@ -151,9 +158,11 @@ class RunRecorder:
         self._last: deque[QueuedCall] = deque(maxlen=self.flight)
         self._failed: QueuedCall | None = None
         self._sink: Sink | None = None  # where kernels put calls
+        self._held: deque[QueuedCall] = deque()  # calls whose values a device computes, and those after them
+        self._held_bytes, self._held_since = 0, 0.0
         self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
         self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
-        self._places: dict[Any, torch.Tensor] = {}
+        self._places: dict[Any, tuple[torch.Tensor, ...]] = {}
         self._memory = MemoryNumbers()
         self._options: dict[int, tuple[Summary, str]] = {}
         self._values: defaultdict[str, set[str]] = defaultdict(set)  # the options of each operator
@@ -323,12 +332,19 @@ class RunRecorder:
         self._write(*claimed)
         if self._writer is not None:
             if not calls and failing is not None:
-                kept = last.calls["index"] != failing.note.index
-                calls, last = [failing], last._replace(calls=last.calls[kept])
-            if len(last.calls) and (not calls or failing is not None):
-                self._writer.put(last)
+                calls = [failing]
+            with unwatched():
+                LOTS.send()
+            known = {call.note.index for call in calls}
+            rest = last.calls[[index not in known for index in last.calls["index"].tolist()]]
             for call in calls:
+                earlier = rest["index"] < call.note.index
+                if earlier.any():
+                    self._writer.put(last._replace(calls=rest[earlier]))
+                    rest = rest[~earlier]
                 self._writer.put(call)
+            if len(rest):
+                self._writer.put(last._replace(calls=rest))
 
     def _give_back(self, *, goes_on: bool) -> tuple[RunInfo, Claim] | None:
         """Remove the files of the last calls, and let others write to the folder, unless this recorder goes on."""
@@ -357,6 +373,7 @@ class RunRecorder:
             return
         if self._sink is not None:
             self._sink.close()
+        self._hand_over(everything=True)
         writer.close()
         self._writer, self._closed = None, writer
         atexit.unregister(self._stop_late)
@@ -465,15 +482,40 @@ class RunRecorder:
         return True
 
     def _put(self, entry: QueuedCall) -> None:
+        late = LOTS.is_used and any(content.at_hand is None for content in _contents(entry))
         if self._writer is not None:
-            self._writer.put(entry)
+            if late or self._held:
+                self._hold(entry)
+            else:
+                self._writer.put(entry)
         elif self._flight is not None:
-            if self.tensors in ("sample", "full"):
+            if late or self.tensors in ("sample", "full"):
                 self._last.append(entry)
             elif entry.error is not None:
                 self._failed = entry
-            values = {role: content.read() for role, content in entry.values.items()}
+            # Those that a device still computes are there if an exception leaves the block, as that writes `_last`.
+            values = {} if late else {role: content.read() for role, content in entry.values.items()}
             self._flight.put(entry.note, entry.arguments, values, entry.error)
+
+    def _hold(self, entry: QueuedCall) -> None:
+        """Hand calls to the writer, which runs no operators, when their values are on the way to the host."""
+        with self._lock:
+            if not self._held:
+                self._held_bytes, self._held_since = 0, time.monotonic()
+            self._held.append(entry)
+            self._held_bytes += entry.nbytes
+            due = self._held_bytes > BATCH_BYTES or time.monotonic() - self._held_since > INTERVAL
+            self._hand_over(everything=due)
+
+    def _hand_over(self, *, everything: bool) -> None:
+        writer = self._writer
+        if self._held and everything:
+            with unwatched():
+                LOTS.send()
+        while writer is not None and self._held:
+            if not (everything or all(content.is_sent for content in _contents(self._held[0]))):
+                break
+            writer.put(self._held.popleft())
 
     def _arguments(self, call: OpCall, summary: Summary) -> str:
         """The options as JSON, found once for all calls of a signature."""
@@ -566,18 +608,23 @@ class RunRecorder:
         count, device = tensor.numel(), tensor.device
         if count <= self.sample:
             return tensor.reshape(-1)
-        places = self._places.get((count, device))
+        key = tensor.shape, device
+        places = self._places.get(key)
         if places is None:
-            drawn = sorted(random.Random(count).choices(range(count), k=self.sample))
-            places = torch.tensor(drawn, device="cpu").to(device)
+            drawn = torch.tensor(sorted(random.Random(count).choices(range(count), k=self.sample)), device="cpu")
+            places = tuple(each.to(device, non_blocking=True) for each in torch.unravel_index(drawn, tensor.shape))
             with self._lock:
-                if len(self._places) >= _MOST_COUNTS:
+                if len(self._places) >= _MOST_SHAPES:
                     self._places.clear()
-                self._places[count, device] = places
-        return tensor[torch.unravel_index(places, tensor.shape)]
+                self._places[key] = places
+        return tensor[places]
 
     def __repr__(self) -> str:
         return f"RunRecorder({str(self.path)!r}, tensors={self.tensors!r})"
+
+
+def _contents(entry: QueuedCall) -> list[Content]:
+    return [each for each in entry.values.values() if isinstance(each, Content)]
 
 
 def _inputs(call: OpCall) -> dict[str, torch.Tensor]:

@@ -1,0 +1,132 @@
+"""`Late`: numbers that a device is still computing. `Lots` brings those of many calls to the host in one copy.
+
+Invariant: nothing here waits for a device before `Late.read`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+LOT = 256
+"""How many results are copied together."""
+
+Numbers = Sequence[float] | Sequence[int]
+
+
+class Lots:
+    """Gathers results by device and stream, and copies `size` of them at a time."""
+
+    def __init__(self, size: int | None = LOT) -> None:
+        self._size = size
+        self.is_used = False  # whether anything was ever put
+        self._open: dict[tuple[torch.device, Any], list[Late]] = {}
+
+    def put(self, parts: Sequence[torch.Tensor]) -> Late:
+        """Take tensors on one device, whose values are wanted as int64 if they are that, and as float64 otherwise."""
+        device = parts[0].device
+        key = device, torch.cuda.current_stream(device) if parts[0].is_cuda else None
+        late = Late(self, key, parts)
+        gathered = self._open.setdefault(key, [])
+        gathered.append(late)
+        self.is_used = True
+        if self._size is not None and len(gathered) >= self._size:
+            self.send()
+        return late
+
+    def send(self) -> None:
+        """Begin to copy what there is. What another thread puts meanwhile may be copied alone."""
+        for key in list(self._open):
+            if gathered := self._open.pop(key, None):
+                try:
+                    _Lot(gathered, *key)
+                except RuntimeError:  # the device has no memory left now
+                    self._open.setdefault(key, []).extend(gathered)
+
+
+class Late:
+    """The numbers in some tensors."""
+
+    __slots__ = ("_key", "_lots", "lot", "parts", "places")
+
+    def __init__(self, lots: Lots, key: tuple[torch.device, Any], parts: Sequence[torch.Tensor]) -> None:
+        self._lots, self._key = lots, key
+        self.parts = parts
+        self.lot: _Lot | None = None  # once the copy has begun
+        self.places: Sequence[tuple[bool, int, int]] = ()  # whether they are whole numbers, and from where to where
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the copy has begun, so that `read` runs no operator on the device."""
+        return self.lot is not None
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether `read` does not wait."""
+        return self.lot is not None and self.lot.at_hand
+
+    def read(self) -> list[Numbers]:
+        """The numbers of each tensor; waits for the device."""
+        if self.lot is None:
+            self._lots.send()
+        lot = self.lot or _Lot([self], *self._key)
+        return [lot.numbers()[not whole][start:stop] for whole, start, stop in self.places]
+
+
+class _Lot:
+    """Results that are copied together."""
+
+    def __init__(self, gathered: Sequence[Late], device: torch.device, stream: Any) -> None:
+        self._numbers: tuple[Numbers, Numbers] | None = None
+        self._ready: torch.cuda.Event | None = None
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            self._words = _joined(gathered)
+            if self._words.is_cuda:
+                with torch.cuda.device(device):
+                    words = torch.empty_like(self._words, device="cpu", pin_memory=True)
+                    self._words = words.copy_(self._words, non_blocking=True)
+                    self._ready = torch.cuda.Event()
+                    self._ready.record()
+        for late in gathered:
+            late.lot, late.parts = self, ()
+
+    @property
+    def at_hand(self) -> bool:
+        return self._numbers is not None or self._ready is None or self._ready.query()
+
+    def numbers(self) -> tuple[Numbers, Numbers]:
+        """All numbers, as int64 and as float64."""
+        if self._numbers is None:
+            if self._ready is not None:
+                self._ready.synchronize()
+            words = self._words.cpu()
+            data = ctypes.string_at(words.data_ptr(), words.nbytes)  # no operator, which another thread might watch
+            self._numbers = array("q", data), array("d", data)
+        return self._numbers
+
+
+def _joined(gathered: Sequence[Late]) -> torch.Tensor:
+    """All tensors in one, `int64[n]`, those of one dtype beside each other, as CUDA joins them in few launches."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for late in gathered:
+        for part in late.parts:
+            by_dtype.setdefault(part.dtype, []).append(part.reshape(-1))
+    starts, joined, size = {}, [], 0
+    for dtype, parts in by_dtype.items():
+        values = torch.cat(parts)
+        starts[dtype] = size
+        size += values.numel()
+        joined.append(values if dtype is torch.int64 else values.to(torch.float64).view(torch.int64))
+    for late in gathered:
+        places = []
+        for part in late.parts:
+            start = starts[part.dtype]
+            starts[part.dtype] = stop = start + part.numel()
+            places.append((part.dtype is torch.int64, start, stop))
+        late.places = places
+    return joined[0] if len(joined) == 1 else torch.cat(joined)
