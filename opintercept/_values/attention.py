@@ -109,7 +109,7 @@ class Attention(NamedTuple):
             mask = take(take(self.mask, -3, heads), -2, rows)
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         if self.causal is not None:
-            row = torch.tensor(rows, device=scores.device).unsqueeze(-1)
+            row = _there(rows, scores.device).unsqueeze(-1)
             hidden = torch.arange(scores.shape[-1], device=scores.device) > row + self.causal
             scores = scores.masked_fill(hidden, -math.inf)
         return scores
@@ -152,7 +152,12 @@ def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
     """Select entries of a dimension, as a view if they are neighbours."""
     if isinstance(index, range) and index.step == 1:
         return tensor.narrow(dim, index.start, len(index))
-    return tensor.index_select(dim, torch.tensor(index, dtype=torch.long, device=tensor.device))
+    return tensor.index_select(dim, _there(index, tensor.device))
+
+
+def _there(index: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers on a device, without waiting for it."""
+    return torch.tensor(index, dtype=torch.long, device="cpu").to(device, non_blocking=True)
 
 
 def attention_of(call: OpCall) -> Attention | str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
@@ -31,6 +32,13 @@ def copied(tensor: torch.Tensor, to: str) -> tuple[torch.Tensor, torch.cuda.Even
             ready = torch.cuda.Event()
             ready.record()
             return copy, ready
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors on one device to the host in one copy, which waits for the device."""
+    whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+    parts = zip(whole.split([tensor.nbytes for tensor in tensors]), tensors, strict=True)
+    return [part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in parts]  # a clone is aligned
 
 
 def safetensors_for(what: str) -> Any:

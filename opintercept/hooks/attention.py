@@ -23,11 +23,13 @@ from opintercept._core.tables import Held
 from opintercept._core.text import counted, printable
 from opintercept._kit.copyable import Copyable
 from opintercept._values.attention import Attention, attention_of, product_of, take, without_autocast
+from opintercept._values.copies import on_host
 from opintercept._values.read import in_graph_capture, is_freed, leaves_out_captured, stored_values
 
 Of = Literal["probabilities", "scores", "entropy"]
 
 _NAMED = re.compile("attn|attention", re.IGNORECASE)
+_Selected = tuple[Sequence[int], Sequence[int], torch.Tensor]  # heads, rows, and the weights there
 _SHAPES = 8  # output shapes kept per module: some compute several products before they use one as scores
 
 
@@ -197,22 +199,52 @@ class AttentionWeights(Held, Copyable):
         if shape in shapes:
             shapes.remove(shape)  # this operand was made of those scores, whether or not it is weights
             with nullcontext() if named else suppress(_Unkept):
-                found = None if leaves_out_captured(lhs, self) else _weights_in(lhs, named)
+                found = None if leaves_out_captured(lhs, self) else self._weights_in(lhs, named)
         if found is None:
             shapes.append(tuple(output.shape))
             return
-        weights, dropout = found
+        weights, dropout, selected = found
+        heads, rows, chosen = selected or self._selected(weights)
+        values = _empty(tuple(chosen.shape), chosen.dtype)
+        values.copy_(chosen)
+        self._append(call, heads, rows, dropout, values)
+
+    def _weights_in(
+        self, lhs: torch.Tensor, may_be_dropped: bool
+    ) -> tuple[torch.Tensor, float, _Selected | None] | None:
+        """The left operand of a product, with the shape of an earlier output, if it is the output of a softmax.
+
+        Comes with the probability of the dropout that follows, NaN if it has been applied, and from a device with what
+        is to be kept. `may_be_dropped` says whether rows may sum to 1 only on average, as they do after a dropout.
+        Raises if it may be weights and cannot be kept.
+        """
+        values = stored_values(lhs)
+        if values is None or type(values) not in (torch.Tensor, torch.nn.Parameter):
+            raise _Unkept("its operands have no values")
+        if not values.is_floating_point() or not values.numel():
+            return None
+        selected, weights = None, _with_heads(lhs, values)
+        sums, low = values.sum(-1, dtype=torch.float64), values.amin()
+        if not values.is_cpu:
+            with suppress(_Unkept):  # raised again, if these are weights
+                selected = self._selected(weights)
+            if selected is None:
+                sums, low = on_host([sums, low])
+            else:
+                sums, low, chosen = on_host([sums, low, selected[2]])
+                selected = *selected[:2], chosen
+        dropout = _dropout_in(sums, low.item(), values, may_be_dropped)
+        return None if dropout is None else (weights, dropout, selected)
+
+    def _selected(self, weights: torch.Tensor) -> _Selected:
+        """The chosen heads and rows, and the weights there, or their entropies."""
         if self.of == "scores":
             raise _Unkept('the scores of eager attention are not known; of="probabilities" works')
         heads = _places("heads", self._heads, weights.shape[-3])
         rows = _places("rows", self._rows, weights.shape[-2])
         dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
         chosen = take(take(weights.detach(), -3, heads), -2, rows).to(dtype)
-        if self.of == "entropy":
-            chosen = torch.special.entr(chosen).sum(-1)
-        values = _empty(tuple(chosen.shape), dtype)
-        values.copy_(chosen)
-        self._append(call, heads, rows, dropout, values)
+        return heads, rows, torch.special.entr(chosen).sum(-1) if self.of == "entropy" else chosen
 
     def _append(
         self, call: OpCall, heads: Sequence[int], rows: Sequence[int], dropout: float, values: torch.Tensor
@@ -282,30 +314,20 @@ class _Unkept(Exception):
     """Attention that cannot be kept; the message says why."""
 
 
-def _weights_in(lhs: torch.Tensor, may_be_dropped: bool) -> tuple[torch.Tensor, float] | None:
-    """The left operand of a product, with the shape of an earlier output, if it is the output of a softmax.
-
-    Comes with the probability of the dropout that follows, NaN if it has been applied. `may_be_dropped` says whether
-    rows may sum to 1 only on average, as they do after a dropout. Raises if it may be weights and cannot be kept.
-    """
-    values = stored_values(lhs)
-    if values is None or type(values) not in (torch.Tensor, torch.nn.Parameter):
-        raise _Unkept("its operands have no values")
-    if not values.is_floating_point() or not values.numel():
-        return None
-    sums = values.sum(-1, dtype=torch.float64)
+def _dropout_in(sums: torch.Tensor, low: float, values: torch.Tensor, may_be_dropped: bool) -> float | None:
+    """The dropout in weights with these sums and this smallest value, as `_weights_in` says; None if they are none."""
     if not bool(torch.isfinite(sums).all()):
         raise _Unkept("its weights are not all finite")
-    if bool((values < 0).any()):
+    if low < 0:
         return None
     # The softmax was computed in at least float32 and rounded to the dtype, so each weight is off by at most eps / 2.
     eps = torch.finfo(values.dtype).eps
     close = (sums - 1).abs() <= eps + values.shape[-1] * min(eps, 2.0**-23)
     some, empty = bool(close.any()), sums == 0  # a query that sees no key
     if some and bool((close | empty).all()):
-        return _with_heads(lhs, values), 0.0
-    if may_be_dropped and bool((values == 0).any()) and abs(float(sums.mean()) - 1) < 0.25:
-        return _with_heads(lhs, values), math.nan
+        return 0.0
+    if may_be_dropped and low == 0 and abs(float(sums.mean()) - 1) < 0.25:
+        return math.nan
     raise _Unkept("the rows of its weights do not sum to 1")
 
 
