@@ -15,6 +15,8 @@ from opintercept._values.sums import summarize
 class Print(Held):
     """Prints one line for each call: index, phase, operator, shapes, module, and the output's range and moments.
 
+    Of a copy between devices, the line says from where it comes.
+
     Print reads the values and so waits for the device at every call. Use it to look around, not in production.
 
     Args:
@@ -35,10 +37,17 @@ class Print(Held):
 
     def post(self, call: OpCall) -> None:
         """Print the line."""
-        summary = summarize(first_output(call.output))
+        output = first_output(call.output)
+        summary = summarize(output)
         values = f" | {summary}" if summary is not None else ""
         record = call.record()
         module = f" in {printable(record.module, 200)}" if record.module else ""
-        line = f"{call.index} {call.phase} {record}{module}{values}\n"
+        there = [t.device for t in call.tensors.values() if t.device != output.device] if _copies(call) else []
+        source = f" from {there[0]}" if there else ""
+        line = f"{call.index} {call.phase} {record}{source}{module}{values}\n"
         # One write, so that neither an interrupt nor another thread can split the line.
         print(line, end="", file=sys.stdout if self.file is None else self.file)
+
+
+def _copies(call: OpCall) -> bool:
+    return call.op in ("aten::copy_", "aten::_to_copy")
