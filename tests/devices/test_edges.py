@@ -1,0 +1,40 @@
+"""What is particular about a GPU: copies between devices, memory that is gone or short, and what a crash leaves."""
+
+from __future__ import annotations
+
+import pytest
+from compiler import needs_compiler
+from devices import on_a_device
+
+pytestmark = [pytest.mark.slow, needs_compiler]
+
+
+def test_a_block_of_all_operators_launches_none_and_says_which_way_copies_go() -> None:
+    unchanged, copies = on_a_device("device_edges.py", "all")
+    assert unchanged == {"kernel": True, "compiled": True, "mode": True}
+    assert copies == [
+        *["aten::copy_  -> float32[6, 8]@toy:0 from cpu"] * 2,
+        "aten::copy_  -> float32[6, 8] from toy:0",
+    ]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
+def test_the_last_calls_before_an_exception_have_their_values(late: bool) -> None:
+    on_device, on_cpu = on_a_device("device_edges.py", "flight", *["--late"] * late)
+    assert len(on_cpu) == 3
+    assert on_device == on_cpu
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
+def test_results_are_those_of_the_values_at_the_call(late: bool) -> None:
+    rows, findings = on_a_device("device_edges.py", "freed", *["--late"] * late)
+    assert rows == [[40, 1000, 0.0, 39.0, 19.5], [40, 1000, 0.0, 5 * 39.0**2, pytest.approx(2567.5)]]
+    assert findings == 0
+
+
+def test_a_hook_for_which_the_device_has_no_memory_left_leaves_calls_out() -> None:
+    alike, stats, checksum, calls = on_a_device("device_edges.py", "memory")
+    assert alike
+    assert stats == 2
+    assert checksum == {"aten::addmm: the device has no memory left": 2}
+    assert calls == [{}, {}]

@@ -1,0 +1,23 @@
+"""Hooks find on a stand-in for a GPU what they find on the CPU, and touch no memory of the device."""
+
+from __future__ import annotations
+
+import pytest
+from compiler import needs_compiler
+from devices import on_a_device
+
+GROUPS = {
+    "values": ("Recorder", "Stats", "Stats, channels", "NonFinite", "NonFinite, later", "Print", "Capture"),
+    "products": ("AttentionWeights", "Gradients", "Reference", "FakeQuantize", "BitFlip", "Checksum"),
+    "runs": ("RunRecorder, stats", "RunRecorder, sample", "RunRecorder, full"),
+}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_hooks_find_what_they_find_on_the_cpu(group: str, late: bool) -> None:
+    found = on_a_device("device_hooks.py", *["--late"] * late, *GROUPS[group])
+    assert set(found) >= set(GROUPS[group])
+    assert {case: lines for case, lines in found.items() if lines} == {}

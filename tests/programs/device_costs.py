@@ -1,0 +1,141 @@
+"""What a hook adds to a call on a GPU, counted on a stand-in: `python tests/programs/device_costs.py` prints a table.
+
+It is that of docs/cost.md. With `--json` it prints the rows as data, and what `tests/devices/test_costs.py` allows.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import toy_device
+from torch import nn
+
+from opintercept import hooks, intercept, runs
+
+CALLS = 32
+Hook = Callable[[str], Any]  # makes one that may write to a folder
+
+
+class Row(NamedTuple):
+    """What a hook adds to a call, on average, and at the end of a block of `CALLS` steps.
+
+    A step has one forward and two backward calls. Copies that wait are among the waits, and so are `.item()`.
+    """
+
+    hook: str
+    forward: float  # launches
+    backward: float
+    waits: float
+    items: float
+    copies: float  # that do not wait
+    bytes: float  # copied to the host
+    waits_at_end: int
+
+
+class Bound(NamedTuple):
+    """The most launches and waits that a hook may add."""
+
+    forward: float
+    backward: float
+    waits: float = 0
+    waits_at_end: int = 0
+
+
+def record(folder: str, tensors: Any, **options: Any) -> Any:
+    return runs.RunRecorder(folder, tensors, **options)
+
+
+def ignore(call: Any) -> None: ...
+
+
+def run(tensors: Any, **options: Any) -> Hook:
+    return partial(record, tensors=tensors, **options)
+
+
+# A linear layer has four tensors in forward, two of which are weights, and three in backward. A run copies what it has
+# once a second, in a few launches, which are many beside those of the calls on a slow machine.
+HOOKS: dict[str, tuple[Hook, Bound]] = {
+    "no-op": (lambda _: ignore, Bound(0, 0)),
+    "Recorder()": (lambda _: hooks.Recorder(), Bound(0, 0)),
+    "Profile()": (lambda _: hooks.Profile(), Bound(0, 0)),
+    "Stats()": (lambda _: hooks.Stats(), Bound(8, 8)),
+    'Stats(("lhs", "rhs", "output"))': (lambda _: hooks.Stats(("lhs", "rhs", "output")), Bound(24, 24)),
+    "NonFinite()": (lambda _: hooks.NonFinite(), Bound(2, 2, 1)),
+    "NonFinite(check_every=1000)": (lambda _: hooks.NonFinite(check_every=1000), Bound(8, 6, 0, 1)),
+    "Print()": (lambda _: hooks.Print(file=io.StringIO()), Bound(0, 0, 1)),
+    'Capture(("lhs", "output"))': (lambda _: hooks.Capture(of=("lhs", "output")), Bound(0, 0)),
+    "AttentionWeights()": (lambda _: hooks.AttentionWeights(), Bound(4, 0, 1 / 3)),
+    "Reference()": (lambda _: hooks.Reference(), Bound(55, 55, 1)),
+    "FakeQuantize(torch.int8)": (lambda _: hooks.FakeQuantize(torch.int8), Bound(20, 20)),
+    "Checksum()": (lambda _: hooks.Checksum(), Bound(113, 108, 0, 1)),
+    'RunRecorder(path, "none")': (run("none"), Bound(0, 0)),
+    'RunRecorder(path, "stats")': (run("stats"), Bound(20, 24)),
+    'RunRecorder(path, "sample")': (run("sample"), Bound(26, 33)),
+    'RunRecorder(path, "full")': (run("full"), Bound(20, 24)),
+    'RunRecorder(path, "none", flight=64)': (run("none", flight=64), Bound(0, 0)),
+    'RunRecorder(path, "stats", flight=64)': (run("stats", flight=64), Bound(20, 24)),
+}
+
+
+class Attention(nn.Module):
+    """Attention of which the first product gives the scores."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+def added(make: Hook | None, folder: str, attention: bool = False) -> tuple[toy_device.Counts, ...]:
+    """What happens in `CALLS` forward calls, as many backward passes, and at the end of the block."""
+    model = Attention() if attention else nn.Linear(64, 64).to("toy")
+    x = torch.randn(*([4] if attention else []), 32, 64).to("toy")
+    with intercept(make(folder), engine="kernel") if make is not None else nullcontext():
+        model(x.clone().requires_grad_()).sum().backward()
+        toy_device.counts()
+        outputs = [model(x.detach().requires_grad_()) for _ in range(CALLS)]
+        forward = toy_device.counts()
+        for output in outputs:
+            output.backward(torch.ones_like(output))
+        backward = toy_device.counts()
+    return forward, backward, toy_device.counts()
+
+
+def measure(name: str) -> Row:
+    attention = name.startswith("AttentionWeights")
+    plain = added(None, "", attention)
+    with tempfile.TemporaryDirectory() as folder:
+        found = added(HOOKS[name][0], f"{folder}/run", attention)
+    forward, backward, end = (
+        toy_device.Counts(*(a - b for a, b in zip(one, other, strict=True)))
+        for one, other in zip(found, plain, strict=True)
+    )
+    block = toy_device.Counts(*(a + b for a, b in zip(forward, backward, strict=True)))
+    return Row(
+        name,
+        forward.launches / CALLS,
+        backward.launches / 2 / CALLS,
+        block.waits / 3 / CALLS,
+        block.items / 3 / CALLS,
+        (block.late + end.late) / 3 / CALLS,
+        (block.bytes + end.bytes) / 3 / CALLS,
+        end.waits,
+    )
+
+
+if __name__ == "__main__":
+    toy_device.take_for_cuda()
+    rows = [measure(name) for name in HOOKS]
+    if "--json" in sys.argv:
+        print(json.dumps([(row, HOOKS[row.hook][1]) for row in rows]))
+    else:
+        print("| | launches, forward | backward | waits | `.item()` | late copies | bytes | waits at the end |")
+        print("|---|---|---|---|---|---|---|---|")
+        for row in rows:
+            print(f"| `{row.hook}` | " + " | ".join(f"{number:.1f}".removesuffix(".0") for number in row[1:]) + " |")

@@ -1,0 +1,113 @@
+"""What is particular about a GPU, tried on a stand-in: `python device_edges.py CASE` prints as JSON what happens."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import toy_device
+from torch import Tensor, nn
+
+from opintercept import hooks, intercept, runs
+
+
+def network() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(6, 8)
+
+
+def all_operators() -> Any:
+    """Whether a block that watches all operators launches none, by engine, and what is printed of copies."""
+    net, x = network()
+    net = net.to("toy")
+
+    def program() -> None:
+        net(x.to("toy")).sum().backward()
+        torch.zeros(6, 8, device="toy").copy_(x).cpu().sum().item()
+
+    found = {}
+    program()
+    for engine in ("kernel", "compiled", "mode"):
+        toy_device.counts()
+        program()
+        plain = toy_device.counts()
+        with intercept(lambda call: None, ops="all", engine=engine):
+            program()
+        found[engine] = plain == toy_device.counts()
+    lines = io.StringIO()
+    with intercept(hooks.Print(lines), ops="all", engine="kernel"):
+        program()
+    return found, [line.split(" | ")[0].split(" ", 2)[2] for line in lines.getvalue().splitlines() if "copy" in line]
+
+
+def flight() -> Any:
+    """The values of the last calls before an exception, of the device and of the CPU."""
+    found = []
+    for device in ("toy", "cpu"):
+        net, x = network()
+        net, x = net.to(device), x.to(device)
+        with tempfile.TemporaryDirectory() as folder:
+            with contextlib.suppress(RuntimeError), intercept(runs.RunRecorder(f"{folder}/run", flight=3)):
+                for _ in range(3):
+                    net(x)
+                    toy_device.counts()
+                net[0](x.T)
+            calls = list(runs.open_run(f"{folder}/run").calls())
+            found.append(
+                [(c.record.index, c.error, {r: (v.hash, v.count) for r, v in c.values.items()}) for c in calls]
+            )
+    return found
+
+
+def freed() -> Any:
+    """What hooks read of tensors that are gone, or hold other values, when the results are read."""
+    stats, nonfinite = hooks.Stats(("lhs", "output")), hooks.NonFinite(check_every=99, action="record")
+    x = torch.eye(5).to("toy")
+    with intercept([stats, nonfinite]):
+        for number in range(40):
+            x.fill_(float(number))
+            torch.mm(x, x)
+        x.fill_(torch.nan)
+    return [(row.calls, row.count, row.min, row.max, row.mean) for row in stats.rows()], len(nonfinite.findings)
+
+
+class Short:
+    """Leaves the device without memory for the hooks between two of these, or gives it back."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+
+    def pre(self, call: Any) -> None: ...
+
+    def post(self, call: Any) -> None:
+        torch.ops.toy.limit(self.memory)
+
+
+def memory() -> Any:
+    """What hooks say where the device has no memory left for them, and whether the program's results are the same."""
+    net, x = network()
+    net, x = net.to("toy"), x.to("toy")
+    expected = net(x).cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        stats, nonfinite = hooks.Stats(), hooks.NonFinite()
+        checksum, recorder = hooks.Checksum(action="record"), runs.RunRecorder(f"{folder}/run")
+        with intercept([Short(0), stats, nonfinite, checksum, recorder, Short(-1)]):
+            result = net(x).cpu()
+        calls = [{role: v.count for role, v in call.values.items()} for call in runs.open_run(recorder.path).calls()]
+    return torch.equal(result, expected), stats.skipped, checksum.skipped, calls
+
+
+CASES: dict[str, Callable[[], Any]] = {"all": all_operators, "flight": flight, "freed": freed, "memory": memory}
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    if "--late" in sys.argv:
+        toy_device.take_for_cuda()
+    print(json.dumps(CASES[sys.argv[1]]()))
