@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compiler import needs_compiler
+from devices import on_a_device
 from nets import ENGINES, record
 from threads import run_threads
 from torch import Tensor, nn
@@ -519,14 +516,10 @@ def test_an_operand_that_has_been_packed_tells_nothing() -> None:
 
 
 @functools.cache
-def on_a_device() -> dict[str, dict[str, list[str]]]:
+def differences() -> dict[str, dict[str, list[str]]]:
     """How programs on a stand-in for a GPU differ from the same programs on the CPU, by engine."""
-    programs = Path(__file__).parents[1] / "programs" / "device_programs.py"
-    command = [sys.executable, "-X", "faulthandler", str(programs), *DEVICE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    differences: dict[str, dict[str, list[str]]] = json.loads(done.stdout)
-    return differences
+    found: dict[str, dict[str, list[str]]] = on_a_device("device_programs.py", *DEVICE)
+    return found
 
 
 DEVICE = ("kernel", "mode", "compiled")
@@ -543,6 +536,6 @@ def test_calls_on_a_device_come_from_where_they_come_from_on_the_cpu(
 ) -> None:
     if request.config.getoption("--compiled"):
         pytest.skip("is the same without --compiled")
-    found = on_a_device()[engine]
-    assert len(found) >= 11
+    found = differences()[engine]
+    assert len(found) >= 13
     assert {program: lines for program, lines in found.items() if lines} == {}

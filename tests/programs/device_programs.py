@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import toy_device  # noqa: F401
 from nets import product
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd import grad
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,6 +88,13 @@ def penalty(loss: Any, model: Any) -> None:
     (value + sum(each.pow(2).sum() for each in grad(value, weights, create_graph=True))).backward()
 
 
+def scaled(loss: Any, model: Any) -> None:
+    scaler = torch.amp.GradScaler(model.device.type, init_scale=8.0)
+    scaler.scale(loss()).backward()
+    scaler.step(torch.optim.SGD(model.parameters(), 0.1))
+    scaler.update()
+
+
 def twice(loss: Any, model: Any) -> None:
     """Differentiates twice and, with the graph of both, a third time."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -113,6 +121,46 @@ def custom_function(device: str) -> list[Tensor]:
         gradient.pow(2).sum().backward()
         checkpoint(net, x, use_reentrant=False).sum().backward()
     return [x.grad] if x.grad is not None else []
+
+
+class OnHost(distributed.ProcessGroup):
+    """Gloo for both devices: copies tensors to the host and back."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.gloo: Any = distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+    def _run(self, collective: Callable[..., Any], tensors: list[Tensor], *arguments: Any) -> Any:
+        host = [tensor.cpu() for tensor in tensors]
+        work = collective(host, *arguments)
+        work.wait()
+        for tensor, result in zip(tensors, host, strict=True):
+            tensor.copy_(result)
+        return work
+
+    def getBackendName(self) -> str:
+        return "onhost"
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        return self._run(self.gloo.allreduce, tensors, options or distributed.AllreduceOptions())
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+        return self._run(self.gloo.broadcast, tensors, options)
+
+    def allgather(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
+        given = [tensor.cpu() for tensor in tensors]
+        return self._run(lambda host: self.gloo.allgather([host], given), outputs[0])
+
+
+def data_parallel(device: str) -> list[Tensor]:
+    if not distributed.is_initialized():
+        distributed.Backend.register_backend("onhost", OnHost, devices=["toy", "cpu"])
+        distributed.init_process_group("onhost", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    net = nn.Sequential(*(Layer(torch.mm) for _ in range(3))).to(device)
+    model = DistributedDataParallel(net)
+    for _ in range(STEPS):
+        model(torch.ones(4, 4, device=device)).pow(2).sum().backward()
+    return [weight.grad for weight in net.parameters() if weight.grad is not None]
 
 
 def two_threads(device: str) -> list[Tensor]:
@@ -149,7 +197,9 @@ PROGRAMS: dict[str, Program] = {
     "gradient penalty of frozen weights": Llama(penalty, frozen=True),
     "gradient penalty with checkpoints": Llama(penalty, checkpoints=False),
     "third derivative": Llama(twice),
+    "gradient scaler": Llama(scaled),
     "custom function": custom_function,
+    "data parallel": data_parallel,
 }
 THREADS: dict[str, Program] = {"two threads": two_threads}
 
