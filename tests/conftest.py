@@ -29,7 +29,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other wor
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
     os.environ.pop("PYTEST_ADDOPTS", None)  # may have started the workers; pytest in a test is to start none
-pytest.register_assert_rewrite("interrupts", "numpy_stats")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports Triton, whose own functions it changes
+pytest.register_assert_rewrite("interrupts", "made_tensors", "numpy_stats")
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
 

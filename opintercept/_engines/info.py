@@ -16,6 +16,7 @@ from opintercept._core.version import __version__
 from opintercept._engines import compiled
 from opintercept._native import build, library
 from opintercept._origin import stack
+from opintercept._values import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Info:
         vectors: torch's name for the best vector instructions of this processor, `"AVX512"` for example.
         noted: Whether calls are noted in C++, where the stack is read too.
         values: Whether hooks read values of tensors on the CPU in C++.
+        on_devices: How hooks read those of tensors on CUDA devices.
     """
 
     engine: Literal["compiled", "kernel"]
@@ -45,6 +47,7 @@ class Info:
     vectors: str
     noted: bool
     values: bool
+    on_devices: str
 
     def __str__(self) -> str:
         where = "none" if self.cache is None else f"none; `opintercept build` keeps it in {self.cache}"
@@ -55,6 +58,7 @@ class Info:
             "library": where if self.library is None else str(self.library),
             "calls": "noted in C++, where the stack is read too" if self.noted else "shown to hooks in Python",
             "values": f"read in C++, with {self.vectors}" if self.values else "read with torch's operators",
+            "on devices": self.on_devices,
         }
         return "\n".join(f"{name:<15}{text}" for name, text in rows.items())
 
@@ -88,4 +92,5 @@ def info() -> Info:
         vectors=torch.backends.cpu.get_cpu_capability(),
         noted=ready and compiled.load().walk is not stack.walk,
         values=found.module is not None,
+        on_devices=on_device.told(),
     )

@@ -20,10 +20,11 @@ from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
 from opintercept._origin.links import graph_task
 from opintercept._values import hash as _hash
+from opintercept._values import on_device
 from opintercept._values.late import Lots
 from opintercept._values.read import parameter_of, stored_values
 from opintercept._values.stats import Values
-from opintercept._values.sums import LateSums, Reader, flat, scan
+from opintercept._values.sums import LateSums, Reader, flat, of_rows, scan
 
 # Values on these devices are read at once; on others, when the work queued there is done.
 HOST = ("cpu",)
@@ -101,12 +102,12 @@ def _content_of(tensor: Any) -> Content | None:
     values = stored_values(tensor)
     if values is None:
         return None
-    bits = _hash.bits_of(tensor) if is_strided(tensor) and not tensor.is_quantized else None
     count = values.numel()
+    if count and values.device.type not in HOST:
+        return _read_later(tensor, values)
+    bits = _bits_of(tensor)
     if not count:
         return Content(Values(None if bits is None else EMPTY, 0, 0, 0, None, None, None, None))
-    if values.device.type not in HOST:
-        return _read_later(tensor, values, bits)
     if bits is not None and count <= _hash.SMALL:
         return Content(_of_small(values, bits))
     alive = tensor._base if tensor._is_view() else tensor
@@ -203,7 +204,11 @@ def _read_now(values: torch.Tensor, hashed: torch.Tensor | None) -> Values:
     return Values(digits, count, nan, count - finite - nan, low, high, mean, rms)
 
 
-def _read_later(tensor: torch.Tensor, values: torch.Tensor, bits: _hash.Bits | None) -> Content:
+def _bits_of(tensor: torch.Tensor) -> _hash.Bits | None:
+    return _hash.bits_of(tensor) if is_strided(tensor) and not tensor.is_quantized else None
+
+
+def _read_later(tensor: torch.Tensor, values: torch.Tensor) -> Content:
     """What a device finds of a tensor; of a parameter, what it has found if autograd knows of no write since then."""
     parameter = parameter_of(tensor)
     key = None if parameter is None else (values.data_ptr(), values.shape, values.stride(), values.dtype)
@@ -211,7 +216,12 @@ def _read_later(tensor: torch.Tensor, values: torch.Tensor, bits: _hash.Bits | N
         storage, version, content = known
         if storage() is parameter.untyped_storage() and version == parameter._version:
             return content
-    content = Content(None, _READER.read_later(flat(values), LOTS, bits), bits is not None)
+    rows = on_device.read(tensor, None, True)
+    if rows is not None:
+        content = Content(None, LateSums([(LOTS.put([rows]), of_rows)]), True)
+    else:
+        bits = _bits_of(tensor)
+        content = Content(None, _READER.read_later(values, LOTS, bits), bits is not None)
     if parameter is not None:
         with _lock:
             if len(_on_devices) >= REMEMBERED:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from opintercept._core.errors import HookError
 from opintercept._native import values as native
+from opintercept._values import on_device
 from opintercept._values.hash import Bits, check_unwrapped, hash_of, terms_fit, write_terms
 from opintercept._values.late import Late, Lots, Numbers
 from opintercept._values.read import moments, real_values
@@ -209,8 +211,11 @@ class Reader:
         return underflow, (magnitudes > self._huge).sum(-1, dtype=torch.float64)
 
     def read_later(self, values: torch.Tensor, lots: Lots, bits: Bits | None = None) -> LateSums:
-        """Add up flat values on a device without waiting for it, and the terms of the hash of their bits."""
-        pieces = values.split(PIECE)
+        """Add up values on a device without waiting for it, and the terms of the hash of their bits."""
+        rows = on_device.read(values, self.limits, False) if bits is None else None
+        if rows is not None:
+            return LateSums([(lots.put([rows]), of_rows)])
+        pieces = flat(values).split(PIECE)
         apart = bits is not None and (len(pieces) > 1 or not terms_fit(bits[0], values.numel()))
         found = []
         for place, piece in enumerate(pieces):
@@ -233,6 +238,16 @@ class Reader:
         finite = counted[first].view(torch.bool)[::8]  # the lowest byte of each
         filled = torch.where(finite, wide, _column(values.device, math.inf, -math.inf, 0.0))
         return [counted.sum(1), *torch.aminmax(filled[:2], dim=1), *torch.var_mean(filled[2], correction=0)]
+
+
+def of_rows(numbers: list[Numbers]) -> tuple[int, Read]:
+    """What the rows of `on_device.read` hold, added up."""
+    sums, words = Sums(), array("q", map(int, numbers[0]))
+    values = array("d", words.tobytes())
+    for at in range(0, len(words), 11):
+        sums.add(values[at + 1 : at + 9], values[at + 9], values[at + 10])
+    counts = sums.count, sums.finite, sums.nan, sums.nonzero, sums.underflow, sums.overflow
+    return sum(words[::11]), ((*counts, sums.total, sums.spread), -sums.low, sums.high)
 
 
 def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Read]:

@@ -273,7 +273,7 @@ class Stats(Copyable, Table):
             exact = values if values.is_floating_point() and values.element_size() > 1 else values.to(torch.float64)
             part = Cell(1)
             part.channels = exact.abs().reshape(-1, width).amax(0).to(torch.float64)
-        values = flat(values)
+        values = flat(values) if device in ON_HOST else values
         count = values.numel()
         if device in ON_HOST and 0 < count <= SMALL and type(values) in _PLAIN:
             return _Addition(key, part, values.to(torch.float64, copy=True))
@@ -283,7 +283,7 @@ class Stats(Copyable, Table):
         if device in ON_HOST:
             self._reader.add(values, part)
             return _Addition(key, part)
-        for piece in values.split(PIECE) if self._reader.histogram else ():
+        for piece in flat(values).split(PIECE) if self._reader.histogram else ():
             part.add_histogram(powers(piece))
         return _Addition(key, part, late=self._reader.read_later(values, self._lots))
 

@@ -135,4 +135,11 @@ def test_the_line_that_the_readme_shows_prints_the_same(capsys: pytest.CaptureFi
         check=True,
     )
     lines = printed.stdout.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["opintercept", 'engine="auto"', "library", "calls", "values"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "opintercept",
+        'engine="auto"',
+        "library",
+        "calls",
+        "values",
+        "on devices",
+    ]

@@ -21,6 +21,7 @@ BUILT = Info(
     vectors="AVX512",
     noted=True,
     values=True,
+    on_devices="read with torch's operators",
 )
 
 
@@ -31,6 +32,7 @@ def test_the_table_says_where_the_library_is() -> None:
         "library        /cache/opintercept/torch2.13.0.so",
         "calls          noted in C++, where the stack is read too",
         "values         read in C++, with AVX512",
+        "on devices     read with torch's operators",
     ]
 
 
@@ -44,6 +46,7 @@ def test_the_table_says_why_there_is_no_library() -> None:
         "library        none; `opintercept build` keeps it in /cache/opintercept",
         "calls          shown to hooks in Python",
         "values         read with torch's operators",
+        "on devices     read with torch's operators",
     ]
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_tensors import LAYOUTS, assert_sums_are, made, ordinary, random_bits, shapes
 from native import library, run_python
 from numpy_stats import COMPLEX, FLOATS, INTEGERS, TARGETS, TINY_FLOATS, every_value, float64
 from torch import Tensor
@@ -30,21 +30,6 @@ pytestmark = [pytest.mark.slow, needs_compiler]
 COUNTS = (1, 2, 7, 8, 31, 33, 67, 1009, 4095, 4096, 4097, 8209, 65535, 65537, 131_101, 2**18 - 1, 2**18 + 3)
 
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "as it is": lambda t: t,
-    "transposed": lambda t: t.mT if t.dim() > 1 else t,
-    "reversed": lambda t: t.permute([*reversed(range(t.dim()))]),
-    "moved": lambda t: t.movedim(0, -1) if t.dim() else t,
-    "every other one": lambda t: t[..., ::2] if t.dim() else t,
-    "every third row": lambda t: t[::3] if t.dim() else t,
-    "without the first": lambda t: t[1:] if t.dim() else t,
-    "a column": lambda t: t[..., :1] if t.dim() else t,
-    "expanded": lambda t: t.expand(3, *t.shape),
-    "expanded last": lambda t: t[..., None].expand(*t.shape, 4),
-    "a diagonal": lambda t: t.diagonal(dim1=-2, dim2=-1) if t.dim() > 1 else t,
-    "windows": lambda t: t.unfold(-1, 2, 1) if t.dim() and t.shape[-1] > 1 else t,
-    "a parameter": lambda t: torch.nn.Parameter(t.clone()),
-}
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -58,45 +43,6 @@ def read(tensor: Tensor, **asked: Any) -> values.Found:
     if not asked:
         assert repr(library().read(tensor)) == repr(found)  # a total may be NaN: Inf - Inf
     return found  # type: ignore[no-any-return]
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Any bits: NaN, infinite and subnormal values among them."""
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(256, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-    return raw.view(dtype).view(shape)
-
-
-def ordinary(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Values around a mean, a tenth of them zero."""
-    generator = torch.Generator().manual_seed(seed)
-    mean = (0.0, 0.3, 1e3)[seed % 3]
-    tensor = torch.randn(shape, generator=generator, dtype=torch.float64) + mean
-    return (tensor * (torch.rand(shape, generator=generator) > 0.1)).to(dtype)
-
-
-def assert_sums_are(found: values.Found, array: np.ndarray) -> None:
-    """Compare with NumPy: counts and range exactly, the total to the rounding of a sum in float64."""
-    (count, finite, nan, nonzero, *_, total, spread), below, high, *_ = found
-    kept = array[np.isfinite(array)]
-    assert (count, finite, nan) == (array.size, kept.size, np.isnan(array).sum())
-    assert nonzero == (array != 0).sum()
-    if not kept.size:
-        assert (total, spread, below, high) == (0, 0, -math.inf, -math.inf)
-        return
-    assert (-below, high) == (kept.min(), kept.max())
-    with np.errstate(over="ignore", invalid="ignore"):
-        if not np.isfinite(np.square(kept).sum()):
-            assert spread == math.inf
-            return
-    assert total == pytest.approx(math.fsum(kept), rel=1e-12, abs=1e-14 * np.abs(kept).sum())
-    exact = np.square(kept - math.fsum(kept) / kept.size).sum()
-    # Of values whose spread is lost next to their mean, only its magnitude is kept.
-    assert spread == pytest.approx(exact, rel=1e-9, abs=1e-27 * np.square(kept).sum())
-
-
-shapes = st.lists(st.sampled_from((0, 1, 2, 3, 5, 7, 16, 37)), max_size=4).map(tuple)
-made = st.sampled_from((random_bits, ordinary))
 
 
 @settings(max_examples=400, deadline=None)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_tensors import random_bits
 from native import reading
 from torch import Tensor
 
@@ -61,16 +62,6 @@ def on_device(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> Values:
     with reading(False), monkeypatch.context() as patched:
         patched.setattr(_content, "HOST", ())
         return values(tensor)
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Random bits, also those of NaN and subnormal numbers; a bool is 0 or 1."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype is torch.bool:
-        return torch.randint(2, shape, generator=generator).bool()
-    size = dtype.itemsize
-    raw = torch.randint(256, (math.prod(shape) * size,), generator=generator).to(torch.uint8)
-    return raw.view(dtype).view(shape)
 
 
 def laid_out(tensor: Tensor, draw: st.DataObject) -> Tensor:
