@@ -1,4 +1,4 @@
-"""The benchmarks: `python -m benchmarks [suite ...] [--smoke] [--cpu] [--json]`."""
+"""The benchmarks: `python -m benchmarks [suite ...] [--smoke] [--cpu] [--json] [--all]`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,16 @@ def main() -> None:
         "--cpu", action="store_true", help="measure the processor's time, on a busy machine; not for gpu"
     )
     parser.add_argument("--threads", type=int, default=1, help="torch's threads (default 1)")
+    parser.add_argument("--all", action="store_true", help="gpu alone: all that only a GPU shows, as Markdown")
     options = parser.parse_args()
     if unknown := set(options.suites) - set(SUITES):
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose from {', '.join(SUITES)}")
     torch.set_num_threads(options.threads)
+    if options.all:
+        if options.suites != ["gpu"] or not (options.smoke or torch.cuda.is_available()):
+            parser.error("--all needs the suite gpu alone, and a GPU unless there is --smoke")
+        importlib.import_module("benchmarks.gpu_day").report(options.smoke)
+        return
     if options.cpu:
         Clock.now = time.process_time
     # A row that names no engine is for kernels in Python, also where the compiled engine has been built.

@@ -1,6 +1,6 @@
-"""A language model of a billion weights on a CUDA device: the time, kernels and synchronisations that we add.
+"""Language models of billions of weights on a CUDA device: the time, kernels and synchronisations that we add.
 
-Without such a device there are no rows. `measured` with `tiny=True` runs anywhere, to test this file itself.
+Without such a device there are no rows. `measured` with a model of thousands of weights runs anywhere, to test this.
 """
 
 from __future__ import annotations
@@ -15,36 +15,46 @@ import transformers
 from benchmarks._timing import Make, Row, compare
 from benchmarks.models import OURS
 
-_BILLION = {
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
+_NAMES = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+]
+SIZES = {
+    "2 layers": (100, 64, 128, 2, 4, 2),
+    "1.1 billion weights": (32_000, 2048, 5632, 22, 32, 4),
+    "8 billion weights": (128_256, 4096, 14336, 32, 32, 8),
 }
-_TINY = _BILLION | {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+"""Llamas, the first one for a rehearsal, by the numbers of their configurations."""
 # Hooks that read no values must not launch kernels.
 _BOUNDED = ("no-op hook", "Recorder")
 
 
 def run(smoke: bool) -> list[Row]:
     """Decoding, a prompt of 512 tokens and a training step, in bfloat16."""
-    return measured(torch.device("cuda"), tiny=smoke, rounds=2 if smoke else 15) if torch.cuda.is_available() else []
+    if not torch.cuda.is_available():
+        return []
+    return measured(torch.device("cuda"), [*SIZES][0 if smoke else 1], rounds=2 if smoke else 15)
 
 
-def measured(device: torch.device, *, tiny: bool, rounds: int) -> list[Row]:
-    """Return the rows of one device; with `tiny`, those of a model of thousands of weights instead of a billion."""
+def measured(device: torch.device, size: str, *, rounds: int) -> list[Row]:
+    """Return the rows of one device and one of `SIZES`."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = _TINY if tiny else _BILLION
-    config = transformers.LlamaConfig(**sizes)
-    model: Any = transformers.LlamaForCausalLM(config)
-    model.to(device, torch.bfloat16)
-    prompt = torch.randint(0, config.vocab_size, (1, 16 if tiny else 512), device=device)
+    numbers: dict[str, Any] = dict(zip(_NAMES, SIZES[size], strict=True))
+    config = transformers.LlamaConfig(**numbers)
+    with torch.device(device):  # 8 billion weights in float32 would take minutes on the CPU
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model: Any = transformers.LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    prompt = torch.randint(0, config.vocab_size, (1, min(512, config.vocab_size)), device=device)
     with torch.no_grad():
         cache = model(prompt, use_cache=True).past_key_values
-    name = "Llama of 2 layers" if tiny else "Llama, 1.1 billion weights"
+    name = f"Llama, {size}"
 
     def decode() -> Any:
         with torch.no_grad():
@@ -70,15 +80,23 @@ def measured(device: torch.device, *, tiny: bool, rounds: int) -> list[Row]:
     return found
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Wait for a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def counts(body: Callable[[], Any], make: Make, device: torch.device) -> tuple[int, int]:
+    """Return how many kernels a run launches, and how often it waits for the device before the block ends."""
+    if device.type != "cuda":
+        return 0, 0
+    return _kernels(body, make, device), _synchronisations(body, make, device)
 
 
 def _timed(program: str, body: Callable[[], Any], device: torch.device, rounds: int) -> list[Row]:
     def finished() -> None:
         body()
-        _wait(device)
+        wait(device)
 
     return compare("gpu", program, finished, OURS, rounds=rounds, check=False)
 
@@ -86,11 +104,11 @@ def _timed(program: str, body: Callable[[], Any], device: torch.device, rounds: 
 def _counted(program: str, body: Callable[[], Any], device: torch.device) -> list[Row]:
     """Return kernels relative to the plain run, and 1 + the added synchronisations."""
     found = []
-    plain_kernels, plain_waits = _kernels(body, OURS["plain"], device), _synchronisations(body, OURS["plain"], device)
+    plain_kernels, plain_waits = counts(body, OURS["plain"], device)
     for name, make in OURS.items():
         if name == "plain":
             continue
-        kernels, waits = _kernels(body, make, device), _synchronisations(body, make, device)
+        kernels, waits = counts(body, make, device)
         # Hooks read statistics with kernels; a hook that only looks at shapes adds none.
         bound = 1.0 if name in _BOUNDED else None
         ratio = kernels / plain_kernels
@@ -103,10 +121,10 @@ def _kernels(body: Callable[[], Any], make: Make, device: torch.device) -> int:
     """Count the kernels that a run launches."""
     with make():
         body()
-        _wait(device)
+        wait(device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             body()
-            _wait(device)
+            wait(device)
     return sum(str(event.device_type).endswith("CUDA") for event in profiler.events() or ())
 
 
@@ -114,7 +132,7 @@ def _synchronisations(body: Callable[[], Any], make: Make, device: torch.device)
     """Count how often a run waits for the device, apart from the end of the block."""
     with make():
         body()
-        _wait(device)
+        wait(device)
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:

@@ -1,0 +1,236 @@
+"""What only a GPU can show, as Markdown: `python -m benchmarks gpu --all`, in half an hour.
+
+Invariant: what fails says so in its row, and the rest goes on. With `--smoke` all of it is rehearsed on the CPU, small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu import SIZES, counts, measured, wait
+from benchmarks.hook_costs import CONFIGURATIONS
+from opintercept import hooks, info, intercept, runs
+from opintercept._native import values as native
+from opintercept._values import content, on_device
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS, HELPERS = ROOT / "tests" / "programs", ROOT / "tests" / "helpers"
+SECONDS = 190
+"""How long a part may begin new rows."""
+TESTS = ("tests/values/test_triton_reader.py",)
+# How models run: the dtype, and a backend of attention or a mode of the compiler.
+WAYS: dict[str, tuple[torch.dtype, SDPBackend | str | None]] = {
+    "eager": (torch.float32, None),
+    "SDPA, math": (torch.float32, SDPBackend.MATH),
+    "SDPA, memory-efficient": (torch.float32, SDPBackend.EFFICIENT_ATTENTION),
+    "SDPA, flash": (torch.bfloat16, SDPBackend.FLASH_ATTENTION),
+    "SDPA, cuDNN": (torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
+    "compiled": (torch.float32, "default"),
+    "compiled, CUDA graphs": (torch.float32, "reduce-overhead"),
+}
+Lines = Iterator[tuple[str, str]]
+
+
+def tests(device: torch.device, small: bool) -> Lines:
+    """The part of the test suite that runs on a device."""
+    command = [sys.executable, "-m", "pytest", "-q", *(["--collect-only"] if small else []), *TESTS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * SECONDS)
+    yield " ".join(TESTS), (done.stdout.strip() or done.stderr.strip()).splitlines()[-1].strip("= ")
+
+
+def fidelity(device: torch.device, small: bool) -> Lines:
+    """Whether results and gradients of 20 models stay the same to the last bit."""
+    models = importlib.import_module("models")
+    for way in WAYS:
+        found: dict[str, list[str]] = {"equal": [], "differ": [], "not reproducible": [], "not run": []}
+        for name, make in [*(models.MODELS | models.MORE_MODELS).items()][: 2 if small else None]:
+            try:
+                plain, again, watched = (_results(models, make, way, device, small, hook) for hook in (0, 0, 1))
+            except Exception:  # the backend or the model does not support this
+                found["not run"].append(name)
+                continue
+            alike = [len(plain) == len(other) and all(map(torch.equal, plain, other)) for other in (again, watched)]
+            found["not reproducible" if not alike[0] else "equal" if alike[1] else "differ"].append(name)
+        yield way, "; ".join(f"{len(names)} {kind} ({', '.join(names)})" for kind, names in found.items() if names)
+
+
+def _results(models: Any, make: Any, way: str, device: torch.device, small: bool, watched: int) -> list[torch.Tensor]:
+    """The loss, and the gradients of a model that is not compiled."""
+    dtype, how = WAYS[way]
+    torch.manual_seed(3)
+    model = make().to(device, dtype)
+    inputs = {name: each.to(device) for name, each in models.inputs_of(model).items()}
+    inputs = {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.items()}
+    with intercept((hooks.Recorder(), hooks.Stats()) if watched else ()):
+        if isinstance(how, str):
+            torch.compiler.reset()
+            run: Any = torch.compile(model, backend="eager") if small else torch.compile(model, mode=how)
+            with torch.no_grad():
+                return [run(**inputs).loss.clone() for _ in range(3)]
+        with sdpa_kernel(how) if how is not None else contextlib.nullcontext():
+            loss = model(**inputs).loss
+            loss.backward()
+    return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+_ORIGINS = """
+import collections, json, sys, types
+sys.modules["toy_device"] = types.ModuleType("toy_device")  # which stands in for a GPU
+import device_programs
+name, device = sys.argv[1:]
+there, here = (collections.Counter(device_programs.run(name, each, "auto")[0]) for each in (device, "cpu"))
+print(json.dumps([sum((there - here).values()), sum(there.values())]))
+"""
+
+
+def origins(device: torch.device, small: bool) -> Lines:
+    """How many calls come from elsewhere than on the CPU, each program in a process of its own."""
+    names = re.findall(r'"(.+)": Llama\(', (PROGRAMS / "device_programs.py").read_text())
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, PROGRAMS, HELPERS)))}
+    for name in names[1 : 2 if small else None]:
+        command = [sys.executable, "-c", _ORIGINS, name, str(device)]
+        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=False)
+        if done.returncode:
+            yield name, f"failed: {done.stderr.strip().splitlines()[-1]}"
+        else:
+            wrong, calls = json.loads(done.stdout)
+            yield name, f"{wrong} of {calls} calls differ"
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder, intercept(runs.RunRecorder(f"{folder}/run", "stats")):
+        yield
+
+
+def launches(device: torch.device, small: bool) -> Lines:
+    """Kernels and synchronisations that hooks add to a linear layer of 64, forward and backward, by the profiler."""
+    layer, x = torch.nn.Linear(64, 64, device=device), torch.ones(32, 64, device=device)
+    plain = None
+    for name, make in (CONFIGURATIONS | {"RunRecorder of statistics": _recording}).items():
+        found = counts(lambda: layer(x).sum().backward(), make, device)
+        plain = plain or found
+        yield name, f"{found[0] - plain[0]} kernels, {found[1] - plain[1]} synchronisations"
+
+
+def costs(device: torch.device, small: bool) -> Lines:
+    """Time, kernels and synchronisations of a Llama under hooks, relative to none."""
+    for size in [*SIZES][:1] if small else [*SIZES][1:]:
+        for row in measured(device, size, rounds=2 if small else 7):
+            took = f"{row.seconds * 1e3:.2f} ms, " if row.seconds else ""
+            yield f"{row.program}: {row.configuration}", f"{took}{row.ratio:.2f}"
+
+
+def readers(device: torch.device, small: bool) -> Lines:
+    """What it takes to read hash and statistics, beside a copy of the tensor, which reads and writes each byte once."""
+    known, switch = on_device.known, os.environ.get(on_device.SWITCH, "0")
+    if small:  # the CPU is the device
+        native.read, content.HOST, on_device.DEVICES = native.unread, (), ("cpu",)  # type: ignore[assignment]
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        for count in (4096,) if small else (4096, 1 << 20, 1 << 27):
+            values = torch.randn(count // 1024, 1024, device=device).to(dtype)
+            hashes = set()
+            for asked in ("copy", "0", "1"):
+                on_device.known, os.environ[on_device.SWITCH] = None, asked
+                read = functools.partial(content.content_of, values)
+                seconds = _seconds(values.clone if asked == "copy" else read, device)
+                if asked != "copy" and (found := read()) is not None:
+                    hashes.add(found.read().hash)
+                name = asked if asked == "copy" else on_device.told()
+                yield f"{dtype}[{count}], {name}", f"{seconds * 1e6:.1f} us, {values.nbytes / seconds / 1e9:.1f} GB/s"
+            yield f"{dtype}[{count}], hashes", "equal" if len(hashes) == 1 else f"differ: {hashes}"
+    on_device.known, os.environ[on_device.SWITCH] = known, switch
+
+
+def _seconds(body: Callable[[], Any], device: torch.device, times: int = 20) -> float:
+    took = 0.0
+    for _ in range(2):  # the first time warms up
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(times):
+            body()
+        wait(device)
+        took = time.perf_counter() - began
+    return took / times
+
+
+def checksum(device: torch.device, small: bool) -> Lines:
+    """False alarms of `Checksum` in random products, by the library and by how float32 may be rounded."""
+    figures = importlib.import_module("checksum_figures")
+    for library in ("cublas", "cublaslt")[: 1 if small else None]:
+        torch.backends.cuda.preferred_blas_library(library)
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                with intercept(hook := hooks.Checksum(action="record")):
+                    for make in figures.KINDS.values():
+                        for m, n, k in figures.sizes(64 if small else 2048, 2 if small else 25):
+                            a, b = make(m, k).to(device, dtype), make(k, n).to(device, dtype)
+                            _ = a @ b, a @ b.T.contiguous().T
+                alarms = f"{len(hook.findings)} alarms in {hook.checked} products"
+                yield f"{library}, {dtype}, {precision!r}", alarms
+    torch.backends.cuda.preferred_blas_library("default")
+    torch.set_float32_matmul_precision("highest")
+
+
+def streams(device: torch.device, small: bool) -> Lines:
+    """Whether what `Stats` reads on other streams, and on a second GPU, equals what it reads on the default stream."""
+
+    def read(where: torch.device, stream: Any) -> list[Any]:
+        found = hooks.Stats(("lhs", "output"))
+        with torch.cuda.stream(stream), intercept(found):
+            for seed in range(20):
+                x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).to(where)
+                x @ x
+        return found.rows()
+
+    expected = read(device, None)
+    on_cuda = device.type == "cuda"
+    for number in range(3):
+        stream = torch.cuda.Stream(device) if on_cuda else None
+        yield f"stream {number}", "equal" if read(device, stream) == expected else "differs"
+    for number in range(1, torch.cuda.device_count() if on_cuda else 1):
+        yield f"GPU {number}", "equal" if read(torch.device("cuda", number), None) == expected else "differs"
+
+
+PARTS = (tests, fidelity, origins, launches, costs, readers, checksum, streams)
+
+
+def report(small: bool) -> None:
+    """Print all parts, each row as soon as it is known.
+
+    Args:
+        small: Whether to rehearse: on the CPU, with the smallest sizes.
+    """
+    sys.path += [str(PROGRAMS), str(HELPERS)]
+    device = torch.device("cpu" if small else "cuda")
+    name = "a rehearsal without a GPU" if small else torch.cuda.get_device_name(device)
+    print(f"# {name}, {datetime.date.today()}\n\n```text\n{info()}\nCUDA           {torch.version.cuda}\n```")
+    for part in PARTS:
+        print(f"\n## {(part.__doc__ or '').rstrip('.')}\n\n| what | found |\n|---|---|", flush=True)
+        until = time.monotonic() + SECONDS
+        try:
+            for what, found in part(device, small):
+                print(f"| {what} | {found} |", flush=True)
+                if time.monotonic() > until:
+                    print("| others, if any | left out: no time |")
+                    break
+        except Exception as error:
+            text = str(error).partition("\n")[0].replace("|", "/")
+            print(f"| {part.__name__} | failed: {type(error).__name__}: {text} |")
