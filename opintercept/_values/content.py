@@ -209,10 +209,13 @@ def _bits_of(tensor: torch.Tensor) -> _hash.Bits | None:
 
 
 def _read_later(tensor: torch.Tensor, values: torch.Tensor) -> Content:
-    """What a device finds of a tensor; of a parameter, what it has found if autograd knows of no write since then."""
+    """What a device finds of a tensor; in a backward pass, what it found of a parameter before.
+
+    Each forward call reads it again: an optimizer of another library may have written to it past autograd.
+    """
     parameter = parameter_of(tensor)
     key = None if parameter is None else (values.data_ptr(), values.shape, values.stride(), values.dtype)
-    if parameter is not None and (known := _on_devices.get(key)) is not None:
+    if graph_task() != -1 and (known := _on_devices.get(key)) is not None and parameter is not None:
         storage, version, content = known
         if storage() is parameter.untyped_storage() and version == parameter._version:
             return content

@@ -82,8 +82,8 @@ class RunRecorder:
     forked child are not written. Wrap the recorder in `when` to record some calls only.
 
     Values on a CPU are read as soon as the operator returns. On another device they are reduced there, and copied while
-    the program goes on, for 256 tensors at a time or once a second. A parameter is read there once, and again when
-    autograd knows of a write to it; a write past autograd, as by `.data`, is missed.
+    the program goes on, for 256 tensors at a time or once a second. In a backward pass, parameters are not read there
+    again, unless autograd knows of a write to them since the forward call.
 
     Args:
         path: The folder, made if it is missing. `opintercept show`, `diff`, `report` and `replay` read it, and so
