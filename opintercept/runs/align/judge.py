@@ -23,13 +23,14 @@ from opintercept.runs.align.alignment import CAUSES, Aligned
 from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
 from opintercept.runs.align.common_weights import Joining, SideName
 from opintercept.runs.align.tokens import row_error, row_errors
-from opintercept.runs.align.weights import Factors, step_of, tensor_of
+from opintercept.runs.align.weights import Factors, gaps_of, step_of, tensor_of
 from opintercept.runs.compare.pairing import operator_name
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 
 _KEPT = 4  # calls whose tensors stay in memory, since several calls of the other run may belong to one
 _MANY = 8  # rows whose roundings cancel in a column
+_SCALE = 0.01  # the error of the scale of a block, which may be quantised itself
 _NAMED = 16  # changed rows that are named
 _ROUNDINGS = 10.0  # how many roundings of their dtype the operators between two products may take
 _GROWTH = 2.0  # and how many times they may enlarge the error before them
@@ -80,6 +81,11 @@ class _RowErrors:
             one, other = (step_of(each[wrong]) for each in (a, b))
             step[wrong] = torch.maximum(one, other).where((one == 0) | (other == 0), 0.0)
             allowed = allowed + (0.51 if scale is None else 0.75) * step[:, None]  # the factor is estimated
+            if scale is None and bool((left := wrong & (step == 0)).any()):
+                one, other = (gaps_of(each[left]) for each in (a, b))
+                gaps = torch.maximum(one, other).where((one == 0) | (other == 0), 0.0)
+                step[left] = gaps.amax(1)
+                allowed[left] += torch.where(gaps > 0, 0.51 * gaps + _SCALE * size[left], 0.0)
         together = (difference * a).sum(1).abs()
         drawn = rounding.SIGMA / math.sqrt(3) * (allowed * a).square().sum(1).sqrt()
         changed = (difference.abs() > allowed).any(1) | ((together > drawn) & (step == 0))

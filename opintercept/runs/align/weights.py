@@ -21,6 +21,8 @@ from opintercept.runs.store.run import Run
 
 SKETCH = 128  # numbers in a sketch: unrelated rows have a cosine of 0 +- 0.09
 _PIECE = 1 << 22  # elements that are widened to 64 bits at once
+_BLOCKS = (32, 64, 128, 256)  # elements that share a scale
+_FEW = 0.6  # the number of values of a block with few levels, in proportion to its size
 _COLUMNS = 64  # elements of a row that tell its step
 
 
@@ -156,3 +158,27 @@ def step_of(rows: torch.Tensor) -> torch.Tensor:
     found = (apart * steps).sum(1) / steps.square().sum(1).clamp_min(1)  # Euclid's remainders add up their roundings
     even = ((apart - steps * found[:, None]).abs() < 0.02 * found[:, None]).all(1)
     return found.where(even & (found > least), 0.0)
+
+
+def gaps_of(rows: torch.Tensor) -> torch.Tensor:
+    """How far each element of `[n, k]` is from the next level, `float64[n, k]`; 0 where rows do not have few levels.
+
+    Codes as NF4 give a block of a row few values at uneven distances. The widest gap counts of blocks with few values.
+    """
+    found = torch.zeros(rows.shape, dtype=torch.float64)
+    for size in (size for size in _BLOCKS if not rows.size(1) % size):
+        order = rows.reshape(len(rows), -1, size).sort(-1)
+        steps = order.values.diff(dim=-1)
+        share = ((steps != 0).sum(-1) + 1).double().amax(1) / size
+        below, above = torch.cat((steps[..., :1] * 0, steps), -1), torch.cat((steps, steps[..., :1] * 0), -1)
+        below, above = _filled(below), _filled(above.flip(-1)).flip(-1)
+        gaps = below.maximum(above) * (2.0 - ((below > 0) & (above > 0)).double())  # a level that no element has
+        gaps = torch.zeros_like(gaps).scatter(-1, order.indices, gaps).reshape(rows.shape)
+        found = torch.where((share < _FEW)[:, None], gaps, 0.0).maximum(found)
+    return found
+
+
+def _filled(steps: torch.Tensor) -> torch.Tensor:
+    """Each element, or where it is 0 the last one before that is not."""
+    places = torch.arange(steps.size(-1)).expand_as(steps).where(steps != 0, 0).cummax(-1).values
+    return steps.gather(-1, places)

@@ -595,6 +595,22 @@ def test_dynamic_int8_is_joined_by_what_it_computes(changed: bool, tmp_path: Pat
         check_whole(found)
 
 
+@pytest.mark.parametrize("changed", [False, True], ids=["", "changed"])
+def test_levels_at_uneven_distances_are_rounding(changed: bool, tmp_path: Path) -> None:
+    layers = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    twin: Any = copy.deepcopy(layers)
+    levels = torch.linspace(-1, 1, 16).double() ** 3
+    for layer in (twin[0], twin[2]):
+        blocks = layer.weight.detach().double().unflatten(1, (-1, 64))  # with a scale of its own each
+        scale = blocks.abs().amax(-1, keepdim=True) * 1.003
+        nearest = levels[(blocks / scale).unsqueeze(-1).sub(levels).abs().argmin(-1)]
+        layer.weight.data = (nearest * scale).flatten(1).bfloat16().float()
+    twin[2].weight.data[7, 5] += 0.2 * changed
+    x = torch.randn(20, 128)
+    found = aligned(tmp_path, lambda: layers(x), lambda: twin(x))
+    assert [pair.changed_rows for pair in found.pairs if "rhs" in pair.changed] == [(7,)] * changed
+
+
 def test_one_product_in_another_dtype_is_named(tmp_path: Path) -> None:
     model = llama()
     twin = copy.deepcopy(model)
