@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("a", help="folder of the run to measure against, recorded with --tensors full")
     parser.add_argument("b", help="folder of the other run, recorded likewise")
-    add_result(parser, "all calls are joined and none differs by more than rounding")
+    add_result(parser, "no call differs by more than rounding, and the last ones are joined")
 
 
 def command(arguments: argparse.Namespace) -> int:

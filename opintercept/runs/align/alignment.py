@@ -140,8 +140,14 @@ class Alignment(Plain, Table):
 
     @property
     def equal(self) -> bool:
-        """Whether every call is joined and nothing differs by more than rounding."""
-        return self.first is None and not self.apart
+        """Whether nothing differs by more than rounding, and joined calls show it: none is left out after the last."""
+        last: dict[tuple[str, int], int] = {}
+        for pair in self.pairs:
+            for run, call in (("a", pair.a), *(("b", call) for call in pair.b)):
+                compared = call.record.index if pair.kind != "not compared" else -1
+                last[run, call.rank] = max(last.get((run, call.rank), -1), compared)
+        after = [each for each in self.apart if each.call.record.index > last.get((each.run, each.call.rank), -1)]
+        return self.first is None and not after
 
     def parts(self) -> Iterator[Part]:
         """What `print` shows: how calls were joined, the first divergence, the pairs, and what was not joined."""
