@@ -23,10 +23,10 @@ _SAME = {"attn_mask": "mask", "is_causal": "mask", "attn_bias": "mask", "dropout
 _LINEAR = ("mm", "addmm", "linear", "addmv")
 
 
-def record(folder: Path, pair: Pair, program: Callable[[], object], *edits: Any) -> runs.Run:
+def record(folder: Path, pair: Pair, program: Callable[[], object], ops: Any, *edits: Any) -> runs.Run:
     torch.manual_seed(0)
     recorder = runs.RunRecorder(folder, tensors="full")
-    with torch.set_grad_enabled(pair.trains), intercept([*edits, recorder], ops=pair.ops):
+    with torch.set_grad_enabled(pair.trains), intercept([*edits, recorder], ops=ops):
         program()
     return runs.open_run(folder)
 
@@ -67,7 +67,9 @@ def unseen(found: runs.Alignment) -> str | None:
 def only_in_one(found: runs.Difference) -> str | None:
     """The last calls before the first difference that only one run has, in a word; None if there are none."""
     ends = {} if found.first is None else {"a": found.first.a.record.index, "b": found.first.b.record.index}
-    before = [each for each in found.unmatched if each.index < ends.get(each.run, each.index + 1)]
+    casts = "aten::_to_copy", "aten::copy_"  # which the dtype of a later call shows
+    others = [each for each in found.unmatched if each.op not in casts]
+    before = [each for each in others if each.index < ends.get(each.run, each.index + 1)]
     if not before or (found.first is not None and found.first.arguments):
         return None
     last = [each for each in before if each.module == before[-1].module]
@@ -76,14 +78,18 @@ def only_in_one(found: runs.Difference) -> str | None:
     return f"{last[0].module}: {word}"
 
 
-def said(pair: Pair, folder: Path) -> str | None:
+def said(pair: Pair, folder: Path) -> tuple[str | None, str]:
+    """What a comparison names, and the edits that it says."""
     one, other = pair.programs()
     edits = () if pair.fault is None else (pair.fault(),)
-    recorded = record(folder / "a", pair, one), record(folder / "b", pair, other, *edits)
+    ops = "all" if pair.replays else pair.ops
+    recorded = record(folder / "a", pair, one, ops), record(folder / "b", pair, other, pair.ops, *edits)
     try:
-        return verdict(runs.align(*recorded) if pair.by == "align" else runs.diff(*recorded))
+        found = runs.align(*recorded) if pair.by == "align" else runs.diff(*recorded)
+        named = "; ".join(getattr(found.first, "causes", ()))
+        return verdict(found), re.sub(r" \(\w+\.py:\d+\)", "", named)
     except OpInterceptError as error:
-        return f"error: {error}"
+        return f"error: {error}", ""
 
 
 def case(pair: Pair) -> Any:
@@ -94,7 +100,8 @@ def case(pair: Pair) -> Any:
 
 @pytest.mark.parametrize("pair", [case(pair) for pair in PAIRS if sampled.picks(pair.name, 4)])
 def test_the_planted_cause_is_named(pair: Pair, tmp_path: Path) -> None:
-    found = said(pair, tmp_path)
+    found, edits = said(pair, tmp_path)
+    assert pair.edit in edits, edits
     assert found in pair.verdicts or (found is None and not pair.verdicts), f"{found}, not {pair.verdicts}"
 
 

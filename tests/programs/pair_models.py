@@ -561,6 +561,96 @@ class Seq2SeqEngine(nn.Module):
         return out
 
 
+def one_plus(x: Tensor, weight: Tensor) -> Tensor:
+    return rms(x, 1 + weight, NOTHING.eps)
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor, cap: float | None) -> Tensor:
+    """Causal attention whose scores have a soft cap."""
+    scores = q @ k.mT * q.size(-1) ** -0.5
+    scores = scores if cap is None else cap * (scores / cap).tanh()
+    out: Tensor = (scores + visible([q.size(-2)], q.dtype, causal=True)).softmax(-1) @ v
+    return out
+
+
+class GemmaLayer(nn.Module):
+    """Norms of 1 + weight, of q and k too, and a gated MLP with GELU by tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.norm1, self.norm2 = (nn.Parameter(torch.zeros(WIDTH)) for _ in range(2))
+        self.q_norm, self.k_norm = (nn.Parameter(torch.zeros(WIDTH // HEADS)) for _ in range(2))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        y = one_plus(x, self.norm1)
+        q, k, v = (heads(each(y), HEADS) for each in (self.q, self.k, self.v))
+        q, k = rotary(one_plus(q, self.q_norm), places, NOTHING), rotary(one_plus(k, self.k_norm), places, NOTHING)
+        x = x + self.o(merged(capped(q, k, v, 2.0)))
+        y = one_plus(x, self.norm2)
+        out: Tensor = x + self.down(F.gelu(self.gate(y), approximate="tanh") * self.up(y))
+        return out
+
+
+class Gemma(nn.Module):
+    """A scaled embedding, and layers that normalise q and k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.layers = nn.ModuleList(GemmaLayer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, places = self.embed(tokens) * WIDTH**0.5, torch.arange(tokens.size(-1))
+        for layer in self.layers:
+            x = layer(x, places)
+        out: Tensor = self.head(one_plus(x, self.norm))
+        return out
+
+
+class GemmaEngine(nn.Module):
+    """`Gemma` with fused projections; `mistake` is made in layer 1, or in the embedding."""
+
+    def __init__(self, weights: Weights, form: Form, mistake: str = "") -> None:
+        super().__init__()
+        self.w = {name: weight.to(form.dtype) for name, weight in weights.items()}
+        self.mistake = mistake
+        names = [f"layers.{number}." for number in range(2)]
+        self.qkv: Any = nn.ModuleList(form.several(weights, *(f"{own}{each}" for each in "qkv")) for own in names)
+        self.gate_up: Any = nn.ModuleList(form.several(weights, f"{own}gate", f"{own}up") for own in names)
+        self.outs: Any = nn.ModuleList(form.one(weights, f"{own}o") for own in names)
+        self.downs: Any = nn.ModuleList(form.one(weights, f"{own}down") for own in names)
+        self.logits = form.one(weights, "head")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.w["embed.weight"][tokens] * (1.0 if self.mistake == "embedding" else WIDTH**0.5)
+        for number in range(2):
+            x = self.block(x, number, self.mistake if number else "")
+        out: Tensor = self.logits(one_plus(x, self.w["norm"]))
+        return out
+
+    def block(self, x: Tensor, number: int, mistake: str) -> Tensor:
+        w = {name: self.w[f"layers.{number}.{name}"] for name in ("norm1", "norm2", "q_norm", "k_norm")}
+        places = torch.arange(x.size(-2)) + (mistake == "position")
+        first = F.layer_norm(x, (WIDTH,), 1 + w["norm1"], eps=1e-6) if mistake == "centre" else one_plus(x, w["norm1"])
+        q, k, v = (heads(each, HEADS) for each in self.qkv[number](first))
+        if mistake != "qk norm":
+            q, k = one_plus(q, w["q_norm"]), one_plus(k, w["k_norm"])
+        q, k = (rotary(each, places, NOTHING) for each in ((k, q) if mistake == "q and k" else (q, k)))
+        cap = {"no cap": None, "cap": 3.0}.get(mistake, 2.0)
+        x = x + self.outs[number](merged(capped(q, k, v, cap)))
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w["norm2"]
+        y = y if mistake == "one plus" else one_plus(x, w["norm2"])
+        gate, up = self.gate_up[number](y)
+        gate, up = (up, gate) if mistake == "gate and up" else (gate, up)
+        inner = F.gelu(gate, approximate="none" if mistake == "erf" else "tanh") * up
+        out: Tensor = self.downs[number](inner)
+        return out if mistake == "residual" else x + out
+
+
 EXPERTS = 4
 
 

@@ -36,6 +36,8 @@ class Pair:
         ops: What is recorded.
         trains: Whether the programs run with gradients.
         fault: A hook that edits what the second program computes.
+        replays: Whether the first program alone is recorded with all operators, so that it can be replayed.
+        edit: Words of an edit of the first program that must be named, as one which computes what the second does.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Pair:
     ops: Any = "matmul"
     trains: bool = False
     fault: Callable[[], Any] | None = None
+    replays: bool = False
+    edit: str = ""
 
 
 PAIRS: list[Pair] = []
@@ -396,7 +400,8 @@ def merged(factor: float) -> Any:
 
 
 add("low rank: merged", merged(0.5))
-add("low rank: merged with another factor", merged(1.0), "base: weight", "base: sum", "b: weight")
+# The products alone do not tell with which factor the first program adds the low-rank term: it does so before `last`.
+add("low rank: merged with another factor", merged(1.0), "last: input")
 
 
 # Recorded with all operators, so that what lies between products can be computed.
@@ -408,6 +413,95 @@ for name, plant, words in (
     ("residual", Plant(0, residual=1.01), ("1.attn.q: input", "0: function")),
 ):
     add(f"all operators: {name}", llama(PERMUTED, plant), *words, ops="all")
+
+
+# An engine of which nothing but matmuls is known, against the replay of a trainer with all operators.
+
+
+def replayed(name: str, programs: Any, *verdicts: str, edit: str = "") -> None:
+    add(f"replay: {name}", programs, *verdicts, replays=True, edit=edit)
+
+
+def gemma(mistake: str = "", form: Form = PERMUTED) -> Any:
+    return against(m.Gemma, lambda weights: m.GemmaEngine(weights, form, mistake), TOKENS)
+
+
+for name, programs in {
+    "llama, fused and permuted": llama(PERMUTED),
+    "llama, heads in another order": llama(Form(moved=True)),
+    "llama, both eager, bfloat16": llama(Form(eager=True, dtype=torch.bfloat16), eager=True),
+    "llama, bfloat16": llama(BFLOAT16),
+    "llama, int8": llama(INT8),
+    "llama, cached decode": llama(run=decoded),
+    "llama, cached decode in bfloat16": llama(BFLOAT16, run=decoded),
+    "llama, packed": llama(run=packed),
+    "llama, a batch in two calls": llama(run=one_by_one),
+    "gpt": plain("gpt"),
+    "bert, padding against packed": plain("bert", FLAT, m.NOTHING, LENGTHS),
+    "vit": plain("vit"),
+    "transformers": hf(),
+    "gemma": gemma(),
+    "gemma in bfloat16": gemma(form=BFLOAT16),
+    "gemma in int8": gemma(form=INT8),
+    "experts": experts(),
+    "low rank": merged(0.5),
+}.items():
+    replayed(name, programs)
+GELU, OFF = Plant(1, activation=F.gelu), Plant(1, theta=9000.0)
+DOWN, ATTENTION = "1.mlp.down: input", "1.attn: q k"
+replayed("base of positions", llama(PERMUTED, OFF), ATTENTION, edit="self of pow is 9000 and not 10000")
+replayed("base of positions, decoded", llama(plant=OFF, run=decoded), ATTENTION, "1.attn.o: input", edit="is 9000 and")
+replayed("base of positions, both eager", llama(EAGER, OFF, eager=True), ATTENTION, edit="is 9000 and not 10000")
+replayed("epsilon", llama(PERMUTED, Plant(1, eps=1e-3)), "1.attn.q: input", edit="other of add is 0.001 and not 1e-06")
+replayed("GELU for SiLU", llama(PERMUTED, GELU), DOWN, edit="gelu takes the place of silu")
+replayed("GELU for SiLU in bfloat16", llama(BFLOAT16, GELU), DOWN, edit="gelu takes the place of silu")
+replayed("GELU for SiLU in int8", llama(INT8, GELU), DOWN, edit="gelu takes the place of silu")
+replayed("GELU for SiLU, decoded", llama(plant=GELU, run=decoded), DOWN, edit="gelu takes the place of silu")
+replayed("ReLU for SiLU", llama(plant=Plant(1, activation=F.relu)), DOWN, edit="relu takes the place of silu")
+replayed("residual", llama(plant=Plant(0, residual=1.01)), "1.attn.q: input", edit="0.mlp.down is multiplied by 1.01")
+replayed("scale", llama(PERMUTED, Plant(1, scale=1.05)), "1.attn: scale", edit="scale of")
+replayed("no causal mask", llama(plant=Plant(1, causal=False)), "1.attn: mask", edit="is_causal of")
+replayed(
+    "no causal mask, eager", llama(plant=Plant(1, causal=False), eager=True), "1.attn: mask", edit="add is left out"
+)
+replayed("a window", llama(plant=Plant(1, window=4)), "1.attn: mask")
+replayed("query heads", llama(plant=Plant(1, rolled="q")), "1.attn: q", "1.attn: heads")
+replayed("weight of a norm", llama(edits={"1.norm1.weight": times(1.01)}), "1.attn.q: input", edit="mul is multiplied")
+replayed("positions of decoding", llama(plant=Plant(1, shift=1), run=decoded), "1.attn.o: input", ATTENTION)
+replayed("a stale key", llama(plant=Plant(1, stale=True), run=decoded), "1.attn.o: input", "1.attn: k")
+replayed("two calls, GELU", llama(plant=GELU, run=one_by_one), DOWN, edit="gelu takes the place of silu")
+replayed("another token", llama(PERMUTED, given=(OTHER_TOKENS,)), "0.attn.q: input")
+replayed("garbage", llama(PERMUTED, edits={"1.mlp.gate.weight": garbage}), "1.mlp.gate: weight")
+replayed("gpt, GELU by tanh", plain("gpt", plant=tanh), DOWN, edit="gelu by tanh takes the place of gelu")
+replayed("gpt, epsilon", plain("gpt", plant=Plant(1, eps=1e-3)), "1.attn.q: input", edit="layer_norm is 0.001 and not")
+replayed(
+    "gpt, positions", plain("gpt", plant=Plant(shift=1)), "0.attn.q: input", edit="1 is added to the output of add"
+)
+replayed("vit, ReLU for GELU", plain("vit", plant=Plant(0, activation=F.relu)), "0.mlp.down: input", edit="relu takes")
+replayed(
+    "bert, packed, epsilon", plain("bert", FLAT, Plant(1, eps=1e-3), LENGTHS), "1.mlp.up: input", edit="is 0.001 and"
+)
+replayed("experts, shares", experts(Plant(0, raw_shares=True)), "routers.1: input")
+replayed("low rank, another factor", merged(1.0), "last: input", edit="other of mul is 1 and not 0.5")
+for mistake, place, named in (
+    ("embedding", "0.q: input", "mul is left out"),
+    ("centre", "1.q: input", "mean of each row is subtracted from what add"),
+    ("qk norm", "1.o: input", "are left out"),
+    ("q and k", "1.o: input", ""),
+    ("no cap", "1.o: input", "tanh is left out"),
+    ("cap", "1.o: input", ""),
+    ("position", "", ""),
+    ("one plus", "1.gate: input", "add is left out"),
+    ("erf", "1.down: input", "gelu takes the place of gelu"),
+    ("gate and up", "1.down: input", "outputs of layers.1.gate and layers.1.up change places"),
+    ("residual", "head: input", "add is left out"),
+):
+    seen = [place] if place != "1.o: input" else [place, "1: q", "1: k", "1: q k", "1: input", "1: scale", "1: mask"]
+    replayed(f"gemma, {mistake}", gemma(mistake), *(each for each in seen if each), edit=named)
+replayed("gemma, gate and up in bfloat16", gemma("gate and up", BFLOAT16), "1.down: input", edit="change places")
+replayed(
+    "gemma, no cap in bfloat16", gemma("no cap", BFLOAT16), "1.o: input", "1: q k", "1: input", "1: scale", "1: mask"
+)
 
 
 # One program twice, of which the second does something otherwise; `diff` compares them.
@@ -515,7 +609,4 @@ add("trained: another rate", trained(lr=0.11), *UPDATED, **how)
 add("trained: a wrong gradient", trained(plant=Plant(1, activation=Straight.apply)), "1.mlp.gate: gradient", **how)
 
 # What is said instead where that is known to be wrong.
-WRONG: dict[str, str] = {
-    "low rank: merged with another factor": "last: input",
-    "all: dtype": "layers.1.mlp: only in b",
-}
+WRONG: dict[str, str] = {}

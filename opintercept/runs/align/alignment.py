@@ -56,7 +56,9 @@ class Aligned(Plain):
         changed_rows: The first rows of A's weight that differ by more than rounding.
         nearest: For each of them, the row of B's weight that is nearest to it, and its distance relative to the row.
         after: The module of the matmul before, and
-        between: the operators of A between it and this call, if the run has all operators.
+        between: the operators of A between it and this call, if the run has all operators, and
+        lines: their lines.
+        causes: The single edits of these by which A computes what B does.
         weight: The largest relative error of a row of the weight.
         lhs: That of a row of the input, `norm(b - a) / norm(a)`.
         output: That of a row of the output.
@@ -79,6 +81,8 @@ class Aligned(Plain):
     nearest: tuple[tuple[int, float], ...] = ()
     after: str | None = None
     between: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
     weight: float | None = None
     lhs: float | None = None
     output: float | None = None
@@ -232,6 +236,9 @@ def _causes(pair: Aligned) -> Iterator[str]:
         yield f"changed argument: heads do not belong to each other as in A: the cause lies {_where(pair)}"
     if pair.between:
         yield f"  what A computes there: {listed(pair.between, _MOST_OPERATORS)}"
+    if pair.lines:
+        yield f"  at {printable(listed(pair.lines, _MOST_CALLS), 2 * WIDTH)}"
+    yield from (f"  B computes the same if {cause}" for cause in pair.causes)
     for name, one, other in pair.arguments:
         values = " differs" if one is None and other is None else f": {_value(one)} in A, {_value(other)} in B"
         yield f"changed argument: {name}{values}"

@@ -20,29 +20,38 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._values import rounding
 from opintercept.runs.align import attention
 from opintercept.runs.align.alignment import CAUSES, Aligned
+from opintercept.runs.align.causes import causes
 from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
-from opintercept.runs.align.common_weights import Joining, SideName
+from opintercept.runs.align.common_weights import Joining, Side, SideName
+from opintercept.runs.align.replay import LIMIT, ProgramReplay, Target, own_rounding, region_of
 from opintercept.runs.align.tokens import row_error, row_errors
 from opintercept.runs.align.weights import Factors, gaps_of, step_of, tensor_of
 from opintercept.runs.compare.pairing import operator_name
+from opintercept.runs.explain.budget import Spill
+from opintercept.runs.explain.program import Program, Step
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 
 _KEPT = 4  # calls whose tensors stay in memory, since several calls of the other run may belong to one
 _MANY = 8  # rows whose roundings cancel in a column
 _SCALE = 0.01  # the error of the scale of a block, which may be quantised itself
+_UNLIKE = 0.5  # the error of rows of which nobody knows which of the other run they are
 _NAMED = 16  # changed rows that are named
 _ROUNDINGS = 10.0  # how many roundings of their dtype the operators between two products may take
 _GROWTH = 2.0  # and how many times they may enlarge the error before them
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_int_mm", "linear_dynamic"))
 _FROM_BEFORE = ("lhs", "q", "k", "v")  # what a pair before may explain
 _NEAR = 16  # calls between an attention and products of the same tokens
+_ROLES = {"q": "lhs", "k": "rhs", "v": "value"}
 _TINY = torch.finfo(torch.float64).tiny
 
 
 def compared(joining: Joining, links: JoinedCalls) -> list[Aligned]:
-    """Compare what is joined, in the order of A."""
-    return list(_Comparing(joining, links).pairs())
+    """Compare what is joined, in the order of A; by a replay of its program if the run has it."""
+    with Spill() as spill:
+        comparing = _Comparing(joining, links)
+        comparing.replay(spill)
+        return list(comparing.pairs())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,9 @@ class _Comparing:
         self._rows: dict[tuple[int, str | None, str | None], _RowErrors] = {}
         self._sums: dict[int, _OutputSum] = {}
         self._roundings: dict[tuple[SideName, int], float | None] = {}  # of calls that several pairs may share
+        self._known: dict[int, Aligned] = {}  # pairs of products that the replay has compared
+        self._targets: dict[int, Target] = {}
+        self._replay: ProgramReplay | None = None
 
         @lru_cache(_KEPT)
         def read(name: SideName, number: int) -> Factors:
@@ -122,9 +134,22 @@ class _Comparing:
 
         self._factors, self._heads = read, read_heads
 
+    def replay(self, spill: Spill) -> None:
+        """Compare the products that have weights by a replay of A's program, if the run has its operators."""
+        program = _program(self._a)
+        if program is None:
+            return
+        products = {number: links for number, links in self._links.of_a.items() if any(m is not None for _, m in links)}
+        dtypes = Counter((_made_in(self._a.calls[a]), _made_in(self._b.calls[b[0][0]])) for a, b in products.items())
+        units = [*map(rounding.unit, dtypes.most_common(1)[0][0])] if dtypes else []
+        self._replay = ProgramReplay(program, spill, max(rounding.unit(torch.float32), *units))
+        for number in sorted(products):
+            self._known[number] = self._pair(number, 0.0)
+        self._replay.accuse()
+
     def pairs(self) -> Iterable[Aligned]:
         """Compare what is joined, in the order of A."""
-        noise, caused = 0.0, False
+        noise, caused, blamed = 0.0, False, set[int]()
         scores = {*self._a.attentions.values()}
         dtypes = {
             number: (_dtype_of(self._a.calls[number]), _dtype_of(self._b.calls[links[0][0]]))
@@ -133,18 +158,57 @@ class _Comparing:
         usual = max(map(_eps, Counter(dtypes.values()).most_common(1)[0][0])) if dtypes else 0.0
         for number in sorted(self._links.of_a):
             eps = max(map(_eps, dtypes[number]))
-            pair = self._pair(number, limit := _GROWTH * noise + _ROUNDINGS / 2 * eps)
+            limit = _GROWTH * noise + _ROUNDINGS / 2 * eps
+            pair = self._known.get(number) or self._pair(number, limit)
             least = _GROWTH * noise + _ROUNDINGS / 2 * usual
             if len({*dtypes[number]}) == 2 and eps > usual and (pair.output or 0.0) > least:
                 pair = replace(pair, changed=("dtype",), arguments=(("dtype", *dtypes[number]),))
-            pair = _judged(pair, limit, caused)
-            if pair.kind in CAUSES and {"lhs", "q", "k", "v", "heads"} & {*pair.changed}:
+            target, own = self._accuser(number, caused)
+            own = own and id(target) not in blamed
+            pair = _judged(pair, limit, caused, own, product=number in self._targets)
+            if pair.kind in CAUSES and target is not None:
+                blamed.add(id(target))
+            if pair.kind in CAUSES and target is not None and not {"rhs", "bias", "dtype"} & {*pair.changed}:
+                pair = self._between(pair, target)
+            elif pair.kind in CAUSES and {"lhs", "q", "k", "v", "heads"} & {*pair.changed}:
                 pair = self._placed(pair, number)
             known = number not in scores and (pair.by != "neighbours" or pair.rounding_a is not None)
             if known and not caused and pair.kind not in CAUSES:
                 noise = max(noise, pair.output or 0.0, pair.lhs or 0.0)
             caused = caused or pair.kind in CAUSES
             yield pair
+
+    def _accuser(self, number: int, caused: bool) -> tuple[Target | None, bool | None]:
+        """The product whose operand accuses this call, and whether the call may be a cause; None if nobody knows."""
+        target = self._targets.get(number)
+        if target is not None:
+            return (target, target.independent) if target.ratio > LIMIT else (None, False)
+        step = None if self._replay is None else self._replay.step_of(self._a.calls[number].record.index)
+        if self._replay is None or step is None or number in self._known:
+            return None, None
+        target = next((each for each in self._targets.values() if step.number in each.suspects), None)
+        if target is not None:  # what was recorded tells its operands apart until something differs
+            return target, target.independent and not caused
+        return None, False if step.number in self._replay.acquitted else None
+
+    def _between(self, pair: Aligned, target: Target) -> Aligned:
+        """The pair with the products before it, and what A computes between them and this one."""
+        assert self._replay is not None
+        steps = self._replay.program.steps
+        suspects, step = target.suspects, self._replay.step_of(pair.a.record.index)
+        if step is not None and step.number in suspects and "attention" in step.stored.record.op:
+            regions = [region_of(step, _ROLES[name]) for name in pair.changed if name in _ROLES]
+            before = self._replay.part(step, [region for region in regions if region is not None])
+            suspects = suspects & (before or {step.number})
+        calls = [steps[each].stored.record for each in sorted(suspects)]
+        roots = [steps[each].stored.record for each in self._replay.roots(suspects, None if suspects else target)]
+        return replace(
+            pair,
+            after=", ".join(dict.fromkeys(root.module or operator_name(root.op) for root in roots)) or None,
+            between=(*dict.fromkeys(operator_name(call.op) for call in calls),),
+            lines=(*dict.fromkeys(call.source for call in calls if call.source),),
+            causes=causes(self._replay, replace(target, suspects=suspects)),
+        )
 
     def _placed(self, pair: Aligned, number: int) -> Aligned:
         """The pair with the name of the matmul before, the first with the same input, and what lies between."""
@@ -326,6 +390,8 @@ class _Comparing:
         mine = a.columns(biased) + self._terms("a", number, matched[0][1])
         expected = torch.zeros_like(mine)
         filled = torch.zeros(mine.shape, dtype=torch.int64)
+        low = torch.zeros_like(mine)  # of `expected`, what A computes in other products
+        step, copies = self._operand(number)
         errors: list[float] = []
         lhs = 0.0
         for match_number, b, factors in found:
@@ -343,9 +409,16 @@ class _Comparing:
             theirs = theirs[rb][:, match.rows_b]
             if scale is not None:
                 theirs = theirs / scale
+            take = _TakenRows(ra, a.w.size(2), slice(*match.part_a))
+            factor = None
             if a.x.is_floating_point() != factors.x.is_floating_point():  # the program scales whole numbers afterwards
-                factor = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(_TINY)
-                y, theirs = (each / factor.where(factor != 0, 1) for each in (y, theirs))
+                like = x if copies is None or a.x.dtype == torch.int8 else take(copies[0])
+                factor = (like * y).sum(1, keepdim=True) / (like * like).sum(1, keepdim=True).clamp_min(_TINY)
+                factor = factor.where(factor != 0, 1)
+                y, theirs = y / factor, theirs / factor
+            if self._replay is not None and step is not None and copies is not None:
+                rounded = own_rounding(y, factors.x.dtype, None if factor is None else 1 / factor)
+                self._seen(number, self._replay.compare(step, copies, take, y, rounded, factor is not None))
             lhs = max(lhs, _input_error(x, y))
             places = ra[:, None], torch.from_numpy(match.rows_a)
             if bool((filled[places] == a.w.size(2)).all()):  # another process has computed the same
@@ -353,8 +426,29 @@ class _Comparing:
                 continue
             expected[places] += theirs
             filled[places] += match.part_a[1] - match.part_a[0]
+            term = self._joining.terms.get(match_number)
+            if term is not None and term.side == "a":
+                first, second = (self._a.rows(each).double() for each in (term.first, term.second))
+                low[places] += term.factor * (y @ first.mT @ second.mT)[:, match.rows_a]
+        target = self._targets.get(number)
+        unsure = sum(far > _UNLIKE for _, far in pair.nearest) > 1 or (target and target.coded and target.ratio > LIMIT)
+        if self._replay is not None and step is not None and unsure:
+            self._replay.distrust(step)
+        elif self._replay is not None and step is not None:
+            bias = a.biases() if a.bias is not None and not biased else 0.0
+            self._replay.put(step, *(_as_output(each, a) for each in (expected - low + bias, filled == a.w.size(2))))
         pair = _with_output(replace(pair, lhs=lhs), mine, expected, filled == a.w.size(2))
         return replace(pair, output=max(pair.output, *errors)) if errors and pair.output is not None else pair
+
+    def _operand(self, number: int) -> tuple[Step | None, list[torch.Tensor] | None]:
+        """The call of A's program, and its left operand in all replays, if there are any."""
+        step = None if self._replay is None else self._replay.step_of(self._a.calls[number].record.index)
+        return step, None if step is None or self._replay is None else self._replay.operand(step)
+
+    def _seen(self, number: int, target: Target) -> None:
+        """Keep the worst of what several calls of B show about an operand."""
+        if number not in self._targets or self._targets[number].ratio < target.ratio:
+            self._targets[number] = target
 
     def _tokens(self, a: int, b: int, rows_a: int, rows_b: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of two calls that are of the same token."""
@@ -415,6 +509,31 @@ class _Comparing:
         return self._roundings[name, number]
 
 
+@dataclass(frozen=True, slots=True)
+class _TakenRows:
+    """Takes some rows of an operand of width `k`, and some elements of them."""
+
+    rows: torch.Tensor
+    k: int
+    part: slice
+
+    def __call__(self, operand: torch.Tensor) -> torch.Tensor:
+        return operand.reshape(-1, self.k)[:, self.part][self.rows]
+
+
+def _as_output(columns: torch.Tensor, like: Factors) -> torch.Tensor:
+    """Columns for each row of a weight, `[m, g * n]`, in the order of its output, `[g, m, n]`."""
+    return columns.reshape(len(columns), len(like.w), -1).transpose(0, 1)
+
+
+def _program(side: Side) -> Program | None:
+    """The program of a run of one process that has all operators and values."""
+    with suppress(OpInterceptError):
+        if len(side.run.ranks) == 1 and side.operators[side.run.ranks[0]]:
+            return Program(side.run, side.run.ranks[0])
+    return None
+
+
 def _made_up(parts: list[torch.Tensor], dim: int) -> Iterator[torch.Tensor]:
     """Yield the tensors that shards may form: a first dimension of batches and heads may be cut by heads."""
     yield torch.cat(parts, dim)
@@ -431,16 +550,19 @@ def _with_output(pair: Aligned, mine: torch.Tensor, expected: torch.Tensor, whol
     return replace(pair, output=row_error(x, y), max_absolute=_largest(y - x))
 
 
-def _judged(pair: Aligned, limit: float, caused: bool) -> Aligned:
-    """The pair with its kind."""
-    if pair.lhs is not None and not pair.lhs <= limit and not {"q", "k", "v", "heads"} & {*pair.changed}:
+def _judged(pair: Aligned, limit: float, caused: bool, own: bool | None, product: bool) -> Aligned:
+    """The pair with its kind; `own` is whether the replay says that it is a cause, None if there is none."""
+    if own is not True and own is not None and not product:
+        pair = replace(pair, changed=(), arguments=())
+    differs = pair.lhs is not None and not pair.lhs <= limit and not {"q", "k", "v", "heads"} & {*pair.changed}
+    if own if own is not None and product else differs and own is not False:
         pair = replace(pair, changed=("lhs", *pair.changed))
     if {"lhs", "rhs"} <= {*pair.changed} and pair.output is not None and pair.output <= limit:
         pair = replace(pair, changed=())  # one makes up for the other, as where a factor moves from one to the other
     wrong = max(pair.rounding_a or 0.0, pair.rounding_b or 0.0) > 1
     if wrong and not {"rhs", "bias"} & {*pair.changed}:
         return replace(pair, kind="added", changed=(), arguments=())
-    if caused:
+    if caused and not own:
         pair = replace(pair, changed=tuple(name for name in pair.changed if name not in _FROM_BEFORE))
     if pair.changed:
         operands = any(name in ("rhs", "bias", *_FROM_BEFORE) for name in pair.changed)
@@ -491,6 +613,13 @@ def _eps(dtype: str) -> float:
 
 def _eps_of(tensor: torch.Tensor | None) -> float:
     return 0.0 if tensor is None else _eps(str(tensor.dtype).removeprefix("torch."))
+
+
+def _made_in(call: StoredCall) -> torch.dtype:
+    """The dtype of the output of a product."""
+    output = call.record.output
+    found = getattr(torch, output.dtype, None) if output is not None and not isinstance(output, tuple) else None
+    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def _dtype_of(call: StoredCall) -> str:

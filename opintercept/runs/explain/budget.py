@@ -24,7 +24,7 @@ from opintercept.runs.store.codec import role_of
 
 Measure = Callable[[torch.Tensor], torch.Tensor]
 Inputs = dict[tuple[int, int], int]  # where inputs are kept, by the place of a call and their own
-_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+FAILURES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 _FEW = 8.0  # units in the last place by which a function that is no sum may be off
 
 
@@ -267,7 +267,7 @@ class Budget:
         try:
             with torch.no_grad():
                 return step.compute([in_double(each) for each in inputs])
-        except _FAILURES:
+        except FAILURES:
             self.uncomputed[step.stored.record.op] += 1
             return None
 
@@ -335,7 +335,7 @@ class Budget:
         wanted = [place for place in sorted(step.reads) if inputs[place].is_floating_point()]
         try:
             found = _pulled_back(step, inputs, wanted, gradients)
-        except _FAILURES:
+        except FAILURES:
             self.uncomputed[step.stored.record.op] += 1
             return
         for place, gradient in zip(wanted, found, strict=True):
