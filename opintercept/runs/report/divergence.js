@@ -71,7 +71,7 @@ const divergence = (() => {
     if (!noise) return [];
     const steps = noise.steps === 1 ? "the first step" : `the first ${noise.steps} steps`;
     const begin = !noise.usual ? `In ${steps}, no module differs by more than rounding. `
-      : `In ${steps}, a module that differs is off by ${plain(noise.usual)} in the median: this is the runs' noise. `;
+      : `In ${steps}, a module that differs is off by ${plain(noise.usual)} in the median. `;
     const meaning = `Noise is the median error of the module in ${steps}; where that is within its rounding, the `
       + `median of the others. An error is above it if it is more than ${noise.times} times as large, and more than ${
         noise.times} times the rounding of its dtype.`;

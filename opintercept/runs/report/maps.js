@@ -24,7 +24,8 @@ const maps = (() => {
     const key = [map, data.runs.indexOf(each), phase].join();
     if (!folds.has(key)) folds.set(key, modules.opened(nodes, wanted(each)));
     const open = folds.get(key);
-    return { nodes, open, rows: modules.flat(nodes, (group) => Boolean(filter) || open.has(group)) };
+    const shown = modules.flat(nodes, (group) => Boolean(filter) || open.has(group));
+    return { nodes, open, rows: shown, wanted: wanted(each) };
   }
   function foldButtons(map, { nodes, open }, redraw) {
     byId(`${map}-fold`).onclick = () => { open.clear(); redraw(); };
@@ -79,12 +80,15 @@ const maps = (() => {
     const over = row >= 0 ? row : rows.findLastIndex((each) => each.group && key.startsWith(each.key.slice(0, -1)));
     return over < 0 || column < 0 ? null : { row: over, column };
   }
-  // Draws a map, its key and the box of the cell that is chosen, whose facts and commands `box` returns.
+  // Draws a map, its key and the box of the cell that is chosen, whose facts and commands `box` returns. At first, a row
+  // that matters is in sight.
   // `chose` is what is chosen with a cell, `redraw` draws this map again, and `follow` what shows the same cell.
   function draw(panel, { label, heat, phase, tree, colors, lines, chose, redraw, follow, keys, box }) {
     const { open, rows } = tree;
     foldButtons(panel, tree, redraw);
     const selected = found(rows, heat);
+    const before = byId(`${panel}-plot`).querySelector(".rows");
+    const scrolled = before?.clientHeight ? before.scrollTop : null;
     plots.heat(byId(`${panel}-plot`), {
       label, rows, steps: heat.steps, ramp: colors.ramp, lines, selected,
       onSelect: (row, column) => {
@@ -99,6 +103,8 @@ const maps = (() => {
       },
     });
     const shown = byId(`${panel}-plot`).querySelector(".rows");
+    const matter = rows.findIndex((row) => !row.group && row.rows.some((each) => tree.wanted.has(each)));
+    shown.scrollTop = scrolled ?? (matter + 0.5) * shown.scrollHeight / rows.length - shown.clientHeight / 2;
     const more = shown.scrollHeight > shown.clientHeight && `${rows.length} rows: scroll to see the last ones.`;
     byId(`${panel}-key`).replaceChildren(...[more, ...keys].filter(Boolean).map((text) => element("span", {}, text)),
       ...(heat.steps.length > 1 ? [plots.legend(colors.ramp, colors.texts)] : []));

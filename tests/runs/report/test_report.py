@@ -690,6 +690,21 @@ def test_a_map_with_more_rows_than_fit_says_so(browser: Browser, tmp_path: Path)
     browser._ask("Emulation.setEmulatedMedia", media="")
 
 
+def test_a_map_opens_where_values_first_stop_being_finite(browser: Browser, tmp_path: Path) -> None:
+    calls = [(replace(CALL, module=f"m{i}"), {"output": values(nan=int(i == 40))}) for i in range(45)]
+    open_page(browser, tmp_path, folder(tmp_path / "run", *calls), width=400)
+    box = "document.querySelector('#heat-plot .rows')"
+    shown = [
+        browser.evaluate(f"{box}.scrollTop / 20"),
+        browser.evaluate(f"({box}.scrollTop + {box}.clientHeight) / 20"),
+    ]
+    assert shown[0] < 40 < shown[1] - 1
+    choose(browser, "heat-phase", "forward")
+    browser.evaluate(f"{box}.scrollTop = 20")
+    choose(browser, "heat-statistic", "mean")
+    assert browser.evaluate(f"{box}.scrollTop") == 20
+
+
 def test_runs_of_every_size_are_drawn(browser: Browser, tmp_path: Path) -> None:
     many = [(replace(CALL, module=f"layers.{i}", op=f"aten::{i}"), {"output": values(nan=i)}) for i in range(450)]
     bounds: dict[str, list[Any]] = {
