@@ -23,7 +23,7 @@ _BY: dict[By, str] = {
     "parts": "by parts of these rows",
     "permuted": "by rows whose elements are permuted",
     "values": "by rows with close values",
-    "sum": "as a sum with a low-rank product",
+    "sum": "as parts of a sum or of an attention",
     "neighbours": "by what stands before and after",
 }
 _MOST_CALLS = 4  # of B that one row names
@@ -237,7 +237,7 @@ def _causes(pair: Aligned) -> Iterator[str]:
     if pair.between:
         yield f"  what A computes there: {listed(pair.between, _MOST_OPERATORS)}"
     if pair.lines:
-        yield f"  at {printable(listed(pair.lines, _MOST_CALLS), 2 * WIDTH)}"
+        yield f"  at {printable(listed(pair.lines, _MOST_CALLS), 4 * WIDTH)}"
     yield from (f"  B computes the same if {cause}" for cause in pair.causes)
     for name, one, other in pair.arguments:
         values = " differs" if one is None and other is None else f": {_value(one)} in A, {_value(other)} in B"
@@ -249,7 +249,7 @@ def _causes(pair: Aligned) -> Iterator[str]:
 
 
 def _where(pair: Aligned) -> str:
-    return "before it" if pair.after is None else f"between {printable(pair.after, WIDTH)} and this call"
+    return "before it" if pair.after is None else f"between {printable(pair.after, 3 * WIDTH)} and this call"
 
 
 def _verb(names: list[str], one: str, several: str) -> str:
