@@ -173,6 +173,15 @@ add("llama: eager against fused attention", llama(eager=True))
 add("llama: both eager", llama(EAGER, eager=True))
 add("llama: bfloat16", llama(BFLOAT16))
 add("llama: int8 with scales", llama(INT8))
+WIDENED: dict[str, Edit] = {
+    f"{layer}.mlp.{name}.weight": lambda w: w.bfloat16().float() for layer in (0, 1) for name in ("gate", "up")
+}
+add("llama: weights of bfloat16 widened again", llama(edits=WIDENED))
+add(
+    "llama: one of these times 1.01",
+    llama(edits=WIDENED | {"1.mlp.up.weight": lambda w: (w * 1.01).bfloat16().float()}),
+    "1.mlp.up: weight",
+)
 add("llama: cached decode", llama(run=decoded))
 add("llama: a batch in two calls", llama(run=one_by_one))
 add("llama: packed sequences", llama(run=packed))

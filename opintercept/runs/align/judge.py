@@ -74,6 +74,7 @@ class _RowErrors:
         An element may be off by a rounding in its dtype, or by half a step of a quantised row; and the errors of a row
         must not all go the same way: their sum is within `SIGMA` standard deviations of independent errors.
         """
+        dtypes = _held_in(a, dtypes[0]), _held_in(b, dtypes[1])
         square = (a * a).sum(1).clamp_min(_TINY)
         scale = (a * b).sum(1) / square if coded else None
         if scale is not None:
@@ -99,6 +100,14 @@ class _RowErrors:
         drawn = rounding.SIGMA / math.sqrt(3) * (allowed * a).square().sum(1).sqrt()
         changed = (difference.abs() > allowed).any(1) | ((together > drawn) & (step == 0))
         return cls(scale, difference.norm(dim=1) / square.sqrt(), changed, step)
+
+
+def _held_in(rows: torch.Tensor, dtype: str) -> str:
+    """The coarsest dtype that has all values, as of a router whose weight a bfloat16 model widens; else their own."""
+    for each in (torch.bfloat16, torch.float16):
+        if 0 < _eps(dtype) < torch.finfo(each).eps and bool((rows.to(each).double() == rows).all()):
+            return str(each).removeprefix("torch.")
+    return dtype
 
 
 @dataclass(slots=True)
