@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 OPERATORS = {case.op.full_name: case.op for case in ALL_CASES}
-SAMPLES, FEWER = 16, 3  # the most of an operator of MULTIPLIES with `--sampled`, and of all others
+SAMPLES, FEWER = 16, 2  # the most of an operator of MULTIPLIES with `--sampled`, and of all others
 
 
 def programs(op: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

@@ -67,7 +67,7 @@ def nothing_stays(one_thread: None) -> Any:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_does_the_same(name: str, engine: dict[str, Any], made: str) -> None:
-    if not sampled.picks(f"{name} {made} {'compiled' in engine.values()}", of=6):
+    if not sampled.picks(f"{name} {made} {'compiled' in engine.values()}", of=8):
         pytest.skip("sampled")
     plain = outcome(PROGRAMS[name])
     with intercept(HOOKS[made](), ops="all", **engine):
@@ -80,7 +80,7 @@ def test_a_program_does_the_same(name: str, engine: dict[str, Any], made: str) -
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("feature", FEATURES, ids=by_name)
 def test_a_feature_is_seen_whole_and_does_the_same(feature: Any, engine: dict[str, Any], made: str) -> None:
-    if not sampled.picks(f"{by_name(feature)} {made} {'compiled' in engine.values()}", of=6):
+    if not sampled.picks(f"{by_name(feature)} {made} {'compiled' in engine.values()}", of=8):
         pytest.skip("sampled")
     first, *others = HOOKS[made]()
     interceptor = intercept([first, *others], ops="all", **engine)

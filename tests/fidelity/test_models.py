@@ -61,6 +61,6 @@ def test_every_matmul_of_a_model_is_seen_and_no_result_changes(name: str, contex
 def test_every_operator_of_a_model_is_seen_and_no_result_changes(
     name: str, context: str, engine: dict[str, Any]
 ) -> None:
-    if not sampled.picks(f"{name} {context} {engine}", of=8):
+    if not sampled.picks(f"{name} {context} {engine}", of=10):
         pytest.skip("sampled")
     _compare((MODELS | MORE_MODELS)[name], context, ops="all", **engine)

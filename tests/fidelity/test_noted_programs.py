@@ -10,9 +10,10 @@ from processes import run_python
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 EACH = 15  # programs in a process: their threads and forks would leave kernels to the tests after them
+FIRST = range(0, 480, EACH)
 
 
-@pytest.mark.parametrize("first", range(0, sampled.fewer(480, 15), EACH))
+@pytest.mark.parametrize("first", FIRST[1:2] if sampled.on else FIRST)  # the first ones have thousands of shapes
 def test_both_kinds_of_kernels_report_the_same(first: int) -> None:
     done = run_python(noted_programs.__file__, "--seed", first, "--count", EACH, timeout=600)
     assert done.returncode == 0, done.stderr

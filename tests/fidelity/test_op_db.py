@@ -429,7 +429,7 @@ PREPARING = ("aten::clone", "aten::copy_", "aten::detach")
 def test_watching_every_operator_changes_nothing(
     case: Case, bare: dict[str, Found], engine: dict[str, Any], made: str
 ) -> None:
-    if not sampled.picks(f"{case} {made} {'compiled' in engine.values()}", of=6):
+    if not sampled.picks(f"{case} {made} {'compiled' in engine.values()}", of=10):
         pytest.skip("sampled")
     first, *others = HOOKS[made]()
     interceptor = intercept([first, *others], ops="all", **engine)

@@ -100,7 +100,7 @@ PREPARED = ("conjugated", "negated", "pinv_complex", "vdot_complex", "mm_complex
 def test_kernel_engine_sees_every_operator_and_changes_nothing(
     program: Program, context: str, engine: dict[str, Any]
 ) -> None:
-    if not sampled.picks(f"{program.name} {context} {'compiled' in engine.values()}", of=12):
+    if not sampled.picks(f"{program.name} {context} {'compiled' in engine.values()}", of=16):
         pytest.skip("sampled")
     whole = context != "autocast" and program.name not in PREPARED
     if context == "aot_eager":
