@@ -619,3 +619,34 @@ add("trained: a wrong gradient", trained(plant=Plant(1, activation=Straight.appl
 
 # What is said instead where that is known to be wrong.
 WRONG: dict[str, str] = {}
+
+
+class Index(nn.Module):
+    """Scores of tokens by keys that all heads share, as sparse attentions choose their tokens by."""
+
+    def __init__(self, turn: float = 0.0) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(32, 96), nn.Linear(32, 16), nn.Linear(24, 24)
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x).view(24, 6, 16).transpose(0, 1), self.k(x)
+        k = torch.cat((k[:16], k[16:] * (1 + self.turn)))
+        scores = torch.bmm(q, k.mT.expand(6, 16, 24))
+        found: Tensor = self.out(scores.relu().sum(0))
+        return found
+
+
+def index(turn: float) -> Callable[[], tuple[Program, Program]]:
+    def programs() -> tuple[Program, Program]:
+        a, x = m.seeded(Index), drawn(3, 24, 32)
+        b = Index(turn)
+        b.load_state_dict(a.state_dict())
+        return lambda: a(x), lambda: b(x)
+
+    return programs
+
+
+add("index: keys that differ by rounding", index(3e-7))
+add("index: keys that differ by more", index(1e-2), "Index: weight")
+add("index: keys that differ by rounding, replayed", index(3e-7), replays=True)

@@ -152,9 +152,14 @@ class _Comparing:
         dtypes = Counter((_made_in(self._a.calls[a]), _made_in(self._b.calls[b[0][0]])) for a, b in products.items())
         units = [*map(rounding.unit, dtypes.most_common(1)[0][0])] if dtypes else []
         self._replay = ProgramReplay(program, spill, max(rounding.unit(torch.float32), *units))
-        for number in sorted(products):
-            self._known[number] = self._pair(number, 0.0)
-        self._replay.accuse()
+        try:
+            for number in sorted(products):
+                self._known[number] = self._pair(number, 0.0)
+            self._replay.accuse()
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            self._replay, self._known, self._targets = None, {}, {}  # then without a replay
 
     def pairs(self) -> Iterable[Aligned]:
         """Compare what is joined, in the order of A."""
@@ -172,6 +177,9 @@ class _Comparing:
             least = _GROWTH * noise + _ROUNDINGS / 2 * usual
             if len({*dtypes[number]}) == 2 and eps > usual and (pair.output or 0.0) > least:
                 pair = replace(pair, changed=("dtype",), arguments=(("dtype", *dtypes[number]),))
+            if not self._is_weight(number) and (pair.weight or 0.0) <= limit:  # rounding adds up in what is computed
+                kept = tuple(name for name in pair.changed if name != "rhs")
+                pair = replace(pair, changed=kept, changed_rows=(), nearest=())
             target, own = self._accuser(number, caused)
             own = own and id(target) not in blamed
             pair = _judged(pair, limit, caused, own, product=number in self._targets)
@@ -260,6 +268,11 @@ class _Comparing:
             return self._compare(pair, number, matched)
         except OpInterceptError as reason:
             return replace(pair, reason=str(reason))
+
+    def _is_weight(self, number: int) -> bool:
+        """Whether the right operand of a call may be a parameter; the keys of an attention are also joined by rows."""
+        weight = self._a.weight[number]
+        return weight >= 0 and self._a.weights[weight].sure
 
     def _attention(self, pair: Aligned, number: int, limit: float) -> Aligned:
         """Compare an attention; the product of its queries and keys only tells whether these differ."""
@@ -409,7 +422,8 @@ class _Comparing:
             theirs = factors.columns(biased) + self._terms("b", b, match_number)
             ra, rb = self._tokens(number, b, len(mine), len(theirs))
             x, y = _elements(a, match.part_a, None), _elements(factors, match.part_b, match.order)
-            if len(x) == len(mine) and len(y) == len(theirs):
+            by_row = len(x) == len(mine) and len(y) == len(theirs)
+            if by_row:
                 x, y = x[ra], y[rb]
             if x.shape != y.shape:
                 raise OpInterceptError(f"the inputs have the shapes {list(x.shape)} and {list(y.shape)}")
@@ -419,6 +433,8 @@ class _Comparing:
             if scale is not None:
                 theirs = theirs / scale
             take = _TakenRows(ra, a.w.size(2), slice(*match.part_a))
+            if copies is not None and not (by_row and copies[0].numel() == len(mine) * a.w.size(2)):
+                copies = None  # groups of weights have rows of their own
             factor = None
             if a.x.is_floating_point() != factors.x.is_floating_point():  # the program scales whole numbers afterwards
                 like = x if copies is None or a.x.dtype == torch.int8 else take(copies[0])
