@@ -22,10 +22,11 @@ const maps = (() => {
       .filter((row) => used.has(row) && heat.modules[row].toLowerCase().includes(filter));
     const nodes = modules.tree(heat.modules, heat.exact, rows);
     const key = [map, data.runs.indexOf(each), phase].join();
-    if (!folds.has(key)) folds.set(key, modules.opened(nodes, wanted(each)));
+    const matter = wanted(each);
+    if (!folds.has(key)) folds.set(key, modules.opened(nodes, matter));
     const open = folds.get(key);
     const shown = modules.flat(nodes, (group) => Boolean(filter) || open.has(group));
-    return { nodes, open, rows: shown, wanted: wanted(each) };
+    return { nodes, open, rows: shown, wanted: matter };
   }
   function foldButtons(map, { nodes, open }, redraw) {
     byId(`${map}-fold`).onclick = () => { open.clear(); redraw(); };
