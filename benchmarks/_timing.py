@@ -72,21 +72,22 @@ def compare(
 
     Args:
         configurations: Context managers by name. The others are compared with the first one.
-        rounds: How many turns each configuration gets, after one to warm up.
+        rounds: How many turns each configuration gets; if several, after one to warm up.
         number: Runs of the body in a turn.
         bounds: For a configuration: another one, and the largest ratio to that.
         check: Whether all results must be equal bit for bit.
     """
     times: dict[str, list[float]] = {name: [] for name in configurations}
-    for turn in range(rounds + 1):
+    warm = rounds > 1
+    for turn in range(rounds + warm):
         for name, make in configurations.items():
             with make():
-                for _ in range(1 + number // 3):  # entering a block leaves caches cold
+                for _ in range(warm + number // 3):  # entering a block leaves caches cold
                     body()
                 started = Clock.now()
                 for _ in range(number):
                     body()
-                if turn:
+                if turn or not warm:
                     times[name].append((Clock.now() - started) / number)
     expected: Any = None
     for name, make in configurations.items() if check else ():

@@ -109,7 +109,7 @@ def run(smoke: bool) -> list[Row]:
                 program,
                 body,
                 plain | in_c | few | _others() | (anomalies if body is train else {}),
-                rounds=2 if smoke else 7,
+                rounds=1 if smoke else 7,
                 number=3 if "forward" in program and not smoke else 1,
                 bounds={f"compiled kernels, {name}": ("plain", bound) for name, bound in most.items() if in_c},
                 check=False,  # modes change the last bits

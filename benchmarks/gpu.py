@@ -37,7 +37,7 @@ def run(smoke: bool) -> list[Row]:
     """Decoding, a prompt of 512 tokens and a training step, in bfloat16."""
     if not torch.cuda.is_available():
         return []
-    return measured(torch.device("cuda"), [*SIZES][0 if smoke else 1], rounds=2 if smoke else 15)
+    return measured(torch.device("cuda"), [*SIZES][0 if smoke else 1], rounds=1 if smoke else 15)
 
 
 def measured(device: torch.device, size: str, *, rounds: int) -> list[Row]:

@@ -56,7 +56,7 @@ def run(smoke: bool) -> list[Row]:
         f"mm {size}x{size} float32",
         lambda: torch.mm(a, b),
         CONFIGURATIONS,
-        rounds=2 if smoke else 15,
+        rounds=1 if smoke else 15,
         check=False,  # some change the product
     )
     size = 128 if smoke else 4096
@@ -69,7 +69,7 @@ def run(smoke: bool) -> list[Row]:
             f"mm {size}x{size} {str(dtype).removeprefix('torch.')}",
             lambda x=x, y=y: torch.mm(x, y),  # type: ignore[misc]
             {name: CONFIGURATIONS[name] for name in names} | in_c,
-            rounds=2 if smoke else 5,
+            rounds=1 if smoke else 5,
             bounds={"Stats": ("plain", 1.05)}
             | dict.fromkeys(("Checksum", *in_c), ("plain", 1.03 if dtype == torch.float32 else 1.08)),
         )

@@ -120,7 +120,7 @@ def inference(body: Callable[[], Any]) -> Callable[[], Any]:
 
 def run(smoke: bool) -> list[Row]:
     """Time a small Llama forward and in training, GPT-2 on a prompt and one token, and the pretrained MiniLM."""
-    rounds = 2 if smoke else 25
+    rounds = 1 if smoke else 25
     model = llama()
     tokens = torch.randint(0, 100, (1, 8))
     in_flight: dict[str, Make] = {

@@ -92,7 +92,7 @@ def _step(smoke: bool) -> list[Row]:
         "a training step of an encoder layer of width 256",
         step,
         configurations | in_c,
-        rounds=2 if smoke else 25,
+        rounds=1 if smoke else 25,
         bounds=dict.fromkeys(in_c, ("plain", 1.25)),
     )
 
