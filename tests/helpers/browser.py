@@ -5,14 +5,17 @@ The protocol sets the width of the page, since `--window-size` makes no window n
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,3 +132,27 @@ class Browser:
         message, _, self._unread = self._unread.partition(b"\0")
         answer: dict[str, Any] = json.loads(message)
         return answer
+
+
+def data_of(text: str) -> Any:
+    """The data that a page carries."""
+    (block,) = re.findall(r'<script type="application/json" id="data">"(.*?)"</script>', text)
+    return json.loads(zlib.decompress(base64.b64decode(block)))
+
+
+def choose(browser: Browser, field: str, value: str, event: str = "change") -> None:
+    """Set a field of the page."""
+    browser.evaluate(
+        f"(field => {{ field.value = {value!r}; field.dispatchEvent(new Event('{event}')); }})"
+        f"(document.getElementById('{field}'))"
+    )
+
+
+def texts_of(browser: Browser, selector: str) -> Any:
+    """The texts of the elements that match a selector."""
+    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(each => each.textContent)")
+
+
+def said_in(browser: Browser, name: str) -> Any:
+    """What an element shows."""
+    return browser.evaluate(f"document.getElementById('{name}').innerText")

@@ -43,7 +43,11 @@ WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand",
 
 def write(path: str | os.PathLike[str], run: Run, other: Run | None = None) -> None:
     """Write the page, which compares the run with the other. If that fails, `path` stays as it was."""
-    text = page(run, other)
+    save(path, page(run, other))
+
+
+def save(path: str | os.PathLike[str], text: str) -> None:
+    """Write a page. If that fails, `path` stays as it was."""
     with replaced(path, "the page") as partial, open(partial, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
 
@@ -58,11 +62,17 @@ def page(run: Run, other: Run | None = None) -> str:
         run.close()
         other.close()
         data = {"runs": [shown, shown_of_other], "divergence": divergence(run, other, heat)}
-    files = resources.files("opintercept.runs.report")
-    template = files.joinpath("page.html").read_text("utf-8")
+    return filled("page", data)
+
+
+def filled(name: str, data: Any) -> str:
+    """The page that a template makes of plain data."""
+    files = resources.files("opintercept.runs.report").joinpath("web")
+    template = files.joinpath(f"{name}.html").read_text("utf-8")
     names = re.findall(r"<script>@@(\w+)@@</script>", template)
     scripts = {name: files.joinpath(f"{name}.js").read_text("utf-8") for name in names}
-    parts = {"policy": _policy(*scripts.values()), "data": _packed(data), **scripts}
+    style = files.joinpath("style.css").read_text("utf-8")
+    parts = {"policy": _policy(*scripts.values()), "style": style, "data": _packed(data), **scripts}
     # One pass over the template: what is put in is not searched for further marks.
     return re.sub(r"@@(\w+)@@", lambda match: parts[match[1]], template)
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
-import json
 import math
 import os
 import random
 import re
 import shlex
 import tempfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser
+from browser import Browser, choose, data_of, said_in, texts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_calls import meta, record
@@ -203,11 +200,6 @@ def test_no_text_is_kept_however_large(tmp_path: Path) -> None:
     # All texts of one run would take 14 MB; a comparison keeps 20 calls of each run.
     assert peak_memory(lambda: panels.panels_of(run)[0]) < 8 << 20
     assert peak_memory(lambda: report.divergence(run, other, panels.HeatMap())) < 12 << 20
-
-
-def data_of(text: str) -> Any:
-    (block,) = re.findall(r'<script type="application/json" id="data">"(.*?)"</script>', text)
-    return json.loads(zlib.decompress(base64.b64decode(block)))
 
 
 def test_numbers_that_json_lacks_are_left_out(tmp_path: Path) -> None:
@@ -469,19 +461,6 @@ def test_two_runs_give_the_error_of_each_module_that_differs(recorded: Callable[
 # In a browser.
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(started: Browser) -> Iterator[Browser]:
-    """A browser in which pages must do nothing wrong."""
-    yield started
-    assert started.complaints == []
-
-
 def open_page(browser: Browser, path: Path, *shown: Path, width: int = 1280) -> None:
     """Write a page of one run or two to a folder, and open it."""
     report.write(path / "page.html", *map(open_run, shown))
@@ -504,24 +483,9 @@ def page(tmp_path: Path) -> Path:
     return path
 
 
-def choose(browser: Browser, field: str, value: str, event: str = "change") -> None:
-    browser.evaluate(
-        f"(field => {{ field.value = {value!r}; field.dispatchEvent(new Event('{event}')); }})"
-        f"(document.getElementById('{field}'))"
-    )
-
-
-def texts_of(browser: Browser, selector: str) -> Any:
-    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(each => each.textContent)")
-
-
 def names_of(browser: Browser, plot: str) -> Any:
     """The names of the rows of a map."""
     return texts_of(browser, f"#{plot}-plot .names .name")
-
-
-def said_in(browser: Browser, name: str) -> Any:
-    return browser.evaluate(f"document.getElementById('{name}').innerText")
 
 
 def matmuls_in(browser: Browser) -> Any:
@@ -905,8 +869,8 @@ def test_texts_of_a_run_are_only_ever_shown(browser: Browser, tmp_path: Path, po
             assert 7 <= len(words) <= 10
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert browser.evaluate("document.title") == "opintercept report"
-    scripts = [*Path(report.__file__).parent.glob("*.js")]
-    assert browser.evaluate("document.querySelectorAll('script').length") == 1 + len(scripts)
+    template = Path(report.__file__).parent / "web" / "page.html"
+    assert browser.evaluate("document.querySelectorAll('script').length") == template.read_text().count("<script")
     assert browser.evaluate("document.querySelectorAll('img, svg a, main a, iframe, b b, p svg').length") == 0
     everything = browser.evaluate("document.body.innerText")
     assert not re.search("[\x00\x07\x1b\u202e\u2066\u2028]", everything)

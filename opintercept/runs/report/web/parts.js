@@ -3,6 +3,11 @@
 const parts = (() => {
   const { element } = plots;
   const byId = (id) => document.getElementById(id);
+  // The block of data that the page carries.
+  async function data() {
+    const packed = Uint8Array.from(atob(JSON.parse(byId("data").textContent)), (letter) => letter.charCodeAt(0));
+    return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+  }
   const name = (text) => element("span", { class: "name" }, text);
   const cell = (text, kind) => element("div", { class: `name cell ${kind}` }, text);
   const digits = (number) => number.toLocaleString("en");
@@ -58,7 +63,7 @@ const parts = (() => {
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
   const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
   return {
-    byId, cell, clear, counted, digits, figure, fill, least, most, name, nonfinite, notes, on, plain, rangeText,
+    byId, cell, clear, counted, data, digits, figure, fill, least, most, name, nonfinite, notes, on, plain, rangeText,
     short, time,
   };
 })();

@@ -5,8 +5,7 @@
   const { dark } = plots;
   const { byId, fill, on } = parts;
   const { chosen, remember } = state;
-  const packed = Uint8Array.from(atob(JSON.parse(byId("data").textContent)), (letter) => letter.charCodeAt(0));
-  const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+  const data = await parts.data();
   state.data = data;
   state.run = data.runs[0];
   const inputs = {
