@@ -7,6 +7,7 @@ Invariant: the differences of a program lead from A's values to B's, one after t
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from opintercept._values import rounding
 from opintercept.runs.compare.computed import modulus
 from opintercept.runs.compare.pairing import operator_name
+from opintercept.runs.explain.explanation import OutputDistance
 from opintercept.runs.explain.program import Program, ProgramMemory, Region, Step, in_double, last_uses
 from opintercept.runs.store.codec import role_of
 
@@ -136,11 +138,14 @@ class Budget:
 
     Attributes:
         added: The differences, in A's order.
+        path: How far the first outputs of calls are apart as they were recorded, in A's order.
         uncomputed: How many calls could not be computed in float64, by operator: their own results are not judged.
     """
 
     def __init__(self, a: Program, b: Program, pairs: Mapping[int, int], end: int, spill: Spill) -> None:
         self.added: list[Added] = []
+        self.path: list[OutputDistance] = []
+        self._coarsest = torch.float64
         self.uncomputed: Counter[str] = Counter()
         self._a, self._b, self._end = a, b, end
         self._steps = a.steps[: end + 1]
@@ -174,6 +179,9 @@ class Budget:
             if actual is not None:
                 sides = _Sides(recorded, a, actual, b)
                 self._keep(pair, region, role_of(place), "call", sides, [a for a, _ in inputs])
+                if place == 0:
+                    self._coarsest = max(self._coarsest, sides.dtype, key=rounding.unit)
+                    self.path.append(_distance(step, sides, self._coarsest))
                 a, b = recorded, actual
             self._write(region, a, b)
             if step.number == self._end and self._made_b is None:
@@ -403,6 +411,16 @@ def _pulled_back(
 
 def _operator(step: Step) -> str:
     return operator_name(step.stored.record.op)
+
+
+def _distance(step: Step, sides: _Sides, coarsest: torch.dtype) -> OutputDistance:
+    """How far an output is from A's; where both are infinite alike, not at all."""
+    record, output = step.stored.record, sides.recorded_a.double()
+    apart = float(_gap(output, sides.recorded_b).norm())
+    size = float(output.where(output.isfinite(), 0).norm())
+    relative = apart / size if size else math.inf * apart if apart else 0.0
+    dtype, unit = str(coarsest).removeprefix("torch."), rounding.unit(coarsest)
+    return OutputDistance(record.index, record.op, record.module, dtype, relative, relative / unit)
 
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def explain(
         of_share = {id(share): each for share, each in zip(shares, budget.added, strict=True)}
         tried = {key: budget.confirmed(measure, [of_share[id(each)] for each in row]) for key, row in rows[:confirm]}
     notes = _notes(one, pairs, end, budget)
-    return Explanation(a.head(), b.head(), what, losses, by, tuple(shares), tried, notes)
+    return Explanation(a.head(), b.head(), what, losses, by, tuple(shares), tried, notes, tuple(budget.path))
 
 
 def _end(program: Program, pairs: dict[int, int], loss: int | None) -> int:

@@ -50,6 +50,27 @@ class Share(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class OutputDistance(Plain):
+    """How far B's output of a call is from A's, whatever has made it so.
+
+    Attributes:
+        index: The index of A's call.
+        op: Its operator.
+        module: Its module.
+        dtype: The coarsest dtype that outputs up to this one have in either run: what has rounded the error.
+        relative: The norm of B - A by the norm of A; infinite if only A is zero.
+        roundings: The same in unit roundoffs of the dtype.
+    """
+
+    index: int
+    op: str
+    module: str | None
+    dtype: str
+    relative: float
+    roundings: float
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation(Plain, Table):
     """The result of `explain`. Its table and its data frame have a row for each share.
 
@@ -62,6 +83,7 @@ class Explanation(Plain, Table):
         all: The shares of all calls, in A's order.
         confirmed: What was tried, by the `key_of` rows.
         notes: What could not be compared, in words.
+        path: How far outputs are apart, call by call in A's order: where the error comes in, grows and dies.
     """
 
     a: RunHead = field(compare=False)
@@ -72,6 +94,7 @@ class Explanation(Plain, Table):
     all: tuple[Share, ...] = field(repr=False)
     confirmed: Mapping[Any, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    path: tuple[OutputDistance, ...] = field(default=(), repr=False)
 
     _row: ClassVar[type] = Share
 
@@ -126,11 +149,11 @@ class Explanation(Plain, Table):
             yield Marked("no call, weight or input differs", "right")
         else:
             yield f"explained: {self.explained:.4g}{_of(self.explained, self.difference)}"
-            yield from self._doubts()
+            yield from self.doubts()
             yield from ("", self._cells())
         yield from self.notes
 
-    def _doubts(self) -> Iterator[str]:
+    def doubts(self) -> Iterator[Marked]:
         """Say where the sum of the rows means little."""
         moduli = sum(abs(each.cost) for each in self.all)
         if moduli > 10 * abs(self.difference) and moduli:

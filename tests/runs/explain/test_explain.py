@@ -222,6 +222,40 @@ def test_writes_in_place_and_views_are_followed(tmp_path: Path) -> None:
     assert math.isclose(row.cost, found.difference, rel_tol=1e-3)
 
 
+def test_the_path_says_where_the_error_comes_in_and_dies(tmp_path: Path) -> None:
+    w = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+
+    def program(slope: float) -> None:
+        with torch.enable_grad():
+            made = F.leaky_relu(w.sin(), slope)
+            (made.sign() * w + made.clamp_min(0.5)).sum().backward()
+
+    one, other = (record(tmp_path / str(slope), program, slope) for slope in (0.1, 0.2))
+    path = runs.explain(one, other).path
+    a, b = (F.leaky_relu(w.detach().sin(), slope).double() for slope in (0.1, 0.2))
+    far = float((b - a).norm() / a.norm())
+    assert [(each.op, each.relative) for each in path[:2]] == [("aten::sin", 0.0), ("aten::leaky_relu", far)]
+    assert {each.relative for each in path[2:]} == {0.0}  # signs and large values are the same
+    assert path[1].roundings == far / 2**-24
+    low = record(tmp_path / "low", lambda: w.detach().bfloat16().sin().float().exp())
+    rounded = runs.explain(record(tmp_path / "high", lambda: w.detach().sin().exp()), low).path
+    for each in rounded:  # the second one is in float32, of what was rounded to bfloat16
+        assert (each.dtype, each.roundings) == ("bfloat16", each.relative * 2**8)
+        assert 0.1 < each.roundings < 1
+
+
+def test_the_path_leaves_out_what_is_infinite_in_both(tmp_path: Path) -> None:
+    x = torch.arange(4.0)
+
+    def program(factor: float) -> torch.Tensor:
+        return (x * factor).masked_fill(x > 2, -math.inf)
+
+    path = runs.explain(*(record(tmp_path / str(factor), program, factor) for factor in (1.0, 1.5))).path
+    assert [each.relative for each in path if each.op == "aten::masked_fill"] == [0.5]
+    from_zero = runs.explain(record(tmp_path / "zero", program, 0.0), runs.open_run(tmp_path / "1.0")).path
+    assert [each.relative for each in from_zero if each.op == "aten::mul"] == [math.inf]
+
+
 def test_without_a_loss_the_distance_of_the_outputs_is_explained(tmp_path: Path) -> None:
     a, b = Decoder(), Decoder()
     b.blocks[1].scale = 0.51
