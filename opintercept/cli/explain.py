@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from opintercept.cli.options import add_result, count
 from opintercept.cli.terminal.output import print_result
@@ -33,6 +34,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--confirm", metavar="N", type=count, default=0, help="run A's program again with each of the N largest rows"
     )
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        help="also write an HTML page: bars of the rows, and the path of the error",
+    )
     add_result(parser, "nothing differs")
 
 
@@ -41,4 +48,11 @@ def command(arguments: argparse.Namespace) -> int:
     a, b = open_run(arguments.a), open_run(arguments.b)
     with progress():
         found = explain(a, b, loss=arguments.loss, tokens=arguments.tokens, by=arguments.by, confirm=arguments.confirm)
-    return print_result(found, arguments.json, arguments.limit)
+    status = print_result(found, arguments.json, arguments.limit)
+    if arguments.out is not None:
+        from opintercept.runs.report import explained
+
+        explained.write(arguments.out, found)
+        if not arguments.json:
+            print(f"\n{arguments.out}: {os.path.getsize(arguments.out) / 1e6:.1f} MB")
+    return status

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from opintercept import intercept, runs
 from opintercept.cli import main
+from opintercept.runs.report import explained
 
 PROGRAM = """
 import sys
@@ -52,6 +53,19 @@ def test_the_command_writes_json(two: list[str], capsys: pytest.CaptureFixture[s
     assert (first["op"], found["by"]) == ("aten::leaky_relu", "op")
     assert first["confirmed"] == pytest.approx(first["cost"], rel=0.1)  # the way to it is nearly straight
     assert found["explained"] + found["remainder"] == pytest.approx(found["difference"])
+
+
+def test_the_result_is_also_a_page(two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["explain", *two, "-o", str(page)]) == 1
+    assert capsys.readouterr().out.endswith(f"%\n\n{page}: {page.stat().st_size / 1e6:.1f} MB\n")
+    assert page.read_text("utf-8") == explained.page(runs.explain(*map(runs.open_run, two)))
+    assert main(["explain", *two, "--json", "--out", str(page)]) == 1
+    assert json.loads(capsys.readouterr().out)["rows"]
+    assert main(["explain", *two, "-o", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "not explained" in printed.out  # before the page fails
+    assert f"cannot write the page to '{tmp_path}', which is not a plain file" in printed.err
 
 
 def test_tokens_are_whole_numbers(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,12 @@ const parts = (() => {
     const size = Math.abs(value);
     return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   }
+  // Three digits, with the sign that is as wide as a plus.
+  const brief = (value) => (value === null ? "?" : plain(Number(value.toPrecision(3))).replaceAll("-", "−"));
+  const signed = (value) => `${value > 0 ? "+" : ""}${brief(value)}`;
+  const percent = (part, whole) => (whole && part !== null
+    ? `${(100 * part / whole).toFixed(1)} %`.replace(/^-0.0 /, "0.0 ").replace("-", "−") : "");
+  const total = (values) => values.reduce((sum, value) => sum + value, 0);
   function nonfinite([nan, inf]) {
     return [nan && counted(nan, "NaN", "NaN"), inf && counted(inf, "Inf", "Inf")].filter(Boolean).join(" and ");
   }
@@ -63,7 +69,7 @@ const parts = (() => {
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
   const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
   return {
-    byId, cell, clear, counted, data, digits, figure, fill, least, most, name, nonfinite, notes, on, plain, rangeText,
-    short, time,
+    brief, byId, cell, clear, counted, data, digits, figure, fill, least, most, name, nonfinite, notes, on, percent,
+    plain, rangeText, short, signed, time, total,
   };
 })();

@@ -223,7 +223,8 @@ const plots = (() => {
     return [...new Set(round)].filter((value) => value >= low && value <= high).sort((one, other) => one - other);
   }
 
-  // Each axis is { title, low, high, log, format }; `draw` gets the functions from values to pixels and returns shapes.
+  // Each axis is { title, low, high, log, format, letters: the room for ticks, by which charts are aligned }; `draw`
+  // gets the functions from values to pixels and returns shapes.
   function chart(place, { label, height, x, y, draw }) {
     const width = place.clientWidth;
     const span = (axis, from, to) => {
@@ -233,7 +234,7 @@ const plots = (() => {
     };
     const values = (axis, most) => (axis.log ? logTicks : ticks)(axis.low, axis.high, most);
     const yTicks = values(y, Math.max(2, Math.floor(height / 50)));
-    const left = 14 + 7 * Math.max(3, ...yTicks.map((value) => y.format(value).length));
+    const left = 14 + 7 * Math.max(y.letters || 3, ...yTicks.map((value) => y.format(value).length));
     const [right, top, bottom] = [width - 12, 10, height - 40];
     const [atX, atY] = [span(x, left, right), span(y, bottom, top)];
     const drawn = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
