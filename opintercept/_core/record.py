@@ -7,7 +7,7 @@ follow that. Invariant: a record holds no tensor. Must not import torch: the pip
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -262,7 +262,11 @@ def _signature(value: Any) -> Any:
     try:
         stride = value.stride()  # some tensors have none, and raise
     except AttributeError:
-        return tuple([_signature(item) for item in value]) if isinstance(value, Iterable) else value
+        if isinstance(value, (tuple, list)):
+            return tuple([_signature(item) for item in value])
+        if isinstance(value, Sized):
+            raise TypeError("a storage is a sequence of all its bytes, and a key must not keep it alive") from None
+        return value
     dtype = value.dtype
     if not dtype.is_floating_point and value.numel() < 64:
         raise TypeError("the numbers may decide the summary: tensordot takes its dimensions as a tensor too")

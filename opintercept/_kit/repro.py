@@ -84,7 +84,7 @@ def plain_arguments(
             return {"list": [plain(item) for item in value]}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise TypeError(f"a repro can hold tensors, numbers, dtypes and strings, got {value!r}")
+        raise TypeError(f"a repro can hold tensors, numbers, dtypes and strings, got a {type(value).__name__}")
 
     found: dict[str, Any] = {
         "args": [plain(value) for value in call.args],

@@ -683,7 +683,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, (str, complex, torch.dtype, torch.device, torch.layout)):
         return str(value)[:MAX_TEXT]
-    raise TypeError(f"an option must be plain data, got {value!r:.80}")
+    raise TypeError(f"an option must be plain data, got a {type(value).__name__}")  # a storage shows all its bytes
 
 
 def _others(folder: Path) -> list[str]:

@@ -265,6 +265,20 @@ def test_arguments_of_a_function_are_recorded_at_function_level(tmp_path: Path) 
         assert of["full"]["dtype"] == "torch.complex64"
 
 
+@pytest.mark.parametrize("tensors", ["none", "stats", "full"])
+def test_a_storage_among_the_arguments_is_not_looked_through(
+    tensors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Weights that are loaded from a file are set to parts of one storage, a sequence of all bytes of the file.
+    storage = torch.ones(256).untyped_storage()
+    looked: list[Any] = []
+    monkeypatch.setattr(torch.UntypedStorage, "__getitem__", lambda *given: looked.append(given))
+    with intercept([runs.RunRecorder(tmp_path, tensors), hooks.Recorder()], ops="all"):
+        torch.empty(0).set_(storage)
+    assert [call.record.op for call in open_run(tmp_path).calls()] == ["aten::set_"]
+    assert not looked
+
+
 def test_arguments_without_a_plain_form_are_left_out() -> None:
     class Call:
         options: ClassVar[dict[str, Any]] = {
