@@ -86,12 +86,10 @@ def script(folder: Path, program: str, name: str = "script.py") -> str:
     return name
 
 
-def beside(
-    folder: Path, *arguments: str, options: Sequence[str] = (), ours: Sequence[str] = OURS, stdin: str = ""
-) -> tuple[int, str, str]:
+def beside(folder: Path, *arguments: str, ours: Sequence[str] = OURS, stdin: str = "") -> tuple[int, str, str]:
     """Check that a quiet run gives what a plain run gives, and return it."""
     plain = start(folder, *arguments)
-    watched = start(folder, *ours, "-q", *options, *arguments)
+    watched = start(folder, *ours, "-q", *arguments)
     expected, got = ends(plain, stdin), ends(watched, stdin)
     assert no_address(str(got)) == no_address(str(expected))
     return got
@@ -354,7 +352,7 @@ TRAIN = """
 
 def test_a_training_run_is_reported_on_stderr_and_recorded(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN)
-    plain, watched = start(tmp_path, name), start(tmp_path, *OURS, "--out", "run", "--limit", "3", name)
+    plain, watched = fork(tmp_path, name), start(tmp_path, *OURS, "--out", "run", "--limit", "3", name)
     (status, out, err), expected = ends(watched), ends(plain)
     assert (status, out, "") == expected
     lines = err.splitlines()
@@ -690,16 +688,12 @@ def test_recording_statistics_needs_no_extra_and_recording_values_names_it(tmp_p
     for name in ("rich", "safetensors"):
         script(tmp_path, f"raise ModuleNotFoundError('no {name} here', name='{name}')", f"{name}.py")
     name = script(tmp_path, "import torch\ntorch.ones(2, 3) @ torch.ones(3, 2)")
-    stats = start(tmp_path, *OURS, "--out", "stats", name)
-    full = start(tmp_path, *OURS, "--out", "full", "--tensors", "full", name)
-    status, _, err = ends(stats)
-    assert status == 0
+    _, err = watch(tmp_path, "--out", "stats", name)
     assert err.startswith("opintercept: 1 call, 24 FLOP, 0 not finite")
-    status, _, err = ends(full)
-    assert status == 2
+    _, err = watch(tmp_path, "--out", "full", "--tensors", "full", name, status=2)
     assert "pip install 'opintercept[cli]'" in err
     assert not (tmp_path / "full").exists()
-    status, out, _ = ends(start(tmp_path, "-m", "opintercept", "show", "stats"))
+    status, out, _ = ends(fork(tmp_path, "-m", "opintercept", "show", "stats"))
     assert status == 0
     assert "calls     1 call, 24 FLOP" in out
 
@@ -760,7 +754,8 @@ def test_stop_ends_the_program_at_the_first_nan(options: list[str], tmp_path: Pa
 
 
 def test_stop_changes_nothing_if_everything_is_finite(tmp_path: Path) -> None:
-    beside(tmp_path, script(tmp_path, TRAIN), options=["--stop"])
+    name = script(tmp_path, TRAIN)
+    assert ends(fork(tmp_path, *OURS, "-q", "--stop", name)) == ends(fork(tmp_path, name))
 
 
 def test_stop_works_in_the_backward_pass_and_in_threads(tmp_path: Path) -> None:

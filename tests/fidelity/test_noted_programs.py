@@ -10,10 +10,10 @@ from processes import run_python
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 EACH = 15  # programs in a process: their threads and forks would leave kernels to the tests after them
-FIRST = range(0, 480, EACH)
+FIRST = range(6, 486, EACH)  # the 15 from here do all that programs do, and none has thousands of shapes
 
 
-@pytest.mark.parametrize("first", FIRST[1:2] if sampled.on else FIRST)  # the first ones have thousands of shapes
+@pytest.mark.parametrize("first", FIRST[:1] if sampled.on else FIRST)
 def test_both_kinds_of_kernels_report_the_same(first: int) -> None:
     done = run_python(noted_programs.__file__, "--seed", first, "--count", EACH, timeout=600)
     assert done.returncode == 0, done.stderr

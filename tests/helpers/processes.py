@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# What the server imports. Each library must start no thread: a child has none but the one that forked it.
-LOADED = ("torch", "torch.nn.functional", "torch.distributed", "numpy")
+# What the server imports; torch imports torch._dynamo itself, in more than a second, for the first optimizer of a
+# program. Each library must start no thread: a child has none but the one that forked it.
+LOADED = ("torch", "torch.nn.functional", "torch.distributed", "torch._dynamo", "numpy")
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -85,9 +86,15 @@ class Program:
         return status
 
 
-def run_beside(*commands: Sequence[object], timeout: float = 300) -> list[Program]:
-    """Run programs beside each other, such as the ranks of a job, until all have ended; none runs after this."""
-    programs = [Program(arguments) for arguments in commands]
+def run_beside(
+    *commands: Sequence[object], timeout: float = 300, env: Sequence[Mapping[str, str]] = ()
+) -> list[Program]:
+    """Run programs beside each other, such as the ranks of a job, until all have ended; none runs after this.
+
+    `env` has what each of them finds in its environment besides what this process has.
+    """
+    more = [*env, *[{}] * (len(commands) - len(env))]
+    programs = [Program(each, env=os.environ | own) for each, own in zip(commands, more, strict=True)]
     try:
         for program in programs:
             program.wait(timeout)
@@ -123,17 +130,15 @@ def run_python(
 
 
 def run_ranks(program: str, *arguments: object, ranks: int = 2, timeout: float = 300) -> None:
-    """Run a file on the ranks of a process group, with one thread each, until all have ended well."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*torchrun, program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    """Run a file on the ranks of a process group, in the environment that torchrun gives, until all have ended well."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"}
+    job |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    own = [job | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(ranks)]
+    for done in run_beside(*[[program, *arguments]] * ranks, timeout=timeout, env=own):
+        assert done.returncode == 0, done.stderr[-5000:]
 
 
 def _read(file: IO[bytes]) -> str:
