@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mutations import MUTATIONS, ROOT, Mutation
+from processes import run_python
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
@@ -35,6 +34,5 @@ def test_a_mutation_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tests_that_notice_mutations_exist() -> None:
     tests = sorted({test for mutation in MUTATIONS for test in mutation.noticed_by})
-    collected = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(collected, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

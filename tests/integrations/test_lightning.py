@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import logging
 import pickle
 from collections import Counter
@@ -17,9 +18,11 @@ import trainings
 from opintercept import hooks, runs
 from opintercept._blocks.blocks import open_blocks
 
-pytest.importorskip("lightning", reason="needs lightning")
-
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_writer_left"),
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning"),
+]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.resources
 import re
 import subprocess
@@ -58,6 +59,7 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
+@functools.cache
 def private_names_of_classes(source: str) -> set[str]:
     """The private methods and attributes that a file's classes define."""
     found: set[str] = set()
@@ -78,7 +80,6 @@ def private_names_of_classes(source: str) -> set[str]:
     return {name for name in found if private(name)}
 
 
-OF_CLASSES = {name: private_names_of_classes(source) for name, source in SOURCES.items()}
 # Names that both objects of torch, or named tuples, and some class of the package have.
 OF_OTHERS = {"_make", "_modules", "_name", "_values"}
 
@@ -86,7 +87,8 @@ OF_OTHERS = {"_make", "_modules", "_name", "_values"}
 def reads_private(name: str, source: str) -> list[str]:
     """The private names of other files that a file imports or reads."""
     own = private_names_of_classes(source)
-    others = set().union(*(names for other, names in OF_CLASSES.items() if other != name)) - own - OF_OTHERS
+    others = set().union(*(private_names_of_classes(text) for other, text in SOURCES.items() if other != name))
+    others -= own | OF_OTHERS
     found, modules = [], set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "opintercept":
