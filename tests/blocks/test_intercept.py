@@ -11,8 +11,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -752,7 +750,7 @@ def test_the_interpreter_may_end_inside_a_block(way: str) -> None:
         interceptor.__enter__()
         {way}
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    done = run_python("-c", textwrap.dedent(script))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +69,7 @@ def test_a_run_of_many_small_calls_ends_with_that_advice(tmp_path: Path) -> None
     program = "import time\ntime.monotonic = lambda: 0.0\nimport torch\ntorch.ones(2, 2) @ torch.ones(2, 2)\n"
     (tmp_path / "small.py").write_text(program)
     code = "from opintercept.cli import main; main(['run', 'small.py'])"
-    *_, last = run_python(code, cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    *_, last = run_python(code, sys.executable, tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert last.startswith(
         "compiled kernels would have saved at least 0.025 ms of 0.000 ms; to build them, in about a "
     )
@@ -128,13 +127,7 @@ def test_info_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_line_that_the_readme_shows_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = subprocess.run(
-        [sys.executable, "-c", "import opintercept; print(opintercept.info())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = printed.stdout.splitlines()
+    lines = run_python("import opintercept; print(opintercept.info())", OPINTERCEPT_COMPILED="0")
     assert [line.split("  ")[0] for line in lines] == [
         "opintercept",
         'engine="auto"',

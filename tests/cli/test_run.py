@@ -589,14 +589,11 @@ def test_child_processes_are_not_watched_and_the_report_says_so(tmp_path: Path) 
 @FORKS
 def test_a_signal_ends_the_program_and_keeps_what_was_recorded(tmp_path: Path) -> None:
     name = script(tmp_path, WAITS)
-    processes = {
-        n: start(tmp_path, *OURS, "--out", f"run{n}", name, f"run{n}") for n in (signal.SIGINT, signal.SIGTERM)
-    }
+    processes = {n: fork(tmp_path, *OURS, "--out", f"run{n}", name, f"run{n}") for n in (signal.SIGINT, signal.SIGTERM)}
     for number, process in processes.items():
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        process.says("ready\n")
         time.sleep(0.3)  # until it pauses: a traceback marks what part of a line it was in
-        process.send_signal(number)
+        process.kill(number)
         status, _, err = ends(process)
         assert status == -number
         run = runs.open_run(tmp_path / f"run{number}")

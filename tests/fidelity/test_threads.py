@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -509,5 +508,5 @@ ENDINGS = {
 @pytest.mark.parametrize("script", ENDINGS.values(), ids=ENDINGS)
 def test_the_process_ends_without_an_error(script: str) -> None:
     script = f"import torch\nfrom opintercept import intercept\n{textwrap.dedent(script)}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = run_python("-c", script, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from native import fresh_look
+from processes import Program
 
 from opintercept._native import build
 
@@ -62,14 +61,8 @@ class Builds:
         source.touch()
         self.sources.append(source)
 
-    def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", BUILD, *map(str, self.sources)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,  # so that ours can be interrupted alone
-        )
+    def start(self) -> Program:
+        return Program(["-c", BUILD, *self.sources])
 
     def wait_for(self, count: int) -> None:
         """Wait until the compiler has been started that often."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 
@@ -61,10 +61,14 @@ def fresh_look() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def run_python(code: str, python: str = sys.executable, cwd: Path | None = None, **environment: str) -> list[str]:
-    """Run a program that may use the library, and return the lines that it writes, those of stderr last."""
-    inherited = {name: value for name, value in os.environ.items() if name != libraries.SWITCH}
-    done = subprocess.run(
-        [python, "-c", code], cwd=cwd, capture_output=True, text=True, check=True, env=inherited | environment
-    )
+def run_python(code: str, python: str | None = None, cwd: Path | None = None, **environment: str) -> list[str]:
+    """Run a program that may use the library, and return the lines that it writes, those of stderr last.
+
+    It runs in a new Python if that is given, and otherwise where torch is imported already.
+    """
+    env = {name: value for name, value in os.environ.items() if name != libraries.SWITCH} | environment
+    if python is None:
+        done = processes.run_python("-c", code, cwd=cwd, env=env, check=True)
+    else:
+        done = subprocess.run([python, "-c", code], cwd=cwd, capture_output=True, text=True, check=True, env=env)
     return [*done.stdout.splitlines(), *done.stderr.splitlines()]

@@ -73,6 +73,19 @@ class Program:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def says(self, text: str, timeout: float = 60) -> None:
+        """Wait until it has written a text."""
+        end = time.monotonic() + timeout
+        while not any(text.encode() in os.pread(stream.fileno(), 1 << 20, 0) for stream in self._streams):
+            assert time.monotonic() < end, f"{self.args} does not say {text!r}"
+            time.sleep(0.01)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
     def _number(self) -> int:
         text = b""
         while not text.endswith(b"\n"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -164,7 +165,7 @@ triton_reader.read(torch.zeros(()).to(torch.float8_e4m3fn), (2.0**-150, 1e300), 
 
 
 def test_the_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
-    vectors = run_python(COMPILES, TRITON_INTERPRET="0")[
+    vectors = run_python(COMPILES, sys.executable, TRITON_INTERPRET="0")[
         :4
     ]  # whether 16 bytes are loaded at once; some Tritons add lines
     assert vectors == ["True", "True", "True", "False"]

@@ -8,8 +8,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import call, queued
 from native import reading
+from processes import Program
 from recorded import calls_of
 
 from opintercept import NonFiniteError, OpInterceptError, OpInterceptWarning, hooks, intercept, runs
@@ -56,12 +55,9 @@ with intercept(runs.RunRecorder(sys.argv[1], sys.argv[2], flight=16), engine=sys
 
 def end_by(number: signal.Signals, folder: Path, tensors: str = "none", engine: str = "kernel") -> None:
     """Record a program until a signal ends it."""
-    command = [sys.executable, "-c", ENDLESS, str(folder), tensors, engine]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
-        program.send_signal(number)
+    with Program(["-c", ENDLESS, folder, tensors, engine]) as program:
+        program.says("ready\n")
+        program.kill(number)
 
 
 @pytest.mark.slow
