@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
-import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import interrupts
 import pytest
 import torch
 from hypothesis import given, settings
@@ -675,43 +672,6 @@ def test_tensors_that_a_transform_has_wrapped_are_skipped() -> None:
     assert capture.skipped == 6
     [entry] = capture_of(lambda: torch.func.vmap(row)(x), of="output").entries
     assert torch.equal(entry.tensor.view(2, 3), x)
-
-
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
-def test_a_copy_has_its_own_entries(way: Any, tmp_path: Path) -> None:
-    capture = capture_of(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)), sample=2)
-    other = way(capture)
-    assert [entry.role for entry in other.entries] == ["lhs", "output"]
-    assert torch.equal(other.entries[0].tensor, capture.entries[0].tensor)
-    other.clear()
-    with intercept(other):
-        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    assert (len(capture.entries), capture.nbytes) == (2, 16)
-    with pytest.raises(TypeError, match=r'a Capture with to="disk" owns the files in .* and cannot be copied'):
-        way(hooks.Capture(to="disk", folder=tmp_path))
-
-
-# Python closes a file late if it was opened right before an interrupt.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@interrupts.needs_timer
-@pytest.mark.parametrize("to", ["cpu", "disk"])
-def test_after_interrupts_the_budget_matches_the_entries(to: Any, tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
-    folder = tmp_path if to == "disk" else None
-    capture = hooks.Capture(("lhs", "output"), to=to, folder=folder, max_bytes=4000, when_full="drop")
-    shapes = {("0", "lhs"): (2, 3), ("0", "output"): (2, 4), ("1", "lhs"): (2, 4), ("1", "output"): (2, 5)}
-
-    def check() -> None:
-        assert capture.nbytes == sum(entry.nbytes for entry in capture.entries) <= 4000
-        for entry in capture.entries:
-            assert entry.module is not None
-            assert entry.tensor.shape == shapes[entry.module, entry.role]
-        if folder is not None:
-            assert {path.name for path in folder.iterdir()} >= {e.path.name for e in capture.entries if e.path}
-
-    with torch.no_grad():
-        assert interrupts.interrupt(capture, lambda: model(torch.ones(2, 3)), check) > 0
-    assert len(capture.entries) > 4
 
 
 def test_threads_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:

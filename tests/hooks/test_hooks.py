@@ -9,6 +9,7 @@ import io
 import logging
 import logging.handlers
 import pickle
+import re
 import sys
 import textwrap
 import weakref
@@ -109,31 +110,59 @@ class Run:
             assert value == {"lhs": 1.0, "output": 3.0 * number_of(module)}[operand]
 
 
-# How to make a hook, and how to check what it has seen of `Constants`.
-INTERRUPTED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "Stats": (lambda: hooks.Stats(("lhs", "rhs", "output"), histogram=True, channels="lhs"), check_stats),
-    "Profile": (hooks.Profile, check_profile),
-    "Recorder": (hooks.Recorder, lambda recorder: check_records(recorder.records)),
+def check_captured(capture: hooks.Capture) -> None:
+    assert capture.nbytes == sum(entry.nbytes for entry in capture.entries) <= 4000
+    assert capture.entries
+    for entry in capture.entries:
+        number = number_of(entry.module)
+        columns, value = {"lhs": (3, 1.0), "output": (number + 1, 3.0 * number)}[entry.role]
+        assert torch.equal(entry.tensor, torch.full((2, columns), value))  # from its file, if it has one
+
+
+def check_flips(faults: hooks.BitFlip) -> None:
+    for flip in faults.log:
+        row, column = flip.position
+        assert row < 2
+        assert column < {"lhs": 3, "output": number_of(flip.module) + 1}[flip.role]
+
+
+ROLES: Any = ("lhs", "output")
+BUDGET: dict[str, Any] = {"max_bytes": 4000, "when_full": "drop"}
+
+# How to make a hook, which may write to a folder, and how to check what it has seen of `Constants`.
+INTERRUPTED: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Any]]] = {
+    "Stats": (lambda _: hooks.Stats(("lhs", "rhs", "output"), histogram=True, channels="lhs"), check_stats),
+    "Profile": (lambda _: hooks.Profile(), check_profile),
+    "Recorder": (lambda _: hooks.Recorder(), lambda recorder: check_records(recorder.records)),
     "when": (
-        lambda: hooks.when(hooks.Recorder(), module="m[2-7]", every_calls=3),
+        lambda _: hooks.when(hooks.Recorder(), module="m[2-7]", every_calls=3),
         lambda filtered: check_records(filtered.hook.records),
     ),
     "Log": (
-        lambda: hooks.Log(logger_with(logging.handlers.BufferingHandler(10**6)), values="stats"),
+        lambda _: hooks.Log(logger_with(logging.handlers.BufferingHandler(10**6)), values="stats"),
         check_logged,
     ),
-    "Print": (lambda: hooks.Print(io.StringIO()), check_printed),
-    "Scalars": (lambda: hooks.Scalars(Run(), of=("lhs", "output"), values=["mean", "absmax"]), lambda scalars: None),
+    "Print": (lambda _: hooks.Print(io.StringIO()), check_printed),
+    "Scalars": (lambda _: hooks.Scalars(Run(), of=ROLES, values=["mean", "absmax"]), lambda scalars: None),
+    "Capture": (lambda _: hooks.Capture(ROLES, **BUDGET), check_captured),
+    "Capture to disk": (lambda folder: hooks.Capture(ROLES, to="disk", folder=folder, **BUDGET), check_captured),
+    "BitFlip": (lambda _: hooks.BitFlip(3, of=ROLES, bits=range(-14, -9)), check_flips),
+    "Noise": (lambda _: hooks.Noise(0.1, of=ROLES), lambda noise: None),
+    "FakeQuantize": (lambda _: hooks.FakeQuantize(of=ROLES), lambda quantize: None),
 }
 
 
+# Python closes a file late if it was opened right before an interrupt.
+LATE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 @needs_timer
-@pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[LATE] * ("disk" in name)) for name in INTERRUPTED])
 @pytest.mark.slow
-def test_an_interrupt_in_a_hook_mixes_up_no_modules(name: str) -> None:
+def test_an_interrupt_in_a_hook_mixes_up_no_modules(name: str, tmp_path: Path) -> None:
     model = Constants()
     make, check = INTERRUPTED[name]
-    hook = make()
+    hook = make(tmp_path)
 
     def program() -> None:
         with torch.no_grad():
@@ -508,6 +537,10 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 def seen_by(hook: Any) -> str:
     """The contents of a hook, as text."""
+    if isinstance(hook, hooks.Capture):
+        return repr([(entry, entry.tensor, hook.nbytes) for entry in hook.entries])
+    if isinstance(hook, hooks.NonFinite):
+        return str(hook)
     for name in ("rows", "records", "entries", "calls"):
         if hasattr(hook, name):
             value = getattr(hook, name)
@@ -515,26 +548,35 @@ def seen_by(hook: Any) -> str:
     return seen_by(hook.hook) if hasattr(hook, "hook") else ""
 
 
+COPIED: dict[str, Callable[[], Any]] = OBSERVERS | {
+    "Capture": lambda: hooks.Capture(sample=2),
+    "Log": lambda: hooks.Log("opintercept.tests", values="sample"),
+    "NonFinite": lambda: hooks.NonFinite(action="record", allow="x.*", check_every=2),
+    "Reference": hooks.Reference,
+    "some Replicas": lambda: hooks.Replicas(["head", re.compile("a.*")], of="weights", every_steps=3, action="warn"),
+}
+
+
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("name", [*sorted(OBSERVERS.keys() - {"Scalars"}), "Reference"])
+@pytest.mark.parametrize("name", sorted(COPIED.keys() - {"Scalars", "Log stats", "Log sample"}))
 def test_a_hook_can_be_copied_and_pickled_and_its_copy_goes_on(name: str, way: str) -> None:
-    made: dict[str, Callable[[], Any]] = {**OBSERVERS, "Reference": hooks.Reference}
-    hook = made[name]() if "Log" not in name else hooks.Log("opintercept.tests", values="sample")
+    hook = COPIED[name]()
     x = torch.ones(1, 2, 3, 4)
 
-    def program() -> None:
+    def program(dimensions: int) -> None:
         w = torch.ones(3, 4, requires_grad=True)
         (torch.ones(2, 3) @ w).sum().backward()
         nn.functional.scaled_dot_product_attention(x, x, x)
+        torch.full((1,) * dimensions, torch.inf) @ torch.zeros((1,) * dimensions)
 
     with intercept(hook):
-        program()
+        program(2)
     before = seen_by(hook)
     twin = COPIES[way](hook)
     assert type(twin) is type(hook)
     assert seen_by(twin) == before
     with intercept(twin):
-        program()
+        program(3)
     if before:
         assert seen_by(twin) != before
     if way != "copy" or isinstance(hook, Copyable):
@@ -643,6 +685,8 @@ def test_findings_of_all_checks_say_which_call_is_wrong_and_how() -> None:
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_scalars_cannot_be_copied(way: str) -> None:
+def test_what_a_hook_writes_to_cannot_be_copied(way: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"Scalars cannot be copied or pickled, since it writes to an open .*; make"):
         COPIES[way](hooks.Scalars(Quiet()))
+    with pytest.raises(TypeError, match=r'a Capture with to="disk" owns the files in .* and cannot be copied'):
+        COPIES[way](hooks.Capture(to="disk", folder=tmp_path))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,13 +195,6 @@ def test_without_other_ranks_nothing_is_hashed() -> None:
             watch.step()
     assert str(replicas) == "nothing compared: torch.distributed is not initialised"
     assert (replicas.findings, replicas.expected, replicas.compared) == ([], {}, 0)
-
-
-def test_it_can_be_copied_and_pickled() -> None:
-    replicas = hooks.Replicas(["head", re.compile("a.*")], of="weights", every_steps=3, action="warn")
-    for twin in (copy.deepcopy(replicas), pickle.loads(pickle.dumps(replicas))):
-        with intercept(twin):
-            torch.ones(2, 2) @ torch.ones(2, 2)
 
 
 @pytest.mark.parametrize(
