@@ -45,70 +45,91 @@ def mixed() -> None:
     mm()
 
 
-@pytest.mark.parametrize(
-    ("op", "indexes"),
-    [
-        ("mm", [0, 3]),
-        ("aten::mm", [0, 3]),
-        (("mm", "mv"), [0, 1, 3]),
-        (["aten::mv", "bmm"], [1, 2]),
-        ({"mm"}, [0, 3]),
-        ((name for name in ("mv", "mv")), [1]),
-        ("dot", []),
-        ("m", []),
-        ("addmm", []),
-    ],
-    ids=["short", "full", "several", "list", "set", "generator", "absent", "part of a name", "longer name"],
-)
-def test_op_at_dispatch_level(op: Any, indexes: list[int]) -> None:
-    assert passed(mixed, op=op) == indexes
-
-
-@pytest.mark.parametrize(
-    ("op", "indexes"),
-    [
-        ("linear", [0]),
-        ("torch.nn.functional.linear", [0]),
-        ("torch.linear", []),
-        ("matmul", [1, 2, 3]),
-        ("torch.matmul", [1]),
-        ("torch.Tensor.matmul", [2]),
-        ("mm", [4]),
-    ],
-    ids=["short", "full", "wrong module", "every matmul", "function", "operator", "not within a name"],
-)
-def test_op_at_function_level(op: Any, indexes: list[int]) -> None:
+def functions() -> None:
     x = torch.ones(2, 2)
-
-    def program() -> None:
-        F.linear(x, x)
-        torch.matmul(x, x)
-        _ = x @ x
-        torch.linalg.matmul(x, x)
-        torch.mm(x, x)
-
-    assert passed(program, "function", op=op) == indexes
+    F.linear(x, x)
+    torch.matmul(x, x)
+    _ = x @ x
+    torch.linalg.matmul(x, x)
+    torch.mm(x, x)
 
 
-def test_phase() -> None:
-    x = torch.ones(2, 2, requires_grad=True)
-    w = torch.ones(2, 2, requires_grad=True)
-
-    def program() -> None:
-        (x @ w).sum().backward()
-
-    assert passed(program, phase="forward") == [0]
-    assert passed(program, phase="backward") == [1, 2]
+def trained() -> None:
+    x = torch.ones(3, 3, requires_grad=True)
+    mm(3)
+    (x @ torch.ones(3, 3)).sum().backward()
+    torch.mv(x.detach(), torch.ones(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, "float64", "torch.float64"], ids=["dtype", "name", "full name"])
-def test_dtype_of_either_operand(dtype: Any) -> None:
-    def program() -> None:
+def of_dtypes() -> None:
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        mm(dtype=dtype)
+
+
+def of_sizes() -> None:
+    mv()
+    torch.mm(torch.ones(1, 3), torch.ones(3, 3))
+
+
+def seven() -> None:
+    for _ in range(7):
         mm()
-        mm(dtype=torch.float64)
-        mm(dtype=torch.complex64)
 
-    assert passed(program, dtype=dtype) == [1]
+
+def alternating() -> None:
+    for _ in range(4):
+        mm()
+        mv()
+
+
+FUNCTION: dict[str, Any] = {"level": "function"}
+FILTERS: list[tuple[Callable[[], None], dict[str, Any], list[int]]] = [
+    (mixed, {"op": "mm"}, [0, 3]),
+    (mixed, {"op": "aten::mm"}, [0, 3]),
+    (mixed, {"op": ("mm", "mv")}, [0, 1, 3]),
+    (mixed, {"op": ["aten::mv", "bmm"]}, [1, 2]),
+    (mixed, {"op": {"mm"}}, [0, 3]),
+    (mixed, {"op": (name for name in ("mv", "mv"))}, [1]),
+    (mixed, {"op": "dot"}, []),
+    (mixed, {"op": "m"}, []),  # a part of a name
+    (mixed, {"op": "addmm"}, []),  # a longer name
+    (functions, FUNCTION | {"op": "linear"}, [0]),
+    (functions, FUNCTION | {"op": "torch.nn.functional.linear"}, [0]),
+    (functions, FUNCTION | {"op": "torch.linear"}, []),  # of another module
+    (functions, FUNCTION | {"op": "matmul"}, [1, 2, 3]),
+    (functions, FUNCTION | {"op": "torch.matmul"}, [1]),
+    (functions, FUNCTION | {"op": "torch.Tensor.matmul"}, [2]),
+    (functions, FUNCTION | {"op": "mm"}, [4]),
+    (trained, {"phase": "forward"}, [0, 1, 3]),
+    (trained, {"phase": "backward"}, [2]),
+    (trained, {"op": "mm", "phase": "forward", "dtype": torch.float32, "min_numel": 9, "steps": 0}, [0, 1]),
+    (trained, {"op": "mm", "phase": "backward", "min_numel": 9}, [2]),
+    (trained, {"op": "mv", "phase": "backward"}, []),
+    (of_dtypes, {"dtype": torch.float64}, [1]),
+    (of_dtypes, {"dtype": "float64"}, [1]),
+    (of_dtypes, {"dtype": "torch.float64"}, [1]),
+    (of_sizes, {"min_numel": 1}, [0, 1]),
+    (of_sizes, {"min_numel": 4}, [0, 1]),
+    (of_sizes, {"min_numel": 5}, [1]),
+    (of_sizes, {"min_numel": 9}, [1]),
+    (of_sizes, {"min_numel": 10}, []),
+    (seven, {}, [0, 1, 2, 3, 4, 5, 6]),
+    (seven, {"every_calls": 1}, [0, 1, 2, 3, 4, 5, 6]),
+    (seven, {"every_calls": 3}, [0, 3, 6]),
+    (seven, {"first": 2}, [0, 1]),
+    (seven, {"every_calls": 3, "first": 2}, [0, 3]),
+    (seven, {"every_calls": 9}, [0]),
+    (seven, {"first": 9}, [0, 1, 2, 3, 4, 5, 6]),
+    # Those that pass the other filters are counted.
+    (alternating, {"op": "mv", "every_calls": 2}, [1, 5]),
+    (alternating, {"op": "mv", "first": 3}, [1, 3, 5]),
+    (alternating, {"predicate": lambda call: call.index >= 2, "every_calls": 2, "first": 2}, [2, 4]),
+]
+
+
+@pytest.mark.parametrize(("program", "filters", "indexes"), FILTERS)
+def test_filters_choose_calls(program: Callable[[], None], filters: dict[str, Any], indexes: list[int]) -> None:
+    assert passed(program, **filters) == indexes
 
 
 def test_the_dtype_may_be_that_of_the_right_operand() -> None:
@@ -118,43 +139,6 @@ def test_the_dtype_may_be_that_of_the_right_operand() -> None:
     hook: Any = hooks.when(seen.append, dtype=torch.int8)
     hook.post(call)
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize(("min_numel", "indexes"), [(1, [0, 1]), (4, [0, 1]), (5, [1]), (9, [1]), (10, [])], ids=str)
-def test_min_numel_of_the_larger_operand(min_numel: int, indexes: list[int]) -> None:
-    def program() -> None:
-        mv()
-        torch.mm(torch.ones(1, 3), torch.ones(3, 3))
-
-    assert passed(program, min_numel=min_numel) == indexes
-
-
-@pytest.mark.parametrize(
-    ("filters", "indexes"),
-    [
-        ({}, [0, 1, 2, 3, 4, 5, 6]),
-        ({"every_calls": 1}, [0, 1, 2, 3, 4, 5, 6]),
-        ({"every_calls": 3}, [0, 3, 6]),
-        ({"first": 2}, [0, 1]),
-        ({"every_calls": 3, "first": 2}, [0, 3]),
-        ({"every_calls": 9}, [0]),
-        ({"first": 9}, [0, 1, 2, 3, 4, 5, 6]),
-    ],
-    ids=["none", "every 1", "every 3", "first 2", "every 3 first 2", "every 9", "first 9"],
-)
-def test_every_and_first(filters: dict[str, int], indexes: list[int]) -> None:
-    assert passed(lambda: [mm() for _ in range(7)], **filters) == indexes
-
-
-def test_counters_count_the_calls_that_pass_the_other_filters() -> None:
-    def program() -> None:
-        for _ in range(4):
-            mm()
-            mv()
-
-    assert passed(program, op="mv", every_calls=2) == [1, 5]
-    assert passed(program, op="mv", first=3) == [1, 3, 5]
-    assert passed(program, predicate=lambda call: call.index >= 2, every_calls=2, first=2) == [2, 4]
 
 
 def test_counters_go_on_in_the_next_block() -> None:
@@ -195,19 +179,6 @@ def test_the_predicate_gets_only_calls_that_pass_the_cheaper_filters() -> None:
 
     assert passed(program, op="mm", predicate=predicate) == [2]
     assert asked == [1, 2]
-
-
-def test_all_filters_must_pass() -> None:
-    x = torch.ones(3, 3, requires_grad=True)
-
-    def program() -> None:
-        mm(3)
-        (x @ torch.ones(3, 3)).sum().backward()
-        torch.mv(x.detach(), torch.ones(3))
-
-    assert passed(program, op="mm", phase="forward", dtype=torch.float32, min_numel=9, steps=0) == [0, 1]
-    assert passed(program, op="mm", phase="backward", min_numel=9) == [2]
-    assert passed(program, op="mv", phase="backward") == []
 
 
 class Both:
