@@ -6,7 +6,7 @@ Imports torch only when it is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opintercept._core.checks import check_choice
@@ -47,7 +47,8 @@ def explain(
             `opintercept run --explain` or `RunRecorder(folder, "full")` under `ops="all"`.
         b: The other run, recorded likewise. It needs no backward pass, and its operators may be others.
         loss: The index of A's call whose output is explained. By default the root of A's backward pass, or else the
-            last output that is one number, or else the norm of the difference of the last outputs.
+            last number that differs, where it was computed first, or else the norm of the difference of the last
+            outputs.
         tokens: If given, the loss is the sum of the log-probabilities that the last output, or that of the call `loss`,
             gives to these tokens, one for each of its last rows.
         by: What the rows are: each call, or the sums of a `"module"`, an `"op"`, a `"line"` or a `"dtype"`.
@@ -79,7 +80,7 @@ def explain(
         raise needs("explaining runs", "torch, numpy and safetensors", "'opintercept[cli]'") from missing
     one, other = (Program(run, run.ranks[0] if rank is None else rank) for run in (a, b))
     pairs = counterparts(one, other)
-    end = _end(one, pairs, loss)
+    end = _end(one, other, pairs, loss)
     measure, what = _measure(one, other, pairs, end, tokens)
     paired = frozenset(pairs.values())
     with Spill() as spill:
@@ -94,7 +95,7 @@ def explain(
     return Explanation(a.head(), b.head(), what, losses, by, tuple(shares), tried, notes, tuple(budget.path))
 
 
-def _end(program: Program, pairs: dict[int, int], loss: int | None) -> int:
+def _end(program: Program, other: Program, pairs: dict[int, int], loss: int | None) -> int:
     """The place of the call of A that makes the loss."""
     if loss is not None:
         found = next((step.number for step in program.steps if step.stored.record.index == loss), None)
@@ -107,10 +108,12 @@ def _end(program: Program, pairs: dict[int, int], loss: int | None) -> int:
         found = program.root
     else:
         made = [step.number for step in program.steps if step.number in pairs and _numbers(step)]
-        single = [place for place in made if _numbers(program.steps[place]) == 1]
         if not made:
             raise OpInterceptError(f"no output of A has a counterpart in B; {_LIKE}")
-        found = (single or made)[-1]
+        single = list(_scalars(program, made))
+        numbers = {place: (_size(program.steps[place]), _size(other.steps[pairs[place]])) for place in single}
+        last = next((both for both in reversed(numbers.values()) if both[0] != both[1]), None)
+        found = next((place for place, both in numbers.items() if both == last), made[-1])
     if found not in pairs:
         record = program.steps[found].stored.record
         raise OpInterceptError(
@@ -125,6 +128,24 @@ def _numbers(step: Step) -> int:
     meta = step.stored.record.output
     meta = meta[0] if isinstance(meta, tuple) else meta
     return math.prod(meta.shape) if meta is not None and "float" in meta.dtype else 0
+
+
+def _scalars(program: Program, places: Sequence[int]) -> Iterator[int]:
+    """The calls that make one number, except for those by which torch finds how to print one."""
+    printing: set[str | None] = set()
+    for step in (program.steps[place] for place in places):
+        record = step.stored.record
+        if record.op == "aten::masked_select":
+            printing.add(record.source)
+        finds_format = record.op == "aten::ceil" or getattr(record.outputs[0], "dtype", "") == "float64"
+        if _numbers(step) == 1 and not (record.source in printing and finds_format):
+            yield step.number
+
+
+def _size(step: Step) -> float | None:
+    """The modulus of the number that a call makes; to print one, torch computes that first."""
+    values = step.stored.values.get("output")
+    return None if values is None or values.mean is None else abs(values.mean)
 
 
 def _measure(

@@ -270,6 +270,21 @@ def test_without_a_loss_the_distance_of_the_outputs_is_explained(tmp_path: Path)
     assert 0.95 < found.rows()[0].share < 1.05
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_that_is_printed_is_the_loss(sign: int, tmp_path: Path) -> None:
+    x = sign * torch.arange(4.0)
+
+    def program(factor: float) -> str:
+        (x * 2).sum()  # differs in neither
+        return str((x * factor).sin().sum())
+
+    found = runs.explain(*(record(tmp_path / str(factor), program, factor) for factor in (1.0, 1.5)))
+    assert found.loss.startswith("loss, sum in no module")
+    assert math.isclose(found.losses[1], float((x * 1.5).sin().sum()), rel_tol=1e-6)
+    assert found.rows()[0].op == "aten::mul"
+    assert 0.99 < found.rows()[0].share < 1.01
+
+
 def test_log_probabilities_of_tokens_are_explained(tmp_path: Path) -> None:
     a, b = Decoder(), Decoder()
     b.blocks[0].factor = 0.98
