@@ -96,6 +96,10 @@ def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
 class _Parser(argparse.ArgumentParser):
     """A parser that suggests the option or choice closest to a misspelt one."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.suggest_on_error = False  # Python 3.15 suggests choices itself, and no options
+
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"unrecognized arguments: (-[^\s=]*)|invalid choice: '([^']*)'", message)
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]

@@ -299,9 +299,10 @@ def _run(arguments: list[str], cwd: str) -> None:
 
 def _without_ours(hook: Any) -> Any:
     """Let an excepthook not see the frames of this file."""
+    here = __file__  # Python 3.15 takes it away from a program that has ended
 
     def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        while trace is not None and trace.tb_frame.f_code.co_filename == here:
             trace = trace.tb_next
         hook(kind, error.with_traceback(trace), trace)
 

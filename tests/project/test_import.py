@@ -128,7 +128,7 @@ def test_every_public_name_resolves(name: str) -> None:
     value = getattr(opintercept, name)
     assert value is getattr(opintercept, name)
     if hasattr(value, "__qualname__"):
-        assert value.__name__ == name
+        assert value.__name__ in (name, "Union")  # as Python 3.14 calls `Hook`
 
 
 def test_each_public_name_is_listed_once() -> None:

@@ -26,7 +26,7 @@ PROGRAMS = {
     "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')",
     "finalizer": "class A:\n    def __del__(self):\n        print('gone')\na = A()",
     "handlers": "import signal; print(*map(signal.getsignal, (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)))",
-    "descriptors": "import os; print(os.listdir('/dev/fd')[:-1], os.getcwd(), os.environ['GIVEN'])",
+    "descriptors": "import numpy, torch, os; print(os.listdir('/dev/fd')[:-1], os.getcwd(), os.environ['GIVEN'])",
 }
 
 

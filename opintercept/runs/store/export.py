@@ -55,7 +55,7 @@ def _frame(columns: Columns, slots: list[str]) -> Arrays:
     for numbers, table in ((call_site, _call_site_table(columns)), (signature, _signature_table(columns))):
         made |= {name: column[numbers] for name, column in table.items() if name not in ("site", "look")}
     started = read["started"].astype("datetime64[ns]")
-    started[read["started"] < 0] = np.datetime64("NaT")
+    started[read["started"] < 0] = np.datetime64("NaT", "ns")
     made |= {"forward": read["forward"], "started": started, "thread": read["thread"], "elapsed": read["elapsed"]}
     made |= {name: read[name] for name in MORE} | _texts_of(columns, 0, len(columns))
     return made | {name: read[name] for name in figures}
