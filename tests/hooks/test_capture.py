@@ -537,8 +537,9 @@ REACH: dict[str, Callable[[], Any]] = {
     "sparse": lambda: torch.randn(3, 4).to_sparse() @ torch.randn(4, 2),
     "sparse csr": lambda: torch.randn(3, 4).to_sparse_csr() @ torch.randn(4, 2),
     "attention": lambda: nn.functional.scaled_dot_product_attention(*torch.randn(3, 1, 2, 4, 8)),
-    "list": lambda: torch._foreach_mm([torch.randn(2, 3)], [torch.randn(3, 4)]),
 }
+if hasattr(torch, "_foreach_mm"):  # came with torch 2.13
+    REACH["list"] = lambda: torch._foreach_mm([torch.randn(2, 3)], [torch.randn(3, 4)])
 
 
 @pytest.mark.parametrize("to", ["cpu", "same"])

@@ -429,6 +429,9 @@ def test_integers_must_be_equal(dtype: torch.dtype) -> None:
     assert (found.position, found.bound) == ((2, 3), 0.0)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch, "_foreach_mm"), reason="a scale for each row on the CPU, like _foreach_mm, came with torch 2.13"
+)
 def test_scaled_and_grouped_products_and_lists_of_products_are_checked() -> None:
     a, b = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.randn(48, 64).to(torch.float8_e4m3fn).mT
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16()
