@@ -5,6 +5,7 @@ Invariant: nothing here keeps a module alive.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from opintercept._core.noted import forget
-from opintercept._origin.stack import OUTER_CALL, module_of, pipeline_frame
+from opintercept._origin import stack
+from opintercept._origin.stack import OUTER_CALL, is_users, module_of, pipeline_frame
 
 # Attributes with which torch puts a wrapper between a module and its parent.
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
@@ -30,6 +32,9 @@ class _Names(NamedTuple):
 
 # The qualified names under each root, without its label. All interceptors share them, since collecting takes time.
 _by_root: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Names]] = weakref.WeakKeyDictionary()
+# The parts of scripted modules, by what TorchScript runs.
+_by_steps: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, weakref.ref[torch.nn.Module]]]
+_by_steps = weakref.WeakKeyDictionary()
 
 
 class NamedTensor(NamedTuple):
@@ -107,6 +112,46 @@ def _class_name(root: torch.nn.Module) -> str:
     # `fully_shard` and `parametrize` derive a class of their own, such as FSDPNet, from the program's.
     kinds = (kind for kind in type(root).__mro__ if not kind.__module__.startswith(_PUTS_CLASSES_BELOW))
     return next(kinds).__name__
+
+
+def tells_parts(module: torch.nn.Module | None) -> bool:
+    """Whether TorchScript can tell the parts of a module that it runs. Freezing frees what that needs."""
+    # Private: freezing removes all attributes but those that the program names, and nobody names this one of torch's.
+    return isinstance(module, torch.jit.ScriptModule) and module._c.hasattr("_is_full_backward_hook")
+
+
+def running_part(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the part of the innermost module that TorchScript runs, or else the module."""
+    frame = pipeline_frame() if tells_parts(module) else None
+    while frame is not None and frame.f_code is not OUTER_CALL:
+        frame = None if is_users(frame.f_code) else frame.f_back  # Python that runs a script, or that a script runs
+    if frame is None:
+        return module
+    steps = stack.script()
+    known = _by_steps.setdefault(module, {})
+    part = known[steps]() if steps in known else None
+    if part is None:
+        part = _part(module, steps)
+        known[steps] = weakref.ref(part)
+    return part
+
+
+def _part(module: torch.nn.Module, steps: str) -> torch.nn.Module:
+    for name, kind in re.findall(r"^(?!(?:TOP|SELF)\()(\w+)\((\w*)\)::", steps, re.MULTILINE):
+        found = [part for part in _parts(module, name) if _class_name(part) == kind]
+        if len(found) != 1:
+            break
+        module = found[0]
+    return module
+
+
+def _parts(module: torch.nn.Module, name: str) -> Iterator[torch.nn.Module]:
+    """The parts with this name, also those in lists and dictionaries, which TorchScript leaves out."""
+    for its, part in module._modules.items():
+        if part is not None and its == name:
+            yield part
+        elif part is not None and _class_name(part) in ("ModuleList", "ModuleDict"):
+            yield from _parts(part, name)
 
 
 class _Home:

@@ -19,7 +19,7 @@ from opintercept._core.record import Phase
 from opintercept._origin import compiled_graphs
 from opintercept._origin.autocast import autocast_above, autocast_below
 from opintercept._origin.links import Link, Links, address, grad_of
-from opintercept._origin.names import Labels
+from opintercept._origin.names import Labels, running_part, tells_parts
 from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
 
 
@@ -53,6 +53,7 @@ class _Stack:
             return CallSite(("",), code, instruction)
         if not (issubclass(type(module), torch.nn.Module) and issubclass(type(root), torch.nn.Module)):
             return CallSite((), code, instruction)  # a mock, which only says that it is a module
+        module = running_part(module)
         again = self._labels.recomputed(module) if phase == "recompute" else None
         return CallSite(again or self._labels.names(root, module), code, instruction)
 
@@ -60,7 +61,7 @@ class _Stack:
         self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
     ) -> CallSite | None:
         """Return the place of a forward call with this stack, if it is the same for all such calls."""
-        if code is not None and compiled_graphs.is_generated(code):
+        if (code is not None and compiled_graphs.is_generated(code)) or tells_parts(module):
             return None
         if module is None or root is None:
             return CallSite(("",), code, instruction)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -52,6 +53,8 @@ def in_checkpoint() -> bool:
 
 # Whether a code object belongs to the program. Keyed by identity, since hashing a code object reads all of it.
 _users: dict[int, tuple[CodeType, bool]] = {}
+script: Callable[[], str] = str
+"""What TorchScript runs on this thread, as in `stack.cpp`; `""` for want of compiled kernels."""
 Walked: TypeAlias = tuple[torch.nn.Module | None, torch.nn.Module | None, CodeType | None, int]
 """The innermost and the outermost module, and the program's code with its instruction; None and -1 without them."""
 

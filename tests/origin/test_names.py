@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import needs_compiler
 from nets import ENGINES, FORWARD, IN_PAIR, Discriminator, Generator, Model, Pair, record
 from threads import run_threads
 from torch import Tensor, nn
@@ -93,6 +94,61 @@ def _pairs(root: nn.Module) -> list[tuple[int, str]]:
     from opintercept._origin.names import _collect
 
     return [(key, name) for key, entry in _collect(root).items() for name in entry.names]
+
+
+class Tower(nn.Module):
+    """Two lists of blocks, which share the names of their parts, and a method that calls a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.heads = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))])
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Run the first part."""
+        begun: Tensor = self.stem(x)
+        return begun
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all parts."""
+        x = self.begin(x)
+        for layer in self.layers:
+            x = layer(x)
+        for head in self.heads:
+            x = head(x)
+        return x @ x.t()
+
+
+IN_TOWER = ["stem.0", "stem.2", "Tower", "layers.1", "Tower", "heads.1.0", "Tower"]
+SCRIPTS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "scripted": (torch.jit.script, IN_TOWER),
+    "traced": (lambda model: torch.jit.trace(model, torch.ones(2, 4)), IN_TOWER),
+    "frozen": (lambda model: torch.jit.freeze(torch.jit.script(model)), ["Tower"] * len(IN_TOWER)),
+    "in a module": (lambda model: nn.Sequential(torch.jit.script(model)), []),
+}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("script", "names"), SCRIPTS.values(), ids=SCRIPTS)
+def test_layers_in_torchscript_have_names_with_compiled_kernels(script: Callable[[Any], Any], names: list[str]) -> None:
+    model = script(Tower().eval())
+    names = names or ["0" if name == "Tower" else f"0.{name}" for name in IN_TOWER]
+
+    def program() -> None:
+        for _ in range(3):  # TorchScript optimises a module after its first runs
+            model(torch.ones(2, 4))
+
+    assert [r.module for r in record(program, engine="compiled")] == names * 3
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_backward_calls_of_a_traced_module_have_the_names_of_its_layers() -> None:
+    traced = torch.jit.trace(Tower(), torch.ones(2, 4))
+    records = record(lambda: traced(torch.ones(2, 4)).sum().backward(), engine="compiled")
+    assert {r.module for r in records if r.phase == "backward"} == set(IN_TOWER)
 
 
 def names_of(*programs: Callable[[Tensor], Any], **options: Any) -> list[list[str | None]]:

@@ -65,6 +65,7 @@ class Extension:
         self.signature_of: Callable[..., Any] = extension.signature_of
         has_walk = extension.set_up_walk(*stack.WALKED_CODE, torch.nn.Module, stack.NOT_SOURCE)
         self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk
+        stack.script = extension.script
 
     def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
         """A callable that installs a kernel in C++."""

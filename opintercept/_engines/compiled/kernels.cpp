@@ -21,6 +21,7 @@
 
 // Defined in the files beside this one and in `_native`.
 PyObject* opintercept_walk(PyObject*, PyObject*);
+PyObject* opintercept_script(PyObject*, PyObject*);
 PyObject* opintercept_set_up_walk(PyObject*, PyObject*);
 PyObject* opintercept_look(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_signature(PyObject*, PyObject*);
@@ -632,6 +633,7 @@ PyMethodDef methods[] = {
     {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"set_up_walk", opintercept_set_up_walk, METH_VARARGS, nullptr},
     {"walk", opintercept_walk, METH_NOARGS, nullptr},
+    {"script", opintercept_script, METH_NOARGS, nullptr},
     {"set_up_signature", opintercept_set_up_signature, METH_VARARGS, nullptr},
     {"signature_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_look)), METH_FASTCALL, nullptr},
     {"set_up_values", opintercept_set_up_values, METH_VARARGS, nullptr},
