@@ -160,7 +160,7 @@ def _trace(node: Any) -> Trace:
     found = re.match(_BASE, str(written))
     if found is None:  # of torch.export and torch.fx, which write the qualified name
         return UNKNOWN._replace(path=tuple(filter(None, str(written).split("."))), line=line)
-    path = tuple(part for part in re.findall(r"\w+", found[3]) if part != "_modules")
+    path = tuple(part for part in re.findall(r"\w+", found[3]) if part not in ("_modules", "__self__"))
     return Trace(f"{found[1]}['{found[2]}']", path, getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
 
 

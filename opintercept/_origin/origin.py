@@ -33,7 +33,8 @@ def _is_dynamos(module: object) -> bool:
 
 def _called(frame: FrameType, base: str) -> torch.nn.Module | None:
     """Return the module that a frame has under a local or global name, which graphs write L['self'] or G['model']."""
-    module = (frame.f_locals if base[0] == "L" else frame.f_globals).get(base[3:-2])
+    found = (frame.f_locals if base[0] == "L" else frame.f_globals).get(base[3:-2])
+    module = getattr(found, "__self__", found)  # torch 2.15 names the method that `Module.compile` has compiled
     return module if isinstance(module, torch.nn.Module) and not _is_graph(module) else None
 
 

@@ -126,6 +126,14 @@ def test_compiled_calls_of_another_model_begin_with_its_class(backend: str) -> N
     assert places(lambda: (first(torch.ones(2, 4)) + second(torch.ones(2, 4))).sum().backward()) == eager
 
 
+def test_a_model_that_is_compiled_in_place_keeps_its_names() -> None:
+    torch._dynamo.reset()
+    model = Generator()
+    eager = places(lambda: model(torch.ones(2, 4)))
+    model.compile(backend="aot_eager")
+    assert places(lambda: model(torch.ones(2, 4))) == eager
+
+
 @as_in_2_13
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("backend", BACKENDS)
