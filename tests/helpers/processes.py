@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -163,8 +164,9 @@ def _read(file: IO[bytes]) -> str:
 @functools.cache
 def _server() -> str:
     """Start the server of this process, and return the path of its socket."""
-    folder = tempfile.TemporaryDirectory()
-    path = os.path.join(folder.name, "socket")
+    # Not a TemporaryDirectory, which a forked child removes when Python 3.15 clears what it has to do at its exit.
+    folder = tempfile.mkdtemp()
+    path = os.path.join(folder, "socket")
     alive, ours = os.pipe()  # its end is ours: the server ends with us, however we do
     server = subprocess.Popen(
         [sys.executable, __file__, path, str(alive)],
@@ -178,7 +180,7 @@ def _server() -> str:
     def stop() -> None:
         os.close(ours)
         server.wait()
-        folder.cleanup()
+        shutil.rmtree(folder)
 
     atexit.register(stop)
     end = time.monotonic() + 600

@@ -555,6 +555,7 @@ def test_exotic_operands_are_read(every: int, engine: dict[str, Any]) -> None:
         assert found(program, every=every, **engine)[0][1] == "came in"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11 warns though they are on
 def test_a_sparse_operand_is_not_made_dense() -> None:
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0], [0]]), torch.tensor([NAN]), (10**7, 10**7), check_invariants=True
