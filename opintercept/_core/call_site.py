@@ -5,6 +5,7 @@ Must not import torch.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import sys
@@ -62,6 +63,7 @@ class CallSite:
 
 
 _sources: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
+atexit.register(_sources.clear)  # see `_origin.stack`
 
 
 def _source(code: CodeType, instruction: int) -> str | None:

@@ -7,6 +7,7 @@ in compiled code have no module and no line.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import linecache
 import operator
@@ -94,6 +95,8 @@ class Graph(NamedTuple):
 
 _generated: dict[int, tuple[CodeType, bool]] = {}
 _lines: dict[tuple[int, int, int], tuple[CodeType, Graph | None, Trace]] = {}
+atexit.register(_generated.clear)  # see `stack`
+atexit.register(_lines.clear)
 _graphs: dict[int, tuple[weakref.ref[Any], Graph]] = {}  # by the identity of the GraphModule
 
 

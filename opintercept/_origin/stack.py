@@ -5,6 +5,7 @@ Invariant: no frame is kept.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def in_checkpoint() -> bool:
 
 # Whether a code object belongs to the program. Keyed by identity, since hashing a code object reads all of it.
 _users: dict[int, tuple[CodeType, bool]] = {}
+atexit.register(_users.clear)  # torch 2.15 fails at compiled code that goes after torch's modules
 script: Callable[[], str] = str
 """What TorchScript runs on this thread, as in `stack.cpp`; `""` for want of compiled kernels."""
 Walked: TypeAlias = tuple[torch.nn.Module | None, torch.nn.Module | None, CodeType | None, int]

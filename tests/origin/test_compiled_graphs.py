@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import textwrap
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch._inductor.config
 from compiler import needs_compiler
+from native import run_python
 from nets import IN_PAIR, Discriminator, Generator, record
 from torch import Tensor, nn
 
@@ -132,6 +134,21 @@ def test_a_model_that_is_compiled_in_place_keeps_its_names() -> None:
     eager = places(lambda: model(torch.ones(2, 4)))
     model.compile(backend="aot_eager")
     assert places(lambda: model(torch.ones(2, 4))) == eager
+
+
+def test_nothing_is_said_at_the_end_of_a_program_with_compiled_code() -> None:
+    program = """
+        import torch
+        from opintercept import intercept
+
+        model = torch.compile(torch.nn.Linear(4, 4), backend="aot_eager")
+        with intercept(lambda call: [call.module, call.source] and None):
+            model(torch.ones(2, 4))
+    """
+    said = run_python(textwrap.dedent(program))
+    assert not any(
+        "Exception ignored" in line for line in said
+    )  # torch 2.15 frees compiled code only while its modules are there
 
 
 @as_in_2_13
