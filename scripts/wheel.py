@@ -51,9 +51,12 @@ def _environments() -> Iterator[str]:
             pip = [f"{folder}/bin/python", "-m", "pip"]
             found = subprocess.check_output([*pip, "index", "versions", "torch"], text=True)
             series = re.findall(r"\b(\d+\.\d+)\.\d", found.partition("Available versions:")[2])
-            for newest in list(dict.fromkeys(series))[:2]:
-                _run([*pip, "install", "-q", f"torch=={newest}.*"])
-                yield f"{folder}/bin/python"
+            left = 2
+            for newest in dict.fromkeys(series):
+                install = [*pip, "install", "-q", f"torch=={newest}.*"]
+                if left and not subprocess.run(install, check=False).returncode:  # pip's constraints may rule it out
+                    yield f"{folder}/bin/python"
+                    left -= 1
 
 
 def _run(command: list[str], **environment: str) -> None:
