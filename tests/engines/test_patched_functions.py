@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import pickle
+import shutil
 import sys
 import threading
 import warnings
@@ -613,6 +614,7 @@ def test_every_part_of_a_block_that_raises_leaves_the_function_as_it_was(library
 
 
 @needs_compiler
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
 @pytest.mark.slow
 def test_a_function_of_pybind_has_the_parameters_of_its_docstring(tmp_path: Path) -> None:
     from torch.utils.cpp_extension import load_inline

@@ -269,6 +269,7 @@ def _take(wanted: dict[str, str], at_start: set[str]) -> None:
 
 def _run(arguments: list[str], cwd: str) -> None:
     """Run a program as `__main__`, in place of this file."""
+    import linecache
     import runpy
     import types
     import warnings
@@ -289,6 +290,8 @@ def _run(arguments: list[str], cwd: str) -> None:
     elif first == "-c":
         sys.path[:1] = ["", *extra]
         sys.argv[:] = ["-c", *rest[1:]]
+        if sys.version_info >= (3, 13):  # tracebacks show its lines
+            linecache.cache["<string>"] = len(rest[0]), None, rest[0].splitlines(keepends=True), "<string>"
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     else:
         main.__file__ = os.path.abspath(first)
