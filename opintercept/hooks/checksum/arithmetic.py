@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,15 @@ import torch
 from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
 from opintercept._values.hash import check_unwrapped
+from opintercept._values.read import parameter_of
 from opintercept.hooks.checksum.memory import ColumnSums
 from opintercept.hooks.checksum.memory import Memory as Memory
 from opintercept.hooks.checksum.products import Product
 
 PIECE = 1 << 18
 """How many elements are converted at a time: 1 MiB of float32, which stays in the cache."""
+DEVICE_PIECE = 1 << 24
+"""The same on a device, where each operator costs more than its memory does."""
 GROUP = 16
 """The least columns that share a checksum where the output has few digits; fewer columns have less rounding."""
 MOST_GROUPS = 48
@@ -125,6 +128,11 @@ def signs(n: int, groups: int, dtype: torch.dtype, device: torch.device) -> torc
     return check_unwrapped(matrix.to(device, dtype))
 
 
+@cache
+def _number(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return check_unwrapped(torch.full((), value, dtype=dtype, device=device))
+
+
 def project(
     x: torch.Tensor, w: torch.Tensor, norms: bool = False, less: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -139,13 +147,13 @@ def project(
         length = torch.empty(*x.shape[:-1], 1, dtype=wide, device=x.device) if norms else None
         if native.project(x, w, found, length):
             return (found if less is None else found - less), length
-    if less is not None and not (x.dim() == 2 and x.numel() <= PIECE and is_strided(x)):
+    same, piece = x.dtype == wide, PIECE if x.is_cpu else DEVICE_PIECE
+    if less is not None and not (x.dim() == 2 and x.numel() <= piece and is_strided(x)):
         product, lengths = project(x, w, norms)
         return product - less, lengths
     if not is_strided(x):
         return x.to(wide) @ w, None
-    same = x.dtype == wide
-    if x.numel() <= PIECE or (same and not norms):
+    if x.numel() <= piece or (same and not norms):
         values = x if same else x.to(wide)
         if less is not None:
             product = torch.addmm(less, values, w, beta=-1)
@@ -153,7 +161,7 @@ def project(
             product = torch.mm(values, w) if values.dim() == 2 else torch.matmul(values, w)
         return product, _norm(values, -1) if norms else None
     if x.dim() == 3:
-        step = max(1, PIECE // (x.shape[1] * x.shape[2]))
+        step = max(1, piece // (x.shape[1] * x.shape[2]))
         parts = [first if step == 1 else slice(first, first + step) for first in range(0, x.shape[0], step)]
         join = torch.stack if step == 1 else torch.cat
         pieces = [project(x[p], w[p] if w.dim() == 3 else w, norms) for p in parts]
@@ -162,7 +170,7 @@ def project(
     if x.stride(0) == 1 and x.stride(1) > 1 and not same:
         return _project_columns(x, w, norms)
     rows, columns = x.shape
-    step = max(1, PIECE // columns)
+    step = max(1, piece // columns)
     product = torch.empty(rows, w.size(1), dtype=wide, device=x.device)
     lengths = torch.empty(rows, 1, dtype=wide.to_real(), device=x.device) if norms else None
     room = None if same else torch.empty(step, columns, dtype=wide, device=x.device)
@@ -189,7 +197,7 @@ def sign_sums(x: torch.Tensor, matrix: torch.Tensor, less: torch.Tensor | None =
 def _project_columns(x: torch.Tensor, w: torch.Tensor, norms: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`project` of a transposed matrix, read in the order of its memory."""
     rows, columns = x.shape
-    step = max(1, PIECE // rows)
+    step = max(1, (PIECE if x.is_cpu else DEVICE_PIECE) // rows)
     product = torch.zeros(rows, w.size(1), dtype=w.dtype, device=x.device)
     squares = torch.zeros(rows, dtype=w.dtype.to_real(), device=x.device)
     room = torch.empty(step, rows, dtype=w.dtype, device=x.device)
@@ -265,26 +273,43 @@ def expect(
     if product.rows is not None:
         sums = sums * product.rows
         norms = norms if norms is None else norms * product.rows.abs()
+    k = rhs.shape[-2]
+    # Errors of this size are those of numbers too small for the dtype.
+    least = _number(torch.finfo(wide).tiny / unit(wide) * (k + 2), wide.to_real(), device)
+    lengths, share = norms, 1.0
     if norms is not None and kept is None:
-        # How much of |A_i| |B| is left of A_i B: all if the terms have one sign, 1 / sqrt(k) if they have any. The
-        # checksums of a few rows may be less by chance, and those of later rows more.
         scale = _norm(inner, -2)
-        left = torch.linalg.vector_norm(sums) / torch.linalg.vector_norm(norms * scale)
-        left = left.nan_to_num(0.0, 0.0)  # one row that is not finite must not make all rows suspect
-        scale = scale * left.clamp_min(1 / math.sqrt(rhs.shape[-2] * sums.numel()))
-        if memory is not None and product.columns is None:
-            memory.keep(rhs, matrix, (inner, scale))
+        lengths = torch.addcmul(least, norms, scale)
+        scale, share, whole = *_left(sums, lengths, k), scale
+        if memory is not None and product.columns is None and parameter_of(rhs) is not None:
+            memory.keep(rhs, matrix, (inner, torch.addcmul(least, whole, scale, value=share)))
     if product.alpha != 1:
         sums = sums * product.alpha
-        norms = norms if norms is None else norms * abs(product.alpha)
-    bias = None if product.bias is None else _bias_of_product(product.bias, matrix, memory)
+        share *= abs(product.alpha)
+    bias = None if product.bias is None else _bias_of_product(product.bias, matrix, least, memory)
     if bias is not None:
         sums = torch.add(sums, bias[0], alpha=product.beta)
+        least = bias[1] if abs(product.beta) == 1 else bias[1] * abs(product.beta) + least
     size = sums.abs() if wide.is_complex else sums
-    smooth = _norm(size, -2) / math.sqrt(size.shape[-2]) if norms is None else norms * scale
-    if bias is not None:
-        smooth = torch.add(smooth, bias[1], alpha=abs(product.beta))
+    if lengths is None:
+        smooth = _norm(size, -2) / math.sqrt(size.shape[-2]) + least
+    else:
+        smooth = torch.addcmul(least, lengths, scale, value=share)
     return Expected(product, matrix, inner, middle, sums, torch.hypot(size, smooth), remembered)
+
+
+def _left(sums: torch.Tensor, whole: torch.Tensor, k: int) -> tuple[torch.Tensor, float]:
+    """How much of |A_i| |B| is left of A_i B, as two factors: all if the terms have one sign, 1 / sqrt(k) if any.
+
+    The checksums of a few rows may be less by chance, and those of later rows more.
+    """
+    least = 1 / math.sqrt(k * sums.numel())
+    order = 2 if sums.is_cpu else 1  # the squares of what has `least` added may be zero
+    part, norm = (torch.linalg.vector_norm(each, order) for each in (sums, whole))
+    if sums.is_cpu:  # one row that is not finite must not make all rows suspect
+        return (part / norm).nan_to_num(0.0, 0.0).clamp_min(least), 1.0
+    # A device looks at one row anyway, which would be that one. So one operator will do, with a sum for a maximum.
+    return torch.addcdiv(_number(1.0, norm.dtype, norm.device), part, norm, value=1 / least), least
 
 
 def _norm(values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -293,7 +318,9 @@ def _norm(values: torch.Tensor, dim: int) -> torch.Tensor:
     return found
 
 
-def _bias_of_product(bias: torch.Tensor, matrix: torch.Tensor, memory: Memory | None) -> ColumnSums:
+def _bias_of_product(
+    bias: torch.Tensor, matrix: torch.Tensor, least: torch.Tensor, memory: Memory | None
+) -> ColumnSums:
     """The checksums of a bias, `[*b, m, g]`, and about the norm of its elements in each group."""
     kept = None if memory is None else memory.look_up(bias, matrix)
     if kept is not None:
@@ -303,8 +330,9 @@ def _bias_of_product(bias: torch.Tensor, matrix: torch.Tensor, memory: Memory | 
         size = added.abs()
         size = torch.hypot(size, _norm(size, -2) / math.sqrt(size.shape[-2]))
     else:
-        squares = bias.to(matrix.dtype).abs().square().to(matrix.dtype)
-        size = _bias_sums(squares, matrix.abs().to(matrix.dtype)).abs().sqrt()
+        row = _dense(bias if bias.dim() > 1 else bias.reshape(1, -1))
+        size = _norm(row.unsqueeze(-1) * matrix, -2).squeeze(-2)
+    size = size + least
     if memory is not None:
         memory.keep(bias, matrix, (added, size))
     return added, size
@@ -323,31 +351,32 @@ class Screen(NamedTuple):
     """How far the checksums of an output are from what they should be."""
 
     residual: torch.Tensor  # C E - A (B E), [*b, m, g]
-    relative: torch.Tensor  # its size beside that of the elements, [*b, m, g]
+    relative: torch.Tensor  # it beside the size of the elements, [*b, m, g]
     deviation: float  # the standard deviation of `relative`
 
     def rows(self) -> torch.Tensor:
-        """The residuals in standard deviations, for each row, `[*b * m]`: the worst group, or all together."""
-        groups = self.relative.shape[-1]
-        worst = self.relative.amax(-1) / self.deviation
-        if groups > 1:
-            together = _norm(self.relative, -1).squeeze(-1) / self.deviation - math.sqrt(groups)
-            worst = torch.maximum(worst, together)
+        """The residuals of each row, `[*b * m]`, with this `deviation`: the worst group, or all together."""
+        worst: torch.Tensor = torch.linalg.vector_norm(self.relative, math.inf, -1)
+        if self.relative.shape[-1] > 1:
+            together = torch.linalg.vector_norm(self.relative, dim=-1)
+            worst = torch.maximum(worst, together - math.sqrt(self.relative.shape[-1]) * self.deviation)
         return worst.reshape(-1)
 
     def groups(self) -> torch.Tensor | None:
         """The same for each group, all rows together, `[*b * g]`; None if there is one."""
         if self.relative.shape[-1] == 1:
             return None
-        whole = _norm(self.relative, -2).squeeze(-2) / self.deviation - math.sqrt(self.relative.shape[-2])
+        whole = _norm(self.relative, -2).squeeze(-2) - math.sqrt(self.relative.shape[-2]) * self.deviation
         return whole.reshape(-1)
 
     def worst(self) -> torch.Tensor:
-        """The largest of all, NaN or infinite if the checksums are."""
+        """The largest of all in standard deviations, NaN or infinite if the checksums are."""
         groups = self.groups()
         if groups is None:
-            return self.relative.amax() / self.deviation
-        return torch.maximum(self.rows().amax(), groups.amax())
+            worst: torch.Tensor = torch.linalg.vector_norm(self.relative, math.inf)
+        else:
+            worst = torch.maximum(self.rows().amax(), groups.amax())
+        return worst / self.deviation
 
 
 def screen(expected: Expected, output: torch.Tensor, units: Units) -> Screen:
@@ -369,9 +398,7 @@ def screen(expected: Expected, output: torch.Tensor, units: Units) -> Screen:
     variance = (units.sums**2 * (k + 1) + own**2 * (k + n / groups)) / 6
     rounded = expected.product.partial + expected.product.apart
     variance += 0.2 * (units.output**2 * rounded + 4 * units.partial**2 + 2 * units.operands**2)
-    deviation = math.sqrt(variance)
-    least = torch.finfo(wide).tiny / deviation * (k + 2)
-    return Screen(residual, residual.abs() / expected.size.clamp_min(least), deviation)
+    return Screen(residual, residual / expected.size, math.sqrt(variance))
 
 
 def _rounds(dtype: torch.dtype) -> bool:
@@ -405,6 +432,33 @@ class Examined(NamedTuple):
         return torch.stack([worst, place.to(worst.dtype)])
 
 
+class Terms(NamedTuple):
+    """What `judge` needs of some rows of a product, which is all that is left of its operands; `[r, c]` each."""
+
+    got: torch.Tensor  # as the operator has computed them
+    value: torch.Tensor  # A B, exactly or in float64
+    alpha: Any
+    beta: Any
+    apart: bool
+    partial: int
+    converts: bool  # whether the operator converts its operands to the output's dtype, as autocast does
+    k: int
+    units: Units
+    factor: Any  # alpha, times scales of rows and columns
+    bias: torch.Tensor | None
+    size: torch.Tensor | None = None  # |A| |B|; None for integers
+    square: torch.Tensor | None = None  # |A|**2 |B|**2, if the operator may round its operands
+    most: torch.Tensor | None = None  # the largest magnitude of an operand, [], if alpha may multiply that
+    lost: torch.Tensor | None = None  # |A| 1 + 1 |B|, if small operands may lose digits
+
+    def cpu(self) -> Terms:
+        """The same on the CPU."""
+        moved: dict[str, Any] = {
+            name: each.cpu() for name, each in self._asdict().items() if isinstance(each, torch.Tensor)
+        }
+        return self._replace(**moved)
+
+
 def examine(
     product: Product,
     output: torch.Tensor,
@@ -414,79 +468,144 @@ def examine(
     rows: torch.Tensor,
     columns: slice = slice(None),
 ) -> Examined:
-    """Compute rows of a product in float64, and how far rounding may move their elements.
+    """Compute rows of a product in float64, and how far rounding may move their elements; see `terms_of`, `judge`."""
+    return judge(terms_of(product, output, units, batch, rows, columns), sigma)
+
+
+def terms_of(
+    product: Product,
+    output: torch.Tensor,
+    units: Units,
+    batch: torch.Tensor | None,
+    rows: torch.Tensor,
+    columns: slice = slice(None),
+) -> Terms:
+    """Compute rows of a product in float64.
+
+    `output` is what `product.out` returns, `batch` the index of the matrix, `[1]`, or None if there is one product, and
+    `rows` the indices of the rows, `[r]`, of which a device has one.
+    """
+    rhs = _dense(product.rhs) if batch is None else _dense(product.rhs).index_select(0, batch).squeeze(0)
+    left, rhs = _rows_of(product.lhs, batch, rows), rhs[:, columns]
+    got, bias = _rows_of(output, batch, rows)[:, columns], product.bias
+    if bias is not None:
+        whole = _dense(bias).expand(*product.rhs.shape[:-2], product.lhs.shape[-2], product.rhs.shape[-1])
+        bias = _rows_of(whole, batch, rows)[:, columns]
+    alpha, dtype = product.alpha, output.dtype.to_real()
+    converts = dtype == torch.float16 and left.dtype != dtype and left.dtype.itemsize > 1
+    terms = partial(
+        Terms,
+        got,
+        bias=bias,
+        alpha=alpha,
+        beta=product.beta,
+        apart=product.apart,
+        partial=product.partial,
+        converts=converts,
+        k=left.shape[1],
+        units=units,
+    )
+    if not _rounds(left.dtype):
+        return terms(_integer_sums(left, rhs), factor=alpha)
+    fine = fine_dtype(left.device)
+    fine = fine.to_complex() if left.is_complex() else fine
+    left = left.to(fine)
+    value, size, square = _sums_of(left, rhs, bool(units.operands or units.partial))
+    factor: Any = alpha
+    for scale, dim in ((product.rows, 0), (product.columns, 1)):
+        if scale is not None:
+            scale = scale.to(fine)
+            scale = (
+                scale.expand(product.lhs.shape[0], 1)[rows]
+                if dim == 0
+                else scale.expand(1, product.rhs.shape[-1])[:, columns]
+            )
+            factor = factor * scale
+    most = lost = None
+    if converts or abs(alpha) > 1:  # by which a device may multiply the operands
+        most = torch.maximum(left.abs().amax(), rhs.abs().amax().to(fine.to_real()))
+    if converts or (product.partial > 1 and alpha != 1):
+        lost = left.abs().sum(1, keepdim=True) + rhs.abs().sum(0, dtype=fine.to_real())
+    return terms(value, size=size, square=square, factor=factor, most=most, lost=lost)
+
+
+def _rows_of(matrix: torch.Tensor, batch: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    dense = _dense(matrix)
+    return dense.index_select(0, rows) if batch is None else dense[batch, rows]
+
+
+def _sums_of(
+    left: torch.Tensor, rhs: torch.Tensor, wants_squares: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A B, |A| |B| and, if they are wanted, |A|**2 |B|**2 for rows of A in the dtype of these."""
+    found: list[torch.Tensor] = []
+    step = max(1, (8 * PIECE if rhs.is_cpu else DEVICE_PIECE) // max(1, rhs.shape[1]))
+    for first in range(0, rhs.shape[0], step):
+        part, here = rhs[first : first + step], left[:, first : first + step]
+        if part.is_cpu or part.dtype.itemsize == 1:
+            part = part.to(left.dtype)
+        if part.is_cpu:
+            sums = [here @ part, here.abs() @ part.abs()]
+            sums += [here.abs().square() @ part.abs().square()] if wants_squares else []
+        else:  # one row: in few launches, and the sums of products without a copy of B
+            terms = here.mT * part
+            sums = [terms.sum(0, keepdim=True), torch.linalg.vector_norm(terms, 1, 0, keepdim=True)]
+            sums += [_norm(terms, 0).square()] if wants_squares else []
+        found = [a + b for a, b in zip(found, sums, strict=True)] if found else sums
+    return found[0], found[1], found[2] if wants_squares else None
+
+
+def _integer_sums(left: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    exact = torch.zeros(left.shape[0], rhs.shape[1], dtype=torch.int64, device=left.device)
+    for term in range(0, left.shape[1], 256):  # CUDA has no product of integers
+        exact += (left[:, term : term + 256, None].long() * rhs[None, term : term + 256].long()).sum(1)
+    return exact
+
+
+def judge(terms: Terms, sigma: float) -> Examined:
+    """Compute how far rounding may move elements.
 
     A sum of k products has an error of at most lambda sqrt(k) u (|A| |B|) with a probability of at least 1 - 2 k
     exp(-lambda**2 / 2), whatever the order of the sums, if the errors of rounding are independent (Higham and Mary,
     SIAM J. Sci. Comput. 41(5), 2019, theorem 3.1). Those of equal numbers are not: each rounds the same way, and a sum
     that grows evenly may collect k / 2 u (|A| |B|) (Higham, Accuracy and Stability of Numerical Algorithms, 2002, 4.2).
     The bound is the sum of the two, with `sigma` for lambda, and one ulp of the output. u is `units.sums`.
-
-    `output` is what `product.out` returns, `batch` the index of the matrix, `[1]`, or None if there is one product, and
-    `rows` the indices of the rows, `[r]`.
     """
-    lhs, rhs, found = _dense(product.lhs), _dense(product.rhs), _dense(output)
-    if batch is not None:
-        lhs, rhs, found = (t.index_select(0, batch).squeeze(0) for t in (lhs, rhs, found))
-    left, found = lhs.index_select(0, rows), found.index_select(0, rows)[:, columns]
-    rhs = rhs[:, columns]
-    if not _rounds(left.dtype):
-        return _examined_integers(product, left, rhs, found, batch, rows, columns)
-    fine = fine_dtype(left.device)
-    fine = fine.to_complex() if left.is_complex() else fine
-    left, got = left.to(fine), found.to(fine)
-    shape = left.shape[0], rhs.shape[1]
-    value = torch.zeros(shape, dtype=fine, device=left.device)
-    size, square = (torch.zeros(shape, dtype=fine.to_real(), device=left.device) for _ in range(2))
-    magnitudes = left.abs()
-    step = max(1, 8 * PIECE // max(1, rhs.shape[1]))
-    wants_squares = bool(units.operands or units.partial)
-    for first in range(0, rhs.shape[0], step):
-        part, here = rhs[first : first + step].to(fine), slice(first, first + step)
-        value += left[:, here] @ part
-        part = part.abs()
-        size += magnitudes[:, here] @ part
-        if wants_squares:
-            square += magnitudes[:, here].square() @ part.square()
-    factor: Any = product.alpha
-    for scale, dim in ((product.rows, 0), (product.columns, 1)):
-        if scale is not None:
-            scale = scale.to(fine)
-            scale = (
-                scale.expand(lhs.shape[0], 1)[rows] if dim == 0 else scale.expand(1, product.rhs.shape[-1])[:, columns]
-            )
-            factor = factor * scale
-    weight, whole = abs(factor), size
-    value, size, square = value * factor, size * weight, square * (weight * weight)
-    apart = value.abs() * (product.apart * (1 if product.alpha == 1 else 2))
-    if product.bias is not None:
-        bias = _bias_of(product, batch, rows, columns).to(fine)
-        whole, bias = torch.maximum(whole, bias.abs().expand_as(whole)), bias * product.beta
+    if terms.size is None:
+        return _judge_integers(terms)
+    alpha, beta, units, k = terms.alpha, terms.beta, terms.units, terms.k
+    dtype, fine = terms.got.dtype.to_real(), terms.value.dtype
+    weight, whole, square = abs(terms.factor), terms.size, terms.square
+    value, size = terms.value * terms.factor, terms.size * weight
+    apart = value.abs() * (terms.apart * (1 if alpha == 1 else 2))
+    if terms.bias is not None:
+        bias = terms.bias.to(fine)
+        whole, bias = torch.maximum(whole, bias.abs().expand_as(whole)), bias * beta
         value, size = value + bias, size + bias.abs()
-        if product.apart and product.beta != 1:
+        if terms.apart and beta != 1:
             apart = apart + 2 * bias.abs()
-    k, dtype = product.lhs.shape[-1], output.dtype.to_real()
     info, modulus = torch.finfo(dtype), value.abs()
     inside = torch.finfo(torch.promote_types(dtype, torch.float32))
-    between = info if product.apart or product.partial > 1 else inside  # what the operator has between its steps
+    between = info if terms.apart or terms.partial > 1 else inside  # what the operator has between its steps
     grain = info.tiny * info.eps if between.dtype == "float16" else inside.tiny  # to which it rounds alpha and beta
-    floor: Any = (k + 2) * inside.tiny * max(1.0, abs(product.alpha)) + (0.0 if dtype == torch.float16 else info.tiny)
-    if product.alpha != 1 or product.beta != 1:
+    floor: Any = (k + 2) * inside.tiny * max(1.0, abs(alpha)) + (0.0 if dtype == torch.float16 else info.tiny)
+    if alpha != 1 or beta != 1:
         floor = floor + 2 * grain * whole
-    converts = dtype == torch.float16 and lhs.dtype != dtype and lhs.dtype.itemsize > 1  # as autocast does
-    largest = torch.maximum(whole, size).clamp_min(max(abs(product.alpha), abs(product.beta)))
-    if converts or abs(product.alpha) > 1:  # by which a device may multiply the operands
-        most = torch.maximum(magnitudes.amax(), rhs.abs().amax().to(size.dtype))
-        largest = torch.maximum(largest, most * max(abs(product.alpha), inside.max / info.max * converts))
-    if converts or (product.partial > 1 and product.alpha != 1):  # small operands lose digits
-        floor = floor + info.tiny * info.eps * (magnitudes.sum(1, keepdim=True) + rhs.abs().sum(0, dtype=size.dtype))
-    ulp = _power(size if product.partial > 1 else modulus, info) * info.eps * product.partial
+    largest = torch.maximum(whole, size).clamp_min(max(abs(alpha), abs(beta)))
+    if terms.most is not None:
+        scale = max(abs(alpha), inside.max / info.max * terms.converts)
+        largest = torch.maximum(largest, terms.most * scale)
+    if terms.lost is not None:
+        floor = floor + info.tiny * info.eps * terms.lost
+    ulp = _power(size if terms.partial > 1 else modulus, info) * info.eps * terms.partial
     own = units.sums + unit(fine)
     variance = (own**2 * (k + 2)) * size.square()
-    if wants_squares:
+    if square is not None:
+        square = square * (weight * weight)
         variance += 2 * units.operands**2 * square + 4 * units.partial**2 * (square + modulus.square())
     deviation = ulp / math.sqrt(2) + own * (k + 2) / 2 * size + units.output * apart + floor
     bound = ulp / 2 + deviation + sigma * variance.sqrt()
+    got = terms.got.to(fine)
     error = (got - value).abs()
     # An overflow on the way is no error, even if a tiny alpha makes the exact value finite again, nor is what becomes
     # of values that are not finite to begin with.
@@ -495,31 +614,11 @@ def examine(
     return Examined(got, value, error, bound, deviation + variance.sqrt())
 
 
-def _bias_of(product: Product, batch: torch.Tensor | None, rows: torch.Tensor, columns: slice) -> torch.Tensor:
-    """The rows of the bias that belong to rows of the output."""
-    assert product.bias is not None
-    bias = _dense(product.bias).expand(*product.rhs.shape[:-2], product.lhs.shape[-2], product.rhs.shape[-1])
-    bias = bias if batch is None else bias.index_select(0, batch).squeeze(0)
-    return bias.index_select(0, rows)[:, columns]
-
-
-def _examined_integers(
-    product: Product,
-    left: torch.Tensor,
-    rhs: torch.Tensor,
-    got: torch.Tensor,
-    batch: torch.Tensor | None,
-    rows: torch.Tensor,
-    columns: slice,
-) -> Examined:
+def _judge_integers(terms: Terms) -> Examined:
     """Integers do not round. They wrap, in the output's dtype and in int64 alike."""
-    exact = torch.zeros(left.shape[0], rhs.shape[1], dtype=torch.int64, device=left.device)
-    for term in range(0, left.shape[1], 256):  # CUDA has no product of integers
-        part = left[:, term : term + 256, None].long() * rhs[None, term : term + 256].long()
-        exact += part.sum(1)
-    exact = exact * product.alpha
-    if product.bias is not None:
-        exact = exact + product.beta * _bias_of(product, batch, rows, columns).long()
+    exact, got = terms.value * terms.alpha, terms.got
+    if terms.bias is not None:
+        exact = exact + terms.beta * terms.bias.long()
     exact = exact.to(got.dtype)
     error = (got.double() - exact.double()).abs().where(got != exact, 0)
     nothing = torch.zeros_like(error)

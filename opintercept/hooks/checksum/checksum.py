@@ -47,13 +47,11 @@ class _Waiting(NamedTuple):
     """The verdict on one product, which the device may still be computing."""
 
     note: PendingRecord
-    # Suspicion, verdict, flat row, column, error and bound there, [1] each; the element and what it should be, [2 or 4]
-    figures: Late
-    product: _Shape
-
-
-class _Shape(NamedTuple):
-    rows: int  # of each matrix of the batch
+    figures: Late  # how suspect the most suspected row is, and which it is, [1] each
+    scores: torch.Tensor  # of all rows
+    limit: float  # of what is not suspect
+    terms: sums.Terms  # of that row
+    height: int  # the rows of each matrix of the batch
     batched: bool
     turned: bool
 
@@ -83,8 +81,8 @@ class Checksum(Finds[WrongProduct]):
     `skipped` counts the others by reason.
 
     On the CPU each call is judged when it ends. On another device nothing waits: only the most suspected row of each
-    product is computed, and its verdict is read when a step or the block ends, or after 1024 products. Findings there
-    do not say what has changed or whether the error repeats, and `action="raise"` raises late.
+    product is computed, and it is judged when a step or the block ends, or after 1024 products. Findings there do not
+    say what has changed or whether the error repeats, and `action="raise"` raises late.
 
     Args:
         sigma: How many standard deviations rounding may take.
@@ -340,26 +338,16 @@ class Checksum(Finds[WrongProduct]):
     def _put_off(
         self, call: OpCall, expected: sums.Expected, output: torch.Tensor, units: sums.Units, seen: sums.Screen
     ) -> None:
-        """Compute the verdict on the most suspected row, and leave it on the device."""
+        """Compute the most suspected row, and leave it on the device."""
         product = expected.product
-        height = product.lhs.shape[-2]
-        scores = seen.rows().nan_to_num(math.inf)
-        flat = scores.argmax().reshape(1)
-        batch = None if product.lhs.dim() == 2 else flat // height
-        examined = sums.examine(product, output, units, self._sigma, batch, flat % height)
-        verdict, place = examined.verdict(self._sigma).unbind()
-        place = place.long()
-        error, bound, got, exact = (
-            each.reshape(-1).index_select(0, place.reshape(1)).squeeze(0)
-            for each in (examined.error, examined.bound, examined.got, examined.exact)
-        )
-        suspected = (~(seen.rows() <= SCREEN * self._sigma)).sum()
-        values = torch.stack([got, exact])
-        values = torch.view_as_real(values) if values.is_complex() else values
-        figures = self._lots.put([suspected, verdict, flat[0], place, error, bound, values])
-        shape = _Shape(height, batch is not None, product.turned)
+        height, batched = product.lhs.shape[-2], product.lhs.dim() > 2
+        scores = seen.rows()
+        worst, flat = scores.max(0, keepdim=True)
+        batch, row = (flat // height, flat % height) if batched else (None, flat)
+        terms = sums.terms_of(product, output, units, batch, row)
+        figures, limit = self._lots.put([worst, flat]), SCREEN * self._sigma * seen.deviation
         with self._lock:
-            self._waiting.append(_Waiting(call.note(), figures, shape))
+            self._waiting.append(_Waiting(call.note(), figures, scores, limit, terms, height, batched, product.turned))
 
     def check(self) -> None:
         """Read the verdicts that are still on a device; waits for it.
@@ -376,16 +364,25 @@ class Checksum(Finds[WrongProduct]):
             if (found := int(twin.read()[0][0])) >= 0:
                 self._tell(_of_twin(note, found))
         for each in waiting:
-            *figures, values = each.figures.read()
-            suspected, verdict, flat, column, error, bound = (number for (number,) in figures)
-            if not verdict <= 1:
-                batch, row = divmod(int(flat), each.product.rows)
-                place = (int(column), row) if each.product.turned else (row, int(column))
-                got, exact = values if len(values) == 2 else (complex(*values[:2]), complex(*values[2:]))
-                position = (batch, *place) if each.product.batched else place
-                self._tell(
-                    WrongProduct(each.note.record(), position, (int(flat),), int(suspected), got, exact, error, bound)
-                )
+            (worst,), (flat,) = each.figures.read()
+            if not worst <= each.limit:
+                with unwatched():
+                    finding = self._judge(each, int(flat))
+                if finding is not None:
+                    self._tell(finding)
+
+    def _judge(self, suspect: _Waiting, flat: int) -> WrongProduct | None:
+        """The verdict on a row, on the host."""
+        examined = sums.judge(suspect.terms.cpu(), self._sigma)
+        verdict, column = examined.verdict(self._sigma).tolist()
+        if verdict <= 1:
+            return None
+        batch, row = divmod(flat, suspect.height)
+        place = (int(column), row) if suspect.turned else (row, int(column))
+        got, exact, error, bound = (each.reshape(-1)[int(column)].item() for each in examined[:4])
+        suspected = int((~(suspect.scores.cpu() <= suspect.limit)).sum())
+        position = (batch, *place) if suspect.batched else place
+        return WrongProduct(suspect.note.record(), position, (flat,), suspected, got, exact, error, bound)
 
     def exit(self) -> None:
         """Read the verdicts that are left."""

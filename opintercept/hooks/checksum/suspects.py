@@ -76,7 +76,7 @@ def look(
     if not wrong and not changed:
         forget(product.rhs, expected.signs)  # the factor that was kept with it may no longer hold
         return None
-    suspected = int((~(seen.rows() <= SCREEN * sigma)).sum())
+    suspected = int((~(seen.rows() <= SCREEN * sigma * seen.deviation)).sum())
     if not wrong:
         return WrongProduct(call.record(), (), (), suspected, 0.0, 0.0, 0.0, 0.0, tuple(changed))
     examined, height, width = best
@@ -100,7 +100,7 @@ def _suspects(
     expected: sums.Expected, seen: sums.Screen, sigma: float
 ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, slice]]:
     """What to compute exactly: the most suspected rows, or else the columns of the most suspected group."""
-    product, limit = expected.product, SCREEN * sigma
+    product, limit = expected.product, SCREEN * sigma * seen.deviation
     scores = seen.rows().nan_to_num(math.inf)
     top = scores.topk(min(LOOKED_AT, scores.numel()))
     rows = top.indices[top.values > limit]
