@@ -8,9 +8,11 @@ of memory. Invariant: integer arithmetic makes the hash, so it is the same on ev
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
+from opintercept._values.late import place_of
 from opintercept._values.splitmix import WORD, signed, splitmix64
 
 BLOCK = 1 << 16  # the most weights of rows or columns in a table; larger tensors are read in blocks
@@ -23,8 +25,8 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 Bits = tuple[torch.Tensor, bool]
 """What `bits_of` returns."""
-# Weights by device, number, and whether they are those of rows; parts of a table, too, as slicing takes time.
-_tables: dict[tuple[torch.device, int, bool], torch.Tensor] = {}
+# Weights by device, stream, number, and whether they are those of rows; parts of a table, too, as slicing takes time.
+_tables: dict[tuple[torch.device, Any, int, bool], torch.Tensor] = {}
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
@@ -69,12 +71,12 @@ def write_terms(dense: torch.Tensor, swapped: bool, terms: torch.Tensor) -> None
     dense = dense if dense.dim() else dense.view(1)
     lanes = dense.view(_LANES[dense.element_size()]).view(-1, dense.size(-1))
     height, width = lanes.shape
-    terms = terms.view(height, width)
+    terms, (device, stream) = terms.view(height, width), place_of(lanes)
     if height * width <= SMALL:
-        torch.mul(lanes, _products(lanes.device, height, width, swapped), out=terms)
+        torch.mul(lanes, _products(device, stream, height, width, swapped), out=terms)
     else:
-        torch.mul(lanes, weights(lanes.device, width, swapped), out=terms)
-        terms.mul_(weights(lanes.device, height, not swapped).unsqueeze(1))
+        torch.mul(lanes, weights(device, width, swapped, stream), out=terms)
+        terms.mul_(weights(device, height, not swapped, stream).unsqueeze(1))
 
 
 def digits_of(number: int, count: int) -> str:
@@ -85,13 +87,13 @@ def digits_of(number: int, count: int) -> str:
 def form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
     """The sum over `[r, c]` of row[r] * lanes[r, c] * column[c]; over `[c, r]` if swapped."""
     height, width = lanes.shape
-    device = lanes.device
+    device, stream = place_of(lanes)
     if height * width <= SMALL:
         # One product and one sum: a matmul of our own would have to pass the interceptor.
-        return (lanes * _products(device, height, width, swapped)).sum()
+        return (lanes * _products(device, stream, height, width, swapped)).sum()
     if height <= BLOCK and width <= BLOCK and height * width <= PIECE:
-        products = _summed(lanes.to(torch.int64), weights(device, width, swapped))
-        return _summed(products, weights(device, height, not swapped))
+        products = _summed(lanes.to(torch.int64), weights(device, width, swapped, stream))
+        return _summed(products, weights(device, height, not swapped, stream))
     total = torch.zeros((), dtype=torch.int64, device=device)
     for right in range(0, width, BLOCK):
         columns = lanes[:, right : right + BLOCK]
@@ -100,24 +102,24 @@ def form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
         for top in range(0, height, step):
             piece = columns[top : top + step].to(torch.int64)
             start = top % BLOCK
-            rows = weights(device, start + piece.size(0), not swapped)[start:]
-            part = _summed(_summed(piece, weights(device, piece.size(1), swapped)), rows)
+            rows = weights(device, start + piece.size(0), not swapped, stream)[start:]
+            part = _summed(_summed(piece, weights(device, piece.size(1), swapped, stream)), rows)
             row, column = top // BLOCK, right // BLOCK
             total += part * signed(factor(row, not swapped) * factor(column, swapped))
     return total
 
 
-def weights(device: torch.device, size: int, of_rows: bool) -> torch.Tensor:
+def weights(device: torch.device, size: int, of_rows: bool, stream: Any = None) -> torch.Tensor:
     """The first weights of rows or of columns, `[size]`, at most `BLOCK`."""
-    known = _tables.get((device, size, of_rows))
+    known = _tables.get((device, stream, size, of_rows))
     if known is None:
         whole = min(FIRST, BLOCK) if size <= FIRST else BLOCK
-        if (table := _tables.get((device, whole, of_rows))) is None:
+        if (table := _tables.get((device, stream, whole, of_rows))) is None:
             table = check_unwrapped(
                 splitmix64(2 * torch.arange(whole, device="cpu") + (of_rows + 2**40)).to(device, non_blocking=True)
             )
-            _tables[device, whole, of_rows] = table
-        known = _tables[device, size, of_rows] = check_unwrapped(table[:size])
+            _tables[device, stream, whole, of_rows] = table
+        known = _tables[device, stream, size, of_rows] = check_unwrapped(table[:size])
     return known
 
 
@@ -139,9 +141,9 @@ def forget() -> None:
 
 
 @lru_cache(256)
-def _products(device: torch.device, height: int, width: int, swapped: bool) -> torch.Tensor:
+def _products(device: torch.device, stream: Any, height: int, width: int, swapped: bool) -> torch.Tensor:
     """The weights of all elements, `[height, width]`."""
-    inner, outer = weights(device, width, swapped), weights(device, height, not swapped)
+    inner, outer = weights(device, width, swapped, stream), weights(device, height, not swapped, stream)
     return check_unwrapped(outer.unsqueeze(1) * inner)
 
 

@@ -17,6 +17,12 @@ LOT = 256
 """How many results are copied together."""
 
 Numbers = Sequence[float] | Sequence[int]
+Place = tuple[torch.device, Any]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """A tensor's device and the current stream there. What one stream has made, another cannot read without a wait."""
+    return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 class Lots:
@@ -25,12 +31,11 @@ class Lots:
     def __init__(self, size: int | None = LOT) -> None:
         self._size = size
         self.is_used = False  # whether anything was ever put
-        self._open: dict[tuple[torch.device, Any], list[Late]] = {}
+        self._open: dict[Place, list[Late]] = {}
 
     def put(self, parts: Sequence[torch.Tensor]) -> Late:
         """Take tensors on one device, whose values are wanted as int64 if they are that, and as float64 otherwise."""
-        device = parts[0].device
-        key = device, torch.cuda.current_stream(device) if parts[0].is_cuda else None
+        key = place_of(parts[0])
         late = Late(self, key, parts)
         gathered = self._open.setdefault(key, [])
         gathered.append(late)
@@ -54,7 +59,7 @@ class Late:
 
     __slots__ = ("_key", "_lots", "lot", "parts", "places")
 
-    def __init__(self, lots: Lots, key: tuple[torch.device, Any], parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, lots: Lots, key: Place, parts: Sequence[torch.Tensor]) -> None:
         self._lots, self._key = lots, key
         self.parts = parts
         self.lot: _Lot | None = None  # once the copy has begun

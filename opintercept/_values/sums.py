@@ -18,7 +18,7 @@ from opintercept._core.errors import HookError
 from opintercept._native import values as native
 from opintercept._values import on_device
 from opintercept._values.hash import Bits, check_unwrapped, hash_of, terms_fit, write_terms
-from opintercept._values.late import Late, Lots, Numbers
+from opintercept._values.late import Late, Lots, Numbers, Place, place_of
 from opintercept._values.read import moments, real_values
 from opintercept._values.stats import Sums
 
@@ -229,14 +229,14 @@ class Reader:
     def _reduce(self, values: torch.Tensor, bits: Bits | None) -> list[torch.Tensor]:
         """Counts and the sum of the terms, the ends, the variance and the mean, in as few operators as possible."""
         wide = values.to(torch.float64)
-        limits = _column(values.device, sys.float_info.max, math.inf, 0.0, *(self.limits or ()))
+        limits = _column(place_of(values), sys.float_info.max, math.inf, 0.0, *(self.limits or ()))
         first = int(bits is not None)
         counted = torch.empty((first + limits.size(0), values.numel()), dtype=torch.int64, device=values.device)
         if bits is not None:
             write_terms(*bits, counted[0])
         torch.le(wide.abs(), limits, out=counted[first:])
         finite = counted[first].view(torch.bool)[::8]  # the lowest byte of each
-        filled = torch.where(finite, wide, _column(values.device, math.inf, -math.inf, 0.0))
+        filled = torch.where(finite, wide, _column(place_of(values), math.inf, -math.inf, 0.0))
         return [counted.sum(1), *torch.aminmax(filled[:2], dim=1), *torch.var_mean(filled[2], correction=0)]
 
 
@@ -267,11 +267,11 @@ def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Re
 
 
 @lru_cache(64)
-def _column(device: torch.device, *numbers: float) -> torch.Tensor:
+def _column(place: Place, *numbers: float) -> torch.Tensor:
     """Numbers on a device, `float64[n, 1]`."""
     with torch.inference_mode(False):
         column = torch.tensor(numbers, dtype=torch.float64, device="cpu")[:, None]
-        return check_unwrapped(column.to(device, non_blocking=True))
+        return check_unwrapped(column.to(place[0], non_blocking=True))
 
 
 def scan(values: torch.Tensor, few: bool = False) -> tuple[torch.Tensor, int, float, float, float, float]:

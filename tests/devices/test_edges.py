@@ -38,3 +38,8 @@ def test_a_hook_for_which_the_device_has_no_memory_left_leaves_calls_out() -> No
     assert stats == 2
     assert checksum == {"aten::addmm: the device has no memory left": 2}
     assert calls == [{}, {}]
+
+
+def test_hooks_find_on_two_streams_and_devices_what_they_find_on_the_cpu() -> None:
+    for on_device, on_cpu in on_a_device("device_edges.py", "places", "--late"):
+        assert on_device == on_cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import io
 import json
@@ -104,7 +105,59 @@ def memory() -> Any:
     return torch.equal(result, expected), stats.skipped, checksum.skipped, calls
 
 
-CASES: dict[str, Callable[[], Any]] = {"all": all_operators, "flight": flight, "freed": freed, "memory": memory}
+class Corrupt:
+    """Changes an element of the second call's output."""
+
+    def post(self, call: Any) -> Tensor | None:
+        if call.index != 1:
+            return None
+        output: Tensor = call.output.clone()
+        output[2, 3] += 50
+        return output
+
+
+def findings(places: list[tuple[str, int]]) -> Any:
+    """What hooks find in calls that take turns on devices and streams."""
+    net, x = network()
+    nets = {device: (copy.deepcopy(net).to(device), x.to(device)) for device, _ in places}
+    stats, checksum, capture = hooks.Stats(("lhs", "output")), hooks.Checksum(action="record"), hooks.Capture("output")
+    nonfinite = hooks.NonFinite(check_every=99, action="record")
+    if "cpu" not in nets:
+        toy_device.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = runs.RunRecorder(f"{folder}/run", "full")
+        with intercept([Corrupt(), stats, checksum, nonfinite, capture, recorder]), torch.no_grad():
+            for device, stream in places * 3:
+                with toy_device.on_stream(stream):
+                    net, x = nets[device]
+                    net(x)
+        calls = [
+            {role: (v.hash, v.count) for role, v in c.values.items()} for c in runs.open_run(recorder.path).calls()
+        ]
+    return [
+        [(row.calls, row.count, row.min, row.max) for row in stats.rows()],
+        [checksum.checked, checksum.skipped, [finding.position for finding in checksum.findings]],
+        len(nonfinite.findings),
+        [entry.tensor.tolist() for entry in capture.entries],
+        calls,
+    ]
+
+
+def places() -> Any:
+    """What hooks find on two streams and on two devices, each with what they find on the CPU."""
+    return [
+        [findings([("toy", 1), ("toy", 2)]), findings([("cpu", 0), ("cpu", 0)])],
+        [findings([("toy:0", 0), ("toy:1", 0)]), findings([("cpu", 0), ("cpu:0", 0)])],
+    ]
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "all": all_operators,
+    "flight": flight,
+    "freed": freed,
+    "memory": memory,
+    "places": places,
+}
 
 if __name__ == "__main__":
     faulthandler.enable()

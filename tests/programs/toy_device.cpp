@@ -2,7 +2,10 @@
 //
 // Each operator copies its operands to the CPU and its results back. The host cannot touch its memory otherwise: it is
 // mapped without rights but for a copy, filled with 0xFF when it is new, and unmapped when it is freed. It counts what
-// costs time on a GPU. If told so, copies to the host that nobody waits for arrive when somebody waits.
+// costs time on a GPU. If told so, copies to the host that nobody waits for arrive when somebody waits for their stream.
+//
+// There are two of them. An operator fails that takes tensors of both, or what another stream has written without that
+// somebody has waited for it, and while a graph is captured what would end the capture fails.
 
 #include <sys/mman.h>
 
@@ -21,11 +24,16 @@
 namespace {
 
 constexpr auto TOY = c10::DeviceType::PrivateUse1;
-const c10::Device DEVICE(TOY, 0);
 
 enum { LAUNCHES, TO_DEVICE, TO_HOST, LATE_TO_HOST, ITEMS, WAITS, BYTES_TO_HOST, COUNTERS };
 std::array<std::atomic<int64_t>, COUNTERS> counters;
 thread_local bool is_running = false; // an operator, which copies its operands and results
+thread_local int64_t stream = 0; // the current one
+thread_local bool is_capturing = false;
+
+void needs_no_capture() {
+  TORCH_CHECK(is_running || !is_capturing, "operation not permitted when stream is capturing");
+}
 
 struct Running {
   bool before = std::exchange(is_running, true);
@@ -40,8 +48,10 @@ void count(int counter, int64_t by = 1) {
   }
 }
 
+constexpr int64_t EVERY = -1;
 struct Block {
   size_t bytes;
+  int64_t writer; // the stream that may read it; `EVERY` once somebody has waited for it
   int open = 0;
 };
 std::recursive_mutex mutex; // of what follows
@@ -78,10 +88,21 @@ class Opened { // the memory of a tensor, as long as this lives
   void* data_;
 };
 
+void check(const at::Tensor& tensor) { // that the current stream may read it
+  std::lock_guard lock(mutex);
+  auto block = blocks.find(tensor.storage().mutable_data());
+  TORCH_CHECK(
+      block == blocks.end() || block->second.writer == EVERY || block->second.writer == stream,
+      "another stream has written this tensor, and nobody has waited for it");
+}
+
+using Guard = c10::impl::FakeGuardImpl<TOY>;
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    c10::Device device(TOY, Guard().getDevice().index());
     if (bytes == 0) {
-      return {nullptr, nullptr, &release, DEVICE};
+      return {nullptr, nullptr, &release, device};
     }
     std::lock_guard lock(mutex);
     int64_t whole = (bytes + 4095) / 4096 * 4096;
@@ -91,8 +112,8 @@ struct Memory final : c10::Allocator {
     std::memset(data, 0xFF, whole);
     mprotect(data, whole, PROT_NONE);
     held += whole;
-    blocks[data] = {static_cast<size_t>(whole)};
-    return {data, data, &release, DEVICE};
+    blocks[data] = {static_cast<size_t>(whole), stream};
+    return {data, data, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return &release;
@@ -105,7 +126,6 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(TOY, &memory)
 
-using Guard = c10::impl::FakeGuardImpl<TOY>;
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -124,15 +144,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 at::Tensor empty(
-    c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
-    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(
       size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(
     c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<at::Device>, std::optional<bool>) {
+    std::optional<at::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(
       size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
@@ -141,36 +163,52 @@ at::Tensor on_host(const at::Tensor& tensor) { // the same memory, which `Opened
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
 }
 
+struct Copy { // that has not arrived
+  at::Tensor from, to;
+  int64_t stream, number;
+};
 bool are_late = false;
-std::deque<std::pair<at::Tensor, at::Tensor>> late; // copies that have not arrived, and where they go
-int64_t arrived = 0;
+std::deque<Copy> late;
+int64_t copies_made = 0;
 
-void arrive(int64_t number) { // wait for so many copies of all
+void arrive(int64_t of, int64_t number) { // wait for so many copies of all, on a stream
   std::lock_guard lock(mutex);
-  for (; !late.empty() && arrived < number; arrived++, late.pop_front()) {
-    late.front().second.copy_(late.front().first);
-  }
+  std::erase_if(late, [&](const Copy& copy) {
+    bool arrives = copy.number <= number && (of == EVERY || copy.stream == of);
+    if (arrives) {
+      copy.to.copy_(copy.from);
+    }
+    return arrives;
+  });
 }
 
-void wait() {
+void wait() { // as copies do, for the current stream
+  needs_no_capture();
   count(WAITS);
   if (!is_running) {
-    arrive(std::numeric_limits<int64_t>::max());
+    arrive(stream, std::numeric_limits<int64_t>::max());
   }
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   Opened target(to.storage().mutable_data()), source(self.storage().mutable_data());
+  if (!is_running) {
+    check(self);
+  }
   if (!to.is_cpu()) {
     count(self.is_cpu() ? TO_DEVICE : LAUNCHES);
     if (self.is_cpu() && !non_blocking) {
       wait(); // as on CUDA
+      std::lock_guard lock(mutex);
+      blocks.at(to.storage().mutable_data()).writer = EVERY;
     }
   } else if (non_blocking) {
+    needs_no_capture(); // which the memory that it goes to would end
     count(LATE_TO_HOST);
     count(BYTES_TO_HOST, self.nbytes());
     if (are_late) {
-      late.emplace_back(on_host(self).clone(), to);
+      std::lock_guard lock(mutex);
+      late.push_back({on_host(self).clone(), to, stream, ++copies_made});
       std::memset(to.data_ptr(), 0xFF, to.nbytes()); // dense, as it is new
       return to;
     }
@@ -191,6 +229,7 @@ const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::opt
   auto* storage = self.storage().unsafeGetStorageImpl();
   size_t bytes = self.element_size() * (self.numel() + self.storage_offset());
   if (bytes > storage->nbytes()) { // of the result of an `out=` form, whose values do not matter
+    c10::DeviceGuard guard(self.device());
     storage->set_data_ptr_noswap(memory.allocate(bytes));
     storage->set_nbytes(bytes);
   }
@@ -211,8 +250,14 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 
 // Their results have sizes that depend on values, or they are none.
 const std::set<std::string> WAITING = {
-    "aten::nonzero", "aten::masked_select", "aten::equal", "aten::bincount", "aten::_unique2", "aten::unique_dim",
-    "aten::unique_consecutive", "aten::repeat_interleave"};
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::bincount",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::repeat_interleave"};
 
 bool picks(const c10::OperatorHandle& op, const torch::jit::Stack& stack) { // by a mask, which `nonzero` reads
   if (op.schema().name() != "aten::index") {
@@ -224,8 +269,25 @@ bool picks(const c10::OperatorHandle& op, const torch::jit::Stack& stack) { // b
   });
 }
 
+void check_operands(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  std::optional<c10::Device> device;
+  for (const auto& argument : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (!argument.isTensor() && !argument.isTensorList()) {
+      continue;
+    }
+    for (const auto& tensor : argument.isTensor() ? std::vector{argument.toTensor()} : argument.toTensorVector()) {
+      if (tensor.defined() && tensor.is_privateuseone()) {
+        TORCH_CHECK(!device || *device == tensor.device(), "operands are on several devices");
+        device = tensor.device();
+        check(tensor);
+      }
+    }
+  }
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   count(LAUNCHES);
+  check_operands(op, *stack);
   if (WAITING.count(op.schema().name()) || picks(op, *stack)) {
     wait();
   }
@@ -243,12 +305,19 @@ std::vector<int64_t> counts() { // since the last time
 
 int64_t copies() {
   std::lock_guard lock(mutex);
-  return arrived + late.size();
+  return copies_made;
 }
 
-void wait_for(int64_t number, bool counts) { // an event, a stream or the device
+void wait_for(int64_t of, int64_t number, bool counts) { // an event, a stream or the device
+  needs_no_capture();
   count(WAITS, counts);
-  arrive(number);
+  arrive(of, number);
+  std::lock_guard lock(mutex);
+  for (auto& [_, block] : blocks) {
+    if (of == EVERY || block.writer == of) {
+      block.writer = EVERY;
+    }
+  }
 }
 
 int64_t set_limit(int64_t bytes) { // of new memory, and how much there is
@@ -292,7 +361,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY(toy, m) {
   m.def("counts() -> int[]", counts);
   m.def("copies() -> int", copies);
-  m.def("wait_for(int copies, bool counts) -> ()", wait_for);
+  m.def("wait_for(int stream, int copies, bool counts) -> ()", wait_for);
+  m.def("use(int stream) -> int", [](int64_t used) { return std::exchange(stream, used); });
+  m.def("capture(bool on) -> ()", [](bool on) { is_capturing = on; });
   m.def("late(bool on) -> ()", [](bool on) { are_late = on; });
   m.def("limit(int bytes) -> int", set_limit);
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -46,23 +47,54 @@ def take_for_cuda() -> None:
     torch.ops.toy.late(True)
 
 
-def _synchronize(_device: Any = None) -> None:
-    torch.ops.toy.wait_for(torch.ops.toy.copies(), True)
+_streams = threading.local()  # the `current` one, and that which is `captured`
+
+
+def synchronize(_device: Any = None) -> None:
+    """Wait for all streams."""
+    torch.ops.toy.wait_for(-1, torch.ops.toy.copies(), True)
+
+
+def _current(_device: Any = None) -> int:
+    return getattr(_streams, "current", 0)
+
+
+@contextlib.contextmanager
+def on_stream(stream: int) -> Iterator[None]:
+    """Run operators on another stream. Both devices have the same ones."""
+    _streams.current = stream
+    before = torch.ops.toy.use(stream)
+    try:
+        yield
+    finally:
+        _streams.current = before
+        torch.ops.toy.use(before)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Let a graph capture the current stream, so that what would end the capture fails in this thread."""
+    _streams.captured = _current()
+    torch.ops.toy.capture(True)
+    yield
+    torch.ops.toy.capture(False)
+    del _streams.captured
 
 
 class _Event:
     def __init__(self, **_options: Any) -> None:
-        self._copies = 0
+        self._stream = self._copies = 0
 
     def record(self, _stream: Any = None) -> None:
-        self._copies = torch.ops.toy.copies()
+        self._stream, self._copies = _current(), torch.ops.toy.copies()
 
     def query(self) -> bool:
+        assert not hasattr(_streams, "captured"), "operation not permitted when stream is capturing"
         return False  # until somebody waits
 
     def synchronize(self) -> None:
         is_writer = hasattr(threading.current_thread(), "runs_no_operator")  # whose waits keep nobody
-        torch.ops.toy.wait_for(self._copies, not is_writer)
+        torch.ops.toy.wait_for(self._stream, self._copies, not is_writer)
 
 
 class _Cuda:
@@ -70,10 +102,10 @@ class _Cuda:
 
     Event = _Event
     device = staticmethod(lambda device: contextlib.nullcontext())
-    current_stream = staticmethod(lambda device=None: "the stream")
-    stream = staticmethod(lambda stream: contextlib.nullcontext())
-    is_current_stream_capturing = staticmethod(lambda: False)
-    synchronize = staticmethod(_synchronize)
+    current_stream = staticmethod(_current)
+    stream = staticmethod(on_stream)
+    is_current_stream_capturing = staticmethod(lambda: getattr(_streams, "captured", None) == _current())
+    synchronize = staticmethod(synchronize)
 
 
 def build_device() -> Path:
@@ -87,7 +119,7 @@ torch.utils.rename_privateuse1_backend("toy")  # type: ignore[attr-defined]
 _module = types.ModuleType("torch.toy")
 vars(_module).update(
     is_available=lambda: True,
-    device_count=lambda: 1,
+    device_count=lambda: 2,
     _is_in_bad_fork=lambda: False,
     manual_seed_all=lambda seed: None,
     get_amp_supported_dtype=lambda: [torch.bfloat16],

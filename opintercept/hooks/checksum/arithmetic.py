@@ -130,7 +130,8 @@ def signs(n: int, groups: int, dtype: torch.dtype, device: torch.device) -> torc
 
 @cache
 def _number(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return check_unwrapped(torch.full((), value, dtype=dtype, device=device))
+    # A copy from the host waits, so that another stream may read it too.
+    return check_unwrapped(torch.full((), value, dtype=dtype, device="cpu").to(device))
 
 
 def project(

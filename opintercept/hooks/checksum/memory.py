@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from opintercept._values.late import place_of
 from opintercept._values.read import parameter_of, storage_ref
 
 REMEMBERED = 1024
@@ -55,4 +56,5 @@ class Memory:
 
 
 def _key(weight: torch.Tensor, view: torch.Tensor, matrix: torch.Tensor) -> Any:
-    return id(weight), view.data_ptr(), view.shape, view.stride(), view.dtype, view.is_conj(), id(matrix)
+    look = view.shape, view.stride(), view.dtype, view.is_conj()
+    return id(weight), view.data_ptr(), *look, id(matrix), place_of(view)

@@ -41,6 +41,7 @@ from opintercept._ops.slots import OUTPUT_ARGUMENT, slots_of
 from opintercept._ranks.rank import rank_and_world_size
 from opintercept._values.content import LOTS, Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
+from opintercept._values.late import place_of
 from opintercept._values.read import leaves_out_captured
 from opintercept.runs.record.claim import LOCK, Claim
 from opintercept.runs.record.description import described
@@ -605,14 +606,16 @@ class RunRecorder:
 
     def _sampled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Some values, at places that depend only on the number of elements."""
-        count, device = tensor.numel(), tensor.device
+        count = tensor.numel()
         if count <= self.sample:
             return tensor.reshape(-1)
-        key = tensor.shape, device
+        key = tensor.shape, place_of(tensor)
         places = self._places.get(key)
         if places is None:
             drawn = torch.tensor(sorted(random.Random(count).choices(range(count), k=self.sample)), device="cpu")
-            places = tuple(each.to(device, non_blocking=True) for each in torch.unravel_index(drawn, tensor.shape))
+            places = tuple(
+                each.to(tensor.device, non_blocking=True) for each in torch.unravel_index(drawn, tensor.shape)
+            )
             with self._lock:
                 if len(self._places) >= _MOST_SHAPES:
                     self._places.clear()
