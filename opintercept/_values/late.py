@@ -45,8 +45,14 @@ class Lots:
         return late
 
     def send(self) -> None:
-        """Begin to copy what there is. What another thread puts meanwhile may be copied alone."""
-        for key in list(self._open):
+        """Begin to copy what there is. What another thread puts meanwhile may be copied alone.
+
+        While a CUDA graph is captured this does nothing: the copy would become part of the graph, or end the capture.
+        """
+        keys = list(self._open)
+        if any(stream is not None for _, stream in keys) and torch.cuda.is_current_stream_capturing():
+            return
+        for key in keys:
             if gathered := self._open.pop(key, None):
                 try:
                     _Lot(gathered, *key)

@@ -131,7 +131,9 @@ def real_values(tensor: Any) -> torch.Tensor | None:
     """The values as a flat float64 tensor on the CPU, or None as for `stored_values`."""
     values = stored_values(tensor)
     try:
-        return None if values is None else values.to("cpu", torch.float64).reshape(-1)
+        if values is None or in_graph_capture(values):
+            return None
+        return values.to("cpu", torch.float64).reshape(-1)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
 

@@ -45,7 +45,14 @@ from opintercept._ops.table import row_of
 from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
 from opintercept._values.late import Late, Lots
-from opintercept._values.read import in_memory, leaves_out_captured, parts_of, stored_values
+from opintercept._values.read import (
+    first_output,
+    in_graph_capture,
+    in_memory,
+    leaves_out_captured,
+    parts_of,
+    stored_values,
+)
 from opintercept.hooks._infs import Infs, Place, places
 from opintercept.hooks._scaling import Scaling
 
@@ -306,6 +313,8 @@ class NonFinite(Copyable, Shown):
     def pre(self, call: OpCall) -> None:
         """Read the tensors that the operator is about to overwrite."""
         kind = _kind(call)
+        if (kind.writes or kind.scales) and any(map(in_graph_capture, call.tensors.values())):
+            return
         if kind.writes and (before := _before(call, copies=self._save is not None)) is not None:
             self._before.put(call, before)
         elif kind.scales:
@@ -327,15 +336,15 @@ class NonFinite(Copyable, Shown):
         self.sees_others = self.sees_others or kind.other
         before = self._before.take(call) if kind.writes else None
         output = call.output
+        if isinstance(first := first_output(output), torch.Tensor) and leaves_out_captured(first, self):
+            self.skipped += 1
+            return
         if before is None and self._check_every == 1 and (ends := native.extent(output)) is not None:
             low, high = ends
             if math.isfinite(low) and math.isfinite(high):
                 return
         span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
         if span is None:
-            return
-        if leaves_out_captured(span, self):
-            self.skipped += 1
             return
         if self._check_every > 1:
             self._defer(call, span, before)

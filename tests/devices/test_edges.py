@@ -7,6 +7,8 @@ from compiler import needs_compiler
 from devices import on_a_device
 
 pytestmark = [pytest.mark.slow, needs_compiler]
+VALUES = ["Stats", "NonFinite", "NonFinite, later", "Checksum", "Capture", "AttentionWeights"]
+VALUES += [f"RunRecorder, {tensors}" for tensors in ("stats", "full", "flight")]
 
 
 def test_a_block_of_all_operators_launches_none_and_says_which_way_copies_go() -> None:
@@ -43,3 +45,10 @@ def test_a_hook_for_which_the_device_has_no_memory_left_leaves_calls_out() -> No
 def test_hooks_find_on_two_streams_and_devices_what_they_find_on_the_cpu() -> None:
     for on_device, on_cpu in on_a_device("device_edges.py", "places", "--late"):
         assert on_device == on_cpu
+
+
+def test_no_hook_adds_to_a_graph_that_is_captured_or_ends_the_capture() -> None:
+    found = on_a_device("device_edges.py", "captured", "--late")
+    assert {name: added for name, (added, _) in found.items() if any(added)} == {}
+    told = {name: len(warnings) for name, (_, warnings) in found.items() if warnings}
+    assert told == dict.fromkeys(VALUES, 1)

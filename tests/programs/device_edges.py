@@ -7,10 +7,14 @@ import copy
 import faulthandler
 import io
 import json
+import math
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import toy_device
@@ -151,12 +155,63 @@ def places() -> Any:
     ]
 
 
+HOOKS: dict[str, Callable[[str], Any]] = {
+    "Recorder": lambda _: hooks.Recorder(),
+    "Profile": lambda _: hooks.Profile(),
+    "Stats": lambda _: hooks.Stats(),
+    "NonFinite": lambda _: hooks.NonFinite(action="record"),
+    "NonFinite, later": lambda _: hooks.NonFinite(check_every=2, action="record"),
+    "Checksum": lambda _: hooks.Checksum(action="record"),
+    "Capture": lambda _: hooks.Capture(of=("lhs", "output")),
+    "AttentionWeights": lambda _: hooks.AttentionWeights(),
+    "Gradients": lambda _: hooks.Gradients(),
+    "Reference": lambda _: hooks.Reference(),
+    "Print": lambda _: hooks.Print(io.StringIO()),
+    "Log": lambda _: hooks.Log(),
+    "Experts": lambda _: hooks.Experts(),
+    "Replicas": lambda _: hooks.Replicas(),
+    **{f"RunRecorder, {tensors}": partial(runs.RunRecorder, tensors=tensors) for tensors in ("none", "stats", "full")},
+    "RunRecorder, flight": partial(runs.RunRecorder, flight=4),
+}
+
+
+def captured() -> Any:
+    """What each hook adds to a graph that is captured after some calls and before others, and what it warns of."""
+    net, x = network()
+    net, x = net.to("toy"), x.to("toy")
+    scores = x.expand(2, 6, 8).contiguous()
+
+    def program() -> None:
+        net(x).add_(1)
+        torch.softmax(scores @ scores.mT, -1) @ scores
+
+    def graph() -> toy_device.Counts:
+        toy_device.counts()
+        with toy_device.capturing():
+            program()
+        return toy_device.counts()
+
+    plain, found = graph(), {}
+    for name, make in HOOKS.items():
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with intercept(make(f"{folder}/run"), ops="all", engine="kernel") as watch, torch.no_grad():
+                program()
+                watch.step()
+                with mock.patch("time.monotonic", return_value=math.inf):  # what is put off is due
+                    added = graph()
+                program()
+        found[name] = [a - b for a, b in zip(added, plain, strict=True)], [str(each.message) for each in told]
+    return found
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "all": all_operators,
     "flight": flight,
     "freed": freed,
     "memory": memory,
     "places": places,
+    "captured": captured,
 }
 
 if __name__ == "__main__":

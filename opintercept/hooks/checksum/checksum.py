@@ -280,13 +280,13 @@ class Checksum(Finds[WrongProduct]):
 
     def post(self, call: OpCall) -> None:
         """Compare them with that of the output."""
+        kept = self._kept.take(call)
+        if kept is None:
+            return
         waiting = len(self._waiting) + len(self._repeated)
         if waiting and (call.step != self._step or waiting >= WAITING):
             self.check()
         self._step = call.step
-        kept = self._kept.take(call)
-        if kept is None:
-            return
         found: list[WrongProduct] = []
         with without_autocast(kept.expected[0].signs.device):
             try:

@@ -374,7 +374,7 @@ class RunRecorder:
             return
         if self._sink is not None:
             self._sink.close()
-        self._hand_over(everything=True)
+        self._hand_over(due=True, last=True)
         writer.close()
         self._writer, self._closed = None, writer
         atexit.unregister(self._stop_late)
@@ -506,15 +506,15 @@ class RunRecorder:
             self._held.append(entry)
             self._held_bytes += entry.nbytes
             due = self._held_bytes > BATCH_BYTES or time.monotonic() - self._held_since > INTERVAL
-            self._hand_over(everything=due)
+            self._hand_over(due=due)
 
-    def _hand_over(self, *, everything: bool) -> None:
+    def _hand_over(self, *, due: bool, last: bool = False) -> None:
         writer = self._writer
-        if self._held and everything:
+        if self._held and due:
             with unwatched():
                 LOTS.send()
         while writer is not None and self._held:
-            if not (everything or all(content.is_sent for content in _contents(self._held[0]))):
+            if not (last or all(content.is_sent for content in _contents(self._held[0]))):
                 break
             writer.put(self._held.popleft())
 
@@ -561,7 +561,7 @@ class RunRecorder:
                 tensor = old.get(id(tensor), tensor)
                 place = places.get(id(tensor))
                 if place is None:
-                    content = content_of(tensor)
+                    content = None if leaves_out_captured(tensor, self) else content_of(tensor)
                     kept = None if content is None else self._kept(tensor, content, True)
                     if kept is None:
                         raise TypeError("safetensors cannot store the tensor")
