@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import SIZES, counts, measured, wait
-from benchmarks.hook_costs import CONFIGURATIONS
-from opintercept import hooks, info, intercept, runs
+from opintercept import hooks, info, intercept
 from opintercept._native import values as native
 from opintercept._values import content, on_device
 
@@ -114,19 +114,30 @@ def origins(device: torch.device, small: bool) -> Lines:
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder, intercept(runs.RunRecorder(f"{folder}/run", "stats")):
+def _watched(make: Callable[[str], Any]) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder, intercept(make(f"{folder}/run")):
         yield
 
 
 def launches(device: torch.device, small: bool) -> Lines:
-    """Kernels and synchronisations that hooks add to a linear layer of 64, forward and backward, by the profiler."""
-    layer, x = torch.nn.Linear(64, 64, device=device), torch.ones(32, 64, device=device)
-    plain = None
-    for name, make in (CONFIGURATIONS | {"RunRecorder of statistics": _recording}).items():
-        found = counts(lambda: layer(x).sum().backward(), make, device)
-        plain = plain or found
-        yield name, f"{found[0] - plain[0]} kernels, {found[1] - plain[1]} synchronisations"
+    """What hooks add to a step of docs/cost.md by the profiler, and by the stand-in for a GPU."""
+    sys.modules["toy_device"] = types.ModuleType("toy_device")  # which is not needed here
+    costs = importlib.import_module("device_costs")
+    table = (ROOT / "docs" / "cost.md").read_text().partition("## On a GPU")[2]
+    x, plain = torch.ones(4, 32, 64, device=device, requires_grad=True), {}
+    for name, forward, backward, waits in re.findall(r"^\| `(.+?)` \|" + r" ([\d.]+) \|" * 3, table, re.MULTILINE):
+        is_attention = name.startswith("AttentionWeights")
+        model: Any = costs.Attention() if is_attention else torch.nn.Linear(64, 64, device=device)
+
+        def step(model: Any = model, given: Any = x if is_attention else x[0]) -> None:
+            model(given).sum().backward()
+
+        if is_attention not in plain:
+            plain[is_attention] = counts(step, contextlib.nullcontext, device)
+        kernels, synchronisations = counts(step, functools.partial(_watched, costs.HOOKS[name][0]), device)
+        added = kernels - plain[is_attention][0], synchronisations - plain[is_attention][1]
+        there = float(forward) + 2 * float(backward), 3 * float(waits)
+        yield name, "{} kernels, {} synchronisations; {:g} launches, {:g} waits".format(*added, *there)
 
 
 def costs(device: torch.device, small: bool) -> Lines:
