@@ -258,7 +258,7 @@ class NonFinite(Copyable, Shown):
     Attributes:
         passed_on: How many calls only passed on values that are not finite.
         discarded: How many calls had such values only in gradients that a scaler discards.
-        skipped: How many calls were left out because a CUDA graph captured them.
+        skipped: How many calls were left out because a CUDA graph captured them, or a device had no memory left.
     """
 
     reads = ("module", "record")
@@ -345,6 +345,8 @@ class NonFinite(Copyable, Shown):
                 return
         span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
         if span is None:
+            values = isinstance(first, torch.Tensor) and first.is_floating_point() and first.numel()
+            self.skipped += bool(values and first.device.type not in ("cpu", "meta"))
             return
         if self._check_every > 1:
             self._defer(call, span, before)

@@ -106,7 +106,7 @@ def memory() -> Any:
         with intercept([Short(0), stats, nonfinite, checksum, recorder, Short(-1)]):
             result = net(x).cpu()
         calls = [{role: v.count for role, v in call.values.items()} for call in runs.open_run(recorder.path).calls()]
-    return torch.equal(result, expected), stats.skipped, checksum.skipped, calls
+    return torch.equal(result, expected), stats.skipped, nonfinite.skipped, checksum.skipped, calls
 
 
 class Corrupt:
