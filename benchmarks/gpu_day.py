@@ -114,8 +114,8 @@ def origins(device: torch.device, small: bool) -> Lines:
 
 
 @contextlib.contextmanager
-def _watched(make: Callable[[str], Any]) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder, intercept(make(f"{folder}/run")):
+def _watched(make: Callable[[str], Any], ops: str) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder, intercept(make(f"{folder}/run"), ops=ops):
         yield
 
 
@@ -124,19 +124,19 @@ def launches(device: torch.device, small: bool) -> Lines:
     sys.modules["toy_device"] = types.ModuleType("toy_device")  # which is not needed here
     costs = importlib.import_module("device_costs")
     table = (ROOT / "docs" / "cost.md").read_text().partition("## On a GPU")[2]
-    x, plain = torch.ones(4, 32, 64, device=device, requires_grad=True), {}
+    plain: dict[Any, tuple[int, int]] = {}
     for name, forward, backward, waits in re.findall(r"^\| `(.+?)` \|" + r" ([\d.]+) \|" * 3, table, re.MULTILINE):
-        is_attention = name.startswith("AttentionWeights")
-        model: Any = costs.Attention() if is_attention else torch.nn.Linear(64, 64, device=device)
+        program = costs.program_of(name)
+        model, x = program.make().to(device), torch.ones(program.shape, device=device, requires_grad=True)
 
-        def step(model: Any = model, given: Any = x if is_attention else x[0]) -> None:
-            model(given).sum().backward()
+        def step(model: Any = model, x: torch.Tensor = x) -> None:
+            model(x).sum().backward()
 
-        if is_attention not in plain:
-            plain[is_attention] = counts(step, contextlib.nullcontext, device)
-        kernels, synchronisations = counts(step, functools.partial(_watched, costs.HOOKS[name][0]), device)
-        added = kernels - plain[is_attention][0], synchronisations - plain[is_attention][1]
-        there = float(forward) + 2 * float(backward), 3 * float(waits)
+        if program not in plain:
+            plain[program] = counts(step, contextlib.nullcontext, device)
+        kernels, synchronisations = counts(step, functools.partial(_watched, costs.HOOKS[name][0], program.ops), device)
+        added = kernels - plain[program][0], synchronisations - plain[program][1]
+        there = float(forward) + program.backward * float(backward), (1 + program.backward) * float(waits)
         yield name, "{} kernels, {} synchronisations; {:g} launches, {:g} waits".format(*added, *there)
 
 

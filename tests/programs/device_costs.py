@@ -27,7 +27,7 @@ Hook = Callable[[str], Any]  # makes one that may write to a folder
 class Row(NamedTuple):
     """What a hook adds to a call, on average, and at the end of a block of `CALLS` steps.
 
-    A step has one forward and two backward calls. Copies that wait are among the waits, and so are `.item()`.
+    A step has one forward call and one or two backward calls. Waits include copies that wait, and `.item()`.
     """
 
     hook: str
@@ -82,6 +82,10 @@ HOOKS: dict[str, tuple[Hook, Bound]] = {
     'RunRecorder(path, "full")': (run("full"), Bound(36, 24)),
     'RunRecorder(path, "none", flight=64)': (run("none", flight=64), Bound(0, 0)),
     'RunRecorder(path, "stats", flight=64)': (run("stats", flight=64), Bound(36, 24)),
+    "Stats(), fused attention": (lambda _: hooks.Stats(), Bound(8, 8)),
+    "Stats(), convolution": (lambda _: hooks.Stats(), Bound(8, 8)),
+    'RunRecorder(path, "stats"), fused attention': (run("stats"), Bound(45, 75)),
+    'RunRecorder(path, "stats"), convolution': (run("stats"), Bound(36, 45)),
 }
 
 
@@ -92,11 +96,49 @@ class Attention(nn.Module):
         return torch.softmax(x @ x.mT, -1) @ x
 
 
-def added(make: Hook | None, folder: str, attention: bool = False) -> tuple[toy_device.Counts, ...]:
+class Fused(nn.Module):
+    """Attention in one operator, which `scaled_dot_product_attention` does not choose for the stand-in."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if x.device.type != "toy":
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
+
+
+class Convolution(nn.Conv2d):
+    """A convolution, on the stand-in by the operator that the CPU has for it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if x.device.type != "toy":
+            return super().forward(x)
+        return torch.ops.aten.thnn_conv2d(x, self.weight, self.kernel_size, self.bias)
+
+
+class Program(NamedTuple):
+    """What the calls are made by, its input's shape, the backward calls of a step, and the operators to watch."""
+
+    make: Callable[[], nn.Module] = lambda: nn.Linear(64, 64)
+    shape: tuple[int, ...] = (32, 64)
+    backward: int = 2
+    ops: str = "matmul"
+
+
+PROGRAMS = {
+    "AttentionWeights": Program(Attention, (4, 32, 64)),
+    "fused attention": Program(Fused, (2, 4, 32, 16), 1),
+    "convolution": Program(lambda: Convolution(4, 8, 3), (2, 4, 16, 16), 1, "convolution"),
+}
+"""By a part of the names in `HOOKS`; the others have a linear layer."""
+
+
+def program_of(name: str) -> Program:
+    return next((program for part, program in PROGRAMS.items() if part in name), Program())
+
+
+def added(make: Hook | None, folder: str, program: Program) -> tuple[toy_device.Counts, ...]:
     """What happens in `CALLS` forward calls, as many backward passes, and at the end of the block."""
-    model = Attention() if attention else nn.Linear(64, 64).to("toy")
-    x = torch.randn(*([4] if attention else []), 32, 64).to("toy")
-    with intercept(make(folder), engine="kernel") if make is not None else nullcontext():
+    model, x = program.make().to("toy"), torch.randn(program.shape).to("toy")
+    with intercept(make(folder), ops=program.ops, engine="kernel") if make is not None else nullcontext():
         model(x.clone().requires_grad_()).sum().backward()
         toy_device.counts()
         outputs = [model(x.detach().requires_grad_()) for _ in range(CALLS)]
@@ -108,10 +150,10 @@ def added(make: Hook | None, folder: str, attention: bool = False) -> tuple[toy_
 
 
 def measure(name: str) -> Row:
-    attention = name.startswith("AttentionWeights")
-    plain = added(None, "", attention)
+    program = program_of(name)
+    plain, calls = added(None, "", program), (1 + program.backward) * CALLS
     with tempfile.TemporaryDirectory() as folder:
-        found = added(HOOKS[name][0], f"{folder}/run", attention)
+        found = added(HOOKS[name][0], f"{folder}/run", program)
     forward, backward, end = (
         toy_device.Counts(*(a - b for a, b in zip(one, other, strict=True)))
         for one, other in zip(found, plain, strict=True)
@@ -120,11 +162,11 @@ def measure(name: str) -> Row:
     return Row(
         name,
         forward.launches / CALLS,
-        backward.launches / 2 / CALLS,
-        block.waits / 3 / CALLS,
-        block.items / 3 / CALLS,
-        (block.late + end.late) / 3 / CALLS,
-        (block.bytes + end.bytes) / 3 / CALLS,
+        backward.launches / program.backward / CALLS,
+        block.waits / calls,
+        block.items / calls,
+        (block.late + end.late) / calls,
+        (block.bytes + end.bytes) / calls,
         end.waits,
     )
 
