@@ -63,30 +63,32 @@ class Lots:
 class Late:
     """The numbers in some tensors."""
 
-    __slots__ = ("_key", "_lots", "lot", "parts", "places")
+    __slots__ = ("_key", "_lots", "parts", "sent")
 
     def __init__(self, lots: Lots, key: Place, parts: Sequence[torch.Tensor]) -> None:
         self._lots, self._key = lots, key
-        self.parts = parts
-        self.lot: _Lot | None = None  # once the copy has begun
-        self.places: Sequence[tuple[bool, int, int]] = ()  # whether they are whole numbers, and from where to where
+        self.parts = parts  # until the copy has begun
+        self.sent: tuple[_Lot, _Places] | None = None  # since then; set at once, as another thread may do so too
 
     @property
     def is_sent(self) -> bool:
         """Whether the copy has begun, so that `read` runs no operator on the device."""
-        return self.lot is not None
+        return self.sent is not None
 
     @property
     def at_hand(self) -> bool:
         """Whether `read` does not wait."""
-        return self.lot is not None and self.lot.at_hand
+        return self.sent is not None and self.sent[0].at_hand
 
     def read(self) -> list[Numbers]:
         """The numbers of each tensor; waits for the device."""
-        if self.lot is None:
+        if self.sent is None:
             self._lots.send()
-        lot = self.lot or _Lot([self], *self._key)
-        return [lot.numbers()[not whole][start:stop] for whole, start, stop in self.places]
+        if self.sent is None:
+            _Lot([self], *self._key)
+        assert self.sent is not None
+        lot, places = self.sent
+        return [lot.numbers()[not whole][start:stop] for whole, start, stop in places]
 
 
 class _Lot:
@@ -95,16 +97,21 @@ class _Lot:
     def __init__(self, gathered: Sequence[Late], device: torch.device, stream: Any) -> None:
         self._numbers: tuple[Numbers, Numbers] | None = None
         self._ready: torch.cuda.Event | None = None
+        # Another thread may put more into the list, or send some of it.
+        given = [(late, parts) for late in [*gathered] if (parts := late.parts)]
+        if not given:
+            return
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            self._words = _joined(gathered)
+            self._words, places = _joined([parts for _, parts in given])
             if self._words.is_cuda:
                 with torch.cuda.device(device):
                     words = torch.empty_like(self._words, device="cpu", pin_memory=True)
                     self._words = words.copy_(self._words, non_blocking=True)
                     self._ready = torch.cuda.Event()
                     self._ready.record()
-        for late in gathered:
-            late.lot, late.parts = self, ()
+        for (late, _), place in zip(given, places, strict=True):
+            late.sent = self, place
+            late.parts = ()
 
     @property
     def at_hand(self) -> bool:
@@ -121,11 +128,14 @@ class _Lot:
         return self._numbers
 
 
-def _joined(gathered: Sequence[Late]) -> torch.Tensor:
+_Places = list[tuple[bool, int, int]]  # whether numbers are whole, and from where to where
+
+
+def _joined(gathered: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, list[_Places]]:
     """All tensors in one, `int64[n]`, those of one dtype beside each other, as CUDA joins them in few launches."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for late in gathered:
-        for part in late.parts:
+    for tensors in gathered:
+        for part in tensors:
             by_dtype.setdefault(part.dtype, []).append(part.reshape(-1))
     starts, joined, size = {}, [], 0
     for dtype, parts in by_dtype.items():
@@ -133,11 +143,11 @@ def _joined(gathered: Sequence[Late]) -> torch.Tensor:
         starts[dtype] = size
         size += values.numel()
         joined.append(values if dtype is torch.int64 else values.to(torch.float64).view(torch.int64))
-    for late in gathered:
-        places = []
-        for part in late.parts:
+    places: list[_Places] = []
+    for tensors in gathered:
+        places.append([])
+        for part in tensors:
             start = starts[part.dtype]
             starts[part.dtype] = stop = start + part.numel()
-            places.append((part.dtype is torch.int64, start, stop))
-        late.places = places
-    return joined[0] if len(joined) == 1 else torch.cat(joined)
+            places[-1].append((part.dtype is torch.int64, start, stop))
+    return joined[0] if len(joined) == 1 else torch.cat(joined), places

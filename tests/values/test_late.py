@@ -51,3 +51,17 @@ def test_without_memory_for_a_copy_it_is_tried_again(monkeypatch: pytest.MonkeyP
         put = [lots.put([torch.tensor(place)]) for place in range(2)]
     assert not put[0].is_sent
     assert [list(each.read()[0]) for each in put] == [[0], [1]]
+
+
+def test_a_result_that_another_thread_reads_while_it_is_sent_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    lots, cat = Lots(), torch.cat
+    results = [lots.put([torch.tensor(place)]) for place in range(3)]
+
+    def read_meanwhile(tensors: list[torch.Tensor]) -> torch.Tensor:
+        monkeypatch.setattr(torch, "cat", cat)
+        assert list(results[1].read()[0]) == [1]
+        return cat(tensors)
+
+    monkeypatch.setattr(torch, "cat", read_meanwhile)
+    lots.send()
+    assert [list(each.read()[0]) for each in results] == [[0], [1], [2]]
