@@ -16,7 +16,7 @@ from opintercept._core.text import short_name
 from opintercept._values import rounding
 from opintercept._values.attention import Attention, attention_from
 from opintercept.runs.align.tokens import distances, row_error, same_tokens
-from opintercept.runs.align.weights import factors_of, tensor_of
+from opintercept.runs.align.weights import factors_of, shape_of, tensor_of, weight_of
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
 
@@ -111,9 +111,11 @@ def worst(out: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
 
 def by_products(run: Run, scores: StoredCall, last: StoredCall, heads: int) -> Heads:
     """The heads of an attention of two batched products."""
-    one, two = factors_of(run, scores), factors_of(run, last)
-    heads = heads if heads and not len(one.x) % heads else len(one.x)
-    q, k, weights, out = (each.double() for each in (one.x, one.w, two.x, two.out))
+    groups, _, width = shape_of(scores)
+    q, k = tensor_of(run, scores, "lhs").reshape(groups, -1, width), weight_of(run, scores)
+    two = factors_of(run, last)
+    heads = heads if heads and not groups % heads else groups
+    q, k, weights, out = (each.double() for each in (q, k, two.x, two.out))
     parts = [each.reshape(-1, heads, *each.shape[1:]) for each in (q, k, two.w.double().mT, weights, out)]
     q, k, v, weights, out = parts
     if weights.numel() * len(weights) > _MOST:
@@ -143,10 +145,10 @@ def differing(one: Heads, other: Heads, rows: Rows | None, limit: float, eps: fl
     t = torch.arange(one.q.size(1))
     ta, tb = (t, t) if rows is None else rows
     qa, qb, out, got = one.q[:, ta], other.q[:, tb], one.out[:, ta], other.out[:, tb]
-    turns = [_permutation(qa, qb, limit), _permutation(out, got, limit)]
+    turns = [_permutation(qa, qb, limit, scaled=True), _permutation(out, got, limit)]
     same_keys = rows is None and one.v.shape == other.v.shape
     if same_keys:
-        turns += [_permutation(one.v, other.v, limit), _permutation(one.k, other.k, limit)]
+        turns += [_permutation(one.v, other.v, limit), _permutation(one.k, other.k, limit, scaled=True)]
     turn = next((each for each in turns if each is not None), torch.arange(len(qa)))
     found = AttentionErrors(row_error(out, got[turn]), float((got[turn] - out).abs().max()) if out.numel() else 0.0)
     if found.error <= limit:
@@ -180,11 +182,15 @@ def _keys(
     return used_a[torch.from_numpy(ia)], used_b[torch.from_numpy(ib)]
 
 
-def _permutation(x: torch.Tensor, y: torch.Tensor, limit: float) -> torch.Tensor | None:
-    """For each head of `x`, the equal one of `y`; None if there is none."""
-    if row_error(x, y) <= limit:
+def _permutation(x: torch.Tensor, y: torch.Tensor, limit: float, *, scaled: bool = False) -> torch.Tensor | None:
+    """For each head of `x`, the one of `y` that is equal, but for a factor if it is `scaled`; None if there is none."""
+
+    def error(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+        return row_error(mine, theirs / _factor(mine, theirs) if scaled else theirs)
+
+    if error(x, y) <= limit:
         return torch.arange(len(x))
-    errors = torch.tensor([[row_error(mine, theirs) for theirs in y] for mine in x])
+    errors = torch.tensor([[error(mine, theirs) for theirs in y] for mine in x])
     best, turn = errors.min(1)
     return turn if bool((best <= limit).all()) else None
 
@@ -204,7 +210,7 @@ def _operands(
         if row_error(scores, _scaled(others, scores, "q")) <= limit:
             errors = {"v": errors["v"]}
     errors = {name: error for name, error in errors.items() if error > limit}
-    moved = errors and all(_permutation(*pairs[name], limit) is not None for name in errors)
+    moved = errors and all(_permutation(*pairs[name], limit, scaled=name != "v") is not None for name in errors)
     return {"heads": max(errors.values())} if moved else errors
 
 
@@ -242,14 +248,16 @@ def _arguments(
     own, theirs = a > _SEEN, b > _SEEN
     rest = own.sum(-1) - own[:, :, ka].sum(-1) + theirs.sum(-1) - theirs[:, :, kb].sum(-1)
     apart = (own[:, :, ka] != theirs[:, :, kb]) & (torch.maximum(a[:, :, ka], b[:, :, kb]) > _MATTERS)
+    unmasked = torch.minimum(_unmasked(one, ta, ka), _unmasked(other, tb, kb)[turn])
+    apart &= unmasked > _MATTERS  # others are too small to be seen
     hidden = apart.any(-1) | (rest > 0)
     masked = bool((hidden & own.any(-1) & theirs.any(-1)).any())
     if not {"q", "k"} & {*changed} and ka.numel():
         a, b, seen = a[:, :, ka], b[:, :, kb], own[:, :, ka] & theirs[:, :, kb]
-        before = _factor(one.q[:, ta], other.q[turn][:, tb], limit)
-        before *= _factor(one.k[:, ka], other.k[turn][:, kb], limit)
         mine = _centred(one.q[:, ta] @ one.k[:, ka].mT, seen)
-        other_products = _centred(other.q[turn][:, tb] @ other.k[turn][:, kb].mT, seen) / before
+        other_products = _centred(other.q[turn][:, tb] @ other.k[turn][:, kb].mT, seen)
+        before = _factor(mine, other_products, limit)
+        other_products = other_products / before
         scale = one.scale or (other.scale or 0.0) * before or _factor(mine, _centred(a.log(), seen))
         logs = _centred((b / a).log(), seen) - scale * (other_products - mine)
         least = 10 * eps * (2 + float((scale * mine).abs().max()))
@@ -264,6 +272,14 @@ def _arguments(
         causal = [each.arguments.get("is_causal") for each in (one, other)]
         given = any(each.arguments.get("masked", True) for each in (one, other))
         yield ("attn_mask", None, None) if given or causal[0] == causal[1] else ("is_causal", causal[0], causal[1])
+
+
+def _unmasked(heads: Heads, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The weights that keys would have beside those that are seen, if no mask hid them, `[h, t, s]`."""
+    weights, products = heads.weights[:, queries][:, :, keys], heads.q[:, queries] @ heads.k[:, keys].mT
+    seen = weights > _SEEN
+    scores = products * (heads.scale or _factor(_centred(products, seen), _centred(weights.log(), seen)))
+    return (scores - scores.where(seen, -torch.inf).logsumexp(-1, keepdim=True)).exp()
 
 
 def _centred(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

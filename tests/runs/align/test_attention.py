@@ -63,6 +63,16 @@ def eager(scale: float = 8**-0.5, hidden: Tensor | None = None, drop: float = 0.
     return attend
 
 
+def added(scale: float = 8**-0.5) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.full((TOKENS, TOKENS), -math.inf).triu(1).expand(8, -1, -1)
+        scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
+        mixed: Tensor = torch.bmm(scores.softmax(-1), v.flatten(0, 1)).unflatten(0, (2, 4))
+        return mixed
+
+    return attend
+
+
 def first(folder: Path, one: Callable[[], Any], other: Callable[[], Any]) -> tuple[Aligned | None, str]:
     for name, program in (("a", one), ("b", other)):
         with torch.no_grad(), intercept(runs.RunRecorder(folder / name, "full")):
@@ -77,12 +87,13 @@ BIAS = torch.full((TOKENS, TOKENS), -math.inf).triu(1) + 0.1 * torch.arange(TOKE
 FORMS = {"fused": fused(), "eager": eager()}
 
 
-@pytest.mark.parametrize("other", [*FORMS, "heads in another order", "scaled before"])
+@pytest.mark.parametrize("other", [*FORMS, "heads in another order", "scaled before", "added to the mask"])
 @pytest.mark.parametrize("one", FORMS)
 def test_nothing_is_named_where_only_the_form_differs(one: str, other: str, tmp_path: Path) -> None:
     twins = {
         "heads in another order": Program(fused(), torch.tensor([2, 0, 3, 1])),
         "scaled before": Program(lambda q, k, v: eager(1.0)(q * 8**-0.5, k, v)),
+        "added to the mask": Program(added()),
     }
     a, b = Program(FORMS[one]), twins.get(other) or Program(FORMS[other])
     found, text = first(tmp_path, lambda: a(X), lambda: b(X))
@@ -95,14 +106,23 @@ def test_nothing_is_named_where_only_the_form_differs(one: str, other: str, tmp_
     [
         (fused(scale=0.351), "scale", "scale: 0.353553 in A, 0.351 in B"),
         (eager(scale=0.351), "scale", "scale: 0.353553 in A, 0.351 in B"),
+        (added(0.351), "scale", "scale: 0.353553 in A, 0.351 in B"),
         (fused(is_causal=False), "is_causal", "is_causal: True in A, False in B"),
         (fused(is_causal=False, attn_mask=WINDOW), "attn_mask", "attn_mask differs"),
         (eager(hidden=torch.zeros(TOKENS, TOKENS)), "attn_mask", "attn_mask differs"),
         (eager(hidden=BIAS), "attn_mask", "attn_mask differs"),
         (eager(drop=0.5), "dropout_p", "dropout_p"),
         (lambda q, k, v: fused()(q, k[:, [0, 2, 1, 3]], v[:, [0, 2, 1, 3]]), "heads", "heads do not belong"),
+        (
+            lambda q, k, v: eager(1.0)(q * 8**-0.5, k[:, [0, 2, 1, 3]], v[:, [0, 2, 1, 3]]),
+            "heads",
+            "heads do not belong",
+        ),
     ],
-    ids=["scale", "scale outside", "causal", "window", "mask outside", "bias outside", "dropout", "heads"],
+    ids=[
+        *("scale", "scale outside", "scale beside the mask", "causal", "window", "mask outside", "bias outside"),
+        *("dropout", "heads", "heads, scaled before"),
+    ],
 )
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 def test_a_changed_argument_is_named(swapped: bool, attend: Attend, changed: str, line: str, tmp_path: Path) -> None:
