@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pair_models as m
@@ -173,6 +174,26 @@ add("llama: eager against fused attention", llama(eager=True))
 add("llama: both eager", llama(EAGER, eager=True))
 add("llama: bfloat16", llama(BFLOAT16))
 add("llama: int8 with scales", llama(INT8))
+
+
+def quantised(levels: int, size: int) -> Edit:
+    """Weights on a grid, with a scale for each block of a row; for each row if `size` is 0."""
+
+    def edit(w: Tensor) -> Tensor:
+        blocks = w.unflatten(1, (-1, size or w.size(1)))
+        scale = blocks.abs().amax(-1, keepdim=True) / levels
+        made: Tensor = ((blocks / scale).round() * scale).flatten(1)
+        return made
+
+    return edit
+
+
+MLPS = [f"{layer}.mlp.{name}.weight" for layer in (0, 1) for name in ("gate", "up", "down")]
+for name, edit in {"8 bits": quantised(127, 0), "4 bits in blocks of 16": quantised(7, 16)}.items():
+    edits = dict.fromkeys(MLPS, edit)
+    add(f"llama: {name}", llama(edits=edits))
+    edits = edits | {"1.mlp.up.weight": lambda w, edit=edit: row(times(1.3))(edit(w))}
+    add(f"llama: {name}, a row times 1.3", llama(edits=edits), "1.mlp.up: weight")
 WIDENED: dict[str, Edit] = {
     f"{layer}.mlp.{name}.weight": lambda w: w.bfloat16().float() for layer in (0, 1) for name in ("gate", "up")
 }
@@ -381,6 +402,39 @@ add("experts: an element of the router", experts(edits={"routers.1.weight": elem
 add(
     "experts: two change places", against(m.Experts, experts_exchanged, FEATURES), "1.0.down: weight", "1.0.down: input"
 )
+
+
+def dense(
+    weights: Weights, activation: Callable[[Tensor], Tensor] = F.silu, *, stacked: bool = True
+) -> Callable[..., object]:
+    """All experts for all tokens, whose weights are stacked, or in one for the gates and one for `up`."""
+
+    def run(x: Tensor) -> Tensor:
+        x = F.linear(x, weights["inp.weight"], weights["inp.bias"])
+        for number in range(2):
+            own = [f"layers.{number}.{expert}." for expert in range(m.EXPERTS)]
+            gate, up, down = (torch.stack([weights[f"{e}{n}.weight"] for e in own]) for n in ("gate", "up", "down"))
+            normed = m.rms(x, torch.ones(m.WIDTH), m.NOTHING.eps)
+            shares, chosen = m.chosen_experts(F.linear(normed, weights[f"routers.{number}.weight"]), normed=True)
+            if stacked:
+                every = x.expand(m.EXPERTS, *x.shape)
+                gated, raised = every @ gate.mT, every @ up.mT
+            else:
+                gated, raised = (torch.einsum("td,efd->etf", x, w) for w in (gate, up))
+            made = (activation(gated) * raised) @ down.mT
+            x = x + torch.einsum("etd,te->td", made, torch.zeros(len(x), m.EXPERTS).scatter(1, chosen, shares))
+        return F.linear(x, weights["head.weight"], weights["head.bias"])
+
+    return run
+
+
+for stacked in (True, False):
+    form = "stacked" if stacked else "in one product"
+    all_of, gelu = partial(dense, stacked=stacked), partial(dense, activation=F.gelu, stacked=stacked)
+    add(f"experts: {form}", against(m.Experts, all_of, FEATURES))
+    add(f"experts: {form}, GELU for SiLU", against(m.Experts, gelu, FEATURES), "0.0.down: input")
+    edits = {"1.2.down.weight": row(times(1.01))}
+    add(f"experts: {form}, a row", against(m.Experts, all_of, FEATURES, edits=edits), "1.2.down: weight")
 
 
 # Low-rank terms, merged into the weight.
@@ -619,6 +673,45 @@ add("trained: a wrong gradient", trained(plant=Plant(1, activation=Straight.appl
 
 # What is said instead where that is known to be wrong.
 WRONG: dict[str, str] = {}
+
+
+class Scan(nn.Module):
+    """A state that is read by a row which the program computes, as in state space models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.row, self.out = nn.Linear(32, 64), nn.Linear(64, 16), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inp(x).tanh()
+        row = self.row(y)
+        state = (y[:, :, None] * row[:, None]).cumsum(0)
+        read = [torch.bmm(one[None], other[None, :, None])[0, :, 0] for one, other in zip(state, row, strict=True)]
+        out: Tensor = self.out(torch.stack(read))
+        return out
+
+
+def narrow(model: Callable[[], nn.Module], dtype: torch.dtype, *sizes: int) -> Any:
+    x = drawn(4, *sizes)
+    return against(model, lambda w: lambda x: loaded(model(), w).to(dtype)(x.to(dtype)), x)
+
+
+class Small(nn.Module):
+    """Numbers that are too small for float16 to hold them well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.inp(x).sin() * 3e-6)
+        return out
+
+
+add("scan: bfloat16", narrow(Scan, torch.bfloat16, 12, 32))
+rows = {"row.weight": row(times(1.1))}
+add("scan: a row", against(Scan, lambda w: loaded(Scan(), w), drawn(4, 12, 32), edits=rows), "row: weight")
+add("small: float16, replayed", narrow(Small, torch.float16, 12, 32), replays=True)
 
 
 class Index(nn.Module):

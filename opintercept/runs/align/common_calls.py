@@ -19,12 +19,13 @@ import torch
 
 from opintercept._core.record import CallRecord
 from opintercept._core.text import counted
-from opintercept.runs.align.common_weights import Joining, Match, Side, Term
-from opintercept.runs.align.tokens import MOST, distances, same_tokens
+from opintercept.runs.align.common_weights import Joining, Match, Side, SideName, Term
+from opintercept.runs.align.tokens import MOST, alike, distances, same_tokens
 from opintercept.runs.align.weights import tensor_of
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 
+_MOSTLY = 0.9  # of the rows of a product are alike in both runs if they are of the same tokens
 _COMPARED = 8  # products of which the rows are compared to find the tokens
 
 
@@ -62,7 +63,11 @@ def linked(joining: Joining) -> JoinedCalls:
         one, other = joining.a.weights[match.a].calls, joining.b.weights[match.b].calls
         for rank_a, rank_b in _rank_pairs(joining, one, other):
             in_a, in_b = one[rank_a], other[rank_b]
-            sizes = tuple(map(joining.a.rows_of, in_a)), tuple(map(joining.b.rows_of, in_b))
+            groups = joining.group("a", match), joining.group("b", match)
+            sizes = (
+                tuple(joining.a.rows_of(each, groups[0]) for each in in_a),
+                tuple(joining.b.rows_of(each, groups[1]) for each in in_b),
+            )
             if sizes[0] == sizes[1]:
                 for a, b in zip(in_a, in_b, strict=True):
                     links.add(a, b, number)
@@ -89,21 +94,25 @@ def _add_pieces(
     sizes: tuple[tuple[int, ...], ...],
     found: list[tuple[list[int], list[int], int]],
 ) -> None:
-    """Join calls by the rows of their left operands, which are of the same tokens in all products of these sizes."""
+    """Join calls by the rows of their left operands.
+
+    These are of the same tokens in most products of these sizes, and not in those of experts.
+    """
     tokens = None
     if math.prod(map(sum, sizes)) <= MOST:
         step = -(-len(found) // _COMPARED)
-        tokens = same_tokens([_distances(joining, *each) for each in found[::step]])
+        tokens = same_tokens([distances(*_inputs(joining, *each)) for each in found[::step]])
     calls = [np.repeat(np.arange(len(each)), each) for each in sizes]
     first = [np.concatenate([[0], np.cumsum(each)]) for each in sizes]
     for in_a, in_b, number in found:
         done: set[tuple[str, int]] = set()
         if tokens is not None:
-            owners = [of[rows] for of, rows in zip(calls, tokens, strict=True)]
+            own = _own_tokens(joining, tokens, in_a, in_b, number)
+            owners = [of[rows] for of, rows in zip(calls, own, strict=True)]
             for i, j in sorted({*zip(*(each.tolist() for each in owners), strict=True)}):
                 both = (owners[0] == i) & (owners[1] == j)
                 links.add(in_a[i], in_b[j], number)
-                links.rows[in_a[i], in_b[j]] = tokens[0][both] - first[0][i], tokens[1][both] - first[1][j]
+                links.rows[in_a[i], in_b[j]] = own[0][both] - first[0][i], own[1][both] - first[1][j]
                 done |= {("a", in_a[i]), ("b", in_b[j])}
         for name, numbers, count in (("a", in_a, len(in_b)), ("b", in_b, len(in_a))):
             for each in numbers:
@@ -112,18 +121,34 @@ def _add_pieces(
                     links.reasons[name, each] = f"{reason}; no row of its left operand is one of theirs"
 
 
-def _distances(joining: Joining, in_a: list[int], in_b: list[int], number: int) -> Array:
-    match = joining.matches[number]
-    x, y = (
-        torch.cat([_lhs(side, each) for each in calls])[:, slice(*part)]
-        for side, calls, part in ((joining.a, in_a, match.part_a), (joining.b, in_b, match.part_b))
-    )
-    return distances(x, y if match.order is None else y[:, match.order])
+def _own_tokens(
+    joining: Joining, usual: tuple[Array, Array], in_a: list[int], in_b: list[int], number: int
+) -> tuple[Array, Array]:
+    """The rows of the same tokens in one product: the usual ones, or others if more of these are alike."""
+    x, y = _inputs(joining, in_a, in_b, number)
+    count = alike(x[usual[0]], y[usual[1]])
+    if count >= _MOSTLY * min(len(x), len(y)):
+        return usual
+    own = same_tokens([distances(x, y)])
+    return own if alike(x[own[0]], y[own[1]]) > count else usual
 
 
-def _lhs(side: Side, number: int) -> torch.Tensor:
+def _inputs(joining: Joining, in_a: list[int], in_b: list[int], number: int) -> list[torch.Tensor]:
+    """The rows of the left operands that a match is about, all calls of a side one after the other."""
+    match, found = joining.matches[number], []
+    sides: tuple[tuple[SideName, list[int], tuple[int, int]], ...]
+    sides = ("a", in_a, match.part_a), ("b", in_b, match.part_b)
+    for name, calls, part in sides:
+        side, group = joining.sides[name], joining.group(name, match)
+        rows = [_lhs(side, each, group)[:, slice(*part)] for each in calls]
+        found.append(torch.cat(rows))
+    return found if match.order is None else [found[0], found[1][:, match.order]]
+
+
+def _lhs(side: Side, number: int, group: int | None) -> torch.Tensor:
     x = tensor_of(side.run, side.calls[number], "lhs").double()
-    return x.reshape(-1, x.size(-1))
+    rows = x.reshape(-1, x.size(-1))
+    return rows if group is None else rows.chunk(side.weights[side.weight[number]].shape[0])[group]
 
 
 def _add_terms(joining: Joining, links: JoinedCalls, match: Match, term: Term) -> None:

@@ -78,6 +78,7 @@ class Side:
     weight: list[int] = field(default_factory=list)  # for each call, the number of its weight; -1 if it has none
     reasons: dict[int, str] = field(default_factory=dict)  # why a call has no weight
     attentions: dict[int, int | None] = field(default_factory=dict)  # the call of the scores; None if it is fused
+    parameters: dict[int, bool] = field(default_factory=dict)  # whether a call's right operand is one, if that is known
     operators: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))  # others, by rank
     stand_ins: dict[int, tuple[Side, int]] = field(default_factory=dict)  # weights of the other run for packed ones
 
@@ -94,6 +95,10 @@ class Side:
                         side.calls.append(call)
         side.weight = [-1] * len(side.calls)
         for number, call in enumerate(side.calls):
+            for given in (call.given or {}).get("args", ()):
+                match given:
+                    case {"tensor": name, "memory": [_, _, _, bool(own)]} if name == call.tensors.get("rhs"):
+                        side.parameters[number] = own
             if "attention" in call.record.op:
                 side.attentions[number] = None
             elif side._weighs(number):
@@ -149,10 +154,11 @@ class Side:
         """The first call that reads a weight."""
         return min(numbers[0] for numbers in self.weights[weight].calls.values())
 
-    def rows_of(self, number: int) -> int:
-        """How many rows the left operand of a call has."""
+    def rows_of(self, number: int, group: int | None = None) -> int:
+        """How many rows the left operand of a call has, or one group of it."""
         lhs = self.calls[number].record.lhs
-        return math.prod(lhs.shape[:-1]) if lhs is not None else 0
+        found = math.prod(lhs.shape[:-1]) if lhs is not None else 0
+        return found if group is None else found // self.weights[self.weight[number]].shape[0]
 
     def factors(self, number: int) -> Factors:
         """The tensors of a call."""
@@ -247,6 +253,13 @@ class Joining:
     def by(self, match: int) -> By:
         """How a match was found."""
         return "sum" if match in self.terms else self.matches[match].by
+
+    def group(self, name: SideName, match: Match) -> int | None:
+        """The only group of a side's weight that a match is about; None if these are all, or several."""
+        number, rows = (match.a, match.rows_a) if name == "a" else (match.b, match.rows_b)
+        groups, size, _ = self.sides[name].weights[number].shape
+        found = np.unique(rows // size)
+        return int(found[0]) if groups > 1 and len(found) == 1 else None
 
     def both(
         self, number: int, w_a: torch.Tensor | None = None, w_b: torch.Tensor | None = None

@@ -25,7 +25,7 @@ from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
 from opintercept.runs.align.common_weights import Joining, Side, SideName
 from opintercept.runs.align.replay import LIMIT, ProgramReplay, Target, own_rounding, region_of
 from opintercept.runs.align.tokens import row_error, row_errors
-from opintercept.runs.align.weights import Factors, gaps_of, step_of, tensor_of
+from opintercept.runs.align.weights import Factors, gaps_of, grid_of, tensor_of
 from opintercept.runs.compare.pairing import operator_name
 from opintercept.runs.explain.budget import Spill
 from opintercept.runs.explain.program import Program, Step
@@ -88,9 +88,10 @@ class _RowErrors:
         step = torch.zeros(len(a), dtype=torch.float64)
         wrong = (difference.abs() > allowed).any(1) & ((difference != 0).double().mean(1) > 0.5)
         if wrong.any():  # quantising moves most elements, and puts one side's on a grid
-            one, other = (step_of(each[wrong]) for each in (a, b))
-            step[wrong] = torch.maximum(one, other).where((one == 0) | (other == 0), 0.0)
-            allowed = allowed + (0.51 if scale is None else 0.75) * step[:, None]  # the factor is estimated
+            one, other = (grid_of(each[wrong]) for each in (a, b))
+            grid = torch.maximum(one, other).where(((one == 0) | (other == 0)).all(1, keepdim=True), 0.0)
+            step[wrong] = grid.amax(1)
+            allowed[wrong] += (0.51 if scale is None else 0.75) * grid  # the factor is estimated
             if scale is None and bool((left := wrong & (step == 0)).any()):
                 one, other = (gaps_of(each[left]) for each in (a, b))
                 gaps = torch.maximum(one, other).where((one == 0) | (other == 0), 0.0)
@@ -150,8 +151,8 @@ class _Comparing:
             return
         products = {number: links for number, links in self._links.of_a.items() if any(m is not None for _, m in links)}
         dtypes = Counter((_made_in(self._a.calls[a]), _made_in(self._b.calls[b[0][0]])) for a, b in products.items())
-        units = [*map(rounding.unit, dtypes.most_common(1)[0][0])] if dtypes else []
-        self._replay = ProgramReplay(program, spill, max(rounding.unit(torch.float32), *units))
+        usual = dtypes.most_common(1)[0][0] if dtypes else ()
+        self._replay = ProgramReplay(program, spill, max((torch.float32, *usual), key=rounding.unit))
         try:
             for number in sorted(products):
                 self._known[number] = self._pair(number, 0.0)
@@ -163,7 +164,7 @@ class _Comparing:
 
     def pairs(self) -> Iterable[Aligned]:
         """Compare what is joined, in the order of A."""
-        noise, caused, blamed = 0.0, False, set[int]()
+        noise, coarse, caused, blamed = 0.0, 0.0, False, set[int]()
         scores = {*self._a.attentions.values()}
         dtypes = {
             number: (_dtype_of(self._a.calls[number]), _dtype_of(self._b.calls[links[0][0]]))
@@ -172,12 +173,12 @@ class _Comparing:
         usual = max(map(_eps, Counter(dtypes.values()).most_common(1)[0][0])) if dtypes else 0.0
         for number in sorted(self._links.of_a):
             eps = max(map(_eps, dtypes[number]))
-            limit = _GROWTH * noise + _ROUNDINGS / 2 * eps
+            limit = _GROWTH * noise + coarse + _ROUNDINGS / 2 * max(eps, usual)  # others may have rounded its operands
             pair = self._known.get(number) or self._pair(number, limit)
             least = _GROWTH * noise + _ROUNDINGS / 2 * usual
             if len({*dtypes[number]}) == 2 and eps > usual and (pair.output or 0.0) > least:
                 pair = replace(pair, changed=("dtype",), arguments=(("dtype", *dtypes[number]),))
-            if not self._is_weight(number) and (pair.weight or 0.0) <= limit:  # rounding adds up in what is computed
+            if not self._is_weight(number) and (caused or (pair.weight or 0.0) <= limit):  # what is computed inherits
                 kept = tuple(name for name in pair.changed if name != "rhs")
                 pair = replace(pair, changed=kept, changed_rows=(), nearest=())
             target, own = self._accuser(number, caused)
@@ -191,7 +192,7 @@ class _Comparing:
                 pair = self._placed(pair, number)
             known = number not in scores and (pair.by != "neighbours" or pair.rounding_a is not None)
             if known and not caused and pair.kind not in CAUSES:
-                noise = max(noise, pair.output or 0.0, pair.lhs or 0.0)
+                noise, coarse = max(noise, pair.output or 0.0, pair.lhs or 0.0), max(coarse, pair.weight or 0.0)
             caused = caused or pair.kind in CAUSES
             yield pair
 
@@ -270,9 +271,13 @@ class _Comparing:
             return replace(pair, reason=str(reason))
 
     def _is_weight(self, number: int) -> bool:
-        """Whether the right operand of a call may be a parameter; the keys of an attention are also joined by rows."""
+        """Whether the right operand of a call may be a parameter; what a program computes is also joined by rows."""
         weight = self._a.weight[number]
-        return weight >= 0 and self._a.weights[weight].sure
+        if weight < 0 or not self._a.weights[weight].sure:
+            return False
+        calls = (self._a, number), *((self._b, b) for b, _ in self._links.of_a[number])
+        known = [side.parameters.get(each) for side, each in calls if True in side.parameters.values()]
+        return None in known or True in known or not known
 
     def _attention(self, pair: Aligned, number: int, limit: float) -> Aligned:
         """Compare an attention; the product of its queries and keys only tells whether these differ."""
@@ -419,9 +424,11 @@ class _Comparing:
         for match_number, b, factors in found:
             match = self._joining.matches[match_number]
             scale = self._row_errors(match_number, number, b).scale
+            group_a, group_b = self._joining.group("a", match), self._joining.group("b", match)
+            factors, rows_b = factors.only(group_b), match.rows_b - (group_b or 0) * factors.w.size(1)
             theirs = factors.columns(biased) + self._terms("b", b, match_number)
             ra, rb = self._tokens(number, b, len(mine), len(theirs))
-            x, y = _elements(a, match.part_a, None), _elements(factors, match.part_b, match.order)
+            x, y = _elements(a.only(group_a), match.part_a, None), _elements(factors, match.part_b, match.order)
             by_row = len(x) == len(mine) and len(y) == len(theirs)
             if by_row:
                 x, y = x[ra], y[rb]
@@ -429,12 +436,12 @@ class _Comparing:
                 raise OpInterceptError(f"the inputs have the shapes {list(x.shape)} and {list(y.shape)}")
             if match.part_b != (0, factors.w.size(2)):
                 return self._add_part(replace(pair, lhs=row_error(x, y)), b, match_number, mine, theirs)
-            theirs = theirs[rb][:, match.rows_b]
+            theirs = theirs[rb][:, rows_b]
             if scale is not None:
                 theirs = theirs / scale
-            take = _TakenRows(ra, a.w.size(2), slice(*match.part_a))
-            if copies is not None and not (by_row and copies[0].numel() == len(mine) * a.w.size(2)):
-                copies = None  # groups of weights have rows of their own
+            take = _TakenRows(ra + (group_a or 0) * len(mine), a.w.size(2), slice(*match.part_a))
+            if not by_row:
+                copies = None  # the match is about several groups, which have rows of their own
             factor = None
             if a.x.is_floating_point() != factors.x.is_floating_point():  # the program scales whole numbers afterwards
                 like = x if copies is None or a.x.dtype == torch.int8 else take(copies[0])

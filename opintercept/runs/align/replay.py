@@ -93,7 +93,7 @@ class ProgramReplay:
     Attributes:
         program: A's.
         spill: Where B's outputs are kept.
-        unit: The unit roundoff of the coarser program.
+        dtype: That of the coarser program.
         targets: What was compared.
         acquitted: The places of the calls that made operands which agree.
         fixed: Those of calls whose results come from no weight, such as positions.
@@ -101,7 +101,7 @@ class ProgramReplay:
 
     program: Program
     spill: Spill
-    unit: float
+    dtype: torch.dtype
     targets: list[Target] = field(default_factory=list)
     acquitted: set[int] = field(default_factory=set)
     fixed: set[int] = field(default_factory=set)
@@ -113,11 +113,12 @@ class ProgramReplay:
     _unlike: set[int] = field(default_factory=set)
     _last: dict[int, list[int]] = field(default_factory=dict)
     _by_index: dict[int, Step] = field(default_factory=dict)
+    _unit: float = 0.0
     _random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def __post_init__(self) -> None:
         self._memories = [ProgramMemory(self.program.sizes) for _ in range(_TRIALS + 1)]
-        self._last = last_uses(self.program.steps)
+        self._last, self._unit = last_uses(self.program.steps), rounding.unit(self.dtype)
         self._by_index = {step.stored.record.index: step for step in self.program.steps}
 
     def step_of(self, index: int) -> Step | None:
@@ -157,7 +158,7 @@ class ProgramReplay:
         rows = noise.mean(-1)
         if _TRIALS * base.size(-1) < _SURE:
             rows = rows.clamp_min(float(rows.mean()))
-        least = max(1e-3 * self.unit * float(base.abs().nan_to_num(0, 0, 0).mean()), 1e-150)
+        least = max(1e-3 * self._unit * float(base.abs().nan_to_num(0, 0, 0).mean()), 1e-150)
         target = Target(step, region, take, y, rows.sqrt().clamp_min(least), 0.0, coded=coded)
         target.ratio = target.distance(copies[0]) if base.numel() else 0.0
         if target.ratio <= LIMIT:
@@ -269,7 +270,7 @@ class ProgramReplay:
         output = step.stored.record.output
         meta = output[0] if isinstance(output, tuple) and output else output
         dtype = getattr(torch, meta.dtype, torch.float32) if meta is not None and not isinstance(meta, tuple) else None
-        return self.unit if active else rounding.unit(dtype or torch.float32)
+        return self._unit if active else rounding.unit(dtype or torch.float32)
 
     def _output_off(self, step: Step, inputs: list[torch.Tensor], value: torch.Tensor, unit: float) -> torch.Tensor:
         """An output off by the unit roundoff, and rows of what is made of sums by those of the sums, which are float32.
@@ -284,7 +285,9 @@ class ProgramReplay:
         return self._off(value, unit)
 
     def _off(self, value: torch.Tensor, unit: float) -> torch.Tensor:
-        return value * (1 + unit * (2 * torch.rand(value.shape, generator=self._random, dtype=torch.float64) - 1))
+        turn = unit * (2 * torch.rand(value.shape, generator=self._random, dtype=torch.float64) - 1)
+        least = torch.finfo(self.dtype).tiny if unit == self._unit else 0.0  # smaller ones round as coarsely
+        return value * (1 + turn) + turn * (least - value.abs()).clamp_min(0) * (value != 0)
 
     def distrust(self, step: Step) -> None:
         """B's output of a product is not known in A's order, so that what comes after it is explained by it."""
@@ -293,13 +296,22 @@ class ProgramReplay:
     def accuse(self) -> None:
         """Find what the products that are off accuse: calls that no product before has acquitted."""
         accused = {*self._unlike}
+        given: set[int] = (
+            set()
+        )  # memory that no call has made, such as the program's input, and that accused calls read
+        made = {region.memory for step in self.program.steps for region in step.outputs if region is not None}
+        agreed: set[int] = set()
         worst = {each.step.number: each for each in sorted(self.targets, key=lambda each: each.ratio)}
         for _, target in sorted(worst.items()):  # of what B computes in pieces, the piece that is off the most
             steps = self.part(target.step, [target.region])
+            inputs = [region for number in steps for _, region in self.program.steps[number].inputs]
+            read = {region.memory for region in (target.region, *inputs)} - made
             if target.ratio <= LIMIT:
                 self.acquitted |= steps
+                agreed |= read
             else:
-                target.independent = not steps & accused
+                target.independent = not (steps & accused or read & given)
+                given |= read - agreed
                 target.suspects = frozenset(steps - self.acquitted)
                 accused |= target.suspects
 
@@ -346,7 +358,8 @@ def own_rounding(y: torch.Tensor, dtype: torch.dtype, step: torch.Tensor | None)
     """The standard deviation of B's operand about what its program meant: its dtype's, or that of a quantised row."""
     if step is not None:
         return step.abs() * _UNIFORM / 2
-    return rounding.unit(dtype) * _UNIFORM * y.abs().nan_to_num(0, 0, 0)
+    least = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
+    return rounding.unit(dtype) * _UNIFORM * y.abs().nan_to_num(0, 0, 0).clamp_min(least)
 
 
 def _squares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

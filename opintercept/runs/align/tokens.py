@@ -37,6 +37,12 @@ def distances(x: torch.Tensor, y: torch.Tensor) -> Array:
     return found
 
 
+def alike(x: torch.Tensor, y: torch.Tensor) -> int:
+    """How many rows of `[m, k]` may be of the same token as those of another."""
+    squares = x.square().sum(1) + y.square().sum(1)
+    return int(((x - y).square().sum(1) < _UNLIKE * squares).sum())
+
+
 def same_tokens(costs: Iterable[Array]) -> tuple[Array, Array]:
     """The rows of the same token, by distances of all pairs in several tensors: in order, or each with the nearest."""
     cost: Array = np.mean([*costs], axis=0)

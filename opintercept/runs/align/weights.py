@@ -21,7 +21,8 @@ from opintercept.runs.store.run import Run
 
 SKETCH = 128  # numbers in a sketch: unrelated rows have a cosine of 0 +- 0.09
 _PIECE = 1 << 22  # elements that are widened to 64 bits at once
-_BLOCKS = (32, 64, 128, 256)  # elements that share a scale
+_LEVELS = 16  # those of a code of 4 bits
+_BLOCKS = (16, 32, 64, 128, 256)  # elements that share a scale
 _FEW = 0.6  # the number of values of a block with few levels, in proportion to its size
 _COLUMNS = 64  # elements of a row that tell its step
 
@@ -35,6 +36,14 @@ class Factors:
     out: torch.Tensor  # [g, m, n]
     bias: torch.Tensor | None  # [g or 1, m or 1, n]
     packed: bool = False  # the call has quantised `x` and `w` itself
+
+    def only(self, group: int | None) -> Factors:
+        """The product of one group; of all if it is None."""
+        if group is None:
+            return self
+        own = slice(group, group + 1)
+        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[own]
+        return Factors(self.x[own], self.w[own], self.out[own], bias, self.packed)
 
     def columns(self, bias: bool) -> torch.Tensor:
         """The output as `float64[m, g * n]`, a column for each row of the weight, with or without the bias."""
@@ -147,17 +156,33 @@ def step_of(rows: torch.Tensor) -> torch.Tensor:
     least = (rows.amax(1) - rows.amin(1)) / 258
     zero = least / 4  # a remainder that is rounding
     found = torch.zeros(len(rows), dtype=torch.float64)
-    for column in (rows - rows[:, :1]).abs()[:, 1:_COLUMNS].unbind(1):
+    apart = rows - rows[:, :1]
+    for place in range(1, min(rows.size(1), _COLUMNS)):
+        column = apart[:, place].abs()
         high, low = torch.maximum(found, column), torch.minimum(found, column)
         while bool((low > zero).any()):
             rest = (high - (high / low).round() * low).abs()
             high, low = torch.where(low > zero, low, high), torch.where(low > zero, rest, 0.0)
-        found = high
-    apart = rows - rows[:, :1]
+        known = apart[:, 1 : place + 1]  # they say it better than remainders, which add up roundings
+        steps = (known / high.where(high > 0, 1)[:, None]).round()
+        found = (known * steps).sum(1) / steps.square().sum(1).clamp_min(1)
     steps = (apart / found.where(found > 0, 1)[:, None]).round()
-    found = (apart * steps).sum(1) / steps.square().sum(1).clamp_min(1)  # Euclid's remainders add up their roundings
     even = ((apart - steps * found[:, None]).abs() < 0.02 * found[:, None]).all(1)
     return found.where(even & (found > least), 0.0)
+
+
+def grid_of(rows: torch.Tensor) -> torch.Tensor:
+    """How far levels are apart at each element of `[n, k]`, whose rows or blocks of them are quantised; 0 elsewhere.
+
+    Where a row has few levels, such as those of 4-bit floating point, they may be many steps apart.
+    """
+    found = torch.zeros(rows.shape, dtype=torch.float64)
+    for size in (size for size in (rows.size(1), *_BLOCKS) if not rows.size(1) % size):
+        steps = step_of(rows.reshape(-1, size)).reshape(-1, rows.size(1) // size)
+        steps = steps.where((steps > 0).all(1, keepdim=True), 0)
+        found = found.maximum(steps.repeat_interleave(size, 1))  # blocks may seem to have a finer one in common
+    gaps, share = _gaps((rows / found.where(found > 0, 1)).round(), rows.size(1))
+    return found * gaps.where(share * rows.size(1) <= _LEVELS, 1).clamp_min(1)
 
 
 def gaps_of(rows: torch.Tensor) -> torch.Tensor:
@@ -167,15 +192,20 @@ def gaps_of(rows: torch.Tensor) -> torch.Tensor:
     """
     found = torch.zeros(rows.shape, dtype=torch.float64)
     for size in (size for size in _BLOCKS if not rows.size(1) % size):
-        order = rows.reshape(len(rows), -1, size).sort(-1)
-        steps = order.values.diff(dim=-1)
-        share = ((steps != 0).sum(-1) + 1).double().amax(1) / size
-        below, above = torch.cat((steps[..., :1] * 0, steps), -1), torch.cat((steps, steps[..., :1] * 0), -1)
-        below, above = _filled(below), _filled(above.flip(-1)).flip(-1)
-        gaps = below.maximum(above) * (2.0 - ((below > 0) & (above > 0)).double())  # a level that no element has
-        gaps = torch.zeros_like(gaps).scatter(-1, order.indices, gaps).reshape(rows.shape)
-        found = torch.where((share < _FEW)[:, None], gaps, 0.0).maximum(found)
+        gaps, share = _gaps(rows, size)
+        found = torch.where(share < _FEW, gaps, 0.0).maximum(found)
     return found
+
+
+def _gaps(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distance to the next value of a block at each element, and the number of values in proportion, `[n, 1]`."""
+    order = rows.reshape(len(rows), -1, size).sort(-1)
+    steps = order.values.diff(dim=-1)
+    share = ((steps != 0).sum(-1) + 1).double().amax(1, keepdim=True) / size
+    below, above = torch.cat((steps[..., :1] * 0, steps), -1), torch.cat((steps, steps[..., :1] * 0), -1)
+    below, above = _filled(below), _filled(above.flip(-1)).flip(-1)
+    gaps = below.maximum(above) * (2.0 - ((below > 0) & (above > 0)).double())  # a level that no element has
+    return torch.zeros_like(gaps).scatter(-1, order.indices, gaps).reshape(rows.shape), share
 
 
 def _filled(steps: torch.Tensor) -> torch.Tensor:

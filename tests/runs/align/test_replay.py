@@ -70,6 +70,11 @@ def test_what_a_residual_stream_carries_on_is_named_once(tmp_path: Path) -> None
     assert causes(aligned(tmp_path, lambda: model(X), lambda: model(X, lambda y: 1.01 * F.silu(y)))) == ["layers.1"]
 
 
+def test_another_input_that_the_residual_stream_carries_on_is_named_once(tmp_path: Path) -> None:
+    model = Layers(residual=True)
+    assert causes(aligned(tmp_path, lambda: model(X), lambda: model(X + (X > 1)))) == ["layers.0"]
+
+
 def test_a_difference_that_is_smaller_than_ten_roundings_is_named(tmp_path: Path) -> None:
     model, low = Layers(count=6), Layers(count=6).bfloat16()
     assert aligned(tmp_path / "same", lambda: model(X), lambda: low(X.bfloat16())).equal
