@@ -59,6 +59,8 @@ class Aligned(Plain):
         between: the operators of A between it and this call, if the run has all operators, and
         lines: their lines.
         causes: The single edits of these by which A computes what B does.
+        tried: How many edits were tried; 0 if A was not replayed.
+        complete: Whether these were all; False if the search stopped at a limit of what it may compute.
         weight: The largest relative error of a row of the weight.
         lhs: That of a row of the input, `norm(b - a) / norm(a)`.
         output: That of a row of the output.
@@ -83,6 +85,8 @@ class Aligned(Plain):
     between: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
+    tried: int = 0
+    complete: bool = True
     weight: float | None = None
     lhs: float | None = None
     output: float | None = None
@@ -239,6 +243,10 @@ def _causes(pair: Aligned) -> Iterator[str]:
     if pair.lines:
         yield f"  at {printable(listed(pair.lines, _MOST_CALLS), 4 * WIDTH)}"
     yield from (f"  B computes the same if {cause}" for cause in pair.causes)
+    if pair.tried and not pair.causes and pair.complete:
+        yield f"  none of {counted(pair.tried, 'edit')} that were tried makes A compute what B does"
+    if not pair.complete:
+        yield f"  the search for edits stopped at its limit, after {counted(pair.tried, 'edit')}"
     for name, one, other in pair.arguments:
         values = " differs" if one is None and other is None else f": {_value(one)} in A, {_value(other)} in B"
         yield f"changed argument: {name}{values}"

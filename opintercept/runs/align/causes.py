@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,9 @@ _MOST = 1 << 32  # elements that are computed for one cause
 _LARGEST = 1 << 27  # elements of a part that fits in memory
 _LONGEST = 8  # operators that may be left out together
 _STEPS = 12  # of Gauss and Newton
+_ZERO = 1e-6  # a number that may stand for none
+_TAG = 1e-3  # how far a tag may be off
+_SAME = 1e-5  # how far apart numbers are the same beside the largest of a tensor
 Function = Callable[[torch.Tensor], torch.Tensor]
 _FUNCTIONS: dict[str, Function] = {
     "silu": F.silu,
@@ -50,20 +53,38 @@ Change = tuple[Edits, Outputs]
 Make = Callable[[float], Change]
 
 
-def causes(replay: ProgramReplay, target: Target) -> tuple[str, ...]:
-    """The edits of the calls before a product that make its operand B's, in words that follow "if"."""
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """The edits of the calls before a product that make its operand B's, in words that follow "if".
+
+    Attributes:
+        words: Of all that do so.
+        tried: How many edits were tried.
+        complete: Whether these are all that are known, and no limit has stopped the search.
+    """
+
+    words: tuple[str, ...]
+    tried: int
+    complete: bool
+
+
+def causes(replay: ProgramReplay, target: Target) -> Causes:
+    """Try single edits of the calls that are suspected."""
     search = _Search(replay, target)
     found: dict[str, None] = {}
+    complete = False
     with suppress(_EnoughError), torch.no_grad():
         for words, change in itertools.chain(search.exchanged(), search.functions()):
             if search.ratio(change) <= LIMIT:
                 found[words] = None
         found |= dict.fromkeys(search.left_out())
+        found |= dict.fromkeys(search.tensors())
         for words, make, start in itertools.chain(search.constants(), search.factors(), search.offsets()):
             value = search.fitted(make, start)
             if value is not None:
                 found[words.format(value=f"{value:.5g}")] = None
-    return tuple(found)
+        complete = True
+    return Causes(tuple(found), search.tried, complete)
 
 
 class _EnoughError(Exception):
@@ -72,11 +93,14 @@ class _EnoughError(Exception):
 
 class _Search:
     def __init__(self, replay: ProgramReplay, target: Target) -> None:
-        self._replay, self._target, self._left = replay, target, float(_MOST)
+        self._replay, self._target, self._left, self.tried = replay, target, float(_MOST), 0
         part = replay.part(target.step, [target.region])
         steps = [replay.program.steps[number] for number in sorted(part & (target.suspects | replay.fixed))]
         self._roots = replay.roots(target.suspects, target)
         self._fixed = [step for step in steps if step.number in replay.fixed]
+        made = {region.memory: step for step in replay.program.steps for region in step.outputs if region is not None}
+        read = {region.memory for step in steps for _, region in step.inputs}
+        self._tables = {memory for memory in read if memory not in made or made[memory].number in replay.fixed}
         self._groups = _repeated([step for step in steps if step.reads])
         self._steps = [replay.program.steps[number] for number in sorted({*part, *replay.roots(part, target)})]
         self._size = sum(math.prod(region.shape) for step in self._steps for _, region in step.inputs)
@@ -127,6 +151,10 @@ class _Search:
 
     def ratio(self, change: Change) -> float:
         """How far B is from the program with a change, in units of the noise."""
+        self.tried += 1
+        return self._distance(change)
+
+    def _distance(self, change: Change) -> float:
         made = self._made(change)
         found = math.inf if made is None else self._target.distance(made)
         return found if found == found else math.inf
@@ -205,6 +233,44 @@ class _Search:
                 words = f"the output of {_words(group)} is multiplied by {{value}}"
                 yield words, partial(self._changed, group, more=0.0), 1.0
 
+    def tensors(self) -> Iterator[str]:
+        """Another tensor for a parameter or a table of which each element of B's operand depends on one element."""
+        for group in (group for group in self._groups if group[0].number not in self._replay.fixed):
+            for place, (name, region) in enumerate(group[0].inputs):
+                several = len({step.inputs[place][1][1:] for step in group if place < len(step.inputs)}) > 1
+                if several or not (region.weight or region.memory in self._tables) or math.prod(region.shape) < 2:
+                    continue
+                self.tried += 1
+                old = self._inputs[group[0].number][place].double()
+                new = self._solved(group, place, old)
+                if new is not None and self._distance(_given(group, place, new)) <= LIMIT:
+                    apart = (new - old).abs()
+                    count = int((apart > _SAME * torch.maximum(new.abs(), old.abs()).max()).sum())
+                    others = f"{count} of its {old.numel()} numbers {'differs' if count == 1 else 'differ'}"
+                    yield f"{name} of {_words(group)} is another: {others}, by up to {float(apart.max()):.2g}"
+
+    def _solved(self, group: Sequence[Step], place: int, old: torch.Tensor) -> torch.Tensor | None:
+        """The tensor with which a call computes B's operand; None if no single element decides each of that.
+
+        A tag on each element, and the same change of all, tell which element of the operand depends on which.
+        """
+        tags = torch.arange(1, old.numel() + 1, dtype=torch.float64).reshape(old.shape)
+        made = [self._made(_given(group, place, old + change)) for change in (0.0, 1.0, tags)]
+        if any(each is None for each in made):
+            return None
+        off, *others = (self._target.off(each) for each in made if each is not None)
+        slope, tagged = (each - off for each in others)
+        moved = slope.abs() > _ZERO * slope.abs().max()
+        which = tagged[moved] / slope[moved]
+        index = which.round().long() - 1
+        if bool(((which - which.round()).abs() > _TAG).any()) or bool((index != index.clamp(0, old.numel() - 1)).any()):
+            return None
+        sums = [
+            torch.zeros(old.numel(), dtype=torch.float64).index_add(0, index, each)
+            for each in (slope[moved] * off[moved], slope[moved].square())
+        ]
+        return old - (sums[0] / sums[1].clamp_min(1e-300)).reshape(old.shape)
+
     def offsets(self) -> Iterator[tuple[str, Make, float]]:
         """What does not come from weights, such as positions, plus a number."""
         for step in self._fixed:
@@ -256,8 +322,10 @@ class _Search:
                     break
                 least, c = new, c + step
             best = min(best, (least, c))
-        digits = (float(f"{best[1]:.{count}g}") for count in range(1, 6))
-        return next((c for c in (*digits, best[1]) if c != start and self.ratio(make(c)) <= LIMIT), None)
+        self.tried += 1
+        short = [float(f"{best[1]:.{count}g}") for count in range(1, 6)]
+        short = [0.0, *short, best[1]] if abs(best[1]) < _ZERO else [*short, best[1]]
+        return next((c for c in short if c != start and self._distance(make(c)) <= LIMIT), None)
 
 
 def _read(memory: ProgramMemory, region: Region, own: torch.Tensor) -> torch.Tensor:
@@ -284,7 +352,8 @@ def _name(step: Step) -> str:
 
 
 def _module(step: Step) -> str:
-    return step.stored.record.module or _name(step)
+    """`"layers.0.q"`; `"mm (model.py:15)"` outside of modules."""
+    return step.stored.record.module or _words([step])
 
 
 def _words(steps: Sequence[Step]) -> str:
@@ -314,6 +383,11 @@ def _with(group: Sequence[Step], name: str, value: Any) -> Change:
         return replace(step, args=args, kwargs=step.kwargs | more).compute(inputs)
 
     return _edits(group, edit)
+
+
+def _given(group: Sequence[Step], place: int, value: torch.Tensor) -> Change:
+    """Each call with another tensor in a place."""
+    return _edits(group, lambda step, x: step.compute([value if at == place else each for at, each in enumerate(x)]))
 
 
 def _applied(function: Function) -> Edit:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._core.record import CallRecord
 from opintercept._values import rounding
 from opintercept.runs.align import attention
 from opintercept.runs.align.alignment import CAUSES, Aligned
@@ -215,17 +216,21 @@ class _Comparing:
         steps = self._replay.program.steps
         suspects, step = target.suspects, self._replay.step_of(pair.a.record.index)
         if step is not None and step.number in suspects and "attention" in step.stored.record.op:
-            regions = [region_of(step, _ROLES[name]) for name in pair.changed if name in _ROLES]
+            names = _ROLES if "heads" in pair.changed else pair.changed
+            regions = [region_of(step, _ROLES[name]) for name in names if name in _ROLES]
             before = self._replay.part(step, [region for region in regions if region is not None])
             suspects = suspects & (before or {step.number})
         calls = [steps[each].stored.record for each in sorted(suspects)]
         roots = [steps[each].stored.record for each in self._replay.roots(suspects, None if suspects else target)]
+        found = causes(self._replay, replace(target, suspects=suspects))
         return replace(
             pair,
-            after=", ".join(dict.fromkeys(root.module or operator_name(root.op) for root in roots)) or None,
+            after=", ".join(dict.fromkeys(map(_place, roots))) or None,
             between=(*dict.fromkeys(operator_name(call.op) for call in calls),),
             lines=(*dict.fromkeys(call.source for call in calls if call.source),),
-            causes=causes(self._replay, replace(target, suspects=suspects)),
+            causes=found.words,
+            tried=found.tried,
+            complete=found.complete,
         )
 
     def _placed(self, pair: Aligned, number: int) -> Aligned:
@@ -238,9 +243,7 @@ class _Comparing:
         call = self._a.calls[before]
         operators = self._a.operators[pair.a.rank]
         between = [operator_name(op) for index, op in operators if call.record.index < index < pair.a.record.index]
-        return replace(
-            pair, after=call.record.module or operator_name(call.record.op), between=(*dict.fromkeys(between),)
-        )
+        return replace(pair, after=_place(call.record), between=(*dict.fromkeys(between),))
 
     def _pair(self, number: int, limit: float) -> Aligned:
         links = self._links.of_a[number]
@@ -615,6 +618,12 @@ def _rounding(f: Factors, call: StoredCall) -> float | None:
         spread = step_w.square() * x.square().sum(2)[:, :, None] + step_x.square() * w.square().sum(2)[:, None]
         bound = bound + rounding.SIGMA * (spread / 12).sqrt() + step_x * w.abs().amax()
     return attention.worst(f.out.double(), exact, bound) if exact.numel() else None
+
+
+def _place(record: CallRecord) -> str:
+    """`"layers.0.q"`; `"mm (model.py:15)"` outside of modules."""
+    line = f" ({record.source.partition(' ')[0]})" if record.source else ""
+    return record.module or operator_name(record.op) + line
 
 
 def _heads_of(call: StoredCall) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opintercept import intercept, runs
+from opintercept.runs.align.alignment import Aligned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Between = Callable[[Tensor, Tensor], Tensor]
@@ -23,23 +25,35 @@ def record(folder: Path, program: Callable[[], object], ops: Any) -> runs.Run:
     return runs.open_run(folder)
 
 
-def named(folder: Path, one: Between, other: Between) -> tuple[str, ...]:
-    """The edits that are named where two programs differ in what lies between three products."""
+def aligned(folder: Path, one: Between, other: Between) -> runs.Alignment:
+    """Two programs that differ in what lies between three products."""
     torch.manual_seed(0)
     first, second, last = (nn.Linear(16, 16) for _ in range(3))
     x = torch.randn(24, 16)
-    found = runs.align(
+    return runs.align(
         record(folder / "a", lambda: last(one(first(x), second(x))), "all"),
         record(folder / "b", lambda: last(other(first(x), second(x))), "matmul"),
     )
-    assert found.first is not None
-    return tuple(each.replace(" (test_causes.py:", "(").partition("(")[0] for each in found.first.causes)
+
+
+def compared(folder: Path, one: Between, other: Between) -> Aligned:
+    """The first divergence of them."""
+    found = aligned(folder, one, other).first
+    assert found is not None
+    return found
+
+
+def named(folder: Path, one: Between, other: Between) -> tuple[str, ...]:
+    """The edits that are named."""
+    causes = compared(folder, one, other).causes
+    return tuple(each.replace(" (test_causes.py:", "(").partition("(")[0] for each in causes)
 
 
 def attend(y: Tensor, z: Tensor, **how: Any) -> Tensor:
     return F.scaled_dot_product_attention(y[None, None], z[None, None], z[None, None], **how)[0, 0]
 
 
+ROW = torch.arange(16) / 2
 CASES: dict[str, tuple[Between, Between, str]] = {
     "another function": (lambda y, z: F.silu(y) * z, lambda y, z: F.gelu(y) * z, "gelu takes the place of silu"),
     "a flag of a function": (
@@ -63,6 +77,12 @@ CASES: dict[str, tuple[Between, Between, str]] = {
         lambda y, z: F.rms_norm(y + z, (16,), eps=1e-5),
         "RMSNorm takes the place of native_layer_norm",
     ),
+    "a weight of a norm": (
+        lambda y, z: F.layer_norm(y + z, (16,), ROW),
+        lambda y, z: F.layer_norm(y + z, (16,), ROW.where(ROW != 5, 7.0)),
+        "weight of native_layer_norm",
+    ),
+    "a table": (lambda y, z: y * ROW.cos() + z, lambda y, z: y * (ROW / 3).cos() + z, "other of mul"),
     "a constant": (lambda y, z: y * 0.5 + z.sin(), lambda y, z: y * 0.7 + z.sin(), "other of mul"),
     "a factor": (lambda y, z: y + z.sin(), lambda y, z: y + 1.5 * z.sin(), "the output of sin"),
     "left out": (lambda y, z: y + z.tanh(), lambda y, z: y + z, "tanh"),
@@ -84,7 +104,17 @@ def test_an_edit_that_does_what_the_other_program_does_is_named(name: str, tmp_p
 
 
 def test_no_edit_is_named_where_none_does_the_same(tmp_path: Path) -> None:
-    assert named(tmp_path, lambda y, z: F.silu(y) * z, lambda y, z: F.silu(y.roll(1, 0)) * z.sin()) == ()
+    first = compared(tmp_path, lambda y, z: F.silu(y) * z, lambda y, z: F.silu(y.roll(1, 0)) * z.sin())
+    assert (first.causes, first.complete) == ((), True)
+    assert first.tried > 10
+
+
+def test_the_verdict_says_how_many_edits_were_tried(tmp_path: Path) -> None:
+    found = aligned(tmp_path, lambda y, z: F.silu(y) * z, lambda y, z: F.silu(y.roll(1, 0)) * z.sin())
+    assert found.first is not None
+    assert f"none of {found.first.tried} edits that were tried makes A compute what B does" in str(found)
+    stopped = replace(found, first=replace(found.first, complete=False))
+    assert f"the search for edits stopped at its limit, after {found.first.tried} edits" in str(stopped)
 
 
 def test_an_edit_is_of_all_that_a_line_computes(tmp_path: Path) -> None:
