@@ -743,3 +743,4 @@ def index(turn: float) -> Callable[[], tuple[Program, Program]]:
 add("index: keys that differ by rounding", index(3e-7))
 add("index: keys that differ by more", index(1e-2), "Index: weight")
 add("index: keys that differ by rounding, replayed", index(3e-7), replays=True)
+add("index: keys that differ by more, replayed", index(1e-2), "Index: weight", "out: input", replays=True)

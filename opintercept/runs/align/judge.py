@@ -179,11 +179,12 @@ class _Comparing:
             least = _GROWTH * noise + _ROUNDINGS / 2 * usual
             if len({*dtypes[number]}) == 2 and eps > usual and (pair.output or 0.0) > least:
                 pair = replace(pair, changed=("dtype",), arguments=(("dtype", *dtypes[number]),))
-            if not self._is_weight(number) and (caused or (pair.weight or 0.0) <= limit):  # what is computed inherits
-                kept = tuple(name for name in pair.changed if name != "rhs")
-                pair = replace(pair, changed=kept, changed_rows=(), nearest=())
             target, own = self._accuser(number, caused)
             own = own and id(target) not in blamed
+            error = min(pair.weight or 0.0, math.inf if pair.output is None else pair.output)
+            if not self._is_weight(number) and (caused or own is False or error <= limit):
+                kept = tuple(name for name in pair.changed if name != "rhs")
+                pair = replace(pair, changed=kept, changed_rows=(), nearest=())
             pair = _judged(pair, limit, caused, own, product=number in self._targets)
             if pair.kind in CAUSES and target is not None:
                 blamed.add(id(target))
@@ -469,7 +470,7 @@ class _Comparing:
         unsure = sum(far > _UNLIKE for _, far in pair.nearest) > 1 or (target and target.coded and target.ratio > LIMIT)
         if self._replay is not None and step is not None and unsure:
             self._replay.distrust(step)
-        elif self._replay is not None and step is not None:
+        elif self._replay is not None and step is not None and self._is_weight(number):
             bias = a.biases() if a.bias is not None and not biased else 0.0
             self._replay.put(step, *(_as_output(each, a) for each in (expected - low + bias, filled == a.w.size(2))))
         pair = _with_output(replace(pair, lhs=lhs), mine, expected, filled == a.w.size(2))
