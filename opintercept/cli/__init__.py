@@ -42,7 +42,7 @@ EXAMPLES = {
     "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5"],
     "ranks": ["ranks runs/a"],
     "align": ["align runs/trainer runs/engine"],
-    "explain": ["explain runs/float32 runs/bfloat16", "explain runs/a runs/b --by module --confirm 3"],
+    "explain": ["explain runs/float32 runs/bfloat16", "explain runs/a runs/b --by module -o explain.html"],
     "report": ["report runs/a -o a.html", "report runs/a runs/b"],
     "export": ["export runs/a -o trace.json.gz", "export runs/a --steps 10:12 --profile profile.json"],
     "replay": ["replay runs/a 17", "replay runs/a 17 --dtype float64"],

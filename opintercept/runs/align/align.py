@@ -56,7 +56,8 @@ def align(a: Run, b: Run) -> Alignment:
         raise OpInterceptError(
             f"no call of {str(a.path)!r} can be joined with one of {str(b.path)!r}: "
             f"{'; '.join(reasons) or 'their weights have no rows in common'}; record a forward pass of the same "
-            "weights in both programs, with tensors='full'"
+            "weights in both programs, with tensors='full', or compare programs of the same modules with `opintercept "
+            "diff A B`"
         )
     pairs = compared(joining, links)
     first = next((pair for pair in pairs if pair.kind in CAUSES), None)

@@ -32,6 +32,7 @@ _WHY = {
     "of the runs",
 }
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # unit roundoffs
+_FAR = 0.1  # operands that differ by more of their largest modulus may be others
 _MISSING = "is missing", "are missing"
 # What operators call their operands, where that says more than the role.
 _NAMES = {"attention": ("query", "key"), "linear": ("input", "weight"), "conv": ("input", "weight")}
@@ -70,6 +71,7 @@ def first_parts(
     call: CallDifference, before: tuple[int, int], unmatched: Sequence[Unmatched], optimizer: bool
 ) -> Iterator[Part]:
     """Describe the first call that differs, and the calls before it that have no counterpart."""
+    roles = {role.role: role for role in call.roles}
     yield Marked(f"first divergence: {_where(call)}", "wrong")
     if call.a.record.source is not None:
         yield f"  at {printable(call.a.record.source, WIDTH)}"
@@ -83,6 +85,8 @@ def first_parts(
         yield f"  {call.kind}: {_why(call)}"
     if isinstance(call.computed, Computed):
         yield f"  computed in float64: {_parted(call.computed)}"
+    if call.pairing != "ordinal" and any(order(roles[name].relative) > _FAR for name in call.changed if name in roles):
+        yield "  they may not belong together: `opintercept align A B` joins calls by the values of their weights"
     yield from _reordered(call)
     yield from _nonfinite(call)
     for run, side, calls in (("a", call.a, before[0]), ("b", call.b, before[1])):

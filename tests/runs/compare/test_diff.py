@@ -797,3 +797,19 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [call("a", "x", "w", "y")])
     with pytest.raises(TypeError, match=r"b must be a run, got 'runs/b'; open its folder with runs\.open_run"):
         runs.diff(run, "runs/b")  # type: ignore[arg-type]
+
+
+def test_operands_that_are_others_are_said_to_be_perhaps_of_other_calls(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y, z = torch.randn(3, 4, 4)
+
+    def made(name: str, *products: tuple[torch.Tensor, torch.Tensor]) -> runs.Run:
+        with intercept(runs.RunRecorder(tmp_path / name)):
+            for one, other in products:
+                one @ other
+        return runs.open_run(tmp_path / name)
+
+    a, same, more = made("a", (x, y)), made("same", (z, y)), made("more", (z, z), (y, x))
+    said = "they may not belong together: `opintercept align A B` joins calls by the values of their weights"
+    assert (diff(a, more).first.pairing, said in str(diff(a, more))) == ("sequence", True)
+    assert (diff(a, same).first.pairing, said in str(diff(a, same))) == ("ordinal", False)
