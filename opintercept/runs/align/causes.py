@@ -178,7 +178,7 @@ class _Search:
         """Another activation or norm, another mask."""
         for group in self._each():
             name, step = _name(group[0]), group[0]
-            own = f"{name} by {given}" if (given := step.kwargs.get("approximate")) else name
+            own = f"{name} by {given}" if (given := step.arguments.get("approximate")) else name
             for other, function in _FUNCTIONS.items() if name in _FUNCTIONS else ():
                 if other != own:
                     yield f"{other} takes the place of {_words(group)}", _edits(group, _applied(function))
@@ -187,11 +187,11 @@ class _Search:
             if name == "_fused_rms_norm":
                 yield f"LayerNorm takes the place of {_words(group)}", _edits(group, _layer_norm)
             if "scaled_dot_product" in name:
-                given = _argument(step, "is_causal")
+                given = step.arguments.get("is_causal")
                 if isinstance(given, bool):
                     yield f"is_causal of {_words(group)} is {not given}", _with(group, "is_causal", not given)
                 for mask in ("attn_mask", "attn_bias"):
-                    if isinstance(_argument(step, mask), Leaf):
+                    if isinstance(step.arguments.get(mask), Leaf):
                         yield f"{mask} of {_words(group)} is left out", _with(group, mask, None)
             if step.overload is not None and step.outputs[0] and len(step.outputs[0].shape) > 1:
                 yield f"the mean of each row is subtracted from what {_words(group)} makes", _edits(group, _centred)
@@ -214,8 +214,8 @@ class _Search:
         """Numbers that operators are given, with what they are in A."""
         for group in self._groups:
             step = group[0]
-            for place, argument in enumerate(step.overload._schema.arguments if step.overload is not None else ()):
-                given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
+            for argument in step.overload._schema.arguments if step.overload is not None else ():
+                given = step.arguments.get(argument.name)
                 if given is None and argument.name == "scale" and "scaled_dot_product" in _name(step):
                     given = step.inputs[0][1].shape[-1] ** -0.5
                 real = str(argument.type).removeprefix("Optional[").removesuffix("]") in ("number", "float", "Tensor")
@@ -363,26 +363,13 @@ def _words(steps: Sequence[Step]) -> str:
     return listed(names, _LONGEST) + (f" ({source})" if source else "")
 
 
-def _argument(step: Step, name: str) -> Any:
-    names = [each.name for each in step.overload._schema.arguments] if step.overload is not None else []
-    return dict(zip(names, step.args, strict=False)).get(name, step.kwargs.get(name))
-
-
 def _edits(group: Sequence[Step], edit: Edit) -> Change:
     return {step.number: edit for step in group}, {}
 
 
 def _with(group: Sequence[Step], name: str, value: Any) -> Change:
     """Each call with another argument."""
-
-    def edit(step: Step, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        names = [each.name for each in step.overload._schema.arguments]
-        place = names.index(name)
-        args = [value if place == at else each for at, each in enumerate(step.args)]
-        more = {} if place < len(args) else {name: value}
-        return replace(step, args=args, kwargs=step.kwargs | more).compute(inputs)
-
-    return _edits(group, edit)
+    return _edits(group, lambda step, x: replace(step, arguments=step.arguments | {name: value}).compute(x))
 
 
 def _given(group: Sequence[Step], place: int, value: torch.Tensor) -> Change:
@@ -400,15 +387,15 @@ def _named(step: Step, x: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _rms_norm(step: Step, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
     given = _named(step, x)
-    shape = list(_argument(step, "normalized_shape"))
-    made = F.rms_norm(given["input"], shape, given.get("weight"), _argument(step, "eps"))
+    shape = step.arguments["normalized_shape"]
+    made = F.rms_norm(given["input"], shape, given.get("weight"), step.arguments.get("eps"))
     return [made + given["bias"] if "bias" in given else made]
 
 
 def _layer_norm(step: Step, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
     given = _named(step, x)
-    eps = _argument(step, "eps") or torch.finfo(torch.float32).eps
-    return [F.layer_norm(given["input"], list(_argument(step, "normalized_shape")), given.get("weight"), None, eps)]
+    eps = step.arguments.get("eps") or torch.finfo(torch.float32).eps
+    return [F.layer_norm(given["input"], step.arguments["normalized_shape"], given.get("weight"), None, eps)]
 
 
 def _centred(step: Step, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:

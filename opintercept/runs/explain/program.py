@@ -62,8 +62,7 @@ class Step:
         stored: The recorded call.
         overload: The operator; None if it is not computed again, since it reads no real numbers, draws random ones, is
             none of ATen's or has arguments that were not recorded. What was recorded stands for its result.
-        args: Its arguments, with a `Leaf` for each tensor.
-        kwargs: Likewise.
+        arguments: Those that it was given, by name, with a `Leaf` for each tensor.
         inputs: The tensors that it reads, by the names of its parameters.
         outputs: What it returns; None for what is no tensor.
         written: The places among the inputs that it writes to.
@@ -75,8 +74,7 @@ class Step:
     number: int
     stored: StoredCall
     overload: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
     inputs: list[tuple[str, Region]]
     outputs: list[Region | None]
     written: frozenset[int]
@@ -111,14 +109,12 @@ class Step:
                 return [value(each) for each in item]
             return torch.float64 if double and isinstance(item, torch.dtype) and item.is_floating_point else item
 
-        args = [value(item) for item in self.args]
-        if double and self.overload._schema.name in _WIDENING:  # the input is as wide as the output now
-            args[2] = False
-        kwargs = {name: value(item) for name, item in self.kwargs.items()}
+        arguments = {name: value(item) for name, item in self.arguments.items()}
+        if double and "half_to_float" in arguments:  # of a softmax, whose input is as wide as its output now
+            arguments["half_to_float"] = False
         if self.overload._schema.name.startswith("aten::_scaled_dot_product_"):
-            names = [each.name for each in self.overload._schema.arguments]
-            return [_attention(dict(zip(names, args, strict=False)) | kwargs)]
-        made = self.overload(*args, **kwargs)
+            return [_attention(arguments)]
+        made = self.overload(**arguments)
         outputs = list(made) if isinstance(made, (tuple, list)) else [made]
         return [each if isinstance(each, torch.Tensor) else None for each in outputs]
 
@@ -136,9 +132,6 @@ def _attention(given: dict[str, Any]) -> torch.Tensor:
         enable_gqa=query.dim() == 4 and query.shape[1] != key.shape[1],
     )[0]
     return made
-
-
-_WIDENING = frozenset(("aten::_softmax", "aten::_log_softmax"))
 
 
 class Program:
@@ -215,8 +208,10 @@ def _read(stored: StoredCall) -> Step | None:
     parameters = [] if overload is None else list(overload._schema.arguments)
     inputs: list[tuple[str, Region]] = []
     names = [each.name for each in parameters] + [str(place) for place in range(len(parameters), len(given["args"]))]
-    args = [_argument(item, name, inputs) for name, item in zip(names, given["args"], strict=False)]
-    kwargs = {name: _argument(item, name, inputs) for name, item in given["kwargs"].items()}
+    arguments = {
+        name: _argument(item, name, inputs)
+        for name, item in (*zip(names, given["args"], strict=False), *given["kwargs"].items())
+    }
     roles = [role_of(place) for place in range(len(given["outputs"]))]
     outputs = [
         None if each is None else _region(each, stored.tensors.get(role))
@@ -230,8 +225,7 @@ def _read(stored: StoredCall) -> Step | None:
         number=0,
         stored=stored,
         overload=None if overload is None or _is_random(overload, stored) else overload,
-        args=args,
-        kwargs=kwargs,
+        arguments=arguments,
         inputs=inputs,
         outputs=outputs,
         written=frozenset(place for place, name in places if name in written),
@@ -250,7 +244,7 @@ def _opaque(stored: StoredCall) -> Step | None:
         known = name is not None and meta is not None
         regions.append(Region(name, meta.shape, memory, 0, _contiguous(meta.shape)) if known and meta else None)
     nothing: frozenset[int] = frozenset()
-    return Step(0, stored, None, [], {}, [], regions, nothing, nothing, True) if any(regions) else None
+    return Step(0, stored, None, {}, [], regions, nothing, nothing, True) if any(regions) else None
 
 
 def _argument(plain: Any, name: str, inputs: list[tuple[str, Region]]) -> Any:
