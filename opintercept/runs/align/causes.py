@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,44 +47,32 @@ _FUNCTIONS: dict[str, Function] = {
     "leaky_relu": F.leaky_relu,
 }
 _COMMUTE = frozenset(("add", "mul", "maximum", "minimum"))
-Edits = Mapping[int, Edit]
-Outputs = Mapping[int, torch.Tensor]
-Change = tuple[Edits, Outputs]
-Make = Callable[[float], Change]
+Edits = Mapping[int, Edit]  # by the places of calls
+Make = Callable[[float], Edits]
 
 
-@dataclass(frozen=True, slots=True)
-class Causes:
-    """The edits of the calls before a product that make its operand B's, in words that follow "if".
+def causes(replay: ProgramReplay, target: Target) -> tuple[tuple[str, ...], int, bool]:
+    """Try single edits of the calls that are suspected.
 
-    Attributes:
-        words: Of all that do so.
-        tried: How many edits were tried.
-        complete: Whether these are all that are known, and no limit has stopped the search.
+    Returns:
+        Those that make the operand B's, in words that follow "if"; how many were tried; and whether these are all that
+        are known, and no limit has stopped the search.
     """
-
-    words: tuple[str, ...]
-    tried: int
-    complete: bool
-
-
-def causes(replay: ProgramReplay, target: Target) -> Causes:
-    """Try single edits of the calls that are suspected."""
     search = _Search(replay, target)
     found: dict[str, None] = {}
     complete = False
     with suppress(_EnoughError), torch.no_grad():
-        for words, change in itertools.chain(search.exchanged(), search.functions()):
-            if search.ratio(change) <= LIMIT:
+        for words, edits in itertools.chain(search.exchanged(), search.functions()):
+            if search.ratio(edits) <= LIMIT:
                 found[words] = None
         found |= dict.fromkeys(search.left_out())
         found |= dict.fromkeys(search.tensors())
-        for words, make, start in itertools.chain(search.constants(), search.factors(), search.offsets()):
+        for words, make, start in search.numbers():
             value = search.fitted(make, start)
             if value is not None:
                 found[words.format(value=f"{value:.5g}")] = None
         complete = True
-    return Causes(tuple(found), search.tried, complete)
+    return tuple(found), search.tried, complete
 
 
 class _EnoughError(Exception):
@@ -96,7 +84,7 @@ class _Search:
         self._replay, self._target, self._left, self.tried = replay, target, float(_MOST), 0
         part = replay.part(target.step, [target.region])
         steps = [replay.program.steps[number] for number in sorted(part & (target.suspects | replay.fixed))]
-        self._roots = replay.roots(target.suspects, target)
+        self._roots = [replay.program.steps[number] for number in replay.roots(target.suspects, target)]
         self._fixed = [step for step in steps if step.number in replay.fixed]
         made = {region.memory: step for step in replay.program.steps for region in step.outputs if region is not None}
         read = {region.memory for step in steps for _, region in step.inputs}
@@ -107,25 +95,25 @@ class _Search:
         self._inputs: dict[int, list[torch.Tensor]] = {}
         self._operand = torch.empty(0)
         if self._size < _LARGEST:
-            self._operand = self._run({}, {})
+            self._operand = self._run({})
 
     def _each(self) -> Iterator[list[Step]]:
         """Groups of calls that are edited together, then each call of a group alone."""
         yield from self._groups
         yield from ([step] for group in self._groups if len(group) > 1 for step in group)
 
-    def _made(self, change: Change) -> torch.Tensor | None:
+    def _made(self, edits: Edits) -> torch.Tensor | None:
         self._left -= self._size
         if self._left < 0 or not self._inputs:
             raise _EnoughError
         with suppress(*FAILURES):
-            return self._run(*change)
+            return self._run(edits)
         return None
 
-    def _run(self, edits: Edits, outputs: Outputs) -> torch.Tensor:
-        """The operand if some calls compute otherwise, and some products have other outputs; the first time as it is.
+    def _run(self, edits: Edits) -> torch.Tensor:
+        """The operand if some calls compute otherwise; the first time as it is.
 
-        Only what comes after a change is computed again.
+        Only what comes after an edit is computed again.
         """
         first, memory, changed = not self._inputs, ProgramMemory(self._replay.program.sizes), set[int]()
         inputs: dict[int, list[torch.Tensor]] = {}
@@ -133,13 +121,13 @@ class _Search:
             number, given = step.number, []
             if first:
                 given = inputs[number] = [self._replay.read(region, [memory])[0] for _, region in step.inputs]
-            elif {number} & {*edits, *outputs} or any(region.memory in changed for _, region in step.inputs):
+            elif number in edits or any(region.memory in changed for _, region in step.inputs):
                 for (_, region), own in zip(step.inputs, self._inputs[number], strict=True):
                     given.append(_read(memory, region, own) if region.memory in changed else own)
             else:
                 continue
-            made = [outputs[number]] if number in outputs else self._replay.computed(step, given, edits.get(number))
-            for place, value in zip(step.outputs, made or (), strict=False):
+            made = self._replay.computed(step, given, edits.get(number)) or ()
+            for place, value in zip(step.outputs, made, strict=False):
                 if place is not None and value is not None and (value.is_floating_point() or number in edits):
                     memory.write(place, value.reshape(place.shape))
                     changed.add(place.memory)
@@ -149,32 +137,30 @@ class _Search:
             return self._replay.read(region, [memory])[0]
         return _read(memory, region, self._operand) if region.memory in changed else self._operand
 
-    def ratio(self, change: Change) -> float:
-        """How far B is from the program with a change, in units of the noise."""
+    def ratio(self, edits: Edits) -> float:
+        """How far B is from the program with these edits, in units of the noise."""
         self.tried += 1
-        return self._distance(change)
+        return self._distance(edits)
 
-    def _distance(self, change: Change) -> float:
-        made = self._made(change)
+    def _distance(self, edits: Edits) -> float:
+        made = self._made(edits)
         found = math.inf if made is None else self._target.distance(made)
         return found if found == found else math.inf
 
-    def exchanged(self) -> Iterator[tuple[str, Change]]:
+    def exchanged(self) -> Iterator[tuple[str, Edits]]:
         """Outputs of two products, or the operands of an operator, change places."""
         for one, other in itertools.combinations(self._roots, 2):
-            outputs = self._replay.output(one), self._replay.output(other)
+            outputs = self._replay.output(one.number), self._replay.output(other.number)
             if outputs[0].shape == outputs[1].shape:
-                names = " and ".join(_module(self._replay.program.steps[each]) for each in (one, other))
-                yield f"the outputs of {names} change places", ({}, {one: outputs[1], other: outputs[0]})
+                edits = {one.number: _constant(outputs[1]), other.number: _constant(outputs[0])}
+                yield f"the outputs of {_module(one)} and {_module(other)} change places", edits
         for group in self._each():
             shapes = [region.shape for _, region in group[0].inputs]
             if len(shapes) == 2 and shapes[0] == shapes[1] and _name(group[0]) not in _COMMUTE:
-                yield (
-                    f"the operands of {_words(group)} change places",
-                    _edits(group, lambda step, x: step.compute(x[::-1])),
-                )
+                words = f"the operands of {_words(group)} change places"
+                yield words, _edits(group, lambda step, x: step.compute(x[::-1]))
 
-    def functions(self) -> Iterator[tuple[str, Change]]:
+    def functions(self) -> Iterator[tuple[str, Edits]]:
         """Another activation or norm, another mask."""
         for group in self._each():
             name, step = _name(group[0]), group[0]
@@ -205,13 +191,14 @@ class _Search:
             if len(groups) < count or not all(_same_shape(step) for group in (groups[0], groups[-1]) for step in group):
                 continue
             for turn in (0, 1) if any(len(_same_shape(group[0])) > 1 for group in groups) else (0,):
-                edits = {step.number: _passed(turn) for group in groups for step in group if _same_shape(step)}
-                if not any(each <= out for each in done) and self.ratio((edits, {})) <= LIMIT:
+                passed = partial(_passed, turn=turn)
+                edits = {step.number: passed for group in groups for step in group if _same_shape(step)}
+                if not any(each <= out for each in done) and self.ratio(edits) <= LIMIT:
                     done.append(out)
                     yield f"{_words([group[0] for group in groups])} {'are' if count > 1 else 'is'} left out"
 
-    def constants(self) -> Iterator[tuple[str, Make, float]]:
-        """Numbers that operators are given, with what they are in A."""
+    def numbers(self) -> Iterator[tuple[str, Make, float]]:
+        """Numbers that operators are given, times which outputs are, or that are added to positions; with A's."""
         for group in self._groups:
             step = group[0]
             for argument in step.overload._schema.arguments if step.overload is not None else ():
@@ -223,15 +210,14 @@ class _Search:
                     words = f"{argument.name} of {_words(group)} is {{value}} and not {given:.5g}"
                     yield words, partial(_with, group, argument.name), float(given)
 
-    def factors(self) -> Iterator[tuple[str, Make, float]]:
-        """What a product or an operator makes, times a number."""
-        for root in self._roots:
-            name, output = _module(self._replay.program.steps[root]), self._replay.output(root)
-            yield f"the output of {name} is multiplied by {{value}}", partial(_multiplied, root, output), 1.0
-        for group in self._groups:
-            if not moves(group[0]):
-                words = f"the output of {_words(group)} is multiplied by {{value}}"
-                yield words, partial(self._changed, group, more=0.0), 1.0
+        outputs = [([step], _module(step)) for step in self._roots]
+        outputs += [(group, _words(group)) for group in self._groups if not moves(group[0])]
+        for group, name in outputs:
+            words = f"the output of {name} is multiplied by {{value}}"
+            yield words, partial(self._changed, group, more=0.0), 1.0
+        for step in self._fixed:
+            words = f"{{value}} is added to the output of {_words([step])}"
+            yield words, partial(self._changed, [step], 1.0), 0.0
 
     def tensors(self) -> Iterator[str]:
         """Another tensor for a parameter or a table of which each element of B's operand depends on one element."""
@@ -271,23 +257,12 @@ class _Search:
         ]
         return old - (sums[0] / sums[1].clamp_min(1e-300)).reshape(old.shape)
 
-    def offsets(self) -> Iterator[tuple[str, Make, float]]:
-        """What does not come from weights, such as positions, plus a number."""
-        for step in self._fixed:
-            words = f"{{value}} is added to the output of {_words([step])}"
-            yield words, partial(self._changed, [step], 1.0), 0.0
-
-    def _changed(self, group: Sequence[Step], factor: float, more: float) -> Change:
+    def _changed(self, group: Sequence[Step], factor: float, more: float) -> Edits:
         def edit(step: Step, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-            computed = step.overload is not None and any(inputs[place].is_floating_point() for place in step.reads)
-            made = step.compute(inputs)[0] if computed else self._recorded(step)
-            return [None if made is None else made.double() * factor + more]
+            made = self._replay.computed(step, inputs) or ()
+            return [None if each is None else each.double() * factor + more for each in made[:1]]
 
         return _edits(group, edit)
-
-    def _recorded(self, step: Step) -> torch.Tensor | None:
-        region = step.outputs[0]
-        return None if region is None or region.name is None else self._replay.program.value(region)
 
     def fitted(self, make: Make, start: float) -> float | None:
         """The number with which a change reproduces B; None if there is none. By trial, then as Gauss and Newton do."""
@@ -363,22 +338,26 @@ def _words(steps: Sequence[Step]) -> str:
     return listed(names, _LONGEST) + (f" ({source})" if source else "")
 
 
-def _edits(group: Sequence[Step], edit: Edit) -> Change:
-    return {step.number: edit for step in group}, {}
+def _edits(group: Sequence[Step], edit: Edit) -> Edits:
+    return {step.number: edit for step in group}
 
 
-def _with(group: Sequence[Step], name: str, value: Any) -> Change:
-    """Each call with another argument."""
-    return _edits(group, lambda step, x: replace(step, arguments=step.arguments | {name: value}).compute(x))
-
-
-def _given(group: Sequence[Step], place: int, value: torch.Tensor) -> Change:
-    """Each call with another tensor in a place."""
-    return _edits(group, lambda step, x: step.compute([value if at == place else each for at, each in enumerate(x)]))
+def _constant(output: torch.Tensor) -> Edit:
+    return lambda step, x: [output]
 
 
 def _applied(function: Function) -> Edit:
     return lambda step, x: [function(x[min(step.reads)])]
+
+
+def _with(group: Sequence[Step], name: str, value: Any) -> Edits:
+    """Each call with another argument."""
+    return _edits(group, lambda step, x: replace(step, arguments=step.arguments | {name: value}).compute(x))
+
+
+def _given(group: Sequence[Step], place: int, value: torch.Tensor) -> Edits:
+    """Each call with another tensor in a place."""
+    return _edits(group, lambda step, x: step.compute([value if at == place else each for at, each in enumerate(x)]))
 
 
 def _named(step: Step, x: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -408,15 +387,6 @@ def _same_shape(step: Step) -> list[int]:
     return [place for place, (_, region) in enumerate(step.inputs) if region.shape == shape and place in step.reads]
 
 
-def _passed(turn: int) -> Edit:
+def _passed(step: Step, inputs: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor | None]:
     """What a call was given stands for its output."""
-
-    def edit(step: Step, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        places = _same_shape(step)
-        return [inputs[places[min(turn, len(places) - 1)]]]
-
-    return edit
-
-
-def _multiplied(root: int, output: torch.Tensor, factor: float) -> Change:
-    return {}, {root: factor * output}
+    return [inputs[_same_shape(step)[: turn + 1][-1]]]

@@ -223,15 +223,15 @@ class _Comparing:
             suspects = suspects & (before or {step.number})
         calls = [steps[each].stored.record for each in sorted(suspects)]
         roots = [steps[each].stored.record for each in self._replay.roots(suspects, None if suspects else target)]
-        found = causes(self._replay, replace(target, suspects=suspects))
+        words, tried, complete = causes(self._replay, replace(target, suspects=suspects))
         return replace(
             pair,
             after=", ".join(dict.fromkeys(map(_place, roots))) or None,
             between=(*dict.fromkeys(operator_name(call.op) for call in calls),),
             lines=(*dict.fromkeys(call.source for call in calls if call.source),),
-            causes=found.words,
-            tried=found.tried,
-            complete=found.complete,
+            causes=words,
+            tried=tried,
+            complete=complete,
         )
 
     def _placed(self, pair: Aligned, number: int) -> Aligned:
