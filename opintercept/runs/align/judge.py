@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from opintercept.runs.align.alignment import CAUSES, Aligned
 from opintercept.runs.align.causes import causes
 from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
 from opintercept.runs.align.common_weights import Joining, Side, SideName
-from opintercept.runs.align.replay import LIMIT, ProgramReplay, Target, own_rounding, region_of
+from opintercept.runs.align.replay import LIMIT, ProgramReplay, Target, region_of
 from opintercept.runs.align.tokens import row_error, row_errors
 from opintercept.runs.align.weights import Factors, gaps_of, grid_of, tensor_of
 from opintercept.runs.compare.pairing import operator_name
@@ -128,7 +128,6 @@ class _Comparing:
         self._sums: dict[int, _OutputSum] = {}
         self._roundings: dict[tuple[SideName, int], float | None] = {}  # of calls that several pairs may share
         self._known: dict[int, Aligned] = {}  # pairs of products that the replay has compared
-        self._targets: dict[int, Target] = {}
         self._replay: ProgramReplay | None = None
 
         @lru_cache(_KEPT)
@@ -161,7 +160,7 @@ class _Comparing:
         except RuntimeError as error:
             if "allocate memory" not in str(error):
                 raise
-            self._replay, self._known, self._targets = None, {}, {}  # then without a replay
+            self._replay, self._known = None, {}  # then without a replay
 
     def pairs(self) -> Iterable[Aligned]:
         """Compare what is joined, in the order of A."""
@@ -185,7 +184,7 @@ class _Comparing:
             if not self._is_weight(number) and (caused or own is False or error <= limit):
                 kept = tuple(name for name in pair.changed if name != "rhs")
                 pair = replace(pair, changed=kept, changed_rows=(), nearest=())
-            pair = _judged(pair, limit, caused, own, product=number in self._targets)
+            pair = _judged(pair, limit, caused, own, product=self._target(number) is not None)
             if pair.kind in CAUSES and target is not None:
                 blamed.add(id(target))
             if pair.kind in CAUSES and target is not None and not {"rhs", "bias", "dtype"} & {*pair.changed}:
@@ -200,16 +199,24 @@ class _Comparing:
 
     def _accuser(self, number: int, caused: bool) -> tuple[Target | None, bool | None]:
         """The product whose operand accuses this call, and whether the call may be a cause; None if nobody knows."""
-        target = self._targets.get(number)
+        target, step = self._target(number), self._step(number)
         if target is not None:
             return (target, target.independent) if target.ratio > LIMIT else (None, False)
-        step = None if self._replay is None else self._replay.step_of(self._a.calls[number].record.index)
         if self._replay is None or step is None or number in self._known:
             return None, None
-        target = next((each for each in self._targets.values() if step.number in each.suspects), None)
+        target = next((each for each in self._replay.targets.values() if step.number in each.suspects), None)
         if target is not None:  # what was recorded tells its operands apart until something differs
             return target, target.independent and not caused
         return None, False if step.number in self._replay.acquitted else None
+
+    def _step(self, number: int) -> Step | None:
+        """The call of A's program, if there is one that can be computed."""
+        return None if self._replay is None else self._replay.step_of(self._a.calls[number].record.index)
+
+    def _target(self, number: int) -> Target | None:
+        """What the replay has compared of a product."""
+        step = self._step(number)
+        return None if self._replay is None or step is None else self._replay.targets.get(step.number)
 
     def _between(self, pair: Aligned, target: Target) -> Aligned:
         """The pair with the products before it, and what A computes between them and this one."""
@@ -413,16 +420,17 @@ class _Comparing:
         """Compare inputs, biases and outputs."""
         a = self._factors("a", number)
         found = [(match, b, self._factors("b", b)) for b, match in matched]
-        partial = any(self._joining.matches[match].by == "parts" for match, _, _ in found)
+        cut = any(self._joining.matches[match].by == "parts" for match, _, _ in found)
         have = {each.bias is not None for each in (a, *(each for _, _, each in found))}
-        biased = not partial and have == {True}
+        biased = not cut and have == {True}
         if biased and self._bias_differs(a, found):
             pair = replace(pair, changed=(*pair.changed, "bias"))
         mine = a.columns(biased) + self._terms("a", number, matched[0][1])
         expected = torch.zeros_like(mine)
         filled = torch.zeros(mine.shape, dtype=torch.int64)
         low = torch.zeros_like(mine)  # of `expected`, what A computes in other products
-        step, copies = self._operand(number)
+        step = self._step(number)
+        copies = None if self._replay is None or step is None else self._replay.operand(step)
         errors: list[float] = []
         lhs = 0.0
         for match_number, b, factors in found:
@@ -443,7 +451,7 @@ class _Comparing:
             theirs = theirs[rb][:, rows_b]
             if scale is not None:
                 theirs = theirs / scale
-            take = _TakenRows(ra + (group_a or 0) * len(mine), a.w.size(2), slice(*match.part_a))
+            take = partial(_taken, rows=ra + (group_a or 0) * len(mine), k=a.w.size(2), part=slice(*match.part_a))
             if not by_row:
                 copies = None  # the match is about several groups, which have rows of their own
             factor = None
@@ -453,8 +461,7 @@ class _Comparing:
                 factor = factor.where(factor != 0, 1)
                 y, theirs = y / factor, theirs / factor
             if self._replay is not None and step is not None and copies is not None:
-                rounded = own_rounding(y, factors.x.dtype, None if factor is None else 1 / factor)
-                self._seen(number, self._replay.compare(step, copies, take, y, rounded, factor is not None))
+                self._replay.compare(step, copies, take, y, factors.x.dtype, factor)
             lhs = max(lhs, _input_error(x, y))
             places = ra[:, None], torch.from_numpy(match.rows_a)
             if bool((filled[places] == a.w.size(2)).all()):  # another process has computed the same
@@ -466,7 +473,7 @@ class _Comparing:
             if term is not None and term.side == "a":
                 first, second = (self._a.rows(each).double() for each in (term.first, term.second))
                 low[places] += term.factor * (y @ first.mT @ second.mT)[:, match.rows_a]
-        target = self._targets.get(number)
+        target = self._target(number)
         unsure = sum(far > _UNLIKE for _, far in pair.nearest) > 1 or (target and target.coded and target.ratio > LIMIT)
         if self._replay is not None and step is not None and unsure:
             self._replay.distrust(step)
@@ -475,16 +482,6 @@ class _Comparing:
             self._replay.put(step, *(_as_output(each, a) for each in (expected - low + bias, filled == a.w.size(2))))
         pair = _with_output(replace(pair, lhs=lhs), mine, expected, filled == a.w.size(2))
         return replace(pair, output=max(pair.output, *errors)) if errors and pair.output is not None else pair
-
-    def _operand(self, number: int) -> tuple[Step | None, list[torch.Tensor] | None]:
-        """The call of A's program, and its left operand in all replays, if there are any."""
-        step = None if self._replay is None else self._replay.step_of(self._a.calls[number].record.index)
-        return step, None if step is None or self._replay is None else self._replay.operand(step)
-
-    def _seen(self, number: int, target: Target) -> None:
-        """Keep the worst of what several calls of B show about an operand."""
-        if number not in self._targets or self._targets[number].ratio < target.ratio:
-            self._targets[number] = target
 
     def _tokens(self, a: int, b: int, rows_a: int, rows_b: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of two calls that are of the same token."""
@@ -545,16 +542,9 @@ class _Comparing:
         return self._roundings[name, number]
 
 
-@dataclass(frozen=True, slots=True)
-class _TakenRows:
-    """Takes some rows of an operand of width `k`, and some elements of them."""
-
-    rows: torch.Tensor
-    k: int
-    part: slice
-
-    def __call__(self, operand: torch.Tensor) -> torch.Tensor:
-        return operand.reshape(-1, self.k)[:, self.part][self.rows]
+def _taken(operand: torch.Tensor, rows: torch.Tensor, k: int, part: slice) -> torch.Tensor:
+    """Some rows of an operand of width `k`, and some elements of them."""
+    return operand.reshape(-1, k)[:, part][rows]
 
 
 def _as_output(columns: torch.Tensor, like: Factors) -> torch.Tensor:

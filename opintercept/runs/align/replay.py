@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -77,49 +78,41 @@ class Target:
         return x, y * (x * y).sum(1, keepdim=True) / square if self.coded else y
 
 
-@dataclass(slots=True)
-class _Injected:
+class _Injected(NamedTuple):
     """B's output of a product of A."""
 
     output: int  # where it is kept
-    whole: bool
     known: torch.Tensor | None  # the elements that B has, if not all
 
 
-@dataclass(slots=True)
 class ProgramReplay:
     """One replay as it is, and some whose operators are off by the unit roundoff.
 
-    Attributes:
+    Args:
         program: A's.
         spill: Where B's outputs are kept.
         dtype: That of the coarser program.
-        targets: What was compared.
+
+    Attributes:
+        targets: What was compared, by the place of the product: the worst, where B computes it in pieces.
         acquitted: The places of the calls that made operands which agree.
         fixed: Those of calls whose results come from no weight, such as positions.
     """
 
-    program: Program
-    spill: Spill
-    dtype: torch.dtype
-    targets: list[Target] = field(default_factory=list)
-    acquitted: set[int] = field(default_factory=set)
-    fixed: set[int] = field(default_factory=set)
-    _next: int = 0
-    _memories: list[ProgramMemory] = field(default_factory=list)
-    _active: set[int] = field(default_factory=set)  # memory with what comes from weights or from B
-    _stale: set[int] = field(default_factory=set)  # memory with what could not be computed again
-    _injected: dict[int, _Injected] = field(default_factory=dict)
-    _unlike: set[int] = field(default_factory=set)
-    _last: dict[int, list[int]] = field(default_factory=dict)
-    _by_index: dict[int, Step] = field(default_factory=dict)
-    _unit: float = 0.0
-    _random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-
-    def __post_init__(self) -> None:
-        self._memories = [ProgramMemory(self.program.sizes) for _ in range(_TRIALS + 1)]
-        self._last, self._unit = last_uses(self.program.steps), rounding.unit(self.dtype)
-        self._by_index = {step.stored.record.index: step for step in self.program.steps}
+    def __init__(self, program: Program, spill: Spill, dtype: torch.dtype) -> None:
+        self.program = program
+        self.targets: dict[int, Target] = {}
+        self.acquitted: set[int] = set()
+        self.fixed: set[int] = set()
+        self._spill, self._dtype, self._unit, self._next = spill, dtype, rounding.unit(dtype), 0
+        self._memories = [ProgramMemory(program.sizes) for _ in range(_TRIALS + 1)]
+        self._active: set[int] = set()  # memory with what comes from weights or from B
+        self._stale: set[int] = set()  # memory with what could not be computed again
+        self._injected: dict[int, _Injected] = {}
+        self._unlike: set[int] = set()
+        self._last = last_uses(program.steps)
+        self._by_index = {step.stored.record.index: step for step in program.steps}
+        self._random = torch.Generator().manual_seed(0)
 
     def step_of(self, index: int) -> Step | None:
         """The call with this index, if the program has it and can compute it."""
@@ -146,13 +139,14 @@ class ProgramReplay:
         copies: Sequence[torch.Tensor],
         take: Take,
         y: torch.Tensor,
-        own: torch.Tensor,
-        coded: bool,
-    ) -> Target:
-        """Compare an operand of A with B's `y`, whose own rounding has the standard deviations `own`."""
-        region = region_of(step, "lhs")
+        dtype: torch.dtype,
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Compare an operand of A with B's `y`, which B holds in a dtype, or as whole numbers, `factor` times `y`."""
+        region, coded = region_of(step, "lhs"), factor is not None
         assert region is not None
         base, *others = map(take, copies)
+        own = _own_rounding(y, dtype, factor)
         noise = sum((_squares(each, base) for each in others), torch.zeros_like(base)) / len(others)
         noise = torch.maximum(noise, own.square().expand_as(base))
         rows = noise.mean(-1)
@@ -163,16 +157,16 @@ class ProgramReplay:
         target.ratio = target.distance(copies[0]) if base.numel() else 0.0
         if target.ratio <= LIMIT:
             target.values = target.noise = torch.empty(0)
-        self.targets.append(target)
-        return target
+        if step.number not in self.targets or self.targets[step.number].ratio < target.ratio:
+            self.targets[step.number] = target
 
     def put(self, step: Step, output: torch.Tensor, known: torch.Tensor) -> None:
         """Set the output of the product that is next, where B's is known; all replays go on with it."""
-        region, whole = step.outputs[0], bool(known.all())
+        region = step.outputs[0]
         if region is None or step.number != self._next:
             return
         output, known = output.reshape(region.shape), known.reshape(region.shape)
-        self._injected[step.number] = _Injected(self.spill.put(output), whole, None if whole else known)
+        self._injected[step.number] = _Injected(self._spill.put(output), None if bool(known.all()) else known)
         self._run(step)
         self._next += 1
 
@@ -189,11 +183,11 @@ class ProgramReplay:
 
     def _run(self, step: Step) -> None:
         """Compute a call in all replays."""
-        own = self._injected.get(step.number)
-        inputs = [] if own is not None and own.whole else [self.read(r, self._memories) for _, r in step.inputs]
+        own, whole = self._injected.get(step.number), self._has_output(step.number)
+        inputs = [] if whole else [self.read(region, self._memories) for _, region in step.inputs]
         memory_in = {region.memory for place, (_, region) in enumerate(step.inputs) if place in step.reads}
         active = own is not None or bool(memory_in & self._active) or any(r.weight for _, r in step.inputs)
-        stale = bool(memory_in & self._stale) and not (own is not None and own.whole)
+        stale = bool(memory_in & self._stale) and not whole
         if not active:
             self.fixed.add(step.number)
         exact: Sequence[torch.Tensor | None] | None = None
@@ -224,8 +218,8 @@ class ProgramReplay:
         """The outputs of a call: B's, or computed, or as they were recorded; None if none is known."""
         own = self._injected.get(step.number)
         region = step.outputs[0]
-        if own is not None and own.whole and edit is None and region is not None:
-            return [self.spill.get(own.output, region.shape)]
+        if own is not None and own.known is None and edit is None and region is not None:
+            return [self._spill.get(own.output, region.shape)]
         found: Sequence[torch.Tensor | None] | None = None
         if step.overload is not None and any(inputs[place].is_floating_point() for place in step.reads):
             with torch.no_grad(), suppress(*FAILURES):
@@ -237,7 +231,7 @@ class ProgramReplay:
         if found is None:
             found = [None if r is None or r.name is None else self.program.value(r) for r in step.outputs]
         if own is not None and own.known is not None and region is not None and found[0] is not None:
-            b = self.spill.get(own.output, region.shape)
+            b = self._spill.get(own.output, region.shape)
             found = [torch.where(own.known, b, found[0].reshape(region.shape))]
         return found
 
@@ -286,7 +280,7 @@ class ProgramReplay:
 
     def _off(self, value: torch.Tensor, unit: float) -> torch.Tensor:
         turn = unit * (2 * torch.rand(value.shape, generator=self._random, dtype=torch.float64) - 1)
-        least = torch.finfo(self.dtype).tiny if unit == self._unit else 0.0  # smaller ones round as coarsely
+        least = torch.finfo(self._dtype).tiny if unit == self._unit else 0.0  # smaller ones round as coarsely
         return value * (1 + turn) + turn * (least - value.abs()).clamp_min(0) * (value != 0)
 
     def distrust(self, step: Step) -> None:
@@ -296,13 +290,10 @@ class ProgramReplay:
     def accuse(self) -> None:
         """Find what the products that are off accuse: calls that no product before has acquitted."""
         accused = {*self._unlike}
-        given: set[int] = (
-            set()
-        )  # memory that no call has made, such as the program's input, and that accused calls read
+        given: set[int] = set()  # memory that no call has made, such as the program's input, which accused calls read
         made = {region.memory for step in self.program.steps for region in step.outputs if region is not None}
         agreed: set[int] = set()
-        worst = {each.step.number: each for each in sorted(self.targets, key=lambda each: each.ratio)}
-        for _, target in sorted(worst.items()):  # of what B computes in pieces, the piece that is off the most
+        for _, target in sorted(self.targets.items()):
             steps = self.part(target.step, [target.region])
             inputs = [region for number in steps for _, region in self.program.steps[number].inputs]
             read = {region.memory for region in (target.region, *inputs)} - made
@@ -324,26 +315,29 @@ class ProgramReplay:
             if not made:
                 continue
             given = {region.memory for _, region in step.inputs}
-            own = self._injected.get(step.number)
-            if own is None or not own.whole:
-                found.add(step.number)
             need -= made - given
-            need |= given if own is None or not own.whole else set()
+            if not self._has_output(step.number):
+                found.add(step.number)
+                need |= given
         return frozenset(found)
 
     def roots(self, part: Iterable[int], target: Target | None = None) -> list[int]:
         """The products whose outputs, as B has them, some calls or a target read."""
         read = {region.memory for number in part for _, region in self.program.steps[number].inputs}
         read |= set() if target is None else {target.region.memory}
-        whole = [number for number, own in self._injected.items() if own.whole]
-        made = {number: region for number in whole if (region := self.program.steps[number].outputs[0]) is not None}
-        return [number for number, region in made.items() if region.memory in read]
+        made = {number: self.program.steps[number].outputs[0] for number in filter(self._has_output, self._injected)}
+        return [number for number, region in made.items() if region is not None and region.memory in read]
+
+    def _has_output(self, number: int) -> bool:
+        """Whether B has all of the output of a product."""
+        own = self._injected.get(number)
+        return own is not None and own.known is None
 
     def output(self, number: int) -> torch.Tensor:
         """B's output of a product, in A's layout."""
         region = self.program.steps[number].outputs[0]
         assert region is not None
-        return self.spill.get(self._injected[number].output, region.shape)
+        return self._spill.get(self._injected[number].output, region.shape)
 
 
 def region_of(step: Step, role: str) -> Region | None:
@@ -354,10 +348,10 @@ def region_of(step: Step, role: str) -> Region | None:
     return dict(step.inputs).get(step.overload._schema.arguments[where[0]].name)
 
 
-def own_rounding(y: torch.Tensor, dtype: torch.dtype, step: torch.Tensor | None) -> torch.Tensor:
+def _own_rounding(y: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None) -> torch.Tensor:
     """The standard deviation of B's operand about what its program meant: its dtype's, or that of a quantised row."""
-    if step is not None:
-        return step.abs() * _UNIFORM / 2
+    if factor is not None:
+        return (1 / factor).abs() * _UNIFORM / 2
     least = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
     return rounding.unit(dtype) * _UNIFORM * y.abs().nan_to_num(0, 0, 0).clamp_min(least)
 
