@@ -6,7 +6,7 @@ Invariant: an operand is named only if the outputs differ by more than rounding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import short_name
 from opintercept._values import rounding
-from opintercept._values.attention import Attention, attention_from
+from opintercept._values.attention import attention_from
 from opintercept.runs.align.tokens import distances, row_error, same_tokens
 from opintercept.runs.align.weights import factors_of, shape_of, tensor_of, weight_of
 from opintercept.runs.store.codec import StoredCall, is_output
@@ -24,7 +24,9 @@ _MOST = 1 << 25  # elements of the weights that are in memory at once
 _SEEN = 1e-30  # the least weight of a key that is not masked
 _MATTERS = 1e-12  # that of one whose mask matters
 _PARAMETERS = {"lhs": "query", "rhs": "key"}
+_ALL = slice(None)
 Rows = tuple[torch.Tensor, torch.Tensor]
+Places = torch.Tensor | slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,23 @@ class Heads:
     arguments: dict[str, Any]
     rounding: float | None  # how far the output is from that of its operands, in units of their rounding
 
-    def dropout(self, queries: torch.Tensor) -> float | None:
+    def only(self, heads: Places = _ALL, queries: Places = _ALL, keys: Places = _ALL) -> Heads:
+        """Some heads, queries and keys, in this order."""
+        return replace(
+            self,
+            q=self.q[heads][:, queries],
+            k=self.k[heads][:, keys],
+            v=self.v[heads][:, keys],
+            weights=self.weights[heads][:, queries][:, :, keys],
+            out=self.out[heads][:, queries],
+        )
+
+    @property
+    def dropout(self) -> float | None:
         """The probability of dropout; None if weights that a program has computed show that there is one."""
         if "dropout_p" in self.arguments:
             return float(self.arguments["dropout_p"])
-        sums = self.weights[:, queries].sum(-1)
+        sums = self.weights.sum(-1)
         return None if bool(((sums - 1).abs() > 0.05).logical_and(sums > 0).any()) else 0.0
 
 
@@ -78,28 +92,15 @@ def fused(run: Run, call: StoredCall) -> Heads:
     weights = scores.softmax(-1).nan_to_num(0.0)
     out = tensor_of(run, call, "output")
     out = out.transpose(-3, -2) if found.heads_last else out
-    own = None if found.dropout else _rounding(found, scores, weights, q, k, v, out, call)
+    own = None
+    if not found.dropout:
+        exact, sizes = weights @ v, abs(found.scale) * (q.abs() @ k.abs().mT)
+        device = call.record.lhs.device.partition(":")[0] if call.record.lhs is not None else "cpu"
+        limits = rounding.of_attention(scores, sizes, weights, v, q.size(-1), found.query.dtype, out.dtype, device)
+        own = worst(out.double().reshape(exact.shape), exact, limits)
     given = {"dropout_p": found.dropout, "is_causal": bound.get("is_causal"), "masked": found.mask is not None}
     out = out.double().reshape(*q.shape[:3], -1)
     return Heads(_folded(q), _folded(k), _folded(v), _diagonal(weights), _folded(out), float(found.scale), given, own)
-
-
-def _rounding(
-    found: Attention,
-    scores: torch.Tensor,
-    weights: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    call: StoredCall,
-) -> float:
-    """How far the output is from that of the operands."""
-    sizes = abs(found.scale) * (q.abs() @ k.abs().mT)
-    device = call.record.lhs.device.partition(":")[0] if call.record.lhs is not None else "cpu"
-    exact = weights @ v
-    bound = rounding.of_attention(scores, sizes, weights, v, q.size(-1), found.query.dtype, out.dtype, device)
-    return worst(out.double().reshape(exact.shape), exact, bound)
 
 
 def worst(out: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
@@ -142,44 +143,39 @@ def differing(one: Heads, other: Heads, rows: Rows | None, limit: float, eps: fl
 
     `limit` is the relative error of a row that is more than rounding, `eps` that of the coarser dtype.
     """
-    t = torch.arange(one.q.size(1))
-    ta, tb = (t, t) if rows is None else rows
-    qa, qb, out, got = one.q[:, ta], other.q[:, tb], one.out[:, ta], other.out[:, tb]
-    turns = [_permutation(qa, qb, limit, scaled=True), _permutation(out, got, limit)]
-    same_keys = rows is None and one.v.shape == other.v.shape
-    if same_keys:
+    of_queries = [each.k.size(1) == each.q.size(1) for each in (one, other)]  # in self-attention without a cache
+    every_key = rows is None and one.v.shape == other.v.shape
+    if rows is not None:
+        one, other = one.only(queries=rows[0]), other.only(queries=rows[1])
+    turns = [_permutation(one.q, other.q, limit, scaled=True), _permutation(one.out, other.out, limit)]
+    if every_key:
         turns += [_permutation(one.v, other.v, limit), _permutation(one.k, other.k, limit, scaled=True)]
-    turn = next((each for each in turns if each is not None), torch.arange(len(qa)))
-    found = AttentionErrors(row_error(out, got[turn]), float((got[turn] - out).abs().max()) if out.numel() else 0.0)
-    if found.error <= limit:
+    other = other.only(heads=next((each for each in turns if each is not None), _ALL))
+    error = row_error(one.out, other.out)
+    found = AttentionErrors(error, float((other.out - one.out).abs().max()) if one.out.numel() else 0.0)
+    if error <= limit:
         return found
-    seen_a, seen_b = one.weights[:, ta] > _SEEN, other.weights[turn][:, tb] > _SEEN
-    ka, kb = _keys(one, other, turn, (ta, tb), seen_a, seen_b, same_keys)
-    errors = _operands(one, other, turn, (qa, qb), (ka, kb), limit)
+    keys = torch.arange(one.k.size(1)), torch.arange(other.k.size(1))
+    if not every_key:
+        keys = (rows or keys) if all(of_queries) else _keys(one, other)
+    errors = _operands(one.only(keys=keys[0]), other.only(keys=keys[1]), limit)
     changed = tuple(errors)
-    arguments = [*_arguments(one, other, turn, (ta, tb), (ka, kb), limit, eps, changed)]
+    arguments = [*_arguments(one, other, keys, limit, eps, changed)]
     names = *changed, *(name for name, *_ in arguments)
-    return AttentionErrors(found.error, found.largest, names, tuple(arguments), max(errors.values(), default=None))
+    return replace(found, changed=names, arguments=tuple(arguments), operand=max(errors.values(), default=None))
 
 
-def _keys(
-    one: Heads, other: Heads, turn: torch.Tensor, rows: Rows, seen_a: torch.Tensor, seen_b: torch.Tensor, same: bool
-) -> Rows:
-    """The keys that are of the same token: all in order, those of the queries, or those with the nearest values."""
-    if same:
-        every = torch.arange(one.k.size(1))
-        return every, every
-    if one.k.size(1) == one.q.size(1) and other.k.size(1) == other.q.size(1):
-        return rows
-    used_a, used_b = (torch.where(seen.any(0).any(0))[0] for seen in (seen_a, seen_b))
-    costs = [
-        distances(x[:, used_a].transpose(0, 1).flatten(1), y[turn][:, used_b].transpose(0, 1).flatten(1))
-        for x, y in ((one.k, other.k), (one.v, other.v))
-    ]
-    views_a, views_b = (seen[:, :, used].any(0).mT.double() for seen, used in ((seen_a, used_a), (seen_b, used_b)))
-    costs.append(distances(views_a, views_b))  # keys of the same values may belong to other sequences
+def _keys(one: Heads, other: Heads) -> Rows:
+    """The keys that are of the same token: those with the nearest values that the same queries see."""
+    seen = one.weights > _SEEN, other.weights > _SEEN
+    used = [torch.where(each.any(0).any(0))[0] for each in seen]
+    views = [each[:, :, own].any(0).mT.double() for each, own in zip(seen, used, strict=True)]
+    costs = [distances(*views)]  # keys of the same values may belong to other sequences
+    for both in ((one.k, other.k), (one.v, other.v)):
+        x, y = (each[:, own].transpose(0, 1).flatten(1) for each, own in zip(both, used, strict=True))
+        costs.append(distances(x, y))
     ia, ib = same_tokens(costs)
-    return used_a[torch.from_numpy(ia)], used_b[torch.from_numpy(ib)]
+    return used[0][torch.from_numpy(ia)], used[1][torch.from_numpy(ib)]
 
 
 def _permutation(x: torch.Tensor, y: torch.Tensor, limit: float, *, scaled: bool = False) -> torch.Tensor | None:
@@ -195,18 +191,15 @@ def _permutation(x: torch.Tensor, y: torch.Tensor, limit: float, *, scaled: bool
     return turn if bool((best <= limit).all()) else None
 
 
-def _operands(
-    one: Heads, other: Heads, turn: torch.Tensor, queries: Rows, keys: Rows, limit: float
-) -> dict[str, float]:
+def _operands(one: Heads, other: Heads, limit: float) -> dict[str, float]:
     """The errors of q, k and v as far as they differ; of `"heads"` if only their order does.
 
     Neither q nor k differs if the scores do not, as where a program rotates other elements of a head.
     """
-    ka, kb = keys
-    pairs = {"q": queries, "k": (one.k[:, ka], other.k[:, kb]), "v": (one.v[:, ka], other.v[:, kb])}
-    errors = {name: row_error(x, _scaled(y[turn], x, name)) for name, (x, y) in pairs.items()}
+    pairs = {"q": (one.q, other.q), "k": (one.k, other.k), "v": (one.v, other.v)}
+    errors = {name: row_error(x, _scaled(y, x, name)) for name, (x, y) in pairs.items()}
     if min(errors["q"], errors["k"]) > limit:
-        scores, others = pairs["q"][0] @ pairs["k"][0].mT, pairs["q"][1][turn] @ pairs["k"][1][turn].mT
+        scores, others = one.q @ one.k.mT, other.q @ other.k.mT
         if row_error(scores, _scaled(others, scores, "q")) <= limit:
             errors = {"v": errors["v"]}
     errors = {name: error for name, error in errors.items() if error > limit}
@@ -227,35 +220,24 @@ def _factor(x: torch.Tensor, y: torch.Tensor, limit: float = 0.0) -> float:
 
 
 def _arguments(
-    one: Heads,
-    other: Heads,
-    turn: torch.Tensor,
-    rows: Rows,
-    keys: Rows,
-    limit: float,
-    eps: float,
-    changed: tuple[str, ...],
+    one: Heads, other: Heads, keys: Rows, limit: float, eps: float, changed: tuple[str, ...]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The arguments that differ: what logarithms of the weights are beside the products of queries and keys."""
-    dropped = [each.dropout(queries) for each, queries in zip((one, other), rows, strict=True)]
-    if dropped[0] != dropped[1]:
-        yield "dropout_p", dropped[0], dropped[1]
+    if one.dropout != other.dropout:
+        yield "dropout_p", one.dropout, other.dropout
         return
     if changed == ("heads",):
         return
-    (ta, tb), (ka, kb) = rows, keys
-    a, b = one.weights[:, ta], other.weights[turn][:, tb]
-    own, theirs = a > _SEEN, b > _SEEN
-    rest = own.sum(-1) - own[:, :, ka].sum(-1) + theirs.sum(-1) - theirs[:, :, kb].sum(-1)
-    apart = (own[:, :, ka] != theirs[:, :, kb]) & (torch.maximum(a[:, :, ka], b[:, :, kb]) > _MATTERS)
-    unmasked = torch.minimum(_unmasked(one, ta, ka), _unmasked(other, tb, kb)[turn])
-    apart &= unmasked > _MATTERS  # others are too small to be seen
-    hidden = apart.any(-1) | (rest > 0)
-    masked = bool((hidden & own.any(-1) & theirs.any(-1)).any())
-    if not {"q", "k"} & {*changed} and ka.numel():
-        a, b, seen = a[:, :, ka], b[:, :, kb], own[:, :, ka] & theirs[:, :, kb]
-        mine = _centred(one.q[:, ta] @ one.k[:, ka].mT, seen)
-        other_products = _centred(other.q[turn][:, tb] @ other.k[turn][:, kb].mT, seen)
+    own, theirs = (each.weights > _SEEN for each in (one, other))
+    one, other = one.only(keys=keys[0]), other.only(keys=keys[1])
+    a, b = one.weights, other.weights
+    rest = own.sum(-1) - (a > _SEEN).sum(-1) + theirs.sum(-1) - (b > _SEEN).sum(-1)
+    apart = ((a > _SEEN) != (b > _SEEN)) & (torch.maximum(a, b) > _MATTERS)
+    apart &= torch.minimum(_unmasked(one), _unmasked(other)) > _MATTERS  # others are too small to be seen
+    masked = bool(((apart.any(-1) | (rest > 0)) & own.any(-1) & theirs.any(-1)).any())
+    if not {"q", "k"} & {*changed} and a.numel():
+        seen = (a > _SEEN) & (b > _SEEN)
+        mine, other_products = (_centred(each.q @ each.k.mT, seen) for each in (one, other))
         before = _factor(mine, other_products, limit)
         other_products = other_products / before
         scale = one.scale or (other.scale or 0.0) * before or _factor(mine, _centred(a.log(), seen))
@@ -264,8 +246,7 @@ def _arguments(
         products = mine if other.scale and not one.scale else other_products
         more = float((logs * products).sum()) / float(products.square().sum().clamp_min(1e-300))
         if float(logs.abs().max()) > least and float((logs - more * products).abs().max()) <= least:
-            values = (scale - more, scale) if products is mine else (scale, scale + more)
-            yield "scale", values[0], values[1]
+            yield ("scale", scale - more, scale) if products is mine else ("scale", scale, scale + more)
         else:
             masked = masked or float(logs.abs().max()) > least
     if masked:
@@ -274,11 +255,10 @@ def _arguments(
         yield ("attn_mask", None, None) if given or causal[0] == causal[1] else ("is_causal", causal[0], causal[1])
 
 
-def _unmasked(heads: Heads, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _unmasked(heads: Heads) -> torch.Tensor:
     """The weights that keys would have beside those that are seen, if no mask hid them, `[h, t, s]`."""
-    weights, products = heads.weights[:, queries][:, :, keys], heads.q[:, queries] @ heads.k[:, keys].mT
-    seen = weights > _SEEN
-    scores = products * (heads.scale or _factor(_centred(products, seen), _centred(weights.log(), seen)))
+    seen, products = heads.weights > _SEEN, heads.q @ heads.k.mT
+    scores = products * (heads.scale or _factor(_centred(products, seen), _centred(heads.weights.log(), seen)))
     return (scores - scores.where(seen, -torch.inf).logsumexp(-1, keepdim=True)).exp()
 
 
