@@ -11,7 +11,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -243,31 +242,21 @@ def _pair_attentions(joining: Joining, links: JoinedCalls, in_a: range, in_b: ra
 
 
 def _pair_between(joining: Joining, links: JoinedCalls, in_a: range, in_b: range) -> None:
+    """Join the other calls between two pairs by their signatures, in their order."""
     for signature in (_gemm_signature, _output_signature):
-        # Another rank may have this call of A, too.
-        done = {number for number in in_a if any(b in in_b for b, _ in links.of_a.get(number, ()))}
-        left_a = [
-            number
-            for number in in_a
-            if number not in done and _may_be_neighbour(joining.a, number, ("a", number) in links.reasons)
-        ]
-        done = {b for number in in_a for b, _ in links.of_a.get(number, ())}
-        left_b = [
-            number
-            for number in in_b
-            if number not in done and _may_be_neighbour(joining.b, number, ("b", number) in links.reasons)
-        ]
-        of_a = {number: signature(joining.a.calls[number].record) for number in left_a}
-        of_b = {number: signature(joining.b.calls[number].record) for number in left_b}
-        # Where one product more of this signature stands there, it is not known which of them belongs to which.
-        counts_a, counts_b = Counter(of_a.values()), Counter(of_b.values())
-        of_a = {number: each for number, each in of_a.items() if counts_a[each] == counts_b[each]}
-        of_b = {number: each for number, each in of_b.items() if counts_a[each] == counts_b[each]}
-        chosen_a, chosen_b = [*of_a], [*of_b]
-        matcher = SequenceMatcher(None, [*of_a.values()], [*of_b.values()], autojunk=False)
-        for i, j, size in matcher.get_matching_blocks():
-            for turn in range(size):
-                links.add(chosen_a[i + turn], chosen_b[j + turn], None)
+        done_b = {b for a in in_a for b, _ in links.of_a.get(a, ())}
+        done_a = {a for a in in_a if any(b in in_b for b, _ in links.of_a.get(a, ()))}  # another rank may have it, too
+        left: list[dict[Any, list[int]]] = []
+        for name, side, numbers, done in (("a", joining.a, in_a, done_a), ("b", joining.b, in_b, done_b)):
+            left.append(defaultdict(list))
+            for number in numbers:
+                if number not in done and _may_be_neighbour(side, number, (name, number) in links.reasons):
+                    left[-1][signature(side.calls[number].record)].append(number)
+        for own, of_a in left[0].items():
+            of_b = left[1].get(own, [])
+            if len(of_a) == len(of_b):  # where one more stands there, it is not known which belong to each other
+                for a, b in zip(of_a, of_b, strict=True):
+                    links.add(a, b, None)
 
 
 def _add_shards(joining: Joining, links: JoinedCalls, gaps: list[tuple[range, range]]) -> None:
