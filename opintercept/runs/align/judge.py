@@ -18,6 +18,7 @@ import torch
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
+from opintercept._core.tensors import TensorMeta
 from opintercept._values import rounding
 from opintercept.runs.align import attention
 from opintercept.runs.align.alignment import CAUSES, Aligned
@@ -45,6 +46,7 @@ _FROM_BEFORE = ("lhs", "q", "k", "v")  # what a pair before may explain
 _NEAR = 16  # calls between an attention and products of the same tokens
 _ROLES = {"q": "lhs", "k": "rhs", "v": "value"}
 _TINY = torch.finfo(torch.float64).tiny
+Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 def compared(joining: Joining, links: JoinedCalls) -> list[Aligned]:
@@ -65,9 +67,7 @@ class _RowErrors:
     step: torch.Tensor  # the step of quantised rows, in units of A's rows; 0 if they are not
 
     @classmethod
-    def of(
-        cls, a: torch.Tensor, b: torch.Tensor, dtypes: tuple[str, str], low: torch.Tensor | float, coded: bool
-    ) -> _RowErrors:
+    def of(cls, a: torch.Tensor, b: torch.Tensor, dtypes: Dtypes, low: torch.Tensor | float, coded: bool) -> _RowErrors:
         """Compare rows, `float64[n, k]` each, of which `low` is the part that was added to one side.
 
         They are compared up to a factor if one side's are `coded`: whole numbers, which the program scales afterwards.
@@ -104,11 +104,11 @@ class _RowErrors:
         return cls(scale, difference.norm(dim=1) / square.sqrt(), changed, step)
 
 
-def _held_in(rows: torch.Tensor, dtype: str) -> str:
+def _held_in(rows: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     """The coarsest dtype that has all values, as of a router whose weight a bfloat16 model widens; else their own."""
     for each in (torch.bfloat16, torch.float16):
         if 0 < _eps(dtype) < torch.finfo(each).eps and bool((rows.to(each).double() == rows).all()):
-            return str(each).removeprefix("torch.")
+            return each
     return dtype
 
 
@@ -150,7 +150,7 @@ class _Comparing:
         if program is None:
             return
         products = {number: links for number, links in self._links.of_a.items() if any(m is not None for _, m in links)}
-        dtypes = Counter((_made_in(self._a.calls[a]), _made_in(self._b.calls[b[0][0]])) for a, b in products.items())
+        dtypes = Counter(self._dtypes(number, "output") for number in products)
         usual = dtypes.most_common(1)[0][0] if dtypes else ()
         self._replay = ProgramReplay(program, spill, max((torch.float32, *usual), key=rounding.unit))
         try:
@@ -166,10 +166,7 @@ class _Comparing:
         """Compare what is joined, in the order of A."""
         noise, coarse, caused, blamed = 0.0, 0.0, False, set[int]()
         scores = {*self._a.attentions.values()}
-        dtypes = {
-            number: (_dtype_of(self._a.calls[number]), _dtype_of(self._b.calls[links[0][0]]))
-            for number, links in self._links.of_a.items()
-        }
+        dtypes = {number: self._dtypes(number, "lhs") for number in self._links.of_a}
         usual = max(map(_eps, Counter(dtypes.values()).most_common(1)[0][0])) if dtypes else 0.0
         for number in sorted(self._links.of_a):
             eps = max(map(_eps, dtypes[number]))
@@ -177,7 +174,8 @@ class _Comparing:
             pair = self._known.get(number) or self._pair(number, limit)
             least = _GROWTH * noise + _ROUNDINGS / 2 * usual
             if len({*dtypes[number]}) == 2 and eps > usual and (pair.output or 0.0) > least:
-                pair = replace(pair, changed=("dtype",), arguments=(("dtype", *dtypes[number]),))
+                one, other = (str(dtype).removeprefix("torch.") for dtype in dtypes[number])
+                pair = replace(pair, changed=("dtype",), arguments=(("dtype", one, other),))
             target, own = self._accuser(number, caused)
             own = own and id(target) not in blamed
             error = min(pair.weight or 0.0, math.inf if pair.output is None else pair.output)
@@ -196,6 +194,10 @@ class _Comparing:
                 noise, coarse = max(noise, pair.output or 0.0, pair.lhs or 0.0), max(coarse, pair.weight or 0.0)
             caused = caused or pair.kind in CAUSES
             yield pair
+
+    def _dtypes(self, number: int, role: str) -> Dtypes:
+        """The dtypes of an operand or output in A, and in the first call of B."""
+        return _dtype_of(self._a.calls[number], role), _dtype_of(self._b.calls[self._links.of_a[number][0][0]], role)
 
     def _accuser(self, number: int, caused: bool) -> tuple[Target | None, bool | None]:
         """The product whose operand accuses this call, and whether the call may be a cause; None if nobody knows."""
@@ -301,7 +303,7 @@ class _Comparing:
                 one, other = self._heads("a", number, count), self._heads("b", b, count)
                 if one.q.shape[::2] != other.q.shape[::2] or one.v.size(2) != other.v.size(2):
                     raise OpInterceptError("the attentions have heads of other sizes")
-                eps = max(_eps(_dtype_of(each)) for each in (self._a.calls[number], self._b.calls[b]))
+                eps = max(_eps(_dtype_of(call, "lhs")) for call in (self._a.calls[number], self._b.calls[b]))
                 found.append(attention.differing(one, other, self._queries(number, b, one, other), limit, eps))
                 roundings.append([self._rounding("a", number - turn) if one.rounding is None else one.rounding])
                 roundings[-1].append(self._rounding("b", b - turn) if other.rounding is None else other.rounding)
@@ -408,12 +410,12 @@ class _Comparing:
         hashes = [found.hash if (found := call.values.get("rhs")) is not None else None for call in calls]
         key = number, hashes[0], hashes[1]
         if key not in self._rows:
-            dtypes = tuple(call.record.rhs.dtype if call.record.rhs is not None else "float32" for call in calls)
+            dtypes = _dtype_of(calls[0], "rhs"), _dtype_of(calls[1], "rhs")
             whole_a, whole_b = self._factors("a", a).w, self._factors("b", b).w
             one, other = self._joining.both(number, whole_a, whole_b)
             term = self._joining.terms.get(number)
             low = one.abs().amax(1, keepdim=True) if term is not None else 0.0
-            self._rows[key] = _RowErrors.of(one, other, (dtypes[0], dtypes[1]), low, _coded(whole_a) != _coded(whole_b))
+            self._rows[key] = _RowErrors.of(one, other, dtypes, low, _coded(whole_a) != _coded(whole_b))
         return self._rows[key]
 
     def _compare(self, pair: Aligned, number: int, matched: list[tuple[int, int]]) -> Aligned:
@@ -525,7 +527,7 @@ class _Comparing:
             match = self._joining.matches[match_number]
             x, y = a.biases()[:, match.rows_a], factors.biases()[:, match.rows_b]
             if len(x) == len(y):
-                eps = max(_eps_of(a.bias), _eps_of(factors.bias))
+                eps = max(_eps(each.bias.dtype) for each in (a, factors) if each.bias is not None)
                 if bool(((y - x).abs() > eps * torch.maximum(x.abs(), x.square().mean().sqrt())).any()):
                     return True
         return False
@@ -636,27 +638,15 @@ def _elements(factors: Factors, part: tuple[int, int], order: Array | None) -> t
     return x if order is None else x[:, order]
 
 
-def _eps(dtype: str) -> float:
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        return 0.0
-    return torch.finfo(found).eps if found.is_floating_point else 2.0**-7 if found.itemsize == 1 else 0.0
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 2.0**-7 if dtype.itemsize == 1 else 0.0
 
 
-def _eps_of(tensor: torch.Tensor | None) -> float:
-    return 0.0 if tensor is None else _eps(str(tensor.dtype).removeprefix("torch."))
-
-
-def _made_in(call: StoredCall) -> torch.dtype:
-    """The dtype of the output of a product."""
-    output = call.record.output
-    found = getattr(torch, output.dtype, None) if output is not None and not isinstance(output, tuple) else None
+def _dtype_of(call: StoredCall, role: str) -> torch.dtype:
+    """The dtype of an operand or output of a call; float32 if it is not known."""
+    meta = getattr(call.record, role)
+    found = getattr(torch, meta.dtype, None) if isinstance(meta, TensorMeta) else None
     return found if isinstance(found, torch.dtype) else torch.float32
-
-
-def _dtype_of(call: StoredCall) -> str:
-    """The dtype of the left operand of a call."""
-    return call.record.lhs.dtype if call.record.lhs is not None else "float32"
 
 
 def _coded(w: torch.Tensor) -> bool:
@@ -665,9 +655,9 @@ def _coded(w: torch.Tensor) -> bool:
     return float((rows == rows.round()).all(1).double().mean()) > 0.5 if w.is_floating_point() else True
 
 
-def _smallest(dtypes: tuple[str, str]) -> float:
+def _smallest(dtypes: Dtypes) -> float:
     """The largest error of a number that is too small for one of these dtypes."""
-    found = [torch.finfo(getattr(torch, dtype)) for dtype in dtypes if _eps(dtype) and dtype != "int8"]
+    found = [torch.finfo(dtype) for dtype in dtypes if dtype.is_floating_point]
     return max((each.tiny * each.eps for each in found), default=0.0)
 
 
