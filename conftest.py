@@ -37,19 +37,12 @@ def _run_python(example: Example) -> str | None:
 
 
 def _run_pytest(code: str) -> str:
-    import subprocess
-    import sys
-
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
         test = Path(folder, "test_readme_block.py")
         test.write_text("import torch\n" + code)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout
+        plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:asyncio", "--import-mode=importlib")
+        status = pytest.main(["-q", *plain, "--rootdir", folder, "-c", os.devnull, str(test)])
+    assert status == 0, out.getvalue()
     return ""
 
 
