@@ -54,16 +54,16 @@ def belongs(name: str, overload: Callable[[], Any], family: str) -> bool:
 
     Args:
         name: Its name, `"aten::native_layer_norm"`.
-        overload: Returns the overload itself. It is called only where its name does not decide.
+        overload: Returns the overload itself, or None if torch has none. It is called only where its name does not
+            decide.
         family: One of `FAMILIES`.
     """
     packet = name.partition(".")[0].partition("::")[2]
     if packet.startswith(_PREFIXES.get(family, ())) or _base(packet) in _words(family):
         return True
-    if family == "view":
-        return is_view(overload())
     tags = _TAGS.get(family, ())
-    return bool(tags) and not set(tags).isdisjoint(overload().tags)
+    found = overload() if tags or family == "view" else None
+    return found is not None and (is_view(found) if family == "view" else not set(tags).isdisjoint(found.tags))
 
 
 @lru_cache(maxsize=4096)

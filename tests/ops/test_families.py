@@ -13,7 +13,7 @@ from torch import nn
 
 from opintercept import intercept
 from opintercept._engines import foreign, kernels
-from opintercept._ops.families import FAMILIES, is_checked
+from opintercept._ops.families import FAMILIES, belongs, is_checked
 
 
 def program() -> None:
@@ -99,6 +99,7 @@ def test_every_family_has_operators(family: str) -> None:
     keys = intercept(ops=family).watcher.keys
     assert keys is not None
     assert len(keys) > 5
+    assert not belongs("aten::of_a_later_torch", lambda: None, family)
 
 
 def test_only_operators_that_check_their_arguments_may_be_called_with_those_of_anyone() -> None:
