@@ -472,6 +472,7 @@ class NonFinite(Copyable, Shown):
             pending, self._pending = self._pending, deque()
         with unwatched():
             self._lots.send()
+        findings = []  # judged first, since an action may raise
         try:
             while pending:
                 record, names, found, spans, written = pending.popleft()
@@ -480,11 +481,12 @@ class NonFinite(Copyable, Shown):
                     with self._lock:
                         finding = self._judge(record, output, dict(zip(names, rest, strict=True)), found, written)
                     if finding is not None:
-                        self._tell(finding, None)
-        except KeyboardInterrupt:
+                        findings.append(finding)
+        finally:
             with self._lock:
-                self._pending.extendleft(reversed(pending))
-            raise
+                self._pending.extendleft(reversed(pending))  # an interrupt has left them
+        for finding in findings:
+            self._tell(finding, None)
 
     def exit(self) -> None:
         """Look at the checks that are left."""

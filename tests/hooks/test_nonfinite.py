@@ -111,10 +111,12 @@ def test_deferred_checks_find_the_same(every: int) -> None:
     assert tuple(first.operands["rhs"]) == pytest.approx((3e38, 3e38))
 
 
-def test_a_deferred_check_raises_when_the_block_ends() -> None:
-    with pytest.raises(NonFiniteError, match="in module '2'"):
-        with intercept(hooks.NonFinite(check_every=1000)):
+def test_a_deferred_check_raises_when_the_block_ends_and_finds_all() -> None:
+    with pytest.raises(NonFiniteError, match="aten::addmm in module '2'"):
+        with intercept(nonfinite := hooks.NonFinite(check_every=1000, inf=True)):
             three_layers(broken=2)(torch.ones(2, 4))
+            torch.bmm(torch.full((1, 1, 1), 3e38), torch.full((1, 1, 1), 2.0))
+    assert [finding.record.op for finding in nonfinite.findings] == ["aten::addmm", "aten::bmm"]
 
 
 def test_the_programs_own_exception_is_not_replaced_by_a_late_finding() -> None:
