@@ -162,12 +162,7 @@ class Interceptor:
 
     __exit__ = exits.Exit(lambda self: innermost(self.watcher, pauses=False).entry)
 
-    def __call__(
-        self,
-        function: Callable[P, R] | None = None,
-        *more: Never,
-        **keywords: Never,
-    ) -> Callable[P, R]:
+    def __call__(self, function: Callable[P, R] | None = None, *more: Never, **keywords: Never) -> Callable[P, R]:
         """Intercept a function, method, generator, async function or async generator while its body runs.
 
         Raises:

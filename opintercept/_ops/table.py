@@ -444,18 +444,9 @@ def functions() -> dict[Callable[..., Any], Op]:
     for method in _SPELLINGS:
         put(getattr(torch.Tensor, method), f"torch.Tensor.{method}", matmul)
     for method in _REFLECTED:
-        put(
-            getattr(torch.Tensor, method),
-            f"torch.Tensor.{method}",
-            matmul,
-            {"lhs": (1, "other"), "rhs": (0, "self")},
-        )
+        put(getattr(torch.Tensor, method), f"torch.Tensor.{method}", matmul, {"lhs": (1, "other"), "rhs": (0, "self")})
     attention = Op("", "attention", "composite", True, {"lhs": (0, "query"), "rhs": (1, "key")})
-    put(
-        torch.nn.functional.multi_head_attention_forward,
-        "torch.nn.functional.multi_head_attention_forward",
-        attention,
-    )
+    put(torch.nn.functional.multi_head_attention_forward, "torch.nn.functional.multi_head_attention_forward", attention)
     return found
 
 

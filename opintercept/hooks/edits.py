@@ -249,12 +249,7 @@ class Noise(_Edit):
     """
 
     def __init__(
-        self,
-        std: float,
-        *,
-        of: str | Iterable[str] = "output",
-        relative: bool = False,
-        seed: int = 0,
+        self, std: float, *, of: str | Iterable[str] = "output", relative: bool = False, seed: int = 0
     ) -> None:
         super().__init__(of)
         if not isinstance(std, (int, float)) or isinstance(std, bool) or not 0 < std < math.inf:

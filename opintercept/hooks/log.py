@@ -77,11 +77,5 @@ class Log(Held):
             shown = f" | sample {' '.join(f'{value:.3g}' for value in read)}"
         record = call.record()
         self.logger.log(
-            self.level,
-            "%d %s %s%s",
-            call.index,
-            call.phase,
-            record,
-            shown,
-            extra={"call": record, "values": read},
+            self.level, "%d %s %s%s", call.index, call.phase, record, shown, extra={"call": record, "values": read}
         )

@@ -15,11 +15,7 @@ from opintercept import CallRecord, hooks, intercept, runs
 
 # A line for a copy of the package, before which line it goes, and the value of the field for PROGRAM's call.
 NEW_FIELDS = {
-    "arity": (
-        "    arity: int | None = field(metadata=shared(lambda call: len(call.args)))",
-        "    opaque: bool = ",
-        2,
-    ),
+    "arity": ("    arity: int | None = field(metadata=shared(lambda call: len(call.args)))", "    opaque: bool = ", 2),
     "aliases": (
         '    aliases: tuple[str, ...] | None = field(metadata=noted("call_site.aliases"))',
         "    elapsed: float | None = ",

@@ -471,11 +471,7 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
         transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.4),
         "h.*.attn",
     ),
-    "llama": (
-        transformers.LlamaModel,
-        transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
-        "layers.*.self_attn",
-    ),
+    "llama": (transformers.LlamaModel, transformers.LlamaConfig(**TEXT, num_key_value_heads=2), "layers.*.self_attn"),
     "bert": (transformers.BertModel, transformers.BertConfig(**TEXT), "*.self"),
     "vit": (transformers.ViTModel, transformers.ViTConfig(**SMALL, image_size=16, patch_size=4), "*.attention*"),
 }

@@ -138,10 +138,7 @@ INTERRUPTED: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Any]]] = {
         lambda _: hooks.when(hooks.Recorder(), module="m[2-7]", every_calls=3),
         lambda filtered: check_records(filtered.hook.records),
     ),
-    "Log": (
-        lambda _: hooks.Log(logger_with(logging.handlers.BufferingHandler(10**6)), values="stats"),
-        check_logged,
-    ),
+    "Log": (lambda _: hooks.Log(logger_with(logging.handlers.BufferingHandler(10**6)), values="stats"), check_logged),
     "Print": (lambda _: hooks.Print(io.StringIO()), check_printed),
     "Scalars": (lambda _: hooks.Scalars(Run(), of=ROLES, values=["mean", "absmax"]), lambda scalars: None),
     "Capture": (lambda _: hooks.Capture(ROLES, **BUDGET), check_captured),

@@ -356,10 +356,7 @@ def test_flops_of_attention_on_the_cpu() -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         forward = counted(attend)
     backward = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention_backward](query, query, key, value)
-    assert calls_of(lambda: attend().sum().backward()) == [
-        (name, None, forward),
-        (f"{name}_backward", None, backward),
-    ]
+    assert calls_of(lambda: attend().sum().backward()) == [(name, None, forward), (f"{name}_backward", None, backward)]
     assert calls_of(attend, "function") == [("torch.nn.functional.scaled_dot_product_attention", None, forward)]
 
 
@@ -670,11 +667,7 @@ def test_flops_of_a_packed_weight_follow_from_the_output() -> None:
     assert seen == [("quantized::linear_dynamic", 2 * 12 * 4 * n) for n in (3, 5)]
 
 
-@given(
-    st.lists(st.sampled_from([0, 1, 2, 3]), max_size=4),
-    st.lists(st.booleans(), max_size=4),
-    st.integers(0, 4),
-)
+@given(st.lists(st.sampled_from([0, 1, 2, 3]), max_size=4), st.lists(st.booleans(), max_size=4), st.integers(0, 4))
 def test_shapes_are_broadcast_as_torch_does(shape: list[int], ones: list[bool], dims: int) -> None:
     other = [1 if one else size for size, one in zip(shape, [*ones, *[False] * 4], strict=False)][len(shape) - dims :]
     assert broadcast(shape, other) == broadcast(other, shape) == torch.broadcast_shapes(shape, other)

@@ -144,10 +144,7 @@ def test_memory_stays_flat_over_ten_thousand_training_steps() -> None:
     [
         ({"module": "blocks.1", "op": "mm", "phase": "forward"}, ["blocks.1", "blocks.1"]),
         ({"module": "*.up", "phase": "forward"}, ["blocks.0.up", "blocks.1.up"]),
-        (
-            {"module": re.compile(r"head|.*\.down"), "phase": "forward"},
-            ["blocks.0.down", "blocks.1.down", "head"],
-        ),
+        ({"module": re.compile(r"head|.*\.down"), "phase": "forward"}, ["blocks.0.down", "blocks.1.down", "head"]),
         ({"module": str.isalpha, "predicate": lambda call: call.output.shape == (5, 3)}, ["head"]),
     ],
     ids=["name", "glob", "pattern", "function and predicate"],

@@ -203,10 +203,7 @@ BACKWARD = r"\n  2 backward aten::mm bfloat16\[2, 2\] @ bfloat16\[2, 2\] -> bflo
             rf"expected other shapes in 2 of 3 matmul calls:\n  1 .*, expected \[2, 2\]{BACKWARD}, expected \[2\] @ "
             r"\[2, 2\]",
         ),
-        (
-            {"shapes": [((2, 2), (2, 2))]},
-            r"expected 1 matmul call, one for each pair of shapes, got 3",
-        ),
+        ({"shapes": [((2, 2), (2, 2))]}, r"expected 1 matmul call, one for each pair of shapes, got 3"),
         (
             {"predicate": lambda call: call.phase == "forward"},
             rf"expected every matmul call to satisfy <lambda>, but 1 of 3 does not:{BACKWARD}",

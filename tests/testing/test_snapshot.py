@@ -141,8 +141,7 @@ def test_a_corrupt_snapshot_is_explained(
     text = snapshots(test="t").mismatch([record()], None)
     assert text is not None
     assert re.search(
-        rf"^cannot read the snapshot .*t\.json: {problem}.*; fix it, or write it again with --opintercept-update$",
-        text,
+        rf"^cannot read the snapshot .*t\.json: {problem}.*; fix it, or write it again with --opintercept-update$", text
     )
     assert snapshots(update=True, test="t").mismatch([record()], None) is None
     assert snapshots(test="t").mismatch([record()], None) is None

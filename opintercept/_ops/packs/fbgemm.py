@@ -40,9 +40,7 @@ _offer(
 )
 _offer("f4f4bf16", _QUANTISED, gemm=lambda XQ, WQ, **_: batched(XQ, WQ, packed=2))  # two values in a byte
 _offer(
-    "bf16i4bf16_rowwise bf16i4bf16_shuffled",
-    "lhs:X rhs:W scale:w_scale_group",
-    gemm=lambda X, W, **_: batched(X, W),
+    "bf16i4bf16_rowwise bf16i4bf16_shuffled", "lhs:X rhs:W scale:w_scale_group", gemm=lambda X, W, **_: batched(X, W)
 )
 _offer(
     "bf16i4bf16_rowwise_batched bf16i4bf16_shuffled_batched",

@@ -48,10 +48,7 @@ for _names, _flops in (
         " flashinfer.grouped_mm:grouped_mm_mxfp8",
         _in_groups(),
     ),
-    (
-        "flashinfer.gemm:group_gemm_nvfp4_nt_groupwise flashinfer.grouped_mm:grouped_mm_fp4",
-        _in_groups(packed=2),
-    ),
+    ("flashinfer.gemm:group_gemm_nvfp4_nt_groupwise flashinfer.grouped_mm:grouped_mm_fp4", _in_groups(packed=2)),
     ("flashinfer.gemm:batch_deepgemm_fp8_nt_groupwise", unknown),
 ):
     offer_ops(
