@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -166,8 +166,10 @@ def _add(
         ROWS.declare(name, Op(name, family, kind, opaque, roles, gemm, flops))
 
 
-_add("mm", "lhs:input rhs:mat2", gemm=shapes.matmul)
-_add("bmm", "lhs:input rhs:mat2", gemm=shapes.matmul)
+_low_precision, _sparse, _fused = (partial(_add, family=name) for name in ("low precision", "sparse", "fused"))
+_attention = partial(_add, family="attention", opaque=True)
+
+_add("mm bmm", "lhs:input rhs:mat2", gemm=shapes.matmul)
 _add("addmm addmm_ _addmm_activation", "bias:input lhs:mat1 rhs:mat2", gemm=shapes.matmul)
 _add("baddbmm baddbmm_ addbmm addbmm_", "bias:input lhs:batch1 rhs:batch2", gemm=shapes.matmul)
 _add("mv", "lhs:input rhs:vec", gemm=shapes.matmul)
@@ -199,39 +201,27 @@ _add("bilinear", "lhs:input1 _ rhs:weight bias:bias", kind="composite", opaque=T
 _add("_trilinear", "lhs:i1 rhs:i2", kind="seen", opaque=True)
 _add("cdist", "lhs:x1 rhs:x2", kind="composite", opaque=True)
 _add("_euclidean_dist", "lhs:x1 rhs:x2", kind="seen", opaque=True)
-_add("matrix_exp", "lhs:input", kind="composite", opaque=True)
-_add("linalg_matrix_exp", "lhs:input", kind="seen", opaque=True)
-_add("pinverse", "lhs:input", kind="composite", opaque=True)
-_add("linalg_pinv", "lhs:input", kind="seen", opaque=True)
-_add("cov corrcoef", "lhs:input", kind="composite", opaque=True)
+_add("matrix_exp pinverse cov corrcoef", "lhs:input", kind="composite", opaque=True)
+_add("linalg_matrix_exp linalg_pinv", "lhs:input", kind="seen", opaque=True)
 _add("linear_backward", "lhs:self _ rhs:weight", kind="seen", opaque=True)
 _add("matmul_backward", "_ lhs:self rhs:other", kind="seen", opaque=True)
-_add("_int_mm", "lhs:input rhs:mat2", family="low precision", gemm=shapes.matmul)
-_add("_scaled_mm", "lhs:input rhs:mat2 _ _ bias:bias", family="low precision", gemm=shapes.matmul)
-_add("_scaled_mm_v2", "lhs:input rhs:mat2", family="low precision", gemm=shapes.matmul)
-_add("_scaled_addmm _scaled_addmm_", "bias:input lhs:mat1 rhs:mat2", family="low precision", gemm=shapes.matmul)
-_add(
-    "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2",
-    "lhs:input rhs:mat2",
-    family="low precision",
-    flops=shapes.grouped,
+_low_precision("_int_mm _scaled_mm_v2", "lhs:input rhs:mat2", gemm=shapes.matmul)
+_low_precision("_scaled_mm", "lhs:input rhs:mat2 _ _ bias:bias", gemm=shapes.matmul)
+_low_precision("_scaled_addmm _scaled_addmm_", "bias:input lhs:mat1 rhs:mat2", gemm=shapes.matmul)
+_low_precision("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2", "lhs:input rhs:mat2", flops=shapes.grouped)
+_low_precision("_weight_int8pack_mm", "lhs:input rhs:mat2", gemm=shapes.linear)
+_low_precision(
+    "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros", "lhs:input rhs:mat2"
 )
-_add("_weight_int8pack_mm", "lhs:input rhs:mat2", family="low precision", gemm=shapes.linear)
-_add(
-    "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros",
-    "lhs:input rhs:mat2",
-    family="low precision",
-)
-_add("_mixed_dtypes_linear", "lhs:input rhs:weight", family="low precision")
-_add("_dyn_quant_matmul_4bit", "lhs:inp rhs:packed_weights", family="low precision")
-_add(
+_low_precision("_mixed_dtypes_linear", "lhs:input rhs:weight")
+_low_precision("_dyn_quant_matmul_4bit", "lhs:inp rhs:packed_weights")
+_low_precision(
     "fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_fp16_weight"
     " fbgemm_linear_fp16_weight_fp32_activation _wrapped_quantized_linear_prepacked",
     "lhs:input",
-    family="low precision",
     kind="composite",
 )
-_add(
+_low_precision(
     "quantized::linear quantized::linear_dynamic quantized::linear_dynamic_fp16"
     " quantized::linear_dynamic_fp16_unpacked_weight quantized::linear_leaky_relu quantized::linear_relu"
     " quantized::linear_relu_dynamic quantized::linear_relu_dynamic_fp16 quantized::linear_tanh"
@@ -240,111 +230,84 @@ _add(
     " _quantized::linear_dynamic _quantized::wrapped_fbgemm_linear_fp16_weight"
     " _quantized::wrapped_quantized_linear _quantized::_wrapped_quantized_linear_prepacked",
     "lhs:X",
-    family="low precision",
 )
-_add("quantized::matmul", "lhs:qa rhs:qb", family="low precision", gemm=shapes.matmul)
-_add(
-    "sparse::qlinear sparse::qlinear_dynamic sparse::qlinear_relu sparse::qlinear_relu_dynamic",
-    "lhs:X",
-    family="low precision",
-)
-_add(
+_low_precision("quantized::matmul", "lhs:qa rhs:qb", gemm=shapes.matmul)
+_low_precision("sparse::qlinear sparse::qlinear_dynamic sparse::qlinear_relu sparse::qlinear_relu_dynamic", "lhs:X")
+_low_precision(
     "quantized::quantized_gru_cell_dynamic quantized::quantized_lstm_cell_dynamic"
     " quantized::quantized_rnn_relu_cell_dynamic quantized::quantized_rnn_tanh_cell_dynamic",
     "lhs:input",
-    family="low precision",
     opaque=True,
 )
-_add("onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16", "lhs:x", family="low precision")
-_add("onednn::qlinear_pointwise", "lhs:qx", family="low precision")
-_add("hspmm", "lhs:mat1 rhs:mat2", family="sparse", gemm=shapes.matmul)
-_add("_sparse_mm", "lhs:sparse rhs:dense", family="sparse", kind="composite", gemm=shapes.matmul)
-_add("smm", "lhs:input rhs:mat2", family="sparse", kind="composite", gemm=shapes.matmul)
-_add("_sparse_addmm sspaddmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=shapes.matmul)
-_add("sparse_sampled_addmm", "bias:input lhs:mat1 rhs:mat2", family="sparse", gemm=shapes.matmul)
-_add("_sparse_sparse_matmul _sparse_mm_reduce_impl", "lhs:input rhs:other", family="sparse", gemm=shapes.matmul)
-_add("_sparse_mm_reduce_impl_backward", "lhs:self rhs:grad_out", family="sparse", opaque=True)
-_add("_cslt_sparse_mm", "lhs:compressed_A rhs:dense_B bias:bias", family="sparse")
-_add("_sparse_semi_structured_linear", "lhs:input rhs:weight", family="sparse")
-_add("_sparse_semi_structured_mm", "lhs:mat1 _ rhs:mat2", family="sparse")
-_add("_sparse_semi_structured_addmm", "bias:input lhs:mat1 _ rhs:mat2", family="sparse")
-_add(
+_low_precision("onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16", "lhs:x")
+_low_precision("onednn::qlinear_pointwise", "lhs:qx")
+_sparse("hspmm", "lhs:mat1 rhs:mat2", gemm=shapes.matmul)
+_sparse("_sparse_mm", "lhs:sparse rhs:dense", kind="composite", gemm=shapes.matmul)
+_sparse("smm", "lhs:input rhs:mat2", kind="composite", gemm=shapes.matmul)
+_sparse("_sparse_addmm sspaddmm sparse_sampled_addmm", "bias:input lhs:mat1 rhs:mat2", gemm=shapes.matmul)
+_sparse("_sparse_sparse_matmul _sparse_mm_reduce_impl", "lhs:input rhs:other", gemm=shapes.matmul)
+_sparse("_sparse_mm_reduce_impl_backward", "lhs:self rhs:grad_out", opaque=True)
+_sparse("_cslt_sparse_mm", "lhs:compressed_A rhs:dense_B bias:bias")
+_sparse("_sparse_semi_structured_linear", "lhs:input rhs:weight")
+_sparse("_sparse_semi_structured_mm", "lhs:mat1 _ rhs:mat2")
+_sparse("_sparse_semi_structured_addmm", "bias:input lhs:mat1 _ rhs:mat2")
+_attention(
     "scaled_dot_product_attention _scaled_dot_product_attention_math",
     "lhs:query rhs:key value:value",
-    family="attention",
     kind="composite",
-    opaque=True,
     flops=shapes.attention(2),
 )
-_add(
+_attention(
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
     " _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps",
     "lhs:query rhs:key value:value",
-    family="attention",
-    opaque=True,
     flops=shapes.attention(2),
 )
-_add(
-    "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward",
-    "lhs:query rhs:key value:value",
-    family="attention",
-    opaque=True,
+_attention(
+    "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward", "lhs:query rhs:key value:value"
 )
-_add(
+_attention(
     "_flash_attention_forward_no_dropout_inplace _cudnn_attention_forward_no_dropout_inplace",
     "_ lhs:query rhs:key value:value",
-    family="attention",
-    opaque=True,
 )
-_add("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", family="attention", opaque=True, flops=shapes.attention(2))
-_add(
+_attention("_triton_scaled_dot_attention", "lhs:q rhs:k value:v", flops=shapes.attention(2))
+_attention(
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"
     " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
     " _scaled_dot_product_fused_attention_overrideable_backward",
     "_ lhs:query rhs:key value:value",
-    family="attention",
-    opaque=True,
     flops=shapes.attention(5),
 )
-_add(
+_attention(
     "_flash_attention_backward _efficient_attention_backward _cudnn_attention_backward",
     "_ lhs:query rhs:key value:value",
-    family="attention",
+)
+_fused("_native_multi_head_attention _triton_multi_head_attention", "lhs:query rhs:key", kind="seen", opaque=True)
+_fused("_transformer_encoder_layer_fwd", "lhs:src", kind="seen", opaque=True)
+_fused("mkldnn_rnn_layer", "lhs:input rhs:weight0", opaque=True, flops=shapes.lstm_layer)
+_fused("mkldnn_rnn_layer_backward", "lhs:input rhs:weight1", opaque=True, flops=shapes.lstm_layer_backward)
+_fused(
+    "_cudnn_rnn miopen_rnn _lstm_mps _cudnn_rnn_backward miopen_rnn_backward quantized_lstm quantized_gru",
+    "lhs:input",
     opaque=True,
 )
-_add(
-    "_native_multi_head_attention _triton_multi_head_attention",
-    "lhs:query rhs:key",
-    family="fused",
-    kind="seen",
-    opaque=True,
-)
-_add("_transformer_encoder_layer_fwd", "lhs:src", family="fused", kind="seen", opaque=True)
-_add("mkldnn_rnn_layer", "lhs:input rhs:weight0", family="fused", opaque=True, flops=shapes.lstm_layer)
-_add(
-    "mkldnn_rnn_layer_backward", "lhs:input rhs:weight1", family="fused", opaque=True, flops=shapes.lstm_layer_backward
-)
-_add("_cudnn_rnn miopen_rnn _lstm_mps", "lhs:input", family="fused", opaque=True)
-_add("_cudnn_rnn_backward miopen_rnn_backward", "lhs:input", family="fused", opaque=True)
-_add("lstm_mps_backward", "_ _ _ _ _ lhs:input", family="fused", opaque=True)
-_add("quantized_lstm quantized_gru", "lhs:input", family="fused", opaque=True)
-_add(
+_fused("lstm_mps_backward", "_ _ _ _ _ lhs:input", opaque=True)
+_fused(
     "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell quantized_lstm_cell"
     " quantized_gru_cell quantized_rnn_relu_cell quantized_rnn_tanh_cell",
     "lhs:input",
-    family="fused",
     kind="composite",
     opaque=True,
 )
-_add("prepacked::linear_clamp_run", "lhs:X", family="fused")
-_add("mkldnn_linear", "lhs:self rhs:weight bias:bias", family="fused", gemm=shapes.linear)
-_add("mkldnn_linear_backward", "lhs:self _ rhs:weight", family="fused", opaque=True)
-_add("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight", family="fused")
-_add("mkldnn_linear_backward_weights", "lhs:grad_output rhs:input", family="fused")
+_fused("prepacked::linear_clamp_run", "lhs:X")
+_fused("mkldnn_linear", "lhs:self rhs:weight bias:bias", gemm=shapes.linear)
+_fused("mkldnn_linear_backward", "lhs:self _ rhs:weight", opaque=True)
+_fused("mkldnn_linear_backward_input", "_ lhs:grad_output rhs:weight")
+_fused("mkldnn_linear_backward_weights", "lhs:grad_output rhs:input")
 # A packed weight has no shape of its own, so the first of these takes the original weight.
-_add("mkl::_mkl_linear", "lhs:X _ rhs:ORI_W bias:B", family="fused", gemm=shapes.linear)
-_add("mkldnn::_linear_pointwise", "lhs:X rhs:W bias:B", family="fused", gemm=shapes.linear)
+_fused("mkl::_mkl_linear", "lhs:X _ rhs:ORI_W bias:B", gemm=shapes.linear)
+_fused("mkldnn::_linear_pointwise", "lhs:X rhs:W bias:B", gemm=shapes.linear)
 # Operators that take Python functions. A dispatch mode gets them whole, the kernel engine the operators that they run.
 HIGHER_ORDER = frozenset(
     name
