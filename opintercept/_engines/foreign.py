@@ -24,7 +24,7 @@ from opintercept._engines.overloads import Overloads, forget_unloaded, is_compos
 from opintercept._ops import packs
 from opintercept._ops.op import bound, parameters_of
 from opintercept._ops.register import recheck
-from opintercept._ops.table import NOT_MATMUL, ROWS, exact, overloads
+from opintercept._ops.table import ROWS, exact, overloads
 
 # Private. Where a torch lacks them, operators of other libraries that are not loaded before the first block are not
 # found, or none of those that nobody has declared.
@@ -128,7 +128,7 @@ def unknown() -> Overloads:
 
 def _looks_like_one(name: str) -> bool:
     packet = name.partition(".")[0]
-    if packet in ROWS or exact(name) in ROWS or packet in NOT_MATMUL:
+    if packet in ROWS or exact(name) in ROWS:
         return False
     return re.search(_LOOKS_LIKE, packet.partition("::")[2].lower()) is not None
 

@@ -296,29 +296,3 @@ ROWS += [
         {"lhs": (5, "input"), "rhs": (4, "weight")},
     ),
 ]
-
-NOT_CONVOLUTION: dict[str, str] = {
-    _full(name): reason
-    for reason, names in {
-        "packs, unpacks or reorders a weight": (
-            "mkldnn_reorder_conv2d_weight mkldnn_reorder_conv3d_weight mkldnn::_reorder_convolution_weight"
-            " mkldnn::_reorder_convolution_transpose_weight mkldnn_prepacked::conv2d_prepack onednn::qconv_prepack"
-            " prepacked::conv2d_clamp_prepack prepacked::conv2d_transpose_clamp_prepack"
-            " prepacked::unpack_prepacked_sizes_conv2d quantized::conv_prepack quantized::conv_unpack"
-            " quantized::conv1d_prepack quantized::conv1d_unpack quantized::conv2d_prepack quantized::conv2d_unpack"
-            " quantized::conv2d_unpack_sizes quantized::conv3d_prepack quantized::conv3d_unpack"
-            " quantized::conv_transpose1d_prepack quantized::conv_transpose1d_unpack"
-            " quantized::conv_transpose2d_prepack quantized::conv_transpose2d_unpack"
-            " quantized::conv_transpose3d_prepack quantized::conv_transpose3d_unpack _quantized::conv2d_prepack"
-            " _quantized::conv3d_prepack _quantized::conv_transpose1d_prepack _quantized::conv_transpose2d_prepack"
-            " _quantized::conv_transpose3d_prepack"
-        ),
-        "reads a setting of a packed weight": " ".join(
-            f"quantized::{kind}_{setting}"
-            for kind in ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
-            for setting in ("dilation", "groups", "output_padding", "padding", "stride", "transpose")
-        ),
-    }.items()
-    for name in names.split()
-}
-"""Operators that are not convolutions although their names look so, with the reason."""

@@ -321,43 +321,6 @@ for _name in HIGHER_ORDER:
     ROWS[f"higher_order::{_name}"] = Op(f"higher_order::{_name}", "fused", "seen", opaque=True)
 for _row in convolutions.ROWS:
     ROWS.declare(_row.name, replace(_row, name=_row.name.partition(".")[0]))
-NOT_MATMUL: dict[str, str] = {
-    name if "::" in name else f"aten::{name}": reason
-    for reason, names in {
-        "an outer product: nothing is summed": "addr addr_ outer ger kron",
-        "pointwise half of a cell, its matmuls run before it": (
-            "_thnn_fused_gru_cell _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell"
-            " _thnn_fused_lstm_cell_backward _thnn_fused_lstm_cell_backward_impl"
-            " _thnn_differentiable_gru_cell_backward _thnn_differentiable_lstm_cell_backward"
-        ),
-        "pairwise differences, no product": "_cdist_forward _cdist_backward",
-        "interpolation": (
-            "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward upsample_bilinear2d"
-            " upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward upsample_trilinear3d"
-            " upsample_trilinear3d_backward"
-        ),
-        "packs or unpacks a weight": (
-            "_quantized::_wrapped_linear_prepack _quantized::linear_prepack _quantized::linear_prepack_fp16"
-            " _quantized::linear_prepack_fp16_legacy _quantized::linear_prepack_legacy"
-            " _quantized::wrapped_fbgemm_pack_gemm_matrix_fp16 _wrapped_linear_prepack"
-            " fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 mkl::_mkl_reorder_linear_weight"
-            " mkldnn::_reorder_linear_weight mkldnn::_reorder_mkldnn_rnn_layer_weight"
-            " onednn::linear_prepack_fp16 onednn::qlinear_prepack prepacked::linear_clamp_prepack"
-            " prepacked::unpack_prepacked_sizes_linear quantized::int4mm_packed_weight_cpu"
-            " quantized::linear_prepack quantized::linear_prepack_fp16 quantized::linear_prepack_fp16_legacy"
-            " quantized::linear_prepack_legacy quantized::linear_unpack quantized::linear_unpack_fp16"
-            " sparse::qlinear_prepack sparse::qlinear_unpack _cudnn_rnn_flatten_weight"
-            " _use_cudnn_rnn_flatten_weight fbgemm_pack_quantized_matrix _convert_weight_to_int4pack"
-            " _convert_weight_to_int4pack_for_cpu _dyn_quant_pack_4bit_weight"
-        ),
-        "chooses an algorithm, the caller keeps no product": "_cslt_sparse_mm_search _fused_sdp_choice",
-        "a backward formula built of other operators": "matrix_exp_backward",
-        "a weighted sum inside matrix_exp, elementwise": "_compute_linear_combination",
-        "a function of one argument, unrelated": "mvlgamma mvlgamma_",
-    }.items()
-    for name in names.split()
-}
-"""Operators that are not matmuls although their names look so, with the reason."""
 
 
 def overloads(packet_name: str) -> list[torch._ops.OpOverload]:

@@ -20,20 +20,19 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from opintercept import OpCall, intercept
 from opintercept._core.hook import Level
-from opintercept._ops import convolutions, table
+from opintercept._ops import table
 from opintercept._ops.select import of_families, select, split
 from opintercept._ops.shapes import broadcast
 
 TABLED_VERSION = torch.__version__.startswith("2.13.")
 _NOT_IN_IT = (  # in torch 2.11 or 2.15 only
     "_native::_foreach_mm_native_1 _native::bmm_triton_0 aten::_cudnn_attention_forward_no_dropout_inplace"
-    " aten::_scaled_addmm aten::_scaled_addmm_ prepacked::conv2d_clamp_prepack prepacked::conv2d_clamp_run"
-    " prepacked::conv2d_transpose_clamp_prepack prepacked::conv2d_transpose_clamp_run prepacked::linear_clamp_prepack"
-    " prepacked::linear_clamp_run prepacked::unpack_prepacked_sizes_conv2d prepacked::unpack_prepacked_sizes_linear"
+    " aten::_scaled_addmm aten::_scaled_addmm_ prepacked::conv2d_clamp_run prepacked::conv2d_transpose_clamp_run"
+    " prepacked::linear_clamp_run"
 )
 NOT_IN_IT = set(_NOT_IN_IT.split())
 
-# Broad on purpose. NOT_MATMUL has the names that it matches although they are not matmuls, each with the reason.
+# Broad on purpose. NEITHER has the names that they match although they are neither.
 LOOKS_LIKE_A_MATMUL = re.compile(
     r"mm(?![aeiy]|on)|mat_?mul|linear|gem[mv]|dot(?!t)|[Aa]ttention|einsum|mv(?!n)|rnn|lstm|gru|_cell(?!_params)"
     r"|tensordot|(^|_)inner(?!_tensor)|matrix_power|cdist|euclid|pinv|matrix_exp|outer|kron|(^|_)ger|addr|cov$"
@@ -41,6 +40,23 @@ LOOKS_LIKE_A_MATMUL = re.compile(
 )
 
 LOOKS_LIKE_A_CONVOLUTION = re.compile(r"[Cc]onv(?!er[st])")
+
+NEITHER = {
+    "an outer product: nothing is summed": r"aten::(addr_?|outer|ger|kron)",
+    "pointwise half of a cell, its matmuls run before it": r"aten::_thnn_(fused|differentiable)_(gru|lstm)_cell\w*",
+    "pairwise differences, no product": r"aten::_cdist_(for|back)ward",
+    "interpolation": r"aten::_?upsample_\w+",
+    "packs, unpacks or reorders a weight": (
+        r"\w+::\w*(prepack(?!ed)|unpack(?!ed)|_pack_|mm_packed_weight|reorder_|flatten_weight|quantize_weight)\w*"
+    ),
+    "reads a setting of a packed weight": (
+        r"quantized::conv(_transpose)?[23]d_(dilation|groups|output_padding|padding|stride|transpose)"
+    ),
+    "chooses an algorithm, the caller keeps no product": r"aten::(_cslt_sparse_mm_search|_fused_sdp_choice)",
+    "a backward formula built of other operators": "aten::matrix_exp_backward",
+    "a weighted sum inside matrix_exp, elementwise": "aten::_compute_linear_combination",
+    "a function of one argument, unrelated": "aten::mvlgamma_?",
+}
 
 # Packets whose default overload is composite although another overload does the work.
 WORKS_IN_A_SIBLING = {"aten::linalg_pinv": "atol_rtol_tensor", "aten::sspaddmm": "out"}
@@ -69,11 +85,9 @@ def unlisted(overload_names: Iterable[str]) -> set[str]:
     """The packets that look like a matmul or a convolution and are in no list."""
     packets = {name.partition(".")[0] for name in overload_names}
     names = {packet: packet.partition("::")[2] for packet in packets}
-    matmuls = {packet for packet, name in names.items() if LOOKS_LIKE_A_MATMUL.search(name)}
-    convolved = {packet for packet, name in names.items() if LOOKS_LIKE_A_CONVOLUTION.search(name)}
-    matmuls -= table.NOT_MATMUL.keys()
-    convolved -= convolutions.NOT_CONVOLUTION.keys()
-    return (matmuls | convolved) - table.ROWS.keys()
+    alike = {p for p, n in names.items() if LOOKS_LIKE_A_MATMUL.search(n) or LOOKS_LIKE_A_CONVOLUTION.search(n)}
+    neither = re.compile("|".join(NEITHER.values())).fullmatch
+    return {packet for packet in alike - table.ROWS.keys() if neither(packet) is None}
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:
@@ -131,16 +145,18 @@ def test_the_check_of_the_registry_ignores_names_that_only_sound_alike() -> None
     assert unlisted(["prims::conversion", *(f"aten::{name}" for name in alike.split())]) == set()
 
 
-def test_the_lists_are_disjoint() -> None:
-    lists = [table.ROWS.keys(), table.NOT_MATMUL.keys(), convolutions.NOT_CONVOLUTION.keys()]
-    assert len({*lists[0], *lists[1], *lists[2]}) == sum(len(names) for names in lists)
+@pytest.mark.parametrize("reason", NEITHER)
+def test_names_that_only_look_so_exist_and_none_is_in_the_table(reason: str) -> None:
+    matches = re.compile(NEITHER[reason]).fullmatch
+    assert any(matches(name.partition(".")[0]) for name in torch._C._dispatch_get_all_op_names())
+    assert list(filter(matches, table.ROWS)) == []
 
 
 @pytest.mark.skipif(not TABLED_VERSION, reason="the lists are those of torch 2.13")
 @pytest.mark.slow
 def test_everything_listed_exists(registry: list[str]) -> None:
     packets = {name.partition(".")[0] for name in registry}
-    missing = {*table.OWN, *table.NOT_MATMUL, *convolutions.NOT_CONVOLUTION} - packets - set(registry)
+    missing = table.OWN - packets - set(registry)
     # Python modules of torch register these when they are imported.
     registered_later = ("symm_mem::fused_", "onnx::", "higher_order::")
     assert {name for name in missing if not name.startswith(registered_later)} == NOT_IN_IT
