@@ -74,8 +74,8 @@ class Scalars(Held):
         self._write = _method(writer)
         self._every_steps = every_steps
         self._stats = Stats(of, for_dtype=for_dtype)
-        self._first: int | None = None  # the first step that has not been written
-        self._last = 0
+        self._steps = 0  # how many have ended since the first that has not been written
+        self._last: int | None = None  # the step of the last call that has not been written
         self._lock = threading.RLock()  # reentrant, since the writer may make matmuls and so call the hook
         if hasattr(self._stats, "pre"):
             self.pre = self._pre
@@ -84,46 +84,33 @@ class Scalars(Held):
         return f"{type(self._writer).__name__}, values={self._values!r}"
 
     def _pre(self, call: OpCall) -> None:
-        self._turn(call.step)
+        self._last = call.step
         self._stats.pre(call)
 
     def post(self, call: OpCall) -> None:
-        """Add the call, once the steps before it are written."""
-        self._turn(call.step)
+        """Add the call."""
+        self._last = call.step
         self._stats.post(call)
 
     def end_step(self) -> None:
         """Write the step that has ended, once `every_steps` steps have."""
         with self._lock:
-            if self._first is not None and self._last - self._first + 1 >= self._every_steps:
-                self._write_window()
-
-    def _turn(self, step: int) -> None:
-        with self._lock:
-            if self._first is None:
-                self._first = step
-            elif step - self._first >= self._every_steps:
-                self._write_window(step)
-            self._last = step
+            self._steps += self._last is not None
+            if self._steps >= self._every_steps:
+                self.exit()
 
     def exit(self) -> None:
         """Write the last step."""
         with self._lock:
-            if self._first is not None:
-                self._write_window()
+            if self._last is not None:
+                self._write_steps(self._last)
 
-    def _write_window(self, first: int | None = None) -> None:
-        rows, last, self._first = self._ended(), self._last, first
-        self._send(rows, last)
-
-    def _ended(self) -> list[StatsRow]:
+    def _write_steps(self, last: int) -> None:
         # A closed SummaryWriter would silently open another file.
         if getattr(self._writer, "all_writers", self) is None:
             raise OpInterceptError(f"the writer {self._writer!r} of Scalars is closed; close it after the block")
-        return self._stats.step()
-
-    def _send(self, rows: list[StatsRow], step: int) -> None:
         found = {}
+        rows, self._steps, self._last = self._stats.step(), 0, None
         for row in rows:
             module = "unknown" if row.module is None else row.module or "-"
             head = f"{module}/{row.op.removeprefix('aten::')}"
@@ -132,7 +119,7 @@ class Scalars(Held):
                 if number is not None:
                     found[f"{head}/{row.operand}/{row.phase}/{value}"] = number
         if found:
-            self._write(found, step)
+            self._write(found, last)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
