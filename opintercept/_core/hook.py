@@ -139,23 +139,6 @@ class Handle:
         wants: The hook's `wants_gradients`, or None.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_pipeline",
-        "backward",
-        "end_step",
-        "enter",
-        "error",
-        "exit",
-        "hook",
-        "names_all",
-        "post",
-        "pre",
-        "removed",
-        "tracks",
-        "wants",
-    )
-
     def __init__(self, pipeline: Registry, hook: Hook) -> None:
         self._pipeline = weakref.ref(pipeline)  # no cycle, so that hooks and what they hold are freed at once
         self.hook = hook

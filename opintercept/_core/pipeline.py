@@ -59,34 +59,6 @@ class Pipeline:
         end_step: The handles of hooks with an `end_step`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_count",
-        "_counting",
-        "_entered_by",
-        "_handles",
-        "_inside",
-        "_lock",
-        "_skipped",
-        "_tap",
-        "backward",
-        "end_step",
-        "error",
-        "level",
-        "links",
-        "next_index",
-        "noted",
-        "on_error",
-        "opaque",
-        "origin",
-        "post",
-        "pre",
-        "queue",
-        "signature_of",
-        "skip",
-        "steps",
-    )
-
     def __init__(
         self,
         hooks: Iterable[Hook],
