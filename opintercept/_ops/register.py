@@ -18,7 +18,7 @@ import torch
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._ops import patched_functions
-from opintercept._ops.op import Declared, Family, Layout, Op, parameters_of
+from opintercept._ops.op import Declared, Family, Kind, Layout, Op, parameters_of
 from opintercept._ops.table import ROWS, exact, overloads
 
 Role: TypeAlias = str | int
@@ -125,8 +125,8 @@ def register_op(
         docs::scaled_mm(float32[2, 3], float32[3, 4], 0.5) [2, 3] @ [3, 4]
     """
     roles = {"lhs": lhs, "rhs": rhs, "bias": bias, "out": out}
-    key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, reference)
-    _check_roles(key, declared)
+    key, row = _row(target, roles, scales, layout, gemm, flops, dequantize, reference)
+    _check_roles(key, row)
     other = next((name for name in ROWS.patched if name != key and patched_functions.same(name, key)), None)
     if other is not None:
         raise ValueError(f"a function can be declared once, got {key}, which is {other}, declared before")
@@ -148,7 +148,7 @@ def recheck() -> None:
         if patched_functions.is_patched(key) and getattr(spec, "_initializing", False):
             continue  # its module is being imported
         try:
-            _check_roles(key, row.declared)  # type: ignore[arg-type]  # it has what it was declared with
+            _check_roles(key, row)
         except ValueError as error:
             if str(error) not in _misfits:
                 _misfits.add(str(error))
@@ -183,14 +183,13 @@ def offer_ops(
     """
     words = [word.split(":") for word in arguments.split()]
     roles = {role: parameter for role, parameter in words if role != "scale"}
-    operands = {role: parameter for role, parameter in roles.items() if role in ("lhs", "rhs")}
     scales = [parameter for role, parameter in words if role == "scale"]
     for target in targets.split():
-        key, row, declared = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
+        key, row = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
         # Versions of a library have other functions.
         if not patched_functions.is_patched(key) or patched_functions.locate(key) is not None:
             try:
-                _check_roles(key, replace(declared, roles=operands, scales=()))
+                _check_roles(key, row, operands_only=True)
             except ValueError as error:
                 text = f"{error}, which opintercept does not know yet; declare it with register_op"
                 warnings.warn(text, OpInterceptWarning, stacklevel=2)
@@ -207,8 +206,8 @@ def _row(
     flops: Callable[..., Any] | None,
     dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None,
     reference: Callable[..., Any] | None,
-) -> tuple[str, Op, Declared]:
-    """The key of a target's row, the row, and what it declares."""
+) -> tuple[str, Op]:
+    """The key of a target's row, and the row."""
     key, name = _key_of(target)
     check_choice("layout", layout, ("kn", "nk", None))
     given = {role: where for role, where in roles.items() if where is not None}
@@ -220,15 +219,9 @@ def _row(
         check_choice("a role of dequantize", role, ("lhs", "rhs", "bias"))
         _callable("dequantize", function)
     declared = Declared(given, tuple(scales), layout, _callable("gemm", gemm), _callable("flops", flops))
-    row = Op(
-        name,
-        "foreign",
-        "patched" if patched_functions.is_patched(key) else "leaf",
-        dequantize=dict(dequantize),
-        reference=_callable("reference", reference),
-        declared=declared,
-    )
-    return key, row, declared
+    kind: Kind = "patched" if patched_functions.is_patched(key) else "leaf"
+    computed = _callable("reference", reference)
+    return key, Op(name, "foreign", kind, dequantize=dict(dequantize), reference=computed, declared=declared)
 
 
 def _callable(what: str, value: Any) -> Any:
@@ -268,10 +261,13 @@ def _key_of(target: Any) -> tuple[str, str]:
     return target, target.partition(".")[0]
 
 
-def _check_roles(key: str, declared: Declared) -> None:
-    """Check the roles if the operator is loaded. One of its overloads must have all of them."""
+def _check_roles(key: str, row: Op, operands_only: bool = False) -> None:
+    """Check the roles, or only lhs and rhs, if the operator is loaded. One of its overloads must have all of them."""
+    assert row.declared is not None
+    given = [*row.declared.roles.items(), *(("scales", each) for each in row.declared.scales)]
+    roles = [(role, argument) for role, argument in given if not operands_only or role in ("lhs", "rhs")]
     found = _functions(key) if patched_functions.is_patched(key) else overloads(key)
-    problems = [_problem(key, overload, declared) for overload in found]
+    problems = [_problem(key, overload, roles) for overload in found]
     if found and all(problems):
         raise ValueError(problems[0])
 
@@ -290,9 +286,9 @@ def _functions(key: str) -> list[Any]:
     return [] if target is None else [patched_functions.function_of(target.value)]
 
 
-def _problem(key: str, func: Any, declared: Declared) -> str | None:
+def _problem(key: str, func: Any, roles: list[tuple[str, Role]]) -> str | None:
     names = [parameter.name for parameter in parameters_of(func)]
-    for role, given in (*declared.roles.items(), *(("scales", each) for each in declared.scales)):
+    for role, given in roles:
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             raise TypeError(f"{role} must be the name or the position of an argument, got {given!r}")
         if patched_functions.is_patched(key) and patched_functions.takes_any(func, given):
