@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import accumulate
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
 
@@ -202,30 +203,26 @@ class Profile(Copyable, Table):
 
     def by_phase(self) -> dict[str, ProfileRow]:
         """Totals by phase."""
-        return self._totals(lambda row: [row.phase], lambda name: {"phase": name})
+        return self._totals("phase", lambda row: [row.phase])
 
     def by_module(self) -> dict[str, ProfileRow]:
         """Totals by module, including its submodules; `""` is the whole program."""
 
-        def ancestors(row: ProfileRow) -> list[str]:
-            if not row.module:
-                return [""]
-            parts = row.module.split(".")
-            return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+        def with_ancestors(row: ProfileRow) -> list[str]:
+            return ["", *accumulate(row.module.split("."), "{}.{}".format)] if row.module else [""]
 
-        return self._totals(ancestors, lambda name: {"module": name})
+        return self._totals("module", with_ancestors)
 
-    def _totals(
-        self, names: Callable[[ProfileRow], list[str]], kept: Callable[[str], dict[str, str]]
-    ) -> dict[str, ProfileRow]:
+    def _totals(self, field: str, names: Callable[[ProfileRow], list[str]]) -> dict[str, ProfileRow]:
         groups: dict[str, list[ProfileRow]] = defaultdict(list)
         for row in self.rows():
             for name in names(row):
                 groups[name].append(row)
+        whole = ProfileRow("", "", "", "", "", None, "", 0, 0, 0, 0.0)
         return {
-            name: ProfileRow(
-                **{"module": "", "op": "", "shape": "", "dtype": "", "phase": "", "autocast": None, "precision": ""}  # type: ignore[arg-type]
-                | kept(name),
+            name: replace(
+                whole,
+                **{field: name},
                 calls=sum(row.calls for row in rows),
                 flops=sum(row.flops or 0 for row in rows),
                 bytes=sum(row.bytes or 0 for row in rows),
