@@ -122,13 +122,7 @@ def describe(value: Any) -> str:
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the tensors among arguments and in lists among them, in order."""
-    found: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            found += tensors_of(tuple(value), {})
-        elif is_tensor(value):
-            found.append(value)
-    return found
+    return [tensor for value in (*args, *kwargs.values()) for _, tensor in named_tensors("", value)]
 
 
 def tensors_in(output: Any) -> list[Any]:

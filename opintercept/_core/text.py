@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
-# The most characters of a cell in a table. The names of real modules are shorter.
 CELL = 120
-"""The most characters of a table's cell."""
+"""The most characters of a table's cell. The names of real modules are shorter."""
 # A spreadsheet runs text that begins with one of these as a formula (OWASP, CSV injection). The last four are
 # full-width forms.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")

@@ -183,19 +183,15 @@ class FakeQuantize(_Edit):
         self._check(tensor.dtype in _REAL, "float16, bfloat16, float32 and float64", tensor, role, call)
         if tensor.numel() == 0:
             return tensor
-        dim = self._dimension(tensor, role, call)
+        dim: tuple[int, ...] | None = tuple(range(tensor.dim()))  # those that share a scale; None without channels
+        if self.per == "channel":
+            dim = row_of(call.func).sharing(role, call.args, call.kwargs)
         if dim is None:
             self._skipped[call.op] += 1
             return tensor
         wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
         values = self._scaled(wide, dim) if self.symmetric else self._affine(wide, dim)
         return _straight_through(tensor, values.to(tensor.dtype))
-
-    def _dimension(self, tensor: torch.Tensor, role: str, call: OpCall) -> tuple[int, ...] | None:
-        """The dimensions that share a scale; None if the operand has no channels."""
-        if self.per == "tensor":
-            return tuple(range(tensor.dim()))
-        return row_of(call.func).sharing(role, call.args, call.kwargs)
 
     def _scaled(self, wide: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
         largest = 127.0 if self.dtype == torch.int8 else torch.finfo(self.dtype).max

@@ -342,19 +342,7 @@ class Reference(Copyable, Table):
         self._skipped.clear()
 
     def _cells(self) -> Cells:
-        head = [
-            "module",
-            "op",
-            "shape",
-            "dtype",
-            "phase",
-            "call",
-            "absolute",
-            "relative",
-            "ULP",
-            "1 - cosine",
-            "SNR/dB",
-        ]
+        figures = ["absolute", "relative", "ULP", "1 - cosine", "SNR/dB"]
         table = [
             [
                 "?" if row.module is None else row.module or "-",
@@ -375,6 +363,7 @@ class Reference(Copyable, Table):
         if len(self._rows) > _TABLE_ROWS:
             notes.append(f"and {len(self._rows) - _TABLE_ROWS} calls with smaller errors")
         notes += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
+        head = ["module", "op", "shape", "dtype", "phase", "call", *figures]
         return Cells(head, table, left=5, notes=notes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, TypedDict, Unpack, overload
 
@@ -81,14 +82,13 @@ class OpCalls:
         finite: dict[int, Any] | None = None,
         options: Options | None = None,
         snapshots: Callable[[], Snapshots] | None = None,
-        ran: OpCalls | None = None,
         refuse: Callable[[str], str | None] | None = None,
     ) -> None:
         self._source = records
         self._finite = {} if finite is None else finite
         self._options: Options = {} if options is None else options
         self._snapshots = snapshots
-        self._ran = self if ran is None else ran
+        self._ran = self  # of filtered calls, those that they were chosen from
         self._refuse = refuse  # returns why these calls cannot include an operator, or None
         self._shown_in: BaseException | None = None  # the failure that already lists what ran
 
@@ -145,8 +145,9 @@ class OpCalls:
         """
         if "op" in filters:
             filters["op"] = _read_twice(filters["op"])
-        chosen = self._chosen(filters)
-        return OpCalls(chosen, self._finite, self._options, self._snapshots, self._ran, self._refuse)
+        found = copy(self)
+        found._source = self._chosen(filters)
+        return found
 
     def clear(self) -> None:
         """Forget the calls so far."""
