@@ -14,22 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from made_calls import call_of
 from nets import record as records_of
 from programs import ENGINES
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from opintercept import Gemm, OpCall, OpInterceptError, TensorMeta, hooks, intercept
-from opintercept._core.pipeline import Pipeline
 from opintercept._core.tensors import describe, nbytes
-from opintercept._ops.table import row_of
 
 each_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-
-
-def call_of(func: Any, *args: Any, **kwargs: Any) -> OpCall:
-    """A call that no engine has made, which has only these arguments."""
-    return OpCall(Pipeline(()), row_of(func), func, "forward", args, kwargs)
 
 
 def nested(layout: torch.layout = torch.strided) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Call records made by hand. `made_runs.py` writes them as runs."""
+"""Calls and their records made by hand. `made_runs.py` writes the records as runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from opintercept import CallRecord, TensorMeta
+from opintercept import CallRecord, OpCall, TensorMeta
+from opintercept._core.pipeline import Pipeline
+from opintercept._ops.table import row_of
 from opintercept.testing.plugin import OpCalls
 
 UNKNOWN: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(CallRecord))
@@ -24,6 +26,18 @@ def record(op: str = "mm", phase: Any = "forward", dtype: str = "float32", **fie
     known = {"index": 0, "step": 0, "op": name, "func": f"{name.replace('::', '.')}.default", "phase": phase}
     known |= {"module": "", "lhs": square, "rhs": square, "output": square, "flops": 16, "opaque": False}
     return CallRecord(**UNKNOWN | known | fields)
+
+
+def call_of(func: Any, *args: Any, **kwargs: Any) -> OpCall:
+    """A call that no engine has made, which has only these arguments."""
+    return OpCall(Pipeline(()), row_of(func), func, "forward", args, kwargs)
+
+
+def product_of(output: Any) -> OpCall:
+    """The call of a product that has returned this output."""
+    call = call_of(torch.ops.aten.mm.default, torch.ones(2, 3), torch.ones(3, 4))
+    call.output = output
+    return call
 
 
 def three_calls() -> OpCalls:

@@ -14,12 +14,12 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_calls import call_of
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opintercept import OpInterceptWarning, hooks, intercept
 from opintercept._core.call import OpCall
-from opintercept._core.pipeline import Pipeline
 from opintercept._ops.table import row_of
 from opintercept._values import attention as _attention
 
@@ -173,7 +173,7 @@ FORMS = [
 ]
 
 
-def call_of(func: Any, **given: Any) -> OpCall:
+def whole_call_of(func: Any, **given: Any) -> OpCall:
     """A call of an operator that does not run here; arguments left out get their default, None or 0."""
     args, kwargs = [], {}
     for argument in func._schema.arguments:
@@ -183,7 +183,7 @@ def call_of(func: Any, **given: Any) -> OpCall:
             kwargs[argument.name] = value
         else:
             args.append(value)
-    return OpCall(Pipeline(()), row_of(func), func, "forward", tuple(args), kwargs)
+    return call_of(func, *args, **kwargs)
 
 
 @pytest.mark.parametrize(("name", "flag", "offset"), FORMS, ids=str)
@@ -212,7 +212,7 @@ def test_weights_of_every_attention_operator(name: str, flag: str, offset: int |
     elif offset is not None:
         scores = scores.masked_fill(torch.ones(3, 5).tril(offset) == 0, -math.inf)
     weights = hooks.AttentionWeights()
-    weights.post(call_of(func, **given))
+    weights.post(whole_call_of(func, **given))
     [call] = weights.calls
     torch.testing.assert_close(call.values, scores.softmax(-1), rtol=1e-13, atol=1e-15)
     assert call.dropout == (0.0 if name.endswith("inplace") is False and "dropout_p" not in names else 0.1)
@@ -240,7 +240,7 @@ def test_attention_whose_operands_are_not_known_is_counted(name: str, given: dic
     func = getattr(torch.ops.aten, name).default
     weights, query = hooks.AttentionWeights(), torch.randn(2, 3, 4, 8)
     for _ in range(2):
-        weights.post(call_of(func, query=query, key=query, value=query, **given))
+        weights.post(whole_call_of(func, query=query, key=query, value=query, **given))
     assert weights.calls == []
     assert weights.skipped == {f"aten::{name}: {reason}": 2}
 
@@ -248,7 +248,7 @@ def test_attention_whose_operands_are_not_known_is_counted(name: str, given: dic
 def test_a_quantized_query_is_counted() -> None:
     func = torch.ops.aten._scaled_dot_product_flash_attention.quantized
     weights, query = hooks.AttentionWeights(), torch.randn(2, 3, 4, 8).to(torch.float8_e4m3fn)
-    weights.post(call_of(func, query=query, key=query, value=query, q_descale=torch.ones(2, 3)))
+    weights.post(whole_call_of(func, query=query, key=query, value=query, q_descale=torch.ones(2, 3)))
     assert weights.skipped == {"aten::_scaled_dot_product_flash_attention: q_descale is given": 1}
 
 

@@ -15,12 +15,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from made_calls import call_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opintercept import HookError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
-from opintercept._core.pipeline import Pipeline
-from opintercept._ops.table import row_of
 
 ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 LEVELS = [*ENGINES, pytest.param({"level": "function"}, id="function")]
@@ -29,7 +28,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def inputs_of(hook: Any, func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """The arguments that the hook's `pre` returns for the operator."""
-    inputs = hook.pre(OpCall(Pipeline(()), row_of(func), func, "forward", args, kwargs))
+    inputs = hook.pre(call_of(func, *args, **kwargs))
     return (*inputs[0], *inputs[1].values())
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from made_calls import product_of
 
 from opintercept import CallRecord, OpCall, hooks, intercept
-from opintercept._core.pipeline import Pipeline
-from opintercept._ops.table import row_of
 
 
 class Kept(logging.Handler):
@@ -52,13 +51,6 @@ def kept(logger: logging.Logger) -> Kept:
     handler = Kept()
     logger.addHandler(handler)
     return handler
-
-
-def call_with(output: Any) -> OpCall:
-    func = torch.ops.aten.mm.default
-    call = OpCall(Pipeline(()), row_of(func), func, "forward", (torch.ones(2, 3), torch.ones(3, 4)), {})
-    call.output = output
-    return call
 
 
 def multiply() -> torch.Tensor:
@@ -102,7 +94,7 @@ def test_a_sample_is_reproduced_by_its_seed(logger: logging.Logger, kept: Kept) 
     for seed in (1, 1, 2):
         hook = hooks.Log(logger, values="sample", size=16, seed=seed)
         for _ in range(2):
-            hook.post(call_with(output))
+            hook.post(product_of(output))
         first, second = kept.records[-2].values, kept.records[-1].values
         assert first != second
         samples.append([first, second])
@@ -127,8 +119,8 @@ def test_a_sample_is_reproduced_by_its_seed(logger: logging.Logger, kept: Kept) 
     ids=["nonfinite", "integer", "complex", "float8", "sparse", "several", "empty", "meta", "none"],
 )
 def test_values_of_any_output(output: Any, sample: set[str], logger: logging.Logger, kept: Kept) -> None:
-    hooks.Log(logger, values="stats").post(call_with(output))
-    hooks.Log(logger, values="sample", size=64).post(call_with(output))
+    hooks.Log(logger, values="stats").post(product_of(output))
+    hooks.Log(logger, values="sample", size=64).post(product_of(output))
     stats, drawn = kept.records
     assert {repr(value) for value in drawn.values} == sample
     assert len(drawn.values) == (64 if sample else 0)

@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from made_calls import product_of
 
-from opintercept import OpCall, hooks, intercept
-from opintercept._core.pipeline import Pipeline
-from opintercept._ops.table import row_of
+from opintercept import hooks, intercept
 
 NAN, INF = float("nan"), float("inf")
 
 
 def line_of(output: Any) -> str:
     """The values that are printed for a product with this output."""
-    func, file = torch.ops.aten.mm.default, io.StringIO()
-    call = OpCall(Pipeline(()), row_of(func), func, "forward", (torch.ones(2, 3), torch.ones(3, 4)), {})
-    call.output = output
-    hooks.Print(file).post(call)
+    file = io.StringIO()
+    hooks.Print(file).post(product_of(output))
     start, _, line = file.getvalue().partition(" -> ")
     assert start == "0 forward aten::mm float32[2, 3] @ float32[3, 4]"
     assert line.endswith("\n")

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from made_calls import product_of
 
-from opintercept import CallRecord, OpCall, hooks, intercept
-from opintercept._core.pipeline import Pipeline
-from opintercept._ops.table import row_of
+from opintercept import CallRecord, hooks, intercept
 
 
 def test_records_are_in_the_order_in_which_calls_ended() -> None:
@@ -62,10 +61,8 @@ def test_a_call_that_raised_leaves_no_record() -> None:
     ids=["nonfinite", "empty", "integer", "complex", "float8", "sparse", "meta", "list", "several", "nothing", "none"],
 )
 def test_any_output_is_summarised(output: Any, shown: Any) -> None:
-    recorder, func = hooks.Recorder(), torch.ops.aten.mm.default
-    call = OpCall(Pipeline(()), row_of(func), func, "forward", (torch.ones(2, 3), torch.ones(3, 4)), {})
-    call.output = output
-    recorder.post(call)
+    recorder = hooks.Recorder()
+    recorder.post(product_of(output))
     summary: Any = recorder.records[0].output
     assert (list(map(str, summary)) if isinstance(summary, tuple) else str(summary)) == shown
 

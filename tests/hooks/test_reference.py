@@ -15,14 +15,13 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_calls import call_of, product_of
 from processes import run_python
 from torch import nn
 from torch.nn import functional as F
 
 from opintercept import OpInterceptError, OpInterceptWarning, hooks, intercept
 from opintercept._core.call import OpCall
-from opintercept._core.pipeline import Pipeline
-from opintercept._ops.table import row_of
 from opintercept._values import errors
 
 pytestmark = pytest.mark.slow
@@ -45,11 +44,8 @@ def row_for(output: torch.Tensor, exact: torch.Tensor) -> hooks.ReferenceRow:
         def _again(self, call: OpCall, saved: Any) -> tuple[Any, Any]:
             return call.output, exact
 
-    func = torch.ops.aten.mm.default
-    call = OpCall(Pipeline(()), row_of(func), func, "forward", (matrix(2, 2), matrix(2, 2)), {})
-    call.output = output
     hook = Given()
-    hook.post(call)
+    hook.post(product_of(output))
     assert hook.skipped == {}
     [row] = hook.rows()
     return row
@@ -410,7 +406,7 @@ def test_scales_of_rows_and_columns_and_of_blocks(second: bool, blocks: bool) ->
     func = torch.ops.aten._scaled_mm_v2.default if second else torch.ops.aten._scaled_mm.default
     recipe = [2 if blocks else 1]
     scales = ([scale_a], recipe, [], [scale_b], recipe, [], None, None) if second else (scale_a, scale_b)
-    call = OpCall(Pipeline(()), row_of(func), func, "forward", (a, b, *scales), {})
+    call = call_of(func, a, b, *scales)
     call.output = (a.float() * scale_a[:, :1]) @ (b.float() * scale_b[:1])
     hook = hooks.Reference()
     hook.post(call)
@@ -448,7 +444,7 @@ def test_out_dtype_does_not_change_the_reference(out: bool) -> None:
     product = a.float() @ b.float()
     func = torch.ops.aten.mm.dtype_out if out else torch.ops.aten.mm.dtype
     kwargs = {"out": product} if out else {}
-    call = OpCall(Pipeline(()), row_of(func), func, "forward", (a, b, torch.float32), kwargs)
+    call = call_of(func, a, b, torch.float32, **kwargs)
     hook = hooks.Reference()
     hook.pre(call)
     call.output = product

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from made_calls import call_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
-from opintercept._core.pipeline import Pipeline
 from opintercept._kit.filter import MOST_NAMES, CallFilter
-from opintercept._ops.table import row_of
 
 
 def mm(size: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -134,7 +133,7 @@ def test_filters_choose_calls(program: Callable[[], None], filters: dict[str, An
 
 def test_the_dtype_may_be_that_of_the_right_operand() -> None:
     operands = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
-    call = OpCall(Pipeline(()), row_of("aten::mm"), None, "forward", operands, {})
+    call = call_of(torch.ops.aten.mm.default, *operands)
     seen: list[Any] = []
     hook: Any = hooks.when(seen.append, dtype=torch.int8)
     hook.post(call)
