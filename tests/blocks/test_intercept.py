@@ -21,19 +21,12 @@ from typing import Any
 
 import pytest
 import torch
-from compiler import COMPILED
+from compiler import ALL_ENGINES
 from processes import run_python
 from threads import run_threads
 
 from opintercept import HookError, Interceptor, OpCall, OpInterceptError, OpInterceptWarning, intercept
 from opintercept._engines import kernels, scope
-
-ENGINES = [
-    pytest.param({}, id="kernel"),
-    COMPILED,
-    pytest.param({"engine": "mode"}, id="mode"),
-    pytest.param({"level": "function"}, id="function"),
-]
 
 A = torch.randn(4, 4)
 
@@ -64,7 +57,7 @@ def multiply() -> torch.Tensor:
     return torch.mm(A, A)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_block_sees_what_runs_inside_and_nothing_else(engine: dict[str, Any]) -> None:
     seen = Seen()
     multiply()
@@ -75,7 +68,7 @@ def test_a_block_sees_what_runs_inside_and_nothing_else(engine: dict[str, Any]) 
     assert seen == ["mm"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_an_interceptor_is_reusable_and_counts_on(engine: dict[str, Any]) -> None:
     indices: list[int] = []
     interceptor = intercept(lambda call: indices.append(call.index), **engine)
@@ -85,7 +78,7 @@ def test_an_interceptor_is_reusable_and_counts_on(engine: dict[str, Any]) -> Non
     assert indices == [0, 1]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_recursion_counts_a_call_once(engine: dict[str, Any]) -> None:
     seen = Seen()
     interceptor = intercept(seen, **engine)
@@ -100,8 +93,8 @@ def test_recursion_counts_a_call_once(engine: dict[str, Any]) -> None:
     assert seen == ["mm"] * 3
 
 
-@pytest.mark.parametrize("inner", ENGINES)
-@pytest.mark.parametrize("outer", ENGINES)
+@pytest.mark.parametrize("inner", ALL_ENGINES)
+@pytest.mark.parametrize("outer", ALL_ENGINES)
 def test_nested_interceptors_each_see_each_call_once(outer: dict[str, Any], inner: dict[str, Any]) -> None:
     first, second = Seen(), Seen()
     with intercept(first, **outer):
@@ -113,7 +106,7 @@ def test_nested_interceptors_each_see_each_call_once(outer: dict[str, Any], inne
     assert second == ["mm"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_nested_interceptors_run_in_the_order_they_were_entered(engine: dict[str, Any]) -> None:
     log: list[str] = []
 
@@ -150,7 +143,7 @@ def test_interceptors_do_not_hide_inner_steps_from_each_other() -> None:
     assert alone
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_operators_of_a_hook_are_seen_by_no_interceptor(engine: dict[str, Any]) -> None:
     seen: dict[str, Seen] = {"kernel": Seen(), "mode": Seen(), "function": Seen()}
 
@@ -170,7 +163,7 @@ def test_operators_of_a_hook_are_seen_by_no_interceptor(engine: dict[str, Any]) 
     assert seen == {"kernel": ["mm"], "mode": ["mm"], "function": ["mm"]}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_hook_may_enter_an_interceptor_which_sees_nothing(engine: dict[str, Any]) -> None:
     inner = Seen()
 
@@ -183,7 +176,7 @@ def test_a_hook_may_enter_an_interceptor_which_sees_nothing(engine: dict[str, An
     assert inner == []
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_paused_sees_nothing_and_other_interceptors_everything(engine: dict[str, Any]) -> None:
     seen, other = Seen(), Seen()
     with intercept(other, **engine), intercept(seen, **engine) as interceptor:
@@ -235,7 +228,7 @@ def test_opaque_names_what_was_seen_but_not_into() -> None:
     assert interceptor.opaque == {"aten::_scaled_dot_product_flash_attention_for_cpu": 1}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_an_exception_of_the_program_gets_through_and_restores(engine: dict[str, Any]) -> None:
     seen = Seen()
     with pytest.raises(KeyError, match="mine"), intercept(seen, **engine):
@@ -244,7 +237,7 @@ def test_an_exception_of_the_program_gets_through_and_restores(engine: dict[str,
     assert seen == []
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_an_exception_of_the_operator_keeps_its_type_and_text(engine: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as plain:
         torch.mm(A, torch.randn(3, 3))
@@ -277,7 +270,7 @@ class Fails:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("engine", ENGINES[:3])
+@pytest.mark.parametrize("engine", ALL_ENGINES[:3])
 def test_a_hook_that_raises_stops_the_program_with_a_note(engine: dict[str, Any], phase: str) -> None:
     w = A.clone().requires_grad_()
     with pytest.raises(LookupError, match="in the hook") as caught, intercept(Fails(phase), **engine):
@@ -288,7 +281,7 @@ def test_a_hook_that_raises_stops_the_program_with_a_note(engine: dict[str, Any]
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_type_error_of_a_hook_gets_through_an_operator_that_would_swallow_it(
     engine: dict[str, Any], when: str
 ) -> None:
@@ -309,7 +302,7 @@ def test_a_type_error_of_a_hook_gets_through_an_operator_that_would_swallow_it(
 
 
 @pytest.mark.parametrize(("phase", "calls"), [("forward", ["forward"]), ("backward", ["forward", "backward"])])
-@pytest.mark.parametrize("engine", ENGINES[:3])
+@pytest.mark.parametrize("engine", ALL_ENGINES[:3])
 def test_a_hook_that_raises_is_switched_off_on_warn(engine: dict[str, Any], phase: str, calls: list[str]) -> None:
     w, fails = A.clone().requires_grad_(), Fails(phase)
     with (
@@ -342,7 +335,7 @@ def test_a_failing_enter_leaves_nothing_behind() -> None:
     assert scope.current().blocks == ()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_decorated_function_keeps_its_name_arguments_and_result(engine: dict[str, Any]) -> None:
     seen = Seen()
 
@@ -373,7 +366,7 @@ def test_a_decorated_method_gets_its_instance() -> None:
     assert seen == ["mm"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_decorated_generator_is_seen_only_while_its_body_runs(engine: dict[str, Any]) -> None:
     seen, framed = Seen(), Framed()
 
@@ -496,7 +489,7 @@ def test_a_decorated_async_generator_passes_values_exceptions_and_its_end() -> N
     assert seen == ["mm"] * 3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_other_threads_are_not_seen(engine: dict[str, Any]) -> None:
     seen = Seen()
     with warnings.catch_warnings(record=True) as told, intercept(seen, **engine):
@@ -537,7 +530,7 @@ def test_all_threads_and_one_thread_run_in_the_order_they_were_entered() -> None
     assert log == ["own first", "all", "own last"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_one_interceptor_in_eight_threads_loses_no_call(engine: dict[str, Any]) -> None:
     indices: list[int] = []
     interceptor = intercept(lambda call: indices.append(call.index), **engine)
@@ -630,7 +623,7 @@ def test_kernels_do_not_go_under_the_feet_of_a_thread_without_frames_of_its_own(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_leaving_out_of_order_is_an_error_and_takes_the_right_block_out(engine: dict[str, Any]) -> None:
     first, second = Seen(), Seen()
     a, b = intercept(first, **engine), intercept(second, **engine)
@@ -645,7 +638,7 @@ def test_leaving_out_of_order_is_an_error_and_takes_the_right_block_out(engine: 
     assert second == ["mm"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_leaving_from_another_thread_is_an_error_and_changes_nothing(engine: dict[str, Any]) -> None:
     seen = Seen()
     with intercept(seen, **engine) as interceptor:
@@ -655,7 +648,7 @@ def test_leaving_from_another_thread_is_an_error_and_changes_nothing(engine: dic
     assert seen == ["mm"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_leaving_twice_is_an_error(engine: dict[str, Any]) -> None:
     interceptor = intercept(**engine)
     with interceptor:
@@ -664,7 +657,7 @@ def test_leaving_twice_is_an_error(engine: dict[str, Any]) -> None:
         interceptor.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_hook_cannot_leave_the_block_that_it_runs_in(engine: dict[str, Any]) -> None:
     interceptor = intercept(**engine)
     interceptor.register(lambda call: interceptor.__exit__(None, None, None))
@@ -702,7 +695,7 @@ def test_a_torch_mode_that_popped_ours_is_reported() -> None:
     torch.overrides._pop_mode()
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"threads": "all"}, id="all")])
+@pytest.mark.parametrize("engine", [*ALL_ENGINES, pytest.param({"threads": "all"}, id="all")])
 def test_a_forked_child_does_not_run_the_hooks_of_its_parent(engine: dict[str, Any]) -> None:
     seen = Seen()
     read, write = os.pipe()
@@ -839,7 +832,7 @@ def test_a_kernel_of_other_code_is_not_bypassed() -> None:
         theirs._destroy()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_block_cannot_be_left_from_within_backward(engine: dict[str, Any]) -> None:
     interceptor = intercept(**engine)
     with interceptor:
@@ -849,7 +842,7 @@ def test_a_block_cannot_be_left_from_within_backward(engine: dict[str, Any]) -> 
             x.sum().backward()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_an_interrupt_at_any_moment_leaves_no_thread_hidden(engine: dict[str, Any]) -> None:
     # A signal may come up right after any call into C, such as the switch of the scope.
     class Interrupt(Exception):
@@ -914,7 +907,7 @@ def test_a_block_leaves_no_garbage() -> None:
 @pytest.mark.parametrize(
     "again", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "deep", "pickle"]
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_copy_is_an_interceptor_of_its_own(engine: dict[str, Any], again: Callable[[Any], Any]) -> None:
     hook = Seen()
     ops: Any = "matmul" if engine.get("level") == "function" else [torch.ops.aten.mm, torch.ops.aten.bmm.out]
@@ -930,7 +923,7 @@ def test_a_copy_is_an_interceptor_of_its_own(engine: dict[str, Any], again: Call
     assert len(copied) == (len(hook) if again is copy.copy else 1)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_nested_tensors_that_a_hook_hands_back_are_the_operator_s(engine: dict[str, Any]) -> None:
     class Same:
         def pre(self, call: OpCall) -> Any:
@@ -949,7 +942,7 @@ class WithoutDtype(torch.Tensor):
         raise LookupError("no dtype")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_subclass_whose_attributes_raise_computes_as_before(engine: dict[str, Any]) -> None:
     records: list[str] = []
 

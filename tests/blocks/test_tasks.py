@@ -13,17 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from compiler import COMPILED
+from compiler import COMPILED, LEVELS
 from threads import run_threads
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept
 from opintercept._engines import kernels, scope
-
-ENGINES: list[Any] = [
-    pytest.param({}, id="kernel"),
-    pytest.param({"engine": "mode"}, id="mode"),
-    pytest.param({"level": "function"}, id="function"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +62,13 @@ async def watched(rows: int, turns: int = 3, **options: Any) -> list[int]:
     return rows_of(recorder)
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", LEVELS)
 def test_tasks_see_their_own_calls_through_gather(options: dict[str, Any]) -> None:
     found = gathered(*(watched(rows, rows, **options) for rows in range(1, 8)))
     assert found == [[rows] * rows for rows in range(1, 8)]
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", LEVELS)
 def test_a_task_without_a_block_is_seen_by_none(options: dict[str, Any]) -> None:
     async def unwatched() -> None:
         for _ in range(5):
@@ -85,7 +79,7 @@ def test_a_task_without_a_block_is_seen_by_none(options: dict[str, Any]) -> None
     assert seen == [1] * 3
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", LEVELS)
 def test_what_a_task_starts_inside_its_block_belongs_to_it(options: dict[str, Any]) -> None:
     async def part(rows: int) -> None:
         await asyncio.sleep(0)
@@ -142,7 +136,7 @@ def test_a_task_that_outlives_the_block_it_was_started_in_is_seen_no_longer() ->
     assert rows_of(recorder) == [1]
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", LEVELS)
 def test_a_block_around_the_loop_sees_every_task(options: dict[str, Any]) -> None:
     recorder = hooks.Recorder()
     runner = asyncio.Runner()
@@ -159,7 +153,7 @@ def test_a_block_around_the_loop_sees_every_task(options: dict[str, Any]) -> Non
     assert sorted(rows_of(recorder)) == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", LEVELS)
 def test_a_cancelled_task_leaves_its_block(options: dict[str, Any]) -> None:
     recorder = hooks.Recorder()
 

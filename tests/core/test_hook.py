@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from nets import ENGINES
+from compiler import BELOW
 from torch import nn
 
 from opintercept import OpCall, OpInterceptWarning, hooks, intercept
@@ -45,7 +45,7 @@ def noted(
     return place is not None
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize(
     ("reads", "with_grad", "without"),
     [
@@ -92,7 +92,7 @@ def test_a_hook_that_declares_names_has_models_named_in_the_order_in_which_they_
     assert names_of_the_second_model(None) == {"0"}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize("word", READ)
 def test_a_backward_read_that_no_hook_declares_warns_once_and_is_answered_from_then_on(
     word: str, engine: dict[str, Any]
@@ -120,7 +120,7 @@ def test_a_backward_read_that_no_hook_declares_warns_once_and_is_answered_from_t
         assert found == expected
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_a_hook_is_answered_what_another_hook_of_its_interceptor_declares(engine: dict[str, Any]) -> None:
     found = []
     with intercept([declared(lambda call: found.append(call.module), ()), hooks.Recorder()], **engine):

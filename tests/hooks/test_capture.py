@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import BELOW, LEVELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -24,9 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from opintercept import OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
 from opintercept._values.copies import copied
 from opintercept.hooks.capture import Captured
-
-ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
-LEVELS = [*ENGINES, pytest.param({"level": "function"}, id="function")]
 
 
 def capture_of(program: Callable[[], Any], feed: dict[str, Any] | None = None, **options: Any) -> hooks.Capture:
@@ -116,7 +114,7 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("feed", ENGINES)
+@pytest.mark.parametrize("feed", BELOW)
 def test_gradients_are_those_of_autograd_with_the_module_of_the_forward_call(feed: dict[str, Any]) -> None:
     model, x = small_model(), torch.randn(5, 3, requires_grad=True)
     inputs: dict[str, Tensor] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import BELOW, LEVELS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_calls import call_of
@@ -21,8 +22,6 @@ from torch.nn import functional as F
 
 from opintercept import HookError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
 
-ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
-LEVELS = [*ENGINES, pytest.param({"level": "function"}, id="function")]
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -203,7 +202,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("feed", ENGINES)
+@pytest.mark.parametrize("feed", BELOW)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
 def test_at_dispatch_level_autograd_has_the_original_operands(edit: Any, feed: dict[str, Any]) -> None:
     for of in ("lhs", "rhs", "output"):
@@ -213,7 +212,7 @@ def test_at_dispatch_level_autograd_has_the_original_operands(edit: Any, feed: d
         assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))
 
 
-@pytest.mark.parametrize("feed", ENGINES)
+@pytest.mark.parametrize("feed", BELOW)
 def test_at_dispatch_level_backward_matmuls_are_edited_too(feed: dict[str, Any]) -> None:
     grad_a, grad_b = trained(hooks.FakeQuantize(), feed, A, B, G)
     assert torch.equal(grad_a, rounded(G) @ rounded(B.T))
@@ -393,7 +392,7 @@ def test_in_place_and_out_forms_give_the_edited_result(edit: Any, of: Any, feed:
     assert not torch.equal(expected, torch.addmm(c, a, b))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("feed", ENGINES)
+@pytest.mark.parametrize("feed", BELOW)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
 def test_of_several_outputs_the_first_is_edited(edit: Any, feed: dict[str, Any]) -> None:
     q, k, v = torch.randn(3, 1, 2, 4, 8)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compiler import BELOW
 from torch import Tensor, nn
 
 from opintercept import HookError, OpCall, OpInterceptWarning, hooks, intercept
-
-BELOW = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 
 
 def leaf(*shape: int) -> Tensor:

@@ -13,6 +13,7 @@ import minilm
 import numpy as np
 import pytest
 import torch
+from compiler import BELOW, LEVELS
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_python
@@ -23,8 +24,6 @@ from opintercept.hooks.nonfinite import ValueRange
 
 pytestmark = pytest.mark.slow
 
-BELOW = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
-ENGINES = [*BELOW, pytest.param({"level": "function"}, id="function")]
 NAN, INF = math.nan, math.inf
 
 
@@ -38,7 +37,7 @@ def three_layers(broken: int | None = None, weight: float = 3e38) -> nn.Sequenti
     return nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LEVELS)
 def test_the_layer_that_overflows_is_found_once_its_inf_becomes_nan(engine: dict[str, Any]) -> None:
     with pytest.raises(NonFiniteError, match=r"Inf is made by .* in module '2' .*from finite operands") as caught:
         with intercept(hooks.NonFinite(), **engine):
@@ -296,7 +295,7 @@ def test_findings_agree_with_isfinite(values: list[float], dtype: torch.dtype, i
     ],
     ids=["int8", "empty", "sparse", "meta", "vmap", "conj"],
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LEVELS)
 @pytest.mark.parametrize("every", [1, 5])
 def test_exotic_tensors_pass(program: Any, engine: dict[str, Any], every: int) -> None:
     nonfinite = hooks.NonFinite(inf=True, check_every=every)
@@ -359,12 +358,18 @@ def test_a_call_that_another_hook_stops_leaves_no_state_behind() -> None:
         assert not len(nonfinite._before)
 
 
-def found(program: Any, *, inf: bool = False, every: int = 1, **options: Any) -> list[tuple[str, str, tuple[str, ...]]]:
-    """The findings in a program: operators without their namespace, kinds, and what was not finite."""
+def searched(program: Any, *, inf: bool = False, every: int = 1, **options: Any) -> hooks.NonFinite:
+    """The hook after a program that ran under it."""
     nonfinite = hooks.NonFinite(action="record", inf=inf, check_every=every)
     with intercept(nonfinite, **options), torch.no_grad():
         program()
-    return [(f.record.op.rpartition(":")[2].rpartition(".")[2], f.kind, f.bad) for f in nonfinite.findings]
+    return nonfinite
+
+
+def found(program: Any, *, inf: bool = False, every: int = 1, **options: Any) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The findings in a program: operators without their namespace, kinds, and what was not finite."""
+    findings = searched(program, inf=inf, every=every, **options).findings
+    return [(f.record.op.rpartition(":")[2].rpartition(".")[2], f.kind, f.bad) for f in findings]
 
 
 def nan_of(*shape: int) -> Tensor:
@@ -490,17 +495,9 @@ def test_an_inf_that_no_call_made_is_reported_at_the_call_that_turns_it_into_nan
     assert found(boolean, every=every, inf=True) == []
     infinite = torch.full((1, 2), INF)
     assert found(lambda: infinite @ torch.zeros(2, 1), every=every) == [("mm", "made", ("lhs",))]
-    text = str(hooks_found(lambda: infinite @ torch.zeros(2, 1)))
+    text = str(searched(lambda: infinite @ torch.zeros(2, 1)))
     assert "NaN is made by aten::mm in no module" in text
     assert "from Inf in lhs\n" in text
-
-
-def hooks_found(program: Any, **options: Any) -> hooks.NonFinite:
-    """Run a program under a hook and return the hook."""
-    nonfinite = hooks.NonFinite(action="record")
-    with intercept(nonfinite, **options):
-        program()
-    return nonfinite
 
 
 def test_with_all_operators_an_overflow_does_not_explain_a_nan_from_elsewhere() -> None:
@@ -533,7 +530,7 @@ def test_in_place_and_out_forms_are_judged_by_the_old_values(every: int) -> None
 
 
 @EVERY
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", LEVELS)
 def test_a_bias_that_is_not_read_is_not_blamed(every: int, options: dict[str, Any]) -> None:
     big = torch.full((2, 2), INF)
     assert found(lambda: torch.addmm(nan_of(2, 2), torch.ones(2, 2), big, beta=0), every=every, **options) == []
@@ -542,7 +539,7 @@ def test_a_bias_that_is_not_read_is_not_blamed(every: int, options: dict[str, An
 
 
 @EVERY
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LEVELS)
 def test_exotic_operands_are_read(every: int, engine: dict[str, Any]) -> None:
     sparse = torch.eye(3).to_sparse()
     sparse._values()[1] = NAN
@@ -580,13 +577,13 @@ def test_a_packed_weight_is_read_where_torch_unpacks_it(every: int) -> None:
 
 
 def test_a_weight_that_cannot_be_read_is_not_blamed() -> None:
-    record = hooks_found(lambda: torch.full((1, 2), INF) @ torch.zeros(2, 1)).findings[0].record
+    record = searched(lambda: torch.full((1, 2), INF) @ torch.zeros(2, 1)).findings[0].record
     finding = hooks.Finding(record, "came in", ValueRange(NAN, NAN), {}, unread=("weight",))
     assert "it may have come in through weight, not readable" in str(finding)
     assert "weight could not be read" in str(finding)
 
 
-@pytest.mark.parametrize("options", [*ENGINES, {"ops": "all"}])
+@pytest.mark.parametrize("options", [*LEVELS, {"ops": "all"}])
 def test_a_finding_names_the_step(options: dict[str, Any]) -> None:
     nonfinite = hooks.NonFinite()
     with pytest.raises(NonFiniteError, match=r", step 2, call \d+ \(forward\), through"):

@@ -17,6 +17,7 @@ from typing import Any
 import minilm
 import pytest
 import torch
+from compiler import BELOW, LEVELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_stats import (
@@ -268,10 +269,6 @@ def test_a_cuda_graph_leaves_its_calls_out_with_one_warning() -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             a @ a
     assert (found.rows(), found.skipped) == ([], 1)
-
-
-BELOW = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
-LEVELS = [*BELOW, pytest.param({"level": "function"}, id="function")]
 
 
 class Net(nn.Module):

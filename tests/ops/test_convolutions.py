@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compiler import COMPILED
+from compiler import BELOW_FUNCTIONS, COMPILED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from opintercept.runs.replay import replay
 pytestmark = pytest.mark.slow
 
 BOTH = ("matmul", "convolution")
-ENGINES = [pytest.param({}, id="kernel"), COMPILED, pytest.param({"engine": "mode"}, id="mode")]
 FUNCTION: dict[str, Any] = {"level": "function"}
 
 quick = settings(max_examples=60, deadline=None, database=None, derandomize=True)
@@ -116,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[int, int, int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("options", [*ENGINES, pytest.param(FUNCTION, id="function")])
+@pytest.mark.parametrize("options", [*BELOW_FUNCTIONS, pytest.param(FUNCTION, id="function")])
 @pytest.mark.parametrize("case", CASES)
 def test_gemm_and_flops_of_a_convolution(case: str, options: dict[str, Any]) -> None:
     function, shape = CASES[case]
@@ -145,14 +144,14 @@ DIRECTLY: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", BELOW_FUNCTIONS)
 @pytest.mark.parametrize("name", DIRECTLY)
 def test_convolutions_that_are_called_directly(name: str, options: dict[str, Any]) -> None:
     product = (1, 2 * 5 * 7, 40, 3) if "transpose" in name else (1, 2 * 5 * 7, 4, 30)
     assert calls_of(DIRECTLY[name], **options) == [(f"aten::{name}", product, 2 * math.prod(product))]
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", BELOW_FUNCTIONS)
 def test_a_convolution_with_time_first(options: dict[str, Any]) -> None:
     ((op, gemm, _),) = calls_of(lambda: torch.conv_tbc(r(9, 2, 3), r(5, 3, 4), r(4), 1), **options)
     assert (op, gemm) == ("aten::conv_tbc", (1, 2 * 7, 4, 15))
@@ -350,7 +349,7 @@ def test_flops_of_a_network_are_those_of_torchs_counter(name: str, engine: str) 
     assert both == all_of_it
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", BELOW_FUNCTIONS)
 def test_calls_have_the_module_of_the_layer_forward_and_backward(options: dict[str, Any]) -> None:
     net, recorder = UNet(), hooks.Recorder()
     with intercept(recorder, ops=BOTH, **options):
@@ -367,7 +366,7 @@ def test_calls_have_the_module_of_the_layer_forward_and_backward(options: dict[s
             assert recorder.records[record.forward].module == record.module
 
 
-@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("options", BELOW_FUNCTIONS)
 def test_operands_of_a_convolution_by_role(options: dict[str, Any]) -> None:
     layer, data = nn.Conv2d(3, 4, 3), r(2, 3, 5, 5).requires_grad_()
     seen: list[tuple[Any, ...]] = []

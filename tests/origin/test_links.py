@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from compiler import needs_compiler
+from compiler import BELOW, needs_compiler
 from devices import on_a_device
-from nets import ENGINES, record
+from nets import record
 from threads import run_threads
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -24,7 +24,7 @@ from opintercept._origin.links import Link, Links, grad_of
 from opintercept.testing.plugin import OpCalls
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_grad_of_tells_the_two_products_of_a_backward_pass(engine: dict[str, Any]) -> None:
     a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
     records = record(lambda: (a @ b).sum().backward(), **engine)
@@ -38,7 +38,7 @@ def test_grad_of_tells_the_two_products_of_a_backward_pass(engine: dict[str, Any
         assert output.shape in (shapes[call.grad_of or ""], shapes[call.grad_of or ""][::-1])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize("columns", [(), ("lhs",), ("rhs",), ("lhs", "rhs")], ids=["rows", "lhs", "rhs", "both"])
 @pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "mv", "linear", "einsum"])
 def test_gradient_is_that_of_the_operand_in_its_shape(
@@ -97,7 +97,7 @@ class Copied:
         return call.replace(lhs=call.lhs.clone(), rhs=call.rhs.clone())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize("nested", [False, True], ids=["one interceptor", "two"])
 def test_backward_calls_are_linked_beside_a_hook_that_replaces_operands(engine: dict[str, Any], nested: bool) -> None:
     a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
@@ -170,7 +170,7 @@ def test_a_custom_function_links_both_of_its_backward_matmuls() -> None:
     ]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_a_product_without_gradient_in_a_custom_function_takes_no_link(engine: dict[str, Any]) -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -239,7 +239,7 @@ class Float8Linear(nn.Linear):
 
 
 @pytest.mark.parametrize("grad", ["weights", "weights and input"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_a_custom_function_that_casts_its_operands_links_its_backward_products(
     engine: dict[str, Any], grad: str
 ) -> None:
@@ -257,7 +257,7 @@ def test_a_custom_function_that_casts_its_operands_links_its_backward_products(
     assert re.fullmatch(r"test_links\.py:\d+ in (<listcomp>|forward)", line or "")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_several_products_of_a_custom_function_share_its_place_and_no_forward_call(engine: dict[str, Any]) -> None:
     last = Float8Linear(4, 4)
     model = nn.Sequential(Float8Linear(4, 4), last)
@@ -285,7 +285,7 @@ class TwoLayers(torch.autograd.Function):
 two_layers: Callable[..., Any] = TwoLayers.apply
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_what_the_products_of_one_node_do_not_have_in_common_is_not_guessed(engine: dict[str, Any]) -> None:
     model = nn.ModuleList([nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4).requires_grad_(False)])
     x = torch.randn(4, 4, requires_grad=True)
@@ -295,7 +295,7 @@ def test_what_the_products_of_one_node_do_not_have_in_common_is_not_guessed(engi
         assert (call.phase, call.module, call.source, call.forward) == ("backward", None, None, None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_a_function_that_records_nothing_leaves_no_link(engine: dict[str, Any]) -> None:
     w = torch.randn(4, 4, requires_grad=True)
 
@@ -332,7 +332,7 @@ def test_a_call_without_gradients_leaves_no_link_to_mistake() -> None:
     assert [r.forward for r in record(program)][2:] == [0, 0]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_the_products_inside_of_a_wrapper_are_linked_by_its_nodes(engine: dict[str, Any]) -> None:
     # As a DTensor's: autograd knows the wrapper, and what needs no gradient inside is what is seen.
     weight, x = Inside(torch.randn(4, 4)).requires_grad_(), Inside(torch.randn(3, 4))
@@ -366,7 +366,7 @@ class Inside(Tensor):
         return tree_map_only(Tensor, cls, func(*args, **kwargs))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_two_products_inside_of_one_operator_are_not_told_apart(engine: dict[str, Any]) -> None:
     weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
     x = torch.randn(3, 4)
@@ -374,7 +374,7 @@ def test_two_products_inside_of_one_operator_are_not_told_apart(engine: dict[str
     assert [(r.phase, r.module, r.forward) for r in records[2:]] == [("backward", "", None)] * 2
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize("unseen", ["before the block", "in a pause"])
 def test_a_product_without_gradient_takes_no_link_of_one_that_was_not_seen(engine: dict[str, Any], unseen: str) -> None:
     a, b, w = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiler import needs_compiler
-from nets import ENGINES, FORWARD, IN_PAIR, Discriminator, Generator, Model, Pair, record
+from compiler import BELOW, LEVELS, needs_compiler
+from nets import FORWARD, IN_PAIR, Discriminator, Generator, Model, Pair, record
 from threads import run_threads
 from torch import Tensor, nn
 
@@ -163,12 +163,12 @@ def names_of(*programs: Callable[[Tensor], Any], **options: Any) -> list[list[st
     return found
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+@pytest.mark.parametrize("engine", LEVELS)
 def test_the_outermost_module_has_the_name_of_its_class(engine: dict[str, Any]) -> None:
     assert names_of(Generator(), nn.Linear(4, 4), **engine) == [[*IN_PAIR, "Generator"], ["Linear"]]
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+@pytest.mark.parametrize("engine", LEVELS)
 def test_names_in_another_model_begin_with_its_class(engine: dict[str, Any]) -> None:
     one, other = Generator(), Discriminator()
     first = [*IN_PAIR, "Generator"]
@@ -391,7 +391,7 @@ TWO_MODELS: dict[str, tuple[Callable[[], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize(("train", "first", "second"), TWO_MODELS.values(), ids=TWO_MODELS)
 def test_every_row_of_profile_and_stats_belongs_to_one_model(
     train: Callable[[], None], first: str, second: str, engine: dict[str, Any]

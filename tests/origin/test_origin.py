@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import BELOW
 from models import MODELS, inputs_of
-from nets import ENGINES, FORWARD, Model, record
+from nets import FORWARD, Model, record
 from processes import run_python
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,7 @@ def test_both_engines_see_the_same_modules_operators_and_shapes_in_the_same_orde
         calls.match_snapshot("step")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_backward_and_recompute_have_the_names_of_the_forward_call(engine: dict[str, Any]) -> None:
     class Checkpointed(Model):
         def forward(self, x: Tensor) -> Any:
@@ -51,7 +52,7 @@ def test_backward_and_recompute_have_the_names_of_the_forward_call(engine: dict[
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_models_give_the_names_of_module_hooks_and_every_backward_call_its_forward(
     engine: dict[str, Any], name: str
 ) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from nets import ENGINES, FORWARD, Block, Model, record
+from compiler import BELOW, LEVELS
+from nets import FORWARD, Block, Model, record
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +17,7 @@ from opintercept._origin import stack
 from opintercept.testing.plugin import OpCalls
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+@pytest.mark.parametrize("engine", LEVELS)
 def test_module_is_the_innermost_one_by_its_qualified_name(engine: dict[str, Any]) -> None:
     model = Model()
     records = record(lambda: model(torch.randn(5, 4)), **engine)
@@ -37,7 +38,7 @@ def test_source_is_the_line_of_the_program_and_not_of_torch() -> None:
     assert re.fullmatch(r"test_stack\.py:\d+ in <lambda>", lambda_line or "")
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"level": "function"}, id="function")])
+@pytest.mark.parametrize("engine", LEVELS)
 def test_a_hook_of_the_user_is_not_where_the_call_comes_from(engine: dict[str, Any]) -> None:
     class Keeper(nn.Module):  # a hook may be a module, and may ask from one
         def forward(self, call: OpCall) -> None:
@@ -71,7 +72,7 @@ def test_a_script_module_is_one_place_without_compiled_kernels(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 def test_a_checkpoint_recomputes_in_a_pass_of_its_own(engine: dict[str, Any], reentrant: bool) -> None:
     model = Model()
     model.forward = lambda x: model.head(  # type: ignore[method-assign]
@@ -87,7 +88,7 @@ def test_a_checkpoint_recomputes_in_a_pass_of_its_own(engine: dict[str, Any], re
     assert set(by_phase["backward"]) == set(FORWARD)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_recomputes_what_records_no_gradient(engine: dict[str, Any], reentrant: bool) -> None:
     class Cube(torch.autograd.Function):

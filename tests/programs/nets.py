@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from opintercept import CallRecord, hooks, intercept
-
-ENGINES = [pytest.param({}, id="kernel"), pytest.param({"engine": "mode"}, id="mode")]
 
 
 def record(program: Callable[[], Any], **options: Any) -> list[CallRecord]:
