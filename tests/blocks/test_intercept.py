@@ -10,7 +10,6 @@ import inspect
 import multiprocessing
 import os
 import pickle
-import signal
 import textwrap
 import threading
 import warnings
@@ -840,33 +839,6 @@ def test_a_block_cannot_be_left_from_within_backward(engine: dict[str, Any]) -> 
         x.register_hook(lambda grad: interceptor.__exit__(None, None, None))
         with pytest.raises(OpInterceptError, match="a block must be left in the same backward pass"):
             x.sum().backward()
-
-
-@pytest.mark.parametrize("engine", ALL_ENGINES)
-def test_an_interrupt_at_any_moment_leaves_no_thread_hidden(engine: dict[str, Any]) -> None:
-    # A signal may come up right after any call into C, such as the switch of the scope.
-    class Interrupt(Exception):
-        pass
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(200):
-            try:
-                with intercept(lambda call: None, ops="mm", **engine):
-                    signal.setitimer(signal.ITIMER_REAL, 0.0002)
-                    while True:
-                        multiply()
-            except Interrupt:
-                pass
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            assert not scope.current().hidden
-            assert scope.current().blocks == ()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_inner_block_does_not_show_the_inner_steps_to_the_outer() -> None:

@@ -134,7 +134,7 @@ class Program:
         return {
             "hook": self.hook.depth,
             "pipelines": [len(p._entered_by) + len(p._inside) for p in pipelines],
-            "blocks": scope.current().blocks,
+            "blocks": (scope.current().blocks, scope.current().hidden),
             "everywhere": scope.state.everywhere.blocks,
             "in tasks": len(scope.state.in_tasks),
             "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),

@@ -233,23 +233,18 @@ def test_the_table_of_forms_is_complete() -> None:
         ("_efficient_attention_forward", {"cu_seqlens_q": torch.tensor([0, 3])}, "cu_seqlens_q is given"),
         ("_efficient_attention_forward", {"window_size": 3}, "window_size is given"),
         ("_native_multi_head_attention", {}, "its queries and keys are not known"),
+        ("_scaled_dot_product_flash_attention.quantized", {"q_descale": torch.ones(2, 3)}, "q_descale is given"),
     ],
-    ids=["varlen", "window", "varlen efficient", "window efficient", "fused"],
+    ids=["varlen", "window", "varlen efficient", "window efficient", "fused", "quantised"],
 )
 def test_attention_whose_operands_are_not_known_is_counted(name: str, given: dict[str, Any], reason: str) -> None:
-    func = getattr(torch.ops.aten, name).default
+    packet, _, overload = name.partition(".")
+    func = getattr(getattr(torch.ops.aten, packet), overload or "default")
     weights, query = hooks.AttentionWeights(), torch.randn(2, 3, 4, 8)
     for _ in range(2):
         weights.post(whole_call_of(func, query=query, key=query, value=query, **given))
     assert weights.calls == []
-    assert weights.skipped == {f"aten::{name}: {reason}": 2}
-
-
-def test_a_quantized_query_is_counted() -> None:
-    func = torch.ops.aten._scaled_dot_product_flash_attention.quantized
-    weights, query = hooks.AttentionWeights(), torch.randn(2, 3, 4, 8).to(torch.float8_e4m3fn)
-    weights.post(whole_call_of(func, query=query, key=query, value=query, q_descale=torch.ones(2, 3)))
-    assert weights.skipped == {"aten::_scaled_dot_product_flash_attention: q_descale is given": 1}
+    assert weights.skipped == {f"aten::{packet}: {reason}": 2}
 
 
 def test_other_calls_and_backward_calls_are_left_alone() -> None:

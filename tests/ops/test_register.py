@@ -270,35 +270,6 @@ def test_stats_say_which_values_are_codes() -> None:
     assert largest == {"lhs": 1.0, "rhs codes": 100.0, "rhs": 50.0}
 
 
-def test_reference_computes_what_is_declared() -> None:
-    x, codes, scale = torch.randn(64, 64), torch.randint(-127, 127, (64, 64), dtype=torch.int8), torch.tensor(0.01)
-    reference = hooks.Reference()
-    with register_op(INT8, **QUANTISED, reference=lambda x, codes, scale: x @ (codes * scale).T), intercept(reference):
-        operator(INT8)(x, codes, scale)
-    (row,) = reference.rows()
-    assert row.op == INT8
-    assert 120 < row.snr < 160  # a float32 product
-    with register_op(INT8, **QUANTISED), intercept(nothing := hooks.Reference()):
-        operator(INT8)(x, codes, scale)
-    assert nothing.rows() == []
-    assert list(nothing.skipped) == [f"{INT8}: it has no reference; register_op(reference=...) declares one"]
-
-
-def test_nonfinite_capture_profile_and_fake_quantize_work_on_a_registered_operator() -> None:
-    x, w = torch.randn(2, 3), torch.full((4, 3), float("inf"))
-    with register_op(LINEAR, lhs="x", rhs="w", layout="nk"):
-        with intercept(hooks.NonFinite(action="warn")), pytest.warns(OpInterceptWarning, match=LINEAR):
-            operator(LINEAR)(x, w)
-        with intercept(capture := hooks.Capture(of=("lhs", "output"))), intercept(profile := hooks.Profile()):
-            output = operator(LINEAR)(x, w.zero_() + 0.3)
-        kept_lhs, kept_output = (kept.tensor for kept in capture.entries)
-        assert torch.equal(kept_lhs, x)
-        assert torch.equal(kept_output, output)
-        assert [row.flops for row in profile.rows()] == [48]
-        with intercept(hooks.FakeQuantize(of="lhs", per="channel")):
-            assert not torch.equal(operator(LINEAR)(x, w + 0.3), output)
-
-
 def test_a_quantised_operand_cannot_be_replaced_by_values() -> None:
     x, codes, scale = torch.ones(2, 3), torch.ones((4, 3), dtype=torch.int8), torch.tensor(0.5)
     with register_op(INT8, **QUANTISED, dequantize=lambda codes, scale, **_: codes * scale):

@@ -319,36 +319,30 @@ def test_operands_that_the_operator_will_refuse_have_no_gemm(args: tuple[Any, ..
     assert table.row_of("aten::mm").flops(args, {}) is None
 
 
-def test_flops_of_scaled_mm_are_those_of_torchs_counter() -> None:
-    args = (meta(16, 32), meta(32, 48))
-    packet = torch.ops.aten._scaled_mm
-    flops = flop_registry[packet](*args, meta(1), meta(1))
-    assert table.row_of("aten::_scaled_mm").flops(args, {}) == flops == 2 * 16 * 32 * 48
-
-
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "flops"),
+    ("op", "args", "flops"),
     [
-        ((8, 16), (2, 16, 4), 2 * 8 * 16 * 4),
-        ((2, 8, 16), (16, 12), 2 * 8 * 16 * 12),
-        ((3, 8, 16), (3, 16, 4), 3 * 2 * 8 * 16 * 4),
-        ((8, 16), (16, 4), 2 * 8 * 16 * 4),
+        ("_scaled_mm", (meta(16, 32), meta(32, 48), meta(1), meta(1)), 2 * 16 * 32 * 48),
+        ("_grouped_mm", (meta(8, 16), meta(2, 16, 4)), 2 * 8 * 16 * 4),
+        ("_grouped_mm", (meta(2, 8, 16), meta(16, 12)), 2 * 8 * 16 * 12),
+        ("_grouped_mm", (meta(3, 8, 16), meta(3, 16, 4)), 3 * 2 * 8 * 16 * 4),
+        ("_grouped_mm", (meta(8, 16), meta(16, 4)), 2 * 8 * 16 * 4),
+        ("_foreach_mm", ([meta(2, 3), meta(5, 6)], [meta(3, 4), meta(6, 7)]), 2 * 2 * 3 * 4 + 2 * 5 * 6 * 7),
+        # Those of the heads of the query, which are more than those of the key.
+        ("scaled_dot_product_attention", (meta(2, 6, 5, 8), meta(2, 3, 7, 8), meta(2, 3, 7, 8)), 2 * 12 * 5 * 7 * 16),
     ],
-    ids=["ragged rows", "ragged columns", "batch", "ragged inner"],
+    ids=["scaled", "ragged rows", "ragged columns", "batch", "ragged inner", "lists", "grouped query"],
 )
-def test_flops_of_grouped_mm(lhs: tuple[int, ...], rhs: tuple[int, ...], flops: int) -> None:
-    assert table.row_of("aten::_grouped_mm").flops((meta(*lhs), meta(*rhs)), {}) == flops
+def test_flops_follow_from_sizes(op: str, args: tuple[Any, ...], flops: int) -> None:
+    assert table.row_of(f"aten::{op}").flops(args, {}) == flops
+    if op == "_scaled_mm":
+        assert flop_registry[torch.ops.aten._scaled_mm](*args) == flops
 
 
 def test_grouped_mm_that_runs_is_one_call() -> None:
     lhs, rhs = r(8, 16, dtype=torch.bfloat16), r(2, 16, 8, dtype=torch.bfloat16)
     ends = torch.tensor([3, 8], dtype=torch.int32)
     assert calls_of(lambda: torch._grouped_mm(lhs, rhs, offs=ends)) == [("aten::_grouped_mm", None, 2 * 8 * 16 * 8)]
-
-
-def test_flops_of_foreach_mm_are_those_of_all_pairs() -> None:
-    args = ([meta(2, 3), meta(5, 6)], [meta(3, 4), meta(6, 7)])
-    assert table.row_of("aten::_foreach_mm").flops(args, {}) == 2 * 2 * 3 * 4 + 2 * 5 * 6 * 7
 
 
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
@@ -383,12 +377,6 @@ def test_flops_of_attention_of_any_rank(shape: tuple[int, ...]) -> None:
         forward = counted(lambda: F.scaled_dot_product_attention(query, query, query))
         calls = calls_of(lambda: F.scaled_dot_product_attention(query, query, query), "function")
     assert calls == [("torch.nn.functional.scaled_dot_product_attention", None, forward)]
-
-
-def test_flops_of_grouped_query_attention_count_the_heads_of_the_query() -> None:
-    args = (meta(2, 6, 5, 8), meta(2, 3, 7, 8), meta(2, 3, 7, 8))
-    flops = table.row_of("aten::scaled_dot_product_attention").flops(args, {"enable_gqa": True})
-    assert flops == 2 * 2 * 6 * 5 * 7 * (8 + 8)
 
 
 def test_flops_of_a_fused_lstm_are_those_of_its_matmuls() -> None:
@@ -494,14 +482,15 @@ def test_roles_of_bilinear_are_its_first_input_its_weight_and_its_bias() -> None
         (meta(3, 2).t(), meta(4, 3).t(), (True, True)),
         (meta(4, 6)[::2, ::2], meta(3, 4), (False, False)),
         (torch.ones(2, 3).to_sparse(), meta(4, 3).t(), (False, True)),
+        (meta(2, 3, dtype=torch.complex64), meta(4, 3, dtype=torch.complex64).mH, (False, True)),
     ],
-    ids=["plain", "lhs", "rhs", "both", "strided", "sparse"],
+    ids=["plain", "lhs", "rhs", "both", "strided", "sparse", "adjoint"],
 )
 def test_transposes_of_a_product(lhs: torch.Tensor, rhs: torch.Tensor, expected: tuple[bool, bool]) -> None:
     gemm = table.row_of("aten::mm").gemm((lhs, rhs), {})
     assert gemm is not None
     assert gemm.transposes == expected
-    assert gemm.dtypes == ("float32", "float32")
+    assert gemm.dtypes == tuple(str(operand.dtype).removeprefix("torch.") for operand in (lhs, rhs))
 
 
 @pytest.mark.parametrize(
