@@ -45,6 +45,7 @@ def intercept(
     engine: EngineChoice = "auto",
     threads: Threads = "current",
     on_error: OnError = "raise",
+    graphs: bool = False,
 ) -> Interceptor:
     """Show every matmul that a program runs to `hooks`, as a context manager or a decorator.
 
@@ -64,6 +65,9 @@ def intercept(
         threads: `"current"` watches the threads that enter, and autograd's threads that work for them. `"all"`
             watches the whole process, with the kernel engine only, compiled or not.
         on_error: `"raise"`, or `"warn"` to switch a hook that raises off with one warning.
+        graphs: Whether what reads values for hooks may become part of a CUDA graph that a block sees captured, so that
+            each replay in a block has its values. It stays in the graph after the block. Without, replays are seen
+            without values.
 
     Returns:
         An interceptor that does nothing until it is entered.
@@ -79,7 +83,7 @@ def intercept(
         ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
         aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4]
     """
-    return Interceptor(hooks, ops=ops, level=level, engine=engine, threads=threads, on_error=on_error)
+    return Interceptor(hooks, ops=ops, level=level, engine=engine, threads=threads, on_error=on_error, graphs=graphs)
 
 
 class Interceptor:
@@ -98,6 +102,7 @@ class Interceptor:
         engine: EngineChoice,
         threads: Threads,
         on_error: OnError,
+        graphs: bool,
     ) -> None:
         check_choice("level", level, get_args(Level))
         check_choice("threads", threads, get_args(Threads))
@@ -105,12 +110,14 @@ class Interceptor:
         if not isinstance(ops, (str, torch._ops.OpOverloadPacket)) and isinstance(ops, Iterable):
             ops = list(ops)
         self._options: dict[str, Any] = {"level": level, "engine": engine, "threads": threads, "on_error": on_error}
+        self._options["graphs"] = graphs
         chosen = choose(level, engine, threads)
         hooks = _hooks(hooks, level)
         chosen.require()
         below = level == "dispatch"
         origin = Origin(below, _scope.owner, chosen.walk)
-        pipeline = Pipeline(hooks, level, on_error, origin, None if below else Tap, chosen.signature_of, chosen.ring())
+        tap, ring = None if below else Tap, chosen.ring()
+        pipeline = Pipeline(hooks, level, on_error, origin, tap, chosen.signature_of, ring, graphs)
         self.watcher = Watcher(pipeline, chosen, ops, threads == "all")
 
     def __reduce__(self) -> tuple[Any, ...]:

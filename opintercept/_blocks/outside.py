@@ -5,13 +5,14 @@ Invariant: entering and leaving cost microseconds while no library of that kind 
 
 from __future__ import annotations
 
-from opintercept._engines import blind_spots, launches, patched_functions
+from opintercept._engines import blind_spots, graphs, launches, patched_functions
 from opintercept._engines.base import Watcher
 
 
 def enter(user: object, watcher: Watcher) -> None:
     """Follow what `watcher` can see of it, until `user` leaves."""
     blind_spots.PATCHES.enter(user)
+    graphs.PATCHES.enter(user)
     if watcher.patched:
         patched_functions.PATCHES.enter(user)
     launches.enter(user)
@@ -25,4 +26,7 @@ def leave(user: object) -> None:
         try:
             patched_functions.PATCHES.leave(user)
         finally:
-            blind_spots.PATCHES.leave(user)
+            try:
+                graphs.PATCHES.leave(user)
+            finally:
+                blind_spots.PATCHES.leave(user)

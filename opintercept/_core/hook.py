@@ -111,7 +111,9 @@ class HookDeclaration(Protocol):
 Hook: TypeAlias = PreHook | PostHook | ErrorHook | BackwardHook | Callable[[OpCall], Any]
 """An object with any of `pre`, `post`, `error`, `backward`, `enter` and `exit`, or a callable that runs as `post`.
 
-If it has an `end_step`, the interceptor's `step()` calls that inside a block, in the thread that calls `step()`.
+If it has an `end_step`, the interceptor's `step()` calls that inside a block, in the thread that calls `step()`. If it
+has a `replayed`, that is called with a `PendingRecord` and a list for each call that a CUDA graph repeats in a block,
+if the block saw the graph capture it; the list has what the hook's own readers in the graph found.
 """
 _RUNS = ("pre", "post", "error", "backward")
 _PHASES = (*_RUNS, "enter", "exit")
@@ -150,6 +152,7 @@ class Handle:
         # `bool()` does nothing, and no signal can interrupt it.
         self.enter, self.exit = self.enter or bool, self.exit or bool
         self.end_step = _method(hook, "end_step")
+        self.replayed = _method(hook, "replayed")
         self.wants: Callable[[OpCall], bool] | None = getattr(hook, "wants_gradients", None)
         reads = reads_of((hook,))
         self.tracks = reads is None or not _TRACKED.isdisjoint(reads)

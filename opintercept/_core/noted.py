@@ -150,7 +150,7 @@ class NotedCalls:
             failed = notify(chunk, {}, self._hooks)
         take = self.ring.take
         while not failed and (row := take()) is not None:
-            failed = notify(PendingRecord._make((*row[0], None)), row[1], row[2])
+            failed = notify(PendingRecord(*row[0]), row[1], row[2])
         return failed
 
     def learn(self, call: OpCall) -> tuple[tuple[Any, ...], bytes | None] | None:

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
+from threading import get_native_id
 from time import perf_counter, time_ns
 from typing import Any
 
@@ -49,6 +50,7 @@ class Pipeline:
         tap: `_engines.gradients.Tap`, which gets at the gradients of one call; None at dispatch level. Injected too.
         signature_of: `record.signature_of` or a function with the same results.
         ring: Where kernels note calls, if the engine has some that do.
+        graphs: Whether what reads values may become part of a CUDA graph.
 
     Attributes:
         steps: The number of the step that runs, from 0; the interceptor's `step` advances it.
@@ -68,12 +70,15 @@ class Pipeline:
         tap: Callable[[Pipeline, OpCall, Sequence[Handle]], Any] | None = None,
         signature_of: Callable[..., Any] = signature_of,
         ring: Ring | None = None,
+        graphs: bool = False,
     ) -> None:
         self.queue = None if ring is None else NotedCalls(ring)
         self.noted: NotedCalls | None = None
         self._tap = tap
         self.signature_of = signature_of
         self.level = level
+        self.graphs = graphs
+        self._replays: dict[int | None, int] = {}  # the last one of each call that a graph has captured
         self.on_error = on_error
         self.origin: OriginReader = origin or NoOrigin()
         self.links = self.origin.links
@@ -94,6 +99,7 @@ class Pipeline:
         self.error: tuple[Handle, ...] = ()
         self.backward: tuple[Handle, ...] = ()
         self.end_step: tuple[Handle, ...] = ()
+        self.replayed: tuple[Handle, ...] = ()
         if ring is not None:
             ring.attach(weakref.ref(self))
             self._set(())
@@ -218,6 +224,7 @@ class Pipeline:
         self.post = tuple(h for h in handles if h.post)
         self.error = tuple(h for h in handles if h.error)
         self.end_step = tuple(h for h in handles if h.end_step)
+        self.replayed = tuple(h for h in handles if h.replayed)
         self.backward = () if self._tap is None else tuple(h for h in handles if h.backward)
         if self.links is not None:
             self.links.wanted |= any(h.tracks for h in handles)
@@ -372,8 +379,41 @@ class Pipeline:
     def deliver(self, row: tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]]) -> None:
         """Notify the hooks of a call for which the ring had no room."""
         self.flush()
-        for failed in self._notify(PendingRecord._make((*row[0], None)), row[1], row[2]):
+        for failed in self._notify(PendingRecord(*row[0]), row[1], row[2]):
             self._outlives(failed)
+
+    def replay(self, calls: Sequence[CapturedCall], results: Any) -> None:
+        """Count the calls that a CUDA graph has captured and now repeats, and tell the hooks that want to know.
+
+        Args:
+            calls: What was noted of each, and what hooks keep for its replays.
+            results: What the readers in the graph have found this time; None if it has none.
+        """
+        self.flush()
+        for captured, kept in calls:
+            index = self._replays[captured.index] = self.next_index()
+            if captured.summary.opaque:
+                self.count_opaque(captured.summary.op)
+            if not self.replayed:
+                continue
+            note = captured._replace(
+                index=index,
+                step=self.steps,
+                forward=self._replays.get(captured.forward, captured.forward),
+                started=time_ns(),
+                thread=get_native_id(),
+                elapsed=None,
+                replayed=captured.index,
+            )
+            for handle in self.replayed:
+                if handle.removed:
+                    continue
+                values = [] if results is None else [read(results) for hook, read in kept if hook() is handle.hook]
+                try:
+                    handle.replayed(note, values)
+                except Exception as exception:
+                    if not self.survives(handle, "replayed", note.record(), exception):
+                        raise
 
     # Kernels in C++ call these four, too.
 
@@ -428,6 +468,22 @@ class Pipeline:
             stacklevel=3,
         )
         return True
+
+
+CapturedCall = tuple[PendingRecord, list[tuple[weakref.ref[Any], Callable[[Any], Any]]]]
+"""A call that a CUDA graph has captured, and the hooks that read it, each with what makes values of its results."""
+
+_KEPT = "kept for replays"
+
+
+def keep(call: OpCall, hook: Any, read: Callable[[Any], Any]) -> None:
+    """Keep of a call that a CUDA graph captures what makes values of the results of each replay, for `replayed`."""
+    kept_of(call).append((weakref.ref(hook), read))
+
+
+def kept_of(call: OpCall) -> list[tuple[weakref.ref[Any], Callable[[Any], Any]]]:
+    """What hooks keep of a call."""
+    return call.once(_KEPT, lambda _: [])
 
 
 def run(

@@ -102,7 +102,8 @@ class CallRecord(Summary):
     """What may be kept of a call; the fields are those of `OpCall`, tensors as `TensorMeta`.
 
     `started` is when the operator started, in nanoseconds since 1970, and `thread` the number that the operating system
-    gives its thread, as in the traces of `torch.profiler`.
+    gives its thread, as in the traces of `torch.profiler`. Of a call that a CUDA graph repeats, `replayed` is the index
+    of the call that the graph captured, and `elapsed` is not known.
 
     A new field takes one line, here or in `Summary`. A run of an older version lacks it and is read with None, so the
     type allows None: `str`, `float`, `bool`, `int` for a count, `Literal`, and tuples, dataclasses and named tuples of
@@ -120,6 +121,7 @@ class CallRecord(Summary):
     started: int | None = field(metadata=noted("started"))
     thread: int | None = field(metadata=noted("thread"))
     elapsed: float | None = field(metadata=noted("elapsed"))
+    replayed: int | None = field(metadata=noted("replayed"))
 
     def where(self) -> str:
         """The module and the line of the program, in words."""
@@ -181,6 +183,7 @@ class PendingRecord(NamedTuple):
     thread: int | None
     elapsed: float | None
     taken: SimpleNamespace | None = None
+    replayed: int | None = None
 
     @property
     def autocast_name(self) -> str | None:

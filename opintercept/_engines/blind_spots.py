@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from opintercept._core.errors import OpInterceptWarning
+from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._engines import scope as _scope
+from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.patches import Replaced, Replacements
 
@@ -22,8 +23,8 @@ _MESSAGES = {
     "of its matmuls are seen; run the exported program, program.module(), to see them",
     "inductor::cpp_wrapper": "code compiled with cpp_wrapper ran in a block, and calls kernels without the dispatcher: "
     "none of its matmuls are seen; compile with cpp_wrapper=False to see them",
-    "cuda::graph_replay": "a CUDA graph was replayed in a block, and a replay runs no operators: its matmuls were seen "
-    "when it was captured, if that was in a block",
+    "cuda::graph_replay": "a CUDA graph was replayed in a block that had not seen it captured, and a replay runs no "
+    "operators: none of its matmuls are seen; capture it in a block of the same interceptor to see them",
 }
 
 # Where Python enters such code, by path below torch._C. Private; what a torch lacks is skipped.
@@ -34,7 +35,6 @@ _ENTRIES = {
     "_aoti.AOTIModelContainerRunnerCuda.run": "inductor::aoti_package",
     # The first function that the Python side of such code calls with its inputs.
     "_aoti.unsafe_alloc_void_ptrs_from_tensors": "inductor::cpp_wrapper",
-    "_CUDAGraph.replay": "cuda::graph_replay",
 }
 
 _patches: dict[tuple[Any, str], Replaced] = {}
@@ -72,19 +72,19 @@ def _owners() -> list[tuple[Any, str, str]]:
 def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _tell(name)
+        tell(name, _scope.current().active())
         return original(*args, **kwargs)
 
     return keep_out(run)
 
 
-def _tell(name: str) -> None:
-    watchers = _scope.current().active()
-    for watcher in watchers:
+def tell(name: str, watchers: Iterable[Watcher]) -> None:
+    """Count what watchers do not see, and warn once."""
+    for watcher in (watchers := tuple(watchers)):
         watcher.pipeline.count_opaque(name)
     if watchers and name not in _warned:
         _warned.add(name)
-        warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=3)
+        warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=caller_level())
 
 
 PATCHES = Replacements(_find, fixed=True)

@@ -21,7 +21,7 @@ from opintercept._native import values as native
 from opintercept._origin.links import graph_task
 from opintercept._values import hash as _hash
 from opintercept._values import on_device
-from opintercept._values.late import Lots
+from opintercept._values.late import Lot, Lots, graph_of
 from opintercept._values.read import parameter_of, stored_values
 from opintercept._values.stats import Values
 from opintercept._values.sums import LateSums, Reader, flat, of_rows, scan
@@ -55,6 +55,10 @@ class Content:
     def at_hand(self) -> Values | None:
         """The values, or None if a device is still computing them."""
         return self._known
+
+    def of(self, lot: Lot) -> Content:
+        """The same of another replay of the graph that computes this; itself if it is not from a graph."""
+        return self if self._late is None else Content(None, self._late.of(lot), self._hashed)
 
     @property
     def is_sent(self) -> bool:
@@ -213,7 +217,7 @@ def _read_later(tensor: torch.Tensor, values: torch.Tensor) -> Content:
 
     Each forward call reads it again: an optimizer of another library may have written to it past autograd.
     """
-    parameter = parameter_of(tensor)
+    parameter = parameter_of(tensor) if graph_of(values) is None else None  # each replay reads it
     key = None if parameter is None else (values.data_ptr(), values.shape, values.stride(), values.dtype)
     if graph_task() != -1 and (known := _on_devices.get(key)) is not None and parameter is not None:
         storage, version, content = known

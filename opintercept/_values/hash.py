@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opintercept._values.late import place_of
+from opintercept._values.late import graph_of, place_of
 from opintercept._values.splitmix import WORD, signed, splitmix64
 
 BLOCK = 1 << 16  # the most weights of rows or columns in a table; larger tensors are read in blocks
@@ -72,7 +72,7 @@ def write_terms(dense: torch.Tensor, swapped: bool, terms: torch.Tensor) -> None
     lanes = dense.view(_LANES[dense.element_size()]).view(-1, dense.size(-1))
     height, width = lanes.shape
     terms, (device, stream) = terms.view(height, width), place_of(lanes)
-    if height * width <= SMALL:
+    if height * width <= SMALL and graph_of(lanes) is None:  # what a graph computes must not be kept
         torch.mul(lanes, _products(device, stream, height, width, swapped), out=terms)
     else:
         torch.mul(lanes, weights(device, width, swapped, stream), out=terms)

@@ -1,4 +1,5 @@
-"""`Late`: numbers that a device is still computing. `Lots` brings those of many calls to the host in one copy.
+"""`Late`: numbers that a device is still computing. `Lots` brings those of many calls to the host in one copy, and
+`Graph` those that a CUDA graph computes each time that it is replayed.
 
 Invariant: nothing here waits for a device before `Late.read`.
 """
@@ -21,7 +22,12 @@ Place = tuple[torch.device, Any]
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    """A tensor's device and the current stream there. What one stream has made, another cannot read without a wait."""
+    """A tensor's device and the current stream there. What one stream has made, another cannot read without a wait.
+
+    While a graph is captured, it is the place where its constants are.
+    """
+    if (graph := graph_of(tensor)) is not None:
+        return graph.place
     return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
@@ -35,11 +41,13 @@ class Lots:
 
     def put(self, parts: Sequence[torch.Tensor]) -> Late:
         """Take tensors on one device, whose values are wanted as int64 if they are that, and as float64 otherwise."""
+        self.is_used = True
+        if (graph := graph_of(parts[0])) is not None:
+            return graph.put(parts)
         key = place_of(parts[0])
         late = Late(self, key, parts)
         gathered = self._open.setdefault(key, [])
         gathered.append(late)
-        self.is_used = True
         if self._size is not None and len(gathered) >= self._size:
             self.send()
         return late
@@ -55,7 +63,7 @@ class Lots:
         for key in keys:
             if gathered := self._open.pop(key, None):
                 try:
-                    _Lot(gathered, *key)
+                    _send(gathered, key)
                 except RuntimeError:  # the device has no memory left now
                     self._open.setdefault(key, []).extend(gathered)
 
@@ -65,10 +73,11 @@ class Late:
 
     __slots__ = ("_key", "_lots", "parts", "sent")
 
-    def __init__(self, lots: Lots, key: Place, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, lots: Lots | None, key: Place, parts: Sequence[torch.Tensor]) -> None:
         self._lots, self._key = lots, key
         self.parts = parts  # until the copy has begun
-        self.sent: tuple[_Lot, _Places] | None = None  # since then; set at once, as another thread may do so too
+        # Since then; set at once, as another thread may do so too. The lot is None in a graph, before any replay.
+        self.sent: tuple[Lot | None, _Places] | None = None
 
     @property
     def is_sent(self) -> bool:
@@ -78,40 +87,44 @@ class Late:
     @property
     def at_hand(self) -> bool:
         """Whether `read` does not wait."""
-        return self.sent is not None and self.sent[0].at_hand
+        return self.sent is not None and self.sent[0] is not None and self.sent[0].at_hand
 
     def read(self) -> list[Numbers]:
         """The numbers of each tensor; waits for the device."""
-        if self.sent is None:
+        if self.sent is None and self._lots is not None:
             self._lots.send()
         if self.sent is None:
-            _Lot([self], *self._key)
+            _send([self], self._key)
         assert self.sent is not None
         lot, places = self.sent
+        assert lot is not None
         return [lot.numbers()[not whole][start:stop] for whole, start, stop in places]
 
+    def of(self, lot: Lot) -> Late:
+        """The same numbers of another replay of the graph that computes these."""
+        late = Late(None, self._key, ())
+        assert self.sent is not None
+        late.sent = lot, self.sent[1]
+        return late
 
-class _Lot:
-    """Results that are copied together."""
 
-    def __init__(self, gathered: Sequence[Late], device: torch.device, stream: Any) -> None:
+class Lot:
+    """Results that are copied together: begins to copy them.
+
+    Args:
+        words: All of them, `int64[n]`.
+    """
+
+    def __init__(self, words: torch.Tensor) -> None:
         self._numbers: tuple[Numbers, Numbers] | None = None
         self._ready: torch.cuda.Event | None = None
-        # Another thread may put more into the list, or send some of it.
-        given = [(late, parts) for late in [*gathered] if (parts := late.parts)]
-        if not given:
-            return
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            self._words, places = _joined([parts for _, parts in given])
-            if self._words.is_cuda:
-                with torch.cuda.device(device):
-                    words = torch.empty_like(self._words, device="cpu", pin_memory=True)
-                    self._words = words.copy_(self._words, non_blocking=True)
-                    self._ready = torch.cuda.Event()
-                    self._ready.record()
-        for (late, _), place in zip(given, places, strict=True):
-            late.sent = self, place
-            late.parts = ()
+        self._words = words
+        if words.is_cuda:
+            with torch.cuda.device(words.device):
+                copy = torch.empty_like(words, device="cpu", pin_memory=True)
+                self._words = copy.copy_(words, non_blocking=True)
+                self._ready = torch.cuda.Event()
+                self._ready.record()
 
     @property
     def at_hand(self) -> bool:
@@ -129,6 +142,73 @@ class _Lot:
 
 
 _Places = list[tuple[bool, int, int]]  # whether numbers are whole, and from where to where
+
+
+def _send(gathered: Sequence[Late], place: Place) -> None:
+    """Begin to copy results to the host."""
+    # Another thread may put more into the list, or send some of it.
+    given = [(late, parts) for late in [*gathered] if (parts := late.parts)]
+    if not given:
+        return
+    with torch.cuda.stream(place[1]) if place[1] is not None else nullcontext():
+        words, places = _joined([parts for _, parts in given])
+        lot = Lot(words)
+    for (late, _), found in zip(given, places, strict=True):
+        late.sent = lot, found
+        late.parts = ()
+
+
+ROOM = 1 << 17
+"""How many numbers a graph may compute: those of some 10,000 tensors."""
+
+
+class Graph:
+    """The results of readers that are part of a CUDA graph, which writes them to a table when it is replayed.
+
+    The table is not in the graph's own memory, of which the owner of the graph keeps account. It must live as long.
+    """
+
+    __slots__ = ("_lates", "_size", "_table", "place")
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._table = torch.empty(ROOM, dtype=torch.int64, device=device)
+        self.place = place_of(self._table)
+        self._lates: list[Late] = []
+        self._size = 0
+
+    def put(self, parts: Sequence[torch.Tensor]) -> Late:
+        """Take tensors as `Lots.put` does. The numbers are those of no replay: see `Late.of`."""
+        size = self._size + sum(part.numel() for part in parts)
+        if size > ROOM:
+            raise RuntimeError(f"a CUDA graph has room for {ROOM} results")
+        late, self._size = Late(None, self.place, parts), size
+        self._lates.append(late)
+        return late
+
+    def end(self) -> None:
+        """Let the graph write its table, as the last of what it captures."""
+        if self._lates:
+            words, places = _joined([late.parts for late in self._lates])
+            self._table[: self._size].copy_(words)
+            for late, found in zip(self._lates, places, strict=True):
+                late.sent = None, found
+                late.parts = ()  # the graph uses their memory for others
+
+    def results(self) -> Lot:
+        """Begin to copy what the last replay has found."""
+        return Lot(self._table[: self._size])
+
+
+captures: list[Graph | None] = []
+"""The graphs that are being captured; None for one that takes no readers."""
+
+
+def graph_of(tensor: torch.Tensor) -> Graph | None:
+    """The graph that captures the call of a tensor, if readers may become part of it."""
+    if len(captures) != 1 or (graph := captures[0]) is None or not tensor.is_cuda:
+        return None  # nobody tells which graph it is if there are several
+    return graph if tensor.device == graph.place[0] and torch.cuda.is_current_stream_capturing() else None
 
 
 def _joined(gathered: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, list[_Places]]:

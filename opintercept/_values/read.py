@@ -15,7 +15,8 @@ from weakref import WeakSet
 import torch
 
 from opintercept._core.errors import OpInterceptWarning
-from opintercept._core.tensors import is_strided
+from opintercept._core.tensors import is_strided, tensors_in
+from opintercept._values.late import captures, graph_of
 
 _Result = TypeVar("_Result")
 
@@ -196,18 +197,29 @@ def in_graph_capture(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def is_captured(values: Any) -> bool:
+    """Whether a CUDA graph captures a call with these arguments and outputs, in a block that sees its replays."""
+    return bool(captures) and any(map(in_graph_capture, tensors_in(values)))
+
+
 _warned: WeakSet[object] = WeakSet()  # hooks that have left out a call
 
 
-def leaves_out_captured(tensor: torch.Tensor, hook: object) -> bool:
-    """Whether a hook must leave out a call because a CUDA graph captures it. Warns once for each hook."""
-    if not in_graph_capture(tensor):
+def leaves_out_captured(tensor: torch.Tensor, hook: object, joins: bool = False) -> bool:
+    """Whether a hook must leave out a call because a CUDA graph captures it. Warns once for each hook.
+
+    Args:
+        tensor: A tensor of the call.
+        hook: The hook.
+        joins: Whether its readers can become part of the graph. They do if `late.graph_of` returns one.
+    """
+    if not in_graph_capture(tensor) or (joins and graph_of(tensor) is not None):
         return False
     if hook not in _warned:
         _warned.add(hook)
         text = (
             f"{type(hook).__name__} leaves out calls that a CUDA graph captures, since they have no values before the "
-            "graph is replayed; run them once without the graph"
+            f"graph is replayed; {'pass graphs=True to intercept, or ' * joins}run them once without the graph"
         )
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
     return True

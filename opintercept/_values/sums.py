@@ -17,8 +17,8 @@ import torch
 from opintercept._core.errors import HookError
 from opintercept._native import values as native
 from opintercept._values import on_device
-from opintercept._values.hash import Bits, check_unwrapped, hash_of, terms_fit, write_terms
-from opintercept._values.late import Late, Lots, Numbers, Place, place_of
+from opintercept._values.hash import BLOCK, Bits, check_unwrapped, hash_of, terms_fit, weights, write_terms
+from opintercept._values.late import Late, Lot, Lots, Numbers, Place, place_of
 from opintercept._values.read import moments, real_values
 from opintercept._values.stats import Sums
 
@@ -119,6 +119,10 @@ class LateSums:
         """Whether `read` does not wait for the device."""
         return all(late.at_hand for late, _ in self._pieces)
 
+    def of(self, lot: Lot) -> LateSums:
+        """The same of another replay of the graph that computes these."""
+        return LateSums([(late.of(lot), found) for late, found in self._pieces])
+
     def read(self) -> tuple[int, Sums]:
         """The sum of the terms, and the sums; waits for the device."""
         terms, sums = 0, Sums()
@@ -147,6 +151,10 @@ class Reader:
             bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[target.itemsize.bit_length() - 1]
             smallest = torch.ones(1, dtype=bits, device="cpu").view(target)
             self._tiny, self._huge = smallest.to(torch.float64).item() / 2, torch.finfo(target).max
+            _targets.add((self._tiny, self._huge))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reader, (self.target, self.histogram)
 
     @property
     def limits(self) -> tuple[float, float] | None:
@@ -229,14 +237,14 @@ class Reader:
     def _reduce(self, values: torch.Tensor, bits: Bits | None) -> list[torch.Tensor]:
         """Counts and the sum of the terms, the ends, the variance and the mean, in as few operators as possible."""
         wide = values.to(torch.float64)
-        limits = _column(place_of(values), sys.float_info.max, math.inf, 0.0, *(self.limits or ()))
+        limits = _column(place_of(values), *_LIMITS, *(self.limits or ()))
         first = int(bits is not None)
         counted = torch.empty((first + limits.size(0), values.numel()), dtype=torch.int64, device=values.device)
         if bits is not None:
             write_terms(*bits, counted[0])
         torch.le(wide.abs(), limits, out=counted[first:])
         finite = counted[first].view(torch.bool)[::8]  # the lowest byte of each
-        filled = torch.where(finite, wide, _column(place_of(values), math.inf, -math.inf, 0.0))
+        filled = torch.where(finite, wide, _column(place_of(values), *_FILLS))
         return [counted.sum(1), *torch.aminmax(filled[:2], dim=1), *torch.var_mean(filled[2], correction=0)]
 
 
@@ -264,6 +272,20 @@ def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Re
         spread -= finite * (apart_from_zeros - mean) ** 2 + (count - finite) * mean * mean
     sums = [count, finite, count - real, count - zeros, underflow, overflow, total, max(0.0, spread)]
     return terms, (sums, -lows[0], highs[1])
+
+
+_LIMITS = sys.float_info.max, math.inf, 0.0
+_FILLS = math.inf, -math.inf, 0.0
+_targets: set[tuple[float, ...]] = {()}  # the limits of all readers
+
+
+def prepare(place: Place) -> None:
+    """Copy the constants of all readers to a place: while a graph is captured, they could not be copied."""
+    for numbers in (_FILLS, *(_LIMITS + limits for limits in _targets)):
+        _column(place, *numbers)
+    for of_rows in (False, True):
+        weights(place[0], BLOCK, of_rows, place[1])
+        weights(place[0], 1, of_rows, place[1])
 
 
 @lru_cache(64)

@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -20,7 +20,8 @@ from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import NonFiniteError, OpInterceptWarning
 from opintercept._core.in_kernel import OVERWRITTEN, Overwritten, Work
-from opintercept._core.record import CallRecord
+from opintercept._core.pipeline import keep
+from opintercept._core.record import CallRecord, PendingRecord
 from opintercept._core.tables import Shown
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
@@ -44,7 +45,7 @@ from opintercept._ops.scratch import (
 from opintercept._ops.table import row_of
 from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
-from opintercept._values.late import Late, Lots
+from opintercept._values.late import Graph, Late, Lots, graph_of
 from opintercept._values.read import (
     first_output,
     in_graph_capture,
@@ -207,6 +208,10 @@ class _InputRanges(NamedTuple):
     inner: bool  # whether autograd may throw away what the call made, before anybody gets it
 
 
+_Spans = tuple[Late, tuple[str, ...], _InputRanges, list[Place]]
+"""The ranges of the output and of inputs, the names of these, the rest of the inputs, and where the output is."""
+
+
 class NonFinite(Copyable, Shown):
     """Finds the first call that makes a NaN from operands that have none, in forward and backward.
 
@@ -258,7 +263,8 @@ class NonFinite(Copyable, Shown):
     Attributes:
         passed_on: How many calls only passed on values that are not finite.
         discarded: How many calls had such values only in gradients that a scaler discards.
-        skipped: How many calls were left out because a CUDA graph captured them, or a device had no memory left.
+        skipped: How many calls were left out because a CUDA graph captured them, or a device had no memory left. With
+            `graphs=True`, `intercept` has each replay of a graph checked.
     """
 
     reads = ("module", "record")
@@ -300,7 +306,7 @@ class NonFinite(Copyable, Shown):
         self._found: dict[tuple[str | None, str, str], Finding] = {}
         self.sees_others = False  # operators other than matmuls, and so what makes a NaN between two of them
         self._before: PerCall[_Before] = PerCall()
-        self._pending: deque[tuple[CallRecord, tuple[str, ...], _InputRanges, Late, list[Place]]] = deque()
+        self._pending: deque[tuple[CallRecord, _Spans]] = deque()
         self._lots = Lots(None)  # of `_pending`
         self._lock = threading.RLock()
 
@@ -313,7 +319,8 @@ class NonFinite(Copyable, Shown):
     def pre(self, call: OpCall) -> None:
         """Read the tensors that the operator is about to overwrite."""
         kind = _kind(call)
-        if (kind.writes or kind.scales) and any(map(in_graph_capture, call.tensors.values())):
+        captured = (kind.writes or kind.scales) and any(map(in_graph_capture, call.tensors.values()))
+        if captured and (kind.scales or not any(map(graph_of, call.tensors.values()))):
             return
         if kind.writes and (before := _before(call, copies=self._save is not None)) is not None:
             self._before.put(call, before)
@@ -336,7 +343,7 @@ class NonFinite(Copyable, Shown):
         self.sees_others = self.sees_others or kind.other
         before = self._before.take(call) if kind.writes else None
         output = call.output
-        if isinstance(first := first_output(output), torch.Tensor) and leaves_out_captured(first, self):
+        if isinstance(first := first_output(output), torch.Tensor) and leaves_out_captured(first, self, joins=True):
             self.skipped += 1
             return
         if before is None and self._check_every == 1 and (ends := native.extent(output)) is not None:
@@ -348,8 +355,9 @@ class NonFinite(Copyable, Shown):
             values = isinstance(first, torch.Tensor) and first.is_floating_point() and first.numel()
             self.skipped += bool(values and first.device.type not in ("cpu", "meta"))
             return
-        if self._check_every > 1:
-            self._defer(call, span, before)
+        graph = graph_of(span)
+        if self._check_every > 1 or graph is not None:
+            self._defer(call, span, before, graph)
             return
         extent = _read(span)
         if extent is None or extent.finite or self._allows(call) or _is_view(call, before) or _is_unwritten(call):
@@ -448,16 +456,31 @@ class NonFinite(Copyable, Shown):
         elif callable(self._action):
             self._action(finding)
 
-    def _defer(self, call: OpCall, output: torch.Tensor, before: _Before | None) -> None:
+    def _defer(self, call: OpCall, output: torch.Tensor, before: _Before | None, graph: Graph | None) -> None:
         if self._allows(call) or _is_view(call, before) or _is_unwritten(call):
             return
         found = _operands(call, before)
         device = output.device
-        spans = self._lots.put([span.to(device) for span in (output, *found.ranges.values())])
+        ranges = found.ranges
+        if graph is not None:  # a scalar of the host is the same in each replay
+            ranges = {name: span for name, span in ranges.items() if span.device == device}
+            known = {name: ValueRange(*span.tolist()) for name, span in found.ranges.items() if name not in ranges}
+            found = found._replace(numbers=found.numbers | known)
+        spans = self._lots.put([span.to(device) for span in (output, *ranges.values())])
+        rest = tuple(ranges), found._replace(ranges={}), places(_outputs(call, before), written=before is not None)
+        if graph is not None:
+            keep(call, self, lambda lot: (spans.of(lot), *rest))
+        else:
+            self._put_off(call.record(), (spans, *rest))
+
+    def replayed(self, note: PendingRecord, values: Sequence[_Spans]) -> None:
+        """Check the outputs of a call that a CUDA graph repeats."""
+        for spans in values:
+            self._put_off(note.record(), spans)
+
+    def _put_off(self, record: CallRecord, spans: _Spans) -> None:
         with self._lock:
-            rest = found._replace(ranges={})
-            written = places(_outputs(call, before), written=before is not None)
-            self._pending.append((call.record(), tuple(found.ranges), rest, spans, written))
+            self._pending.append((record, spans))
             due = len(self._pending) >= self._check_every
         if due:
             self.check()
@@ -475,7 +498,7 @@ class NonFinite(Copyable, Shown):
         findings = []  # judged first, since an action may raise
         try:
             while pending:
-                record, names, found, spans, written = pending.popleft()
+                record, (spans, names, found, written) = pending.popleft()
                 output, *rest = (ValueRange(*ends) for ends in spans.read())
                 if not output.finite:
                     with self._lock:

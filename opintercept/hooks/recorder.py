@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -54,6 +54,10 @@ class Recorder(Held, Frames):
         """Keep calls that kernels have noted."""
         self._notes.append((calls, 0))
 
+    def replayed(self, note: PendingRecord, values: Sequence[Any]) -> None:
+        """Keep the note of a call that a CUDA graph repeats."""
+        self._notes.append(note)
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_records": list(self.records), "_notes": deque()}
 
@@ -79,7 +83,7 @@ class Recorder(Held, Frames):
                 chunk, number = note
                 if number + 1 < chunk.size():
                     self._notes.appendleft((chunk, number + 1))
-                note = PendingRecord._make((*chunk.row(number)[0], None))
+                note = PendingRecord(*chunk.row(number)[0])
             self._records.append(note.record())
 
 

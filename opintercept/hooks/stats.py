@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +15,7 @@ from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import HookError, OpInterceptError
 from opintercept._core.in_kernel import Found, Work
-from opintercept._core.pipeline import flush
+from opintercept._core.pipeline import flush, keep
 from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import describe, dtype_name
@@ -24,7 +24,7 @@ from opintercept._engines.scope import unwatched
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.roles import checked_roles
 from opintercept._ops.families import makes_values
-from opintercept._values.late import Lots
+from opintercept._values.late import Lot, Lots, graph_of
 from opintercept._values.read import first_output, leaves_out_captured, stored_values
 from opintercept._values.stats import Sums
 from opintercept._values.sums import BATCH, LOWEST, PIECE, Cell, LateSums, Read, Reader, check_width, flat, powers
@@ -105,6 +105,10 @@ class _Addition(NamedTuple):
     read: Read | None = None
     late: LateSums | None = None
 
+    def of(self, lot: Lot) -> _Addition:
+        """The same of another replay of the graph that computes the sums."""
+        return self if self.late is None else self._replace(late=self.late.of(lot))
+
 
 class _AllSums(NamedTuple):
     """All sums so far. The state is replaced as a whole, so an interrupt leaves either the old one or the new one.
@@ -133,7 +137,8 @@ class Stats(Copyable, Table):
 
     Operands are read before the operator runs and outputs after; of several outputs, Stats reads the first. It does not
     read views, whose values have been read where they were made, or uninitialised memory. `skipped`
-    counts tensors without values: fake and vmapped ones, and those of calls that a CUDA graph captures.
+    counts tensors without values: fake and vmapped ones, and those of calls that a CUDA graph captures, unless
+    `intercept` got `graphs=True`: then each replay adds its values, but for a histogram and channels.
 
     Args:
         of: Which tensors to look at: one or more of `"lhs"`, `"rhs"`, `"bias"` and `"output"`.
@@ -215,9 +220,7 @@ class Stats(Copyable, Table):
             found = values.get(operand)
             if found is not None:
                 key = _Key(note.call_site.module, learned, operand, note.phase)
-                self._inbox.append(_Addition(key, read=found[:3]))
-        if len(self._inbox) >= BATCH:
-            self._settle()
+                self._add(_Addition(key, read=found[:3]))
 
     def _see(self, call: OpCall, operand: str, tensor: Any) -> None:
         if tensor is None:
@@ -232,6 +235,16 @@ class Stats(Copyable, Table):
             entry = None
         if entry is None:
             return self._skip(1)
+        if entry.late is not None and graph_of(tensor) is not None:
+            return keep(call, self, entry.of)
+        self._add(entry)
+
+    def replayed(self, note: PendingRecord, values: Sequence[_Addition]) -> None:
+        """Add the tensors of a call that a CUDA graph repeats."""
+        for entry in values:
+            self._add(entry)
+
+    def _add(self, entry: _Addition) -> None:
         self._inbox.append(entry)
         if len(self._inbox) >= BATCH:
             self._settle()
@@ -251,7 +264,8 @@ class Stats(Copyable, Table):
             part.add_arrays(counts, channels)
             return _Addition(key, part)
         values = stored_values(tensor)
-        if values is None or leaves_out_captured(values, self):
+        joins = not (self._reader.histogram or with_channels)  # replays bring no counts and channels to the host
+        if values is None or leaves_out_captured(values, self, joins):
             return None
         return self._read_or_wait(key, values, tensor.size(-1) if with_channels else None)
 

@@ -5,7 +5,8 @@
 // costs time on a GPU. If told so, copies to the host that nobody waits for arrive when somebody waits for their stream.
 //
 // There are two of them. An operator fails that takes tensors of both, or what another stream has written without that
-// somebody has waited for it, and while a graph is captured what would end the capture fails.
+// somebody has waited for it. While a graph is captured, what would end the capture fails, and operators do not run: they
+// do when the graph is replayed.
 
 #include <sys/mman.h>
 
@@ -33,6 +34,14 @@ thread_local bool is_capturing = false;
 
 void needs_no_capture() {
   TORCH_CHECK(is_running || !is_capturing, "operation not permitted when stream is capturing");
+}
+
+using Graph = std::vector<std::function<void()>>; // what it launches
+std::shared_ptr<Graph> captured;
+int64_t captured_stream = 0;
+
+Graph* capturing() { // the graph that captures the current stream
+  return !is_running && captured && captured_stream == stream ? captured.get() : nullptr;
 }
 
 struct Running {
@@ -197,6 +206,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   }
   if (!to.is_cpu()) {
     count(self.is_cpu() ? TO_DEVICE : LAUNCHES);
+    if (auto* graph = capturing()) {
+      TORCH_CHECK(!self.is_cpu(), "a replay would copy from memory that is gone by then");
+      graph->push_back([self, to] { copy_from(self, to, false); });
+      return to;
+    }
     if (self.is_cpu() && !non_blocking) {
       wait(); // as on CUDA
       std::lock_guard lock(mutex);
@@ -285,14 +299,77 @@ void check_operands(const c10::OperatorHandle& op, const torch::jit::Stack& stac
   }
 }
 
+template <typename Function>
+void each_tensor(const c10::IValue& value, Function function) {
+  if (value.isTensor() && value.toTensor().defined()) {
+    function(value.toTensor());
+  } else if (value.isTensorList()) {
+    std::ranges::for_each(value.toTensorVector(), function);
+  }
+}
+
+// Its results are made, but hold 0xFF until a replay computes them. What it writes to stays as it is until then.
+void capture(Graph& graph, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Running running;
+  const auto& arguments = op.schema().arguments();
+  auto given = torch::jit::pop(*stack, arguments.size());
+  torch::jit::Stack results;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (const auto* alias = arguments[i].alias_info(); alias != nullptr && alias->isWrite()) {
+      results.push_back(given[i]);
+    }
+  }
+  bool writes = !results.empty();
+  if (!writes) {
+    results = given;
+    at::native::cpu_fallback(op, &results);
+    for (const auto& result : results) {
+      each_tensor(result, [](const at::Tensor& tensor) {
+        Opened opened(tensor.storage().mutable_data());
+        std::memset(tensor.storage().mutable_data(), 0xFF, tensor.storage().nbytes());
+      });
+    }
+  }
+  results.resize(op.schema().returns().size());
+  graph.push_back([op, given, results, writes] {
+    auto again = given;
+    at::native::cpu_fallback(op, &again);
+    for (size_t i = 0; !writes && i < results.size(); ++i) {
+      std::vector<at::Tensor> found;
+      each_tensor(again[i], [&](const at::Tensor& tensor) { found.push_back(tensor); });
+      each_tensor(results[i], [&, at = size_t(0)](const at::Tensor& tensor) mutable { tensor.copy_(found[at++]); });
+    }
+  });
+  stack->insert(stack->end(), results.begin(), results.end());
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   count(LAUNCHES);
   check_operands(op, *stack);
   if (WAITING.count(op.schema().name()) || picks(op, *stack)) {
     wait();
   }
+  if (auto* graph = capturing()) {
+    return capture(*graph, op, stack);
+  }
   Running running;
   at::native::cpu_fallback(op, stack);
+}
+
+std::vector<std::shared_ptr<Graph>> graphs;
+
+int64_t end_capture() { // and return the number of the graph
+  is_capturing = false;
+  graphs.push_back(std::exchange(captured, nullptr));
+  return graphs.size() - 1;
+}
+
+void replay(int64_t graph) {
+  count(LAUNCHES);
+  Running running;
+  for (const auto& launch : *graphs.at(graph)) {
+    launch();
+  }
 }
 
 std::vector<int64_t> counts() { // since the last time
@@ -363,7 +440,13 @@ TORCH_LIBRARY(toy, m) {
   m.def("copies() -> int", copies);
   m.def("wait_for(int stream, int copies, bool counts) -> ()", wait_for);
   m.def("use(int stream) -> int", [](int64_t used) { return std::exchange(stream, used); });
-  m.def("capture(bool on) -> ()", [](bool on) { is_capturing = on; });
+  m.def("begin_capture() -> ()", [] {
+    is_capturing = true;
+    captured_stream = stream;
+    captured = std::make_shared<Graph>();
+  });
+  m.def("end_capture() -> int", end_capture);
+  m.def("replay(int graph) -> ()", replay);
   m.def("late(bool on) -> ()", [](bool on) { are_late = on; });
   m.def("limit(int bytes) -> int", set_limit);
 }

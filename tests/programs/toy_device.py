@@ -10,6 +10,7 @@ import contextlib
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -44,10 +45,11 @@ def take_for_cuda() -> None:
     for name, value in vars(_Cuda).items():
         if not name.startswith("__"):
             setattr(torch.cuda, name, value)
+    vars(torch._C)["_CUDAGraph"] = Graph
     torch.ops.toy.late(True)
 
 
-_streams = threading.local()  # the `current` one, and that which is `captured`
+_streams = threading.local()  # the `current` one
 
 
 def synchronize(_device: Any = None) -> None:
@@ -71,14 +73,38 @@ def on_stream(stream: int) -> Iterator[None]:
         torch.ops.toy.use(before)
 
 
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`. Operators that it captures run when it is replayed."""
+
+    captured: int | None = None  # the stream that one of them captures
+    number = -1
+
+    def capture_begin(self) -> None:
+        Graph.captured = _current()
+        torch.ops.toy.begin_capture()
+
+    def capture_end(self) -> None:
+        self.number = torch.ops.toy.end_capture()
+        Graph.captured = None
+
+    def replay(self) -> None:
+        def compute() -> None:  # where no block sees it
+            with torch.no_grad():
+                torch.ops.toy.replay(self.number)
+
+        with ThreadPoolExecutor(1) as device:
+            device.submit(compute).result()
+
+
 @contextlib.contextmanager
-def capturing() -> Iterator[None]:
+def capturing(graph: Graph | None = None) -> Iterator[None]:
     """Let a graph capture the current stream, so that what would end the capture fails in this thread."""
-    _streams.captured = _current()
-    torch.ops.toy.capture(True)
-    yield
-    torch.ops.toy.capture(False)
-    del _streams.captured
+    graph = graph or Graph()
+    graph.capture_begin()
+    try:
+        yield
+    finally:
+        graph.capture_end()
 
 
 class _Event:
@@ -89,7 +115,7 @@ class _Event:
         self._stream, self._copies = _current(), torch.ops.toy.copies()
 
     def query(self) -> bool:
-        assert not hasattr(_streams, "captured"), "operation not permitted when stream is capturing"
+        assert Graph.captured is None, "operation not permitted when stream is capturing"
         return False  # until somebody waits
 
     def synchronize(self) -> None:
@@ -104,7 +130,7 @@ class _Cuda:
     device = staticmethod(lambda device: contextlib.nullcontext())
     current_stream = staticmethod(_current)
     stream = staticmethod(on_stream)
-    is_current_stream_capturing = staticmethod(lambda: getattr(_streams, "captured", None) == _current())
+    is_current_stream_capturing = staticmethod(lambda: Graph.captured == _current())
     synchronize = staticmethod(synchronize)
 
 

@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +29,8 @@ from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.exits import uninterrupted
 from opintercept._core.in_kernel import ROLES, Sink, Work
 from opintercept._core.noted import forget
-from opintercept._core.record import Summary
+from opintercept._core.pipeline import keep
+from opintercept._core.record import PendingRecord, Summary
 from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
 from opintercept._engines.scope import unwatched
@@ -41,8 +42,8 @@ from opintercept._ops.slots import OUTPUT_ARGUMENT, slots_of
 from opintercept._ranks.rank import rank_and_world_size
 from opintercept._values.content import LOTS, Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
-from opintercept._values.late import place_of
-from opintercept._values.read import leaves_out_captured
+from opintercept._values.late import Lot, place_of
+from opintercept._values.read import is_captured, leaves_out_captured
 from opintercept.runs.record.claim import LOCK, Claim
 from opintercept.runs.record.description import described
 from opintercept.runs.record.memory import MemoryNumbers
@@ -81,6 +82,8 @@ class RunRecorder:
     written stay readable if the program is killed. A full disk stops the recording with one warning. If the program
     has several processes, as under `torchrun`, each writes to a folder of its own, `rank0`, `rank1`, ... Calls of a
     forked child are not written. Wrap the recorder in `when` to record some calls only.
+
+    Calls that a CUDA graph captures compute nothing; its replays in the block are recorded, see `graphs` of `intercept`.
 
     Values on a CPU are read as soon as the operator returns. On another device they are reduced there, and copied while
     the program goes on, for 256 tensors at a time or once a second. In a backward pass, parameters are not read there
@@ -402,7 +405,7 @@ class RunRecorder:
             return
         before = {}
         for role, tensor in _inputs(call).items():
-            if leaves_out_captured(tensor, self):
+            if leaves_out_captured(tensor, self, self._joins_graphs):
                 return
             if role in updated or any(share_memory(tensor, target) for target in written):
                 content = content_of(tensor)  # None where there is no memory to copy
@@ -457,6 +460,17 @@ class RunRecorder:
         """Record a call that raised, with its operands if tensors are kept or `flight` is given."""
         self._take(call, exception)
 
+    def replayed(self, note: PendingRecord, values: Sequence[Mapping[str, Content]]) -> None:
+        """Record a call that a CUDA graph repeats."""
+        if self._may_record():
+            found: dict[str, Any] = dict(values[0]) if values else {}
+            options = self._options.get(id(note.summary))
+            self._put(QueuedCall(note, found, [], {}, "{}" if options is None else options[1], None, None))
+
+    @property
+    def _joins_graphs(self) -> bool:
+        return self.tensors == "stats"
+
     def _keeps(self, *, failed: bool) -> bool:
         return self.tensors in ("sample", "full") or (failed and self.flight is not None)
 
@@ -469,7 +483,10 @@ class RunRecorder:
         entry = QueuedCall(note, {}, [], {}, self._arguments(call, note.summary), None, error)
         if self.tensors != "none" or (error and self.flight is not None):
             self._add_values(call, entry, before)
-        self._put(entry)
+        if error is None and is_captured((call.args, call.kwargs, call.output)):  # replays compute it
+            keep(call, self, partial(_of, entry.values))
+        else:
+            self._put(entry)
 
     def _may_record(self) -> bool:
         writer = self._writer
@@ -541,7 +558,7 @@ class RunRecorder:
         keeps = self._keeps(failed=failed)
         places: dict[int, int] = {}
         for role, tensor in _tensors(call):
-            if leaves_out_captured(tensor, self):
+            if leaves_out_captured(tensor, self, self._joins_graphs):
                 return
             if role in before:
                 content, tensor = before[role]
@@ -628,6 +645,11 @@ class RunRecorder:
 
 def _contents(entry: QueuedCall) -> list[Content]:
     return [each for each in entry.values.values() if isinstance(each, Content)]
+
+
+def _of(values: dict[str, Any], lot: Lot) -> dict[str, Any]:
+    """The values of a replay."""
+    return {role: content.of(lot) if isinstance(content, Content) else content for role, content in values.items()}
 
 
 def _inputs(call: OpCall) -> dict[str, torch.Tensor]:

@@ -1,0 +1,157 @@
+"""CUDA graphs: the calls that a graph captures in a block are seen again whenever it is replayed in one.
+
+Invariant: nothing becomes part of a graph unless a block with `graphs=True` sees it captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from opintercept._core.call import OpCall
+from opintercept._core.hook import Handle
+from opintercept._core.pipeline import CapturedCall, Pipeline, kept_of
+from opintercept._engines import scope as _scope
+from opintercept._engines.blind_spots import tell
+from opintercept._engines.dynamo import keep_out
+from opintercept._engines.patches import Replaced, Replacements
+from opintercept._values.late import Graph, captures
+from opintercept._values.read import is_captured, without_graph
+from opintercept._values.sums import prepare
+
+
+class _Capture:
+    """A graph that is being captured, or has been: its calls by pipeline, and the results of readers in it."""
+
+    def __init__(self) -> None:
+        self.results: Graph | None = None
+        self.calls: weakref.WeakKeyDictionary[Pipeline, list[CapturedCall]] = weakref.WeakKeyDictionary()
+        self._handles: list[Handle] = []
+
+    def begin(self) -> None:
+        """Get ready, as little can be done while a graph is captured."""
+        pipelines = [watcher.pipeline for watcher in _scope.current().active()]
+        if any(pipeline.graphs for pipeline in pipelines):
+            with _scope.unwatched():
+                self.results = without_graph(Graph, torch.accelerator.current_accelerator())
+                without_graph(prepare, self.results.place)
+        captures.append(self.results)
+        for pipeline in pipelines:
+            calls = self.calls.setdefault(pipeline, [])
+            self._handles.append(pipeline.register(_Noter(calls, self.leave)))
+
+    def end(self) -> None:
+        """Let the graph write down what it finds."""
+        if self.results is not None and self._handles:
+            with _scope.unwatched():
+                without_graph(self.results.end)
+
+    def leave(self) -> None:
+        """See no more calls. Can be repeated."""
+        handles, self._handles = self._handles, []
+        if handles:
+            captures.remove(self.results)
+        for handle in handles:
+            handle.remove()
+
+    def replayed(self) -> None:
+        """Tell the hooks of the blocks that are open."""
+        results = None
+        for watcher in _scope.current().active():
+            calls = self.calls.get(watcher.pipeline)
+            if calls is None:
+                tell("cuda::graph_replay", (watcher,))
+                continue
+            with _scope.unwatched():  # nor is what hooks run
+                if results is None and self.results is not None:
+                    results = without_graph(self.results.results)
+                watcher.pipeline.replay(calls, results)
+
+
+class _Noter:
+    """Runs after the other hooks, and notes what they keep of a captured call."""
+
+    reads = ("record",)
+
+    def __init__(self, calls: list[CapturedCall], leave: Callable[[], None]) -> None:
+        self._calls = calls
+        self.exit = leave  # if the block ends before the capture does
+
+    def post(self, call: OpCall) -> None:
+        if is_captured((call.args, call.kwargs, call.output)):
+            self._calls.append((call.note(), kept_of(call)))
+
+
+_captures: weakref.WeakKeyDictionary[Any, _Capture] = weakref.WeakKeyDictionary()  # by graph
+
+
+def _begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        _captures.pop(graph, None)
+        capture = _Capture()
+        capture.begin()
+        try:
+            begun = original(graph, *args, **kwargs)
+        except BaseException:
+            capture.leave()
+            raise
+        _captures[graph] = capture
+        return begun
+
+    return keep_out(capture_begin)
+
+
+def _end(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def capture_end(graph: Any) -> Any:
+        capture = _captures.get(graph)
+        if capture is None:
+            return original(graph)
+        try:
+            capture.end()
+            return original(graph)
+        except BaseException:
+            _captures.pop(graph, None)
+            raise
+        finally:
+            capture.leave()
+
+    return keep_out(capture_end)
+
+
+def _replay(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replay(graph: Any) -> Any:
+        result = original(graph)
+        _captures.get(graph, _UNSEEN).replayed()
+        return result
+
+    return keep_out(replay)
+
+
+_UNSEEN = _Capture()
+# torch.cuda.CUDAGraph calls these of its base. Private; a build for the CPU lacks them, and has no graphs.
+_WRAPPERS = {"capture_begin": _begin, "capture_end": _end, "replay": _replay}
+_patches: dict[tuple[Any, str], Replaced] = {}
+
+
+def _find() -> list[Replaced]:
+    owner = getattr(torch._C, "_CUDAGraph", None)
+    found = []
+    for name, wrap in _WRAPPERS.items() if isinstance(owner, type) else ():
+        patch = _patches.get((owner, name))
+        if patch is None or not patch.is_known():
+            if (original := vars(owner).get(name)) is None:
+                continue
+            patch = _patches[owner, name] = Replaced(f"CUDAGraph.{name}", owner, name, original, wrap(original))
+        found.append(patch)
+    return found
+
+
+PATCHES = Replacements(_find, fixed=True)
+"""The methods, which are wrapped while a block is open."""
