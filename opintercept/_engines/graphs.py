@@ -19,25 +19,27 @@ from opintercept._engines import scope as _scope
 from opintercept._engines.blind_spots import tell
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.patches import Replaced, Replacements
-from opintercept._values.late import Graph, captures
+from opintercept._values.late import GraphResults, captures
 from opintercept._values.read import is_captured, without_graph
 from opintercept._values.sums import prepare
 
 
-class _Capture:
+class _CapturedGraph:
     """A graph that is being captured, or has been: its calls by pipeline, and the results of readers in it."""
 
     def __init__(self) -> None:
-        self.results: Graph | None = None
+        self.results: GraphResults | None = None
         self.calls: weakref.WeakKeyDictionary[Pipeline, list[CapturedCall]] = weakref.WeakKeyDictionary()
         self._handles: list[Handle] = []
 
     def begin(self) -> None:
         """Get ready, as little can be done while a graph is captured."""
         pipelines = [watcher.pipeline for watcher in _scope.current().active()]
+        if not pipelines:
+            return
         if any(pipeline.graphs for pipeline in pipelines):
             with _scope.unwatched():
-                self.results = without_graph(Graph, torch.accelerator.current_accelerator())
+                self.results = without_graph(GraphResults, torch.accelerator.current_accelerator())
                 without_graph(prepare, self.results.place)
         captures.append(self.results)
         for pipeline in pipelines:
@@ -86,14 +88,14 @@ class _Noter:
             self._calls.append((call.note(), kept_of(call)))
 
 
-_captures: weakref.WeakKeyDictionary[Any, _Capture] = weakref.WeakKeyDictionary()  # by graph
+_captures: weakref.WeakKeyDictionary[Any, _CapturedGraph] = weakref.WeakKeyDictionary()  # by graph
 
 
 def _begin(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
         _captures.pop(graph, None)
-        capture = _Capture()
+        capture = _CapturedGraph()
         capture.begin()
         try:
             begun = original(graph, *args, **kwargs)
@@ -134,7 +136,7 @@ def _replay(original: Callable[..., Any]) -> Callable[..., Any]:
     return keep_out(replay)
 
 
-_UNSEEN = _Capture()
+_UNSEEN = _CapturedGraph()
 # torch.cuda.CUDAGraph calls these of its base. Private; a build for the CPU lacks them, and has no graphs.
 _WRAPPERS = {"capture_begin": _begin, "capture_end": _end, "replay": _replay}
 _patches: dict[tuple[Any, str], Replaced] = {}

@@ -1,5 +1,5 @@
 """`Late`: numbers that a device is still computing. `Lots` brings those of many calls to the host in one copy, and
-`Graph` those that a CUDA graph computes each time that it is replayed.
+`GraphResults` those that a CUDA graph computes each time that it is replayed.
 
 Invariant: nothing here waits for a device before `Late.read`.
 """
@@ -162,7 +162,7 @@ ROOM = 1 << 17
 """How many numbers a graph may compute: those of some 10,000 tensors."""
 
 
-class Graph:
+class GraphResults:
     """The results of readers that are part of a CUDA graph, which writes them to a table when it is replayed.
 
     The table is not in the graph's own memory, of which the owner of the graph keeps account. It must live as long.
@@ -200,11 +200,11 @@ class Graph:
         return Lot(self._table[: self._size])
 
 
-captures: list[Graph | None] = []
+captures: list[GraphResults | None] = []
 """The graphs that are being captured; None for one that takes no readers."""
 
 
-def graph_of(tensor: torch.Tensor) -> Graph | None:
+def graph_of(tensor: torch.Tensor) -> GraphResults | None:
     """The graph that captures the call of a tensor, if readers may become part of it."""
     if len(captures) != 1 or (graph := captures[0]) is None or not tensor.is_cuda:
         return None  # nobody tells which graph it is if there are several

@@ -45,7 +45,7 @@ from opintercept._ops.scratch import (
 from opintercept._ops.table import row_of
 from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
-from opintercept._values.late import Graph, Late, Lots, graph_of
+from opintercept._values.late import GraphResults, Late, Lots, graph_of
 from opintercept._values.read import (
     first_output,
     in_graph_capture,
@@ -456,7 +456,7 @@ class NonFinite(Copyable, Shown):
         elif callable(self._action):
             self._action(finding)
 
-    def _defer(self, call: OpCall, output: torch.Tensor, before: _Before | None, graph: Graph | None) -> None:
+    def _defer(self, call: OpCall, output: torch.Tensor, before: _Before | None, graph: GraphResults | None) -> None:
         if self._allows(call) or _is_view(call, before) or _is_unwritten(call):
             return
         found = _operands(call, before)

@@ -35,7 +35,8 @@ ELSEWHERE = {
     "`torch.compile`: `eager`, `aot_eager`": "test_compile.py",
     "`torch.compile`: Inductor": "test_compile.py",
     "`make_fx`, `torch.export`: while tracing; what they made": "test_compile.py",
-    "AOTInductor packages, `cpp_wrapper`, [CUDA graph replay](#cuda-graphs)": "test_compile.py",
+    "AOTInductor packages, `cpp_wrapper`": "test_compile.py",
+    "[CUDA graph replay](#cuda-graphs)": "test_compile.py",
     "DDP, FSDP, DTensor": "test_distributed.py",
     "a DataLoader's workers": "test_distributed.py",
 }

@@ -27,7 +27,7 @@ def program(device: str, *, trains: bool) -> tuple[Tensor, Step]:
     """A static input, and a step that computes with it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4, dtype=torch.float32)).to(device)
-    x = torch.zeros(6, 8).to(device)
+    x, one = torch.zeros(6, 8).to(device), torch.ones(()).to(device)
 
     def infer() -> Tensor:
         with torch.no_grad():
@@ -35,11 +35,12 @@ def program(device: str, *, trains: bool) -> tuple[Tensor, Step]:
 
     def train() -> Tensor:
         net.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
+        loss: Tensor = net(x).square().mean()
+        loss.backward(one)
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter -= 0.1 * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
         return loss
 
     return x, train if trains else infer
@@ -62,7 +63,9 @@ class Results:
         self.run = runs.RunRecorder(f"{folder}/run")
 
     def found(self) -> Any:
-        kinds = {record.index: f"{record.op} {record.module}" for record in self.recorder.records}
+        kinds: dict[int | None, str] = {
+            record.index: f"{record.op} {record.module}" for record in self.recorder.records
+        }
         records = [r for r in self.recorder.records if r.replayed is not None or "toy" not in str(r)]
         calls = [call for call in runs.open_run(self.run.path).calls() if not call.record.op.startswith("toy::")]
         return {
@@ -76,6 +79,7 @@ class Results:
                 (c.record.op, c.record.phase, c.record.step, {role: v.hash for role, v in c.values.items()})
                 for c in calls
             ],
+            "replayed": [c.record.replayed for c in calls] == [r.replayed for r in records[-len(calls) :]],
         }
 
 
@@ -128,7 +132,7 @@ class Broken:
 
 def edges() -> Any:
     """How replays are seen without values, after the block, of other blocks, by hooks that fail, and after an error."""
-    x, step = program("toy", trains=False)
+    _, step = program("toy", trains=False)
     found: dict[str, Any] = {}
 
     def graph(step: Step = step) -> tuple[toy_device.Graph, int]:
@@ -154,6 +158,8 @@ def edges() -> Any:
         found["told"] = [str(each.message).partition(",")[0] for each in told]
 
     with intercept(stats := hooks.Stats(), graphs=True) as watch:
+        with watch.paused():
+            graph()
         kept, _ = graph()
         kept.replay()
     rows = stats.rows()[0].calls

@@ -83,7 +83,7 @@ class RunRecorder:
     has several processes, as under `torchrun`, each writes to a folder of its own, `rank0`, `rank1`, ... Calls of a
     forked child are not written. Wrap the recorder in `when` to record some calls only.
 
-    Calls that a CUDA graph captures compute nothing; its replays in the block are recorded, see `graphs` of `intercept`.
+    Calls that a CUDA graph captures compute nothing, so its replays are recorded: see `graphs` of `intercept`.
 
     Values on a CPU are read as soon as the operator returns. On another device they are reduced there, and copied while
     the program goes on, for 256 tensors at a time or once a second. In a backward pass, parameters are not read there
