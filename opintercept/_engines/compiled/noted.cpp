@@ -447,6 +447,16 @@ struct Call {
     return false;
   }
 
+  // Whether it writes to the memory of a tensor.
+  bool changes(const at::Tensor& tensor) const {
+    std::vector<const c10::StorageImpl*> memory;
+    for (size_t place : entry.written) {
+      add_storages(memory, values[place]);
+    }
+    const auto* own = storage_of(tensor);
+    return own != nullptr && std::find(memory.begin(), memory.end(), own) != memory.end();
+  }
+
   static void add_storages(std::vector<const c10::StorageImpl*>& found, const c10::IValue& value) {
     if (value.isList()) {
       for (const c10::IValue& item : value.toListRef()) {
@@ -714,7 +724,13 @@ bool opintercept::ran_noted(
     }
     const Call::Operands operands = call.operands(part);
     for (size_t role = 0; role < ROLES; role++) {
-      if (part.plan().reads[role] && operands[role] != nullptr && !call.reads(part, role, *operands[role])) {
+      if (!part.plan().reads[role] || operands[role] == nullptr) {
+        continue;
+      }
+      if (finite && call.writes() && call.changes(*operands[role])) {
+        return false; // a call whose output is not finite is shown to hooks afterwards, too late to read this
+      }
+      if (!call.reads(part, role, *operands[role])) {
         return false;
       }
     }

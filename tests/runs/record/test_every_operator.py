@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from compiler import needs_compiler
 
-from opintercept import intercept, runs
+from opintercept import hooks, intercept, runs
 from opintercept._engines.overloads import everything
 from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import UNREAD
@@ -64,6 +65,16 @@ def test_both_kinds_of_kernels_write_the_same_run_of_all_operators(tmp_path: Pat
     one, other = ([seen(call) for call in calls if call.record.op not in LEFT_OUT] for calls in found)
     assert one == other
     assert len(one) > 100
+
+
+@pytest.mark.parametrize("engine", ["kernel", "compiled"])
+def test_what_an_operator_overwrites_with_a_nan_is_read_before(tmp_path: Path, engine: Any) -> None:
+    with intercept([hooks.NonFinite(action="record"), runs.RunRecorder(tmp_path / "run")], ops="all", engine=engine):
+        for change in (1.0, 1.0, math.nan):
+            torch.ones(8).sub_(torch.full((8,), change))
+    calls = [call.values for call in runs.open_run(tmp_path / "run").calls() if call.record.op == "aten::sub_"]
+    assert [values["self"].mean for values in calls] == [1, 1, 1]
+    assert [values["output"].nan for values in calls] == [0, 0, 8]
 
 
 @pytest.mark.parametrize("engine", ["kernel", "compiled"])
