@@ -28,9 +28,12 @@ def shared(read: Callable[[Call], Any]) -> Mapping[str, Any]:
     return {"read": read}
 
 
-def noted(path: str) -> Mapping[str, Any]:
-    """Metadata of a field that is an attribute of the call's `PendingRecord`, or an attribute of one of those."""
-    return {"path": path}
+def noted(path: str, *, rare: bool = False) -> Mapping[str, Any]:
+    """Metadata of a field that is an attribute of the call's `PendingRecord`, or an attribute of one of those.
+
+    If few calls have it, a run keeps it in their text, and no room for it in the record of each call.
+    """
+    return {"path": path, "rare": rare}
 
 
 def taken(read: Callable[[Call], Any]) -> Mapping[str, Any]:
@@ -121,7 +124,7 @@ class CallRecord(Summary):
     started: int | None = field(metadata=noted("started"))
     thread: int | None = field(metadata=noted("thread"))
     elapsed: float | None = field(metadata=noted("elapsed"))
-    replayed: int | None = field(metadata=noted("replayed"))
+    replayed: int | None = field(metadata=noted("replayed", rare=True))
 
     def where(self) -> str:
         """The module and the line of the program, in words."""

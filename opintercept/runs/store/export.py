@@ -15,7 +15,7 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.record import CallRecord
 from opintercept.runs.store.columns import MORE, PLACES, VALUES, Columns
-from opintercept.runs.store.records import FIGURES, IN_TEXT, SLOTS, Array, Arrays
+from opintercept.runs.store.records import FIGURES, IN_TEXT, RARE, SLOTS, Array, Arrays
 
 Run = Any  # a `Run`, whose file imports this one
 ROWS = 1 << 20  # of a file
@@ -142,7 +142,12 @@ def _write(connection: Any, file: Path, tables: Mapping[str, Arrays], slots: Seq
     own = ["rank", "index", "step", *(f"sites.{name}" for name in tables["sites"] if name != "site")]
     own += [f"signatures.{name}" for name in tables["signatures"] if name != "look"]
     own += [f"nullif({name}, -1) AS {name}{'_ns' * (name == 'started')}" for name in _UNKNOWN]
-    own += ["nullif(elapsed, 'nan') AS elapsed", *MORE, "error", *IN_TEXT]
+    own += [
+        "nullif(elapsed, 'nan') AS elapsed",
+        *MORE,
+        "error",
+        *(f"{name}::BIGINT AS {name}" if name in RARE else name for name in IN_TEXT),
+    ]
     own += [
         f"nullif({name}, {0 if name.endswith('_hash') else repr('nan')}) AS {name}"
         if name.rpartition("_")[2] not in ("nan", "inf")

@@ -11,6 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -62,10 +63,12 @@ def _format_of(hint: Any) -> str | None:
 _hints = {
     name: hint for name, hint in get_type_hints(CallRecord).items() if name in OWN.keys() - {*IN_SITE, IN_SIGNATURE}
 }
-FORMATS = {name: format for name, hint in _hints.items() if (format := _format_of(hint)) is not None}
+RARE = tuple(each.name for each in fields(CallRecord) if each.metadata.get("rare"))
+_formats = {name: _format_of(hint) for name, hint in _hints.items() if name not in RARE}
+FORMATS = {name: format for name, format in _formats.items() if format is not None}
 CHOICES = {name: (None, *choices) for name, hint in _hints.items() if (choices := choices_of(hint))}
 IN_TEXT = tuple(name for name in _hints if name not in FORMATS)
-"""Fields that were added and are no numbers."""
+"""Fields that were added and are no numbers, or that few calls have."""
 
 
 def _dtype() -> Any:
