@@ -17,6 +17,14 @@ from opintercept._values.read import parameter_of
 _MOST = 1 << 16  # storages that are remembered
 
 
+class _Holder(StorageWeakRef):
+    """Keeps the address of a storage from others, and not its memory."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_free_weak_ref"):  # as it has not if Ctrl-C came while it was made
+            super().__del__()  # type: ignore[no-untyped-call]
+
+
 class MemoryNumbers:
     """Numbers storages from 1, in the order in which calls use them."""
 
@@ -33,7 +41,7 @@ class MemoryNumbers:
         found = native.storage(tensor)
         if found is None:
             try:
-                holder = StorageWeakRef(tensor.untyped_storage())  # keeps the address, and not the memory
+                holder = _Holder(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             except RuntimeError as wrong:
                 raise TypeError("a tensor of a recorded program must have memory") from wrong
             found = holder.cdata, holder

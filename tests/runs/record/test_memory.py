@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 from native import reading
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from opintercept.runs.record.memory import MemoryNumbers
 
@@ -26,3 +32,34 @@ def test_memory_that_is_used_again_has_a_new_number(in_c: bool) -> None:
     with reading(in_c):
         found = [numbers.place(torch.ones(64))[0] for _ in range(50)]
     assert found == list(range(1, 51))
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Any]:
+    """Raises KeyboardInterrupt at the n-th line of the code that makes a weak reference to memory."""
+    before = sys.gettrace()
+
+    def at(line: int) -> None:
+        left = line
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal left
+            if frame.f_code is not StorageWeakRef.__init__.__code__:
+                return None
+            if event == "line" and (left := left - 1) == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+
+    yield at
+    sys.settrace(before)
+
+
+@pytest.mark.parametrize("line", [1, 2])
+def test_an_interrupt_while_memory_gets_its_number_leaves_nothing(line: int, interrupts: Any) -> None:
+    numbers, tensor = MemoryNumbers(), torch.ones(2)
+    with reading(False), pytest.raises(KeyboardInterrupt, match=r"^$"):
+        interrupts(line)
+        numbers.place(tensor)
+    assert numbers.place(tensor)[0] == 1  # pytest fails the test if something cannot be freed

@@ -112,7 +112,10 @@ def test_a_program_killed_at_any_time_can_be_read(tmp_path: Path) -> None:
         pid = os.fork()
         if not pid:
             child()
-        time.sleep(0.2 + 0.03 * name)
+        calls, end = tmp_path / str(name) / "calls.bin", time.monotonic() + 60
+        while not (calls.exists() and calls.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.01)  # its start may take longer on a machine with other work
+        time.sleep(0.03 * name)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         run = open_run(tmp_path / str(name))
